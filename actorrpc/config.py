@@ -1,0 +1,129 @@
+"""Limits, defaults and ``ACTORRPC_*`` variables: every number that can be changed, in one place.
+
+A :class:`Settings` is read once, when the agent starts, from the environment; it knows nothing of
+the rest of the package. Sizes are bytes, times are seconds unless a name ends in ``_us``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+from actorrpc.errors import ConfigError
+
+__all__ = ["ENVIRONMENT", "Settings"]
+
+ENVIRONMENT: dict[str, str] = {
+    "ACTORRPC_KEY": "the group's shared key (any text); workers on other hosts must be given one",
+    "ACTORRPC_KEY_FILE": "a file, readable by its owner only, that holds the key",
+    "ACTORRPC_TRANSPORT": "auto (Unix sockets on one host, TCP between hosts), unix, or tcp",
+    "ACTORRPC_BIND": "the address to listen on for TCP (default: the one that reached the rendezvous)",
+    "ACTORRPC_ADVERTISE": "the address to tell other workers, where it differs from the bound one",
+    "ACTORRPC_PORT": "the TCP port to listen on (default 0: any)",
+    "ACTORRPC_INSECURE": "1 to listen on other addresses than loopback without a key (warns)",
+    "ACTORRPC_SPIN_US": "how long a thread may spin before it sleeps (default 100; 0 turns it off)",
+    "ACTORRPC_MAX_THREADS": "the most worker threads in one process (default 512)",
+    "ACTORRPC_WINDOW": "bytes of calls that a peer may leave unread before callers wait (default 64 MiB)",
+    "ACTORRPC_LANE": "0 to turn the shared-memory tensor lane off",
+    "ACTORRPC_LANE_BYTES": "most shared memory this process lends to each peer (default 1 GiB)",
+    "ACTORRPC_HEARTBEAT": "seconds between heartbeats to a silent peer with calls under way (default 2)",
+    "ACTORRPC_RUNTIME_DIR": "the private directory for sockets and key files",
+    "ACTORRPC_SWITCH_INTERVAL": "sets sys.setswitchinterval in the worker (default: left alone)",
+}
+
+
+def _env(name: str, default: Any, convert: Any) -> Any:
+    text = os.environ.get(name)
+    if text is None or text == "":
+        return default
+    try:
+        return convert(text)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{name}={text!r} cannot be used: {ENVIRONMENT[name]}") from error
+
+
+def _flag(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the core runs with. Built by :meth:`from_environment`; options given in code win."""
+
+    # -- who may talk, and how -------------------------------------------------------------
+    transport: str = "auto"
+    bind: str | None = None
+    advertise: str | None = None
+    port: int = 0
+    insecure: bool = False
+    handshake_timeout: float = 5.0
+    connect_timeout: float = 20.0
+    max_unauthenticated: int = 64
+    # -- speed -----------------------------------------------------------------------------
+    spin_us: int = 100
+    cork_frames: int = 32
+    cork_bytes: int = 64 << 10
+    cork_us: int = 200
+    switch_interval: float | None = None
+    # -- threads ---------------------------------------------------------------------------
+    max_threads: int = 512
+    starvation_s: float = 0.010
+    # -- memory ----------------------------------------------------------------------------
+    window: int = 64 << 20
+    lane: bool = True
+    lane_threshold: int = 64 << 10
+    lane_bytes: int = 1 << 30
+    recycle_bytes: int = 512 << 20
+    chunk: int = 1 << 20
+    stripe_threshold: int = 16 << 20
+    stripes: int = 2
+    # -- limits, checked before memory is allocated -------------------------------------------
+    max_frame: int = 1 << 31
+    max_message: int = 1 << 40
+    max_buffers: int = 10_000
+    # -- failure ---------------------------------------------------------------------------
+    heartbeat: float = 2.0
+    heartbeat_misses: int = 5
+
+    def __post_init__(self) -> None:
+        if self.transport not in ("auto", "unix", "tcp"):
+            raise ConfigError(f"transport must be 'auto', 'unix' or 'tcp', not {self.transport!r}")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be 0..65535, not {self.port!r}")
+        if self.max_threads < 2:
+            raise ConfigError(f"max_threads must be at least 2, not {self.max_threads!r}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
+                raise ConfigError(f"{field.name} must not be negative, not {value!r}")
+        if self.window == 0 or self.max_frame < 1 << 16 or self.heartbeat == 0:
+            raise ConfigError("window and heartbeat must be positive, max_frame at least 65536")
+
+    @classmethod
+    def from_environment(cls, **given: Any) -> Settings:
+        """Read the ``ACTORRPC_*`` variables; keywords that are not ``None`` win over them.
+
+        Raises:
+            ConfigError: a variable or a keyword has a value that cannot be used.
+        """
+        values: dict[str, Any] = {
+            "transport": _env("ACTORRPC_TRANSPORT", "auto", str),
+            "bind": _env("ACTORRPC_BIND", None, str),
+            "advertise": _env("ACTORRPC_ADVERTISE", None, str),
+            "port": _env("ACTORRPC_PORT", 0, int),
+            "insecure": _env("ACTORRPC_INSECURE", False, _flag),
+            "spin_us": _env("ACTORRPC_SPIN_US", 100, int),
+            "max_threads": _env("ACTORRPC_MAX_THREADS", 512, int),
+            "window": _env("ACTORRPC_WINDOW", 64 << 20, int),
+            "lane": _env("ACTORRPC_LANE", True, _flag),
+            "lane_bytes": _env("ACTORRPC_LANE_BYTES", 1 << 30, int),
+            "heartbeat": _env("ACTORRPC_HEARTBEAT", 2.0, float),
+            "switch_interval": _env("ACTORRPC_SWITCH_INTERVAL", None, float),
+        }
+        values.update({name: value for name, value in given.items() if value is not None})
+        return cls(**values)

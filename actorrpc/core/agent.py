@@ -1,0 +1,766 @@
+"""The agent: one per process, it wires connections, threads, clock and calls together.
+
+What it knows of a call is bytes, deadlines and who is waiting. Everything that rides along (RRefs, autograd contexts,
+traces, actors) is put in from above: interceptors wrap executions and add to headers, ``on_notice`` handles one-way
+messages, ``on_peer_end`` is told of deaths.
+
+Threads: any thread may make calls. ``control`` runs under a connection's read lock, on whichever thread reads; it is short
+and runs no user code. ``deliver`` runs after the lock was released. No lock of this module is held while calling out;
+``_lock`` guards the table of peers only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import msgpack
+
+from actorrpc.config import Settings
+from actorrpc.core import codec, exceptions, frames, interrupts, messages
+from actorrpc.core.buffers import BufferPool
+from actorrpc.core.calls import CURRENT, Call, Execution
+from actorrpc.core.clock import Clock, Tick
+from actorrpc.core.connection import Connection
+from actorrpc.core.execution import Executor
+from actorrpc.core.frames import Frame, pack_frame, unpack_extra
+from actorrpc.core.identity import WorkerInfo, WorkerRecord
+from actorrpc.core.interrupts import uninterruptible
+from actorrpc.core.keys import Key
+from actorrpc.core.links import Links
+from actorrpc.core.peer import Peer
+from actorrpc.core.threads import Pool
+from actorrpc.errors import (
+    NotInitializedError,
+    ProtocolError,
+    RpcError,
+    ShutdownError,
+    UnknownWorkerError,
+)
+from actorrpc.futures import Future
+
+__all__ = ["Agent", "Interceptor"]
+
+_log = logging.getLogger("actorrpc")
+INFINITE: Final = float("inf")
+_PAIRS: Final = struct.Struct("<QQ")
+_NUMBERS: Final = struct.Struct("<Q")
+_REPLIES: Final = (frames.REPLY, frames.FAILURE)
+
+
+class Interceptor(Protocol):
+    """Something that rides along with calls. Methods run on the thread of the call; what they raise ends it."""
+
+    def request_header(self, header: dict[str, Any], peer: Peer) -> None:
+        """Put fields into the header of a call that is about to be packed."""
+
+    def reply_header(self, header: dict[str, Any], execution: Execution) -> None:
+        """Put fields into the header of an answer that is about to be packed."""
+
+    def wrap(
+        self, execution: Execution, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """Return what to run in place of ``call``; ``execution.header`` has the fields that came along."""
+
+    def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
+        """See, and maybe replace, a value that has come back."""
+
+
+class Agent:
+    """This worker's end of everything. Thread-safe.
+
+    Args:
+        record: who this worker is and where it can be reached.
+        settings: limits and switches.
+        key: the group's key.
+        resolve: gives the record of a worker by name or rank, or None.
+        members: gives all records that are known.
+    """
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        *,
+        settings: Settings,
+        key: Key | None,
+        resolve: Callable[[str | int], WorkerRecord | None],
+        members: Callable[[], list[WorkerRecord]],
+    ) -> None:
+        self.record = record
+        self.name = record.name
+        self.info = WorkerInfo(record.name, record.rank)
+        self.settings = settings
+        self.pid = os.getpid()
+        self.clock = Clock()
+        self.executor = Executor(self)
+        self.pool = Pool(
+            clock=self.clock,
+            execute=self.executor.run,
+            refuse=self.executor.refuse_stuck,
+            max_threads=settings.max_threads,
+            starvation_s=settings.starvation_s,
+        )
+        self.buffers = BufferPool(settings.recycle_bytes)
+        self.interceptors: list[Interceptor] = []
+        self.on_notice: dict[str, Callable[[Peer, bytes], None]] = {}
+        self.on_peer_end: list[Callable[[Peer], None]] = []
+        self.confirm: Callable[[list[Any], Execution], None] = lambda received, execution: None
+        self.roll_back: Callable[[messages.Parcel], None] = lambda parcel: None
+        self.on_forks: Callable[[messages.Parcel, bytes], None] = lambda parcel, forks: None
+        self.refuse_forks: Callable[[Peer, bytes], None] = lambda peer, forks: None
+        self.pack_forks: Callable[[list[Any]], bytes] = lambda sent: b""
+        self.closing = False
+        self.closed_down = False
+        self.links = Links(self, key)
+        self._resolve = resolve
+        self._members = members
+        self._lock = threading.Lock()
+        self._peers: dict[Any, Peer] = {}
+        self._chains = itertools.count((record.rank & 0xFFFF) << 48 | 1)
+        self._corked: dict[Connection, None] = {}
+        self._cork = Tick(self.clock, settings.cork_us * 1e-6, self._uncork)
+        self._pulse = Tick(self.clock, settings.heartbeat, self._beat)
+        self._hand_back = Tick(self.clock, 0.05, self._hand_back_lanes)
+        self.self_peer = self._new_peer(record)
+
+    def start(self, listeners: list[socket.socket]) -> None:
+        """Start the threads, and serve these listening sockets."""
+        self.clock.start()
+        self.pool.start(3)
+        self.links.listen(listeners)
+        interrupts.install(lambda: self.clock.nudge(interrupts.resend))
+
+    # -- who is there ----------------------------------------------------------------------------------
+
+    def _new_peer(self, record: WorkerRecord) -> Peer:
+        return Peer(record, own=self.record, window=self.settings.window, definitions=codec.DefinitionStore())
+
+    def peer(self, to: Any) -> Peer:
+        """Return the peer of a name, rank or WorkerInfo.
+
+        Raises:
+            UnknownWorkerError: there is none.
+        """
+        peer = self._peers.get(to)
+        if peer is None or peer.state != "alive":
+            peer = self._find(to, peer)
+        return peer
+
+    def _find(self, to: Any, known: Peer | None) -> Peer:
+        wanted = to.name if isinstance(to, WorkerInfo) else to
+        if isinstance(wanted, bool) or not isinstance(wanted, (str, int)):
+            name = getattr(to, "name", None)
+            if not isinstance(name, str):
+                raise TypeError(f"a worker is named by a str, an int rank or a WorkerInfo, not by {type(to).__name__} {to!r}")
+            wanted = name
+        record = self._resolve(wanted)
+        if record is None:
+            if known is not None:
+                return known
+            names = ", ".join(sorted(r.name for r in self._members())[:20])
+            raise UnknownWorkerError(f"there is no worker {wanted!r} in the group; there are: {names}")
+        if known is not None and known.record.incarnation == record.incarnation:
+            return known
+        peer = self.adopt(record)
+        with self._lock:
+            self._peers[to] = peer
+        return peer
+
+    def adopt(self, record: WorkerRecord) -> Peer:
+        """Return the peer for a record, making it if it is new."""
+        with self._lock:
+            peer = self._peers.get(record.name)
+            if peer is not None and peer.record.incarnation == record.incarnation:
+                return peer
+        if record.incarnation == self.record.incarnation:
+            made = self.self_peer
+        else:
+            made = self._new_peer(record)
+        with self._lock:
+            peer = self._peers.get(record.name)
+            if peer is not None and peer.record.incarnation == record.incarnation:
+                return peer
+            self._peers[record.name] = made
+            self._peers[record.rank] = made
+            self._peers[made.info] = made
+        return made
+
+    def peers(self) -> list[Peer]:
+        """Return every peer that there has been contact with."""
+        with self._lock:
+            return list({id(peer): peer for peer in self._peers.values()}.values())
+
+    # -- calling -----------------------------------------------------------------------------------------
+
+    def encode(self, obj: Any, parcel: messages.Parcel) -> codec.Encoded:
+        """Pack an object for the parcel's peer."""
+        peer = parcel.peer
+        return codec.encode(obj, remote_main=peer.same_main, known=peer.known, device_map=peer.device_map, context=parcel)
+
+    def call(
+        self,
+        peer: Peer,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        *,
+        future: Future[Any] | None = None,
+        keep: Any = None,
+        label: str | None = None,
+    ) -> Call:
+        """Make a call; it is on its way, or in the outbox, when this returns.
+
+        Args:
+            timeout: seconds; 0 means no bound but that of the call that this one is nested in.
+            future: completed with the outcome; without one, the caller waits with ``Call.result``.
+            keep: kept alive until the call is over.
+
+        Raises:
+            SerializationError, LimitError: before anything is sent.
+            PeerDiedError, BackpressureError, ShutdownError: nothing was executed.
+        """
+        if self.closing and self.closed_down:
+            raise ShutdownError(f"worker {self.name!r} has shut down", maybe_executed=False)
+        current = CURRENT.get()
+        deadline = time.monotonic() + timeout if timeout else INFINITE
+        if current is not None:
+            deadline = min(deadline, current.deadline)
+            chain = current.chain
+        else:
+            chain = next(self._chains)
+        if label is None:
+            label = getattr(function, "__qualname__", None) or repr(function)
+        if peer.state != "alive":
+            peer.check_alive(f"cannot call {label}")
+        parcel = messages.Parcel(peer)
+        header: dict[str, Any] | None = None
+        if self.interceptors:
+            header = {}
+            for interceptor in self.interceptors:
+                interceptor.request_header(header, peer)
+        try:
+            encoded = self.encode((function, args, kwargs), parcel)
+            if parcel.sent:
+                header = self.announce(parcel, header)
+            conn = peer.conn
+            if (conn is None or conn.broken) and not peer.is_self:
+                self.links.connect(peer, deadline, label)
+            if current is None and peer.full:
+                self.flush()
+                peer.wait_for_room(deadline, f"the call of {label}")
+        except BaseException:
+            if parcel.sent:
+                self.roll_back(parcel)
+            raise
+        call = Call(self, peer, next(peer.ids), label, deadline, timeout, chain, future)
+        call.keep = keep
+        if future is not None:
+            future._source = call
+            future.label = f"the call of {label} on {peer.name!r}"
+        if current is not None:
+            if current.nested is None:
+                current.nested = []
+            elif len(current.nested) > 64:
+                current.nested = [each for each in current.nested if not each.done]
+            current.nested.append(call)
+        try:
+            self._dispatch(call, encoded, header)
+        except BaseException:
+            peer.pending.pop(call.id, None)
+            peer.release(call)
+            if parcel.sent:
+                self.roll_back(parcel)
+            raise
+        return call
+
+    @uninterruptible
+    def _dispatch(self, call: Call, encoded: codec.Encoded | messages.Plain, header: dict[str, Any] | None) -> None:
+        peer = call.peer
+        if peer.is_self:
+            peer.pending[call.id] = call
+            call.sent = True
+            self._watch(call)
+            self.loop_back(frames.REQUEST, call.id, encoded, header, call.deadline, call.chain)
+            return
+        conn = peer.conn
+        if conn is None or conn.broken:
+            raise peer.died(f"cannot call {call.label}", maybe_executed=False)
+        call.conn = conn
+        idle = not peer.pending
+        peer.pending[call.id] = call
+        if conn.broken or peer.state != "alive":
+            peer.check_alive(f"cannot call {call.label}")
+        remaining = call.deadline - time.monotonic() if call.deadline != INFINITE else INFINITE
+        if not messages.send(
+            self,
+            conn,
+            frames.REQUEST,
+            call.id,
+            encoded,
+            remaining=remaining,
+            chain=call.chain,
+            header=header,
+            call=call,
+            deadline=call.deadline,
+        ):
+            if conn.broken:
+                return  # the end of the connection ends the call
+            if call.deadline <= time.monotonic():
+                call.expire()
+            return
+        if call.future is None:
+            conn.flush()
+            self._watch(call)
+        else:
+            if idle or len(conn.outbox) >= self.settings.cork_frames or len(call.frame) > 2048:
+                conn.flush()
+            else:
+                self.cork(conn)
+            self._watch(call)
+
+    def _watch(self, call: Call) -> None:
+        """Have the clock look after the call's deadline, and after its peer's pulse."""
+        peer = call.peer
+        if call.deadline < peer.scan_at and call.future is not None:
+            peer.scan_at = call.deadline
+            self.clock.at(call.deadline, lambda: self._scan(peer))
+        if not self._pulse.active and not peer.is_self:
+            self._pulse.poke()
+
+    def _scan(self, peer: Peer) -> None:
+        """End the calls whose time is over; runs on the clock's thread."""
+        now = time.monotonic()
+        peer.scan_at = INFINITE
+        earliest = INFINITE
+        late: list[Call] = []
+        for call in list(peer.pending.values()):
+            if call.future is None:
+                continue
+            if call.deadline <= now:
+                late.append(call)
+            elif call.deadline < earliest:
+                earliest = call.deadline
+        if earliest < peer.scan_at:
+            peer.scan_at = earliest
+            self.clock.at(earliest, lambda: self._scan(peer))
+        if late:
+            self.pool.submit(lambda: [call.expire() for call in late])
+
+    def loop_back(
+        self, kind: int, id: int, encoded: codec.Encoded | messages.Plain, header: dict[str, Any] | None, deadline: float, chain: int
+    ) -> None:
+        """Deliver a message of this worker to itself. Memory is copied, as it would be on the way to another."""
+        peer = self.self_peer
+        for digest, definition in encoded.definitions.items():
+            peer.definitions.add(digest, definition)
+            peer.known.add(digest)
+        buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
+        extra = msgpack.packb(header) if header else b""
+        now = time.monotonic()
+        frame = Frame(
+            kind, messages.STREAM if buffers else 0, id, deadline - now, chain, extra, encoded.body, buffers if buffers else None
+        )
+        if kind == frames.REQUEST:
+            self.pool.queue.append((None, frame, now))
+            self.pool.kick()
+        else:
+            self._reply(peer, frame, True)
+
+    def notify(self, peer: Peer, name: str, body: bytes) -> None:
+        """Send a one-way message to the handler ``name`` of a peer. Errors end up with the peer's state, not here."""
+        if peer.is_self:
+            handler = self.on_notice.get(name)
+            if handler is not None:
+                self.pool.submit(lambda: handler(peer, body))
+            return
+        if peer.state != "alive":
+            return
+        try:
+            conn = peer.conn
+            if conn is None or conn.broken:
+                conn = self.links.connect(peer, time.monotonic() + self.settings.connect_timeout, name)
+        except RpcError:
+            return
+        conn.outbox.append(pack_frame(frames.NOTICE, body=body, extra=msgpack.packb({"n": name})))
+        conn.flush()
+
+    def open_reply(self, call: Call, frame: Frame) -> Any:
+        """Return the value that a reply carries, or raise its error. Called once per reply, by whoever waits."""
+        call.keep = None
+        if frame.kind == frames.FAILURE:
+            raise exceptions.load(frame.body, loads=codec.loads)
+        parcel = messages.Parcel(call.peer)
+        if frame.extra:
+            self.arrived(parcel, frame)
+        value = messages.open_body(self, call.conn, frame, frame.buffers, parcel)
+        if self.interceptors:
+            header = unpack_extra(frame.extra) if frame.extra else {}
+            for interceptor in self.interceptors:
+                value = interceptor.reply_received(header, call.peer, value)
+        return value
+
+    def tell_cancelled(self, call: Call) -> None:
+        """Tell the worker that nobody waits for a call any more."""
+        if call.conn is not None:
+            if call.sent and not call.conn.broken:
+                call.conn.outbox.append(pack_frame(frames.CANCEL, call.id))
+                self.cork(call.conn)
+        elif call.peer.is_self:
+            self._cancelled(call.peer, call.id)
+
+    def announce(self, parcel: messages.Parcel, header: dict[str, Any] | None) -> dict[str, Any]:
+        """Name the references that a message carries in its header, where they can be seen without opening it."""
+        header = {} if header is None else header
+        assert parcel.sent is not None
+        header["f"] = self.pack_forks(parcel.sent)
+        return header
+
+    def arrived(self, parcel: messages.Parcel, frame: Frame) -> None:
+        """Take up the references that a message carries, before it is opened."""
+        forks = unpack_extra(frame.extra).get("f")
+        if isinstance(forks, bytes):
+            self.on_forks(parcel, forks)
+
+    def discard(self, conn: Connection | None, frame: Frame) -> None:
+        """Give back what a message holds that will not be opened: shared memory and references."""
+        messages.discard(conn, frame)
+        if frame.extra:
+            forks = unpack_extra(frame.extra).get("f")
+            if isinstance(forks, bytes):
+                self.refuse_forks(self.self_peer if conn is None else conn.peer, forks)
+
+    # -- corks ---------------------------------------------------------------------------------------------
+
+    def cork(self, conn: Connection) -> None:
+        """Leave what is in the outbox for a moment, so that more can leave with it."""
+        self._corked[conn] = None
+        self._cork.poke()
+
+    def flush(self) -> None:
+        """Send everything that was corked: somebody is about to wait."""
+        corked = self._corked
+        while corked:
+            try:
+                conn, _ = corked.popitem()
+            except KeyError:
+                return
+            conn.flush()
+
+    def _uncork(self) -> bool:
+        busy = bool(self._corked)
+        self.flush()
+        return busy
+
+    # -- what comes in -----------------------------------------------------------------------------------------
+
+    def control(self, conn: Connection, frame: Frame) -> Frame | None:
+        """Handle a control frame under the read lock; return the frame that is left to be delivered, if any."""
+        kind = frame.kind
+        if kind == frames.REQUEST or kind in _REPLIES:
+            if frame.flags & messages.STREAM:
+                stream, assembly, striped = messages.begin_stream(self, frame)
+                conn.assemblies[stream] = assembly
+                if striped:
+                    conn.outbox.append(pack_frame(frames.STREAM_READY, stream))
+                    self.pool.submit(conn.flush)
+                return None
+            return frame
+        if kind == frames.CHUNK:
+            assembly = conn.assemblies[frame.id]
+            if assembly.arrived(frame.chain, frame.flags):
+                del conn.assemblies[frame.id]
+                whole: Frame = assembly.frame
+                return whole._replace(buffers=assembly.buffers)
+            return None
+        peer = conn.peer
+        if kind == frames.INTRO:
+            self.links.introduced(conn, frame.body)
+        elif peer is None:
+            raise ProtocolError("the peer did not introduce itself")
+        elif kind == frames.CANCEL:
+            self._cancelled(peer, frame.id)
+        elif kind == frames.CREDIT:
+            call = peer.pending.get(frame.id)
+            if call is not None:
+                peer.release(call)
+        elif kind == frames.PING:
+            conn.outbox.append(pack_frame(frames.PONG, frame.id))
+            self.pool.submit(conn.flush)
+        elif kind == frames.LANE_FREE:
+            if conn.lender is not None:
+                conn.lender.reclaim(list(_PAIRS.iter_unpack(frame.body)))
+        elif kind == frames.LANE_RETIRE:
+            if conn.borrower is not None:
+                conn.borrower.retire([number for (number,) in _NUMBERS.iter_unpack(frame.body)])
+        elif kind == frames.DEFINITION:
+            peer.definitions.add(frame.body[:16], frame.body[16:])
+        elif kind == frames.STREAM_ABORT:
+            conn.assemblies.pop(frame.id, None)
+        elif kind == frames.STREAM_READY:
+            self.links.stream_ready(conn, frame.id)
+        elif kind == frames.GOODBYE:
+            conn.goodbye = True
+        elif kind == frames.NOTICE:
+            return frame
+        return None
+
+    def deliver(self, conn: Connection, batch: list[Frame], waiting: bool) -> bool:
+        """Take requests and replies, after the read lock was released.
+
+        ``waiting``: the thread is a caller that waits for a reply of its own; it executes nothing for others.
+        """
+        if conn.main is not None:
+            conn = conn.main
+        peer = conn.peer
+        pool = self.pool
+        arrived = 0.0
+        count = 0
+        for frame in batch:
+            kind = frame.kind
+            if kind in _REPLIES:
+                self._reply(peer, frame, waiting, conn)
+            else:
+                if not arrived:
+                    arrived = time.monotonic()
+                count += 1
+                if kind == frames.REQUEST:
+                    pool.queue.append((conn, frame, arrived))
+                else:
+                    self._notice(peer, frame)
+        if conn.outbox:
+            conn.flush()
+        if waiting:
+            for _ in range(min(count, 4)):
+                pool.kick()
+        elif count > 1:
+            pool.hand_out()
+        return count > 0
+
+    def _reply(self, peer: Peer, frame: Frame, waiting: bool, conn: Connection | None = None) -> None:
+        call: Call | None = peer.pending.pop(frame.id, None)
+        if call is None:
+            self.discard(conn, frame)  # it was given up: too late
+            return
+        if call.charge or peer._waiting:
+            peer.release(call)
+        future = call.future
+        if future is None:
+            call.end(frame, None)
+            return
+        value: Any = None
+        error: BaseException | None = None
+        if not waiting and future._callbacks and not self.pool.ensure_reader():
+            waiting = True
+        try:
+            value = self.open_reply(call, frame)
+        except BaseException as caught:
+            error = caught
+            error.__traceback__ = None
+        if future._claim():
+            future._finish(value, error, self.pool.submit if waiting else None)
+        call.end(None, None)
+
+    def _notice(self, peer: Peer, frame: Frame) -> None:
+        name = unpack_extra(frame.extra).get("n")
+        handler = self.on_notice.get(name) if isinstance(name, str) else None
+        if handler is None:
+            _log.warning("a notice %r of %r has no handler here", name, peer.name)
+            return
+        self.pool.queue.append(lambda: handler(peer, frame.body))
+
+    def _cancelled(self, peer: Peer, id: int) -> None:
+        execution = peer.running.get(id)
+        if execution is not None:
+            # Cancelling nested calls completes futures, which may run callbacks: not under the read lock.
+            self.pool.submit(execution.cancel)
+            return
+        if len(peer.cancelled) > 1 << 17:
+            peer.cancelled.clear()
+        peer.cancelled[id] = None
+
+    def reply_header(self, execution: Execution) -> dict[str, Any]:
+        """Return the header of an answer, as the interceptors fill it."""
+        header: dict[str, Any] = {}
+        for interceptor in self.interceptors:
+            interceptor.reply_header(header, execution)
+        return header
+
+    def submit(self, task: Callable[[], Any]) -> None:
+        """Run ``task()`` on a pool thread."""
+        self.pool.submit(task)
+
+    # -- shared memory and stripes -----------------------------------------------------------------------------
+
+    def lender(self, conn: Connection) -> Any:
+        """Return the side of the tensor lane that lends memory to a connection's peer; None where there is none."""
+        lender = conn.lender
+        if lender is None and self.settings.lane:
+            lender = self.links.open_lane(conn)
+        return lender
+
+    def _hand_back_lanes(self) -> bool:
+        """Hand shared memory back that died while nothing else was being sent."""
+        busy = False
+        for peer in self.peers():
+            for conn in list(peer.conns):
+                if conn.hand_back():
+                    busy = True
+                    self.pool.submit(conn.flush)
+                borrower = conn.borrower
+                busy = busy or (borrower is not None and borrower.lent > 0)
+        return busy
+
+    def stripes(self, conn: Connection, total: int, deadline: float) -> list[Connection]:
+        """Return further connections to send a large message over; empty where there is no use for them."""
+        if conn.local or total < self.settings.stripe_threshold or self.settings.stripes < 2:
+            return []
+        return self.links.stripes(conn, deadline)
+
+    # -- the ends ------------------------------------------------------------------------------------------------
+
+    def closed(self, conn: Connection, error: BaseException | None) -> None:
+        """Take note that a connection is closed; see to it on a pool thread."""
+        if isinstance(error, ProtocolError):
+            _log.error("the connection to %s was closed: %s", conn.peer.name if conn.peer else "a stranger", error)
+        if not self.closed_down:
+            self.pool.submit(lambda: self._lost(conn, error))
+
+    def _lost(self, conn: Connection, error: BaseException | None) -> None:
+        self.pool.forget(conn.fd)
+        conn.reap()
+        peer = conn.peer
+        self.links.forget(conn)
+        if peer is None or conn not in peer.conns:
+            return
+        peer.conns.remove(conn)
+        if peer.conn is conn:
+            peer.conn = None
+        if self.closed_down:
+            return
+        if conn.goodbye:
+            self.peer_ended(peer, "left", "")
+        else:
+            cause = "its end of the connection closed" if error is None or isinstance(error, EOFError) else str(error)
+            self.peer_ended(peer, "dead", cause)
+
+    def peer_ended(self, peer: Peer, state: str, cause: str) -> None:
+        """Fail everything that touches a peer which is gone. Idempotent."""
+        with self._lock:
+            if peer.state != "alive":
+                return
+            peer.state = state
+            peer.cause = cause
+        for conn in list(peer.conns):
+            conn.close()
+        while peer.pending:
+            try:
+                _, call = peer.pending.popitem()
+            except KeyError:
+                break
+            call.fail(peer.died(str(call), maybe_executed=call.sent), self.pool.submit)
+        peer.wake_all()
+        for execution in list(peer.running.values()):
+            execution.cancel()
+        for tell in list(self.on_peer_end):
+            try:
+                tell(peer)
+            except Exception:
+                _log.exception("a handler of the end of %r raised", peer.name)
+
+    def _beat(self) -> bool:
+        """Look after peers that are silent while calls to them are under way. Runs on the clock's thread."""
+        busy = False
+        now = time.monotonic()
+        settings = self.settings
+        for peer in self.peers():
+            conn = peer.conn
+            if peer.is_self or conn is None or conn.broken or not peer.pending:
+                peer.misses = 0
+                continue
+            busy = True
+            if now - conn.heard < settings.heartbeat:
+                peer.misses = 0
+                continue
+            if peer.misses >= settings.heartbeat_misses and not self._is_running(peer):
+                silent = now - conn.heard
+                self.pool.submit(
+                    lambda peer=peer, silent=silent: self.peer_ended(peer, "dead", f"it has been silent for {silent:.1f} s")
+                )
+                continue
+            peer.misses += 1
+            conn.outbox.append(pack_frame(frames.PING))
+            self.pool.submit(conn.flush)
+        return busy
+
+    @staticmethod
+    def _is_running(peer: Peer) -> bool:
+        """Say whether the peer's process, where it can be asked, is running (busy) and not stopped or a zombie."""
+        if not peer.same_host:
+            return False
+        try:
+            with open(f"/proc/{peer.record.pid}/stat", "rb") as file:
+                return file.read().rpartition(b")")[2].split()[0] not in (b"T", b"t", b"Z", b"X")
+        except OSError:
+            return False
+
+    def close(self, timeout: float = 2.0) -> None:
+        """End everything: connections are closed with a goodbye, threads end, waits fail with ShutdownError. Idempotent."""
+        with self._lock:
+            if self.closed_down:
+                return
+            self.closing = True
+        self.links.stop_listening()
+        conns = [conn for peer in self.peers() for conn in list(peer.conns)]
+        for conn in conns:
+            conn.outbox.append(pack_frame(frames.GOODBYE))
+            conn.flush()
+        self.closed_down = True
+        for peer in self.peers():
+            while peer.pending:
+                try:
+                    _, call = peer.pending.popitem()
+                except KeyError:
+                    break
+                call.fail(
+                    ShutdownError(f"{call}: this worker, {self.name!r}, shut down", maybe_executed=call.sent, worker=peer.name)
+                )
+            peer.wake_all()
+        for conn in conns:
+            conn.close()
+        left = self.pool.close(timeout)
+        self.clock.close()
+        for conn in conns:
+            conn.reap()
+        self.links.close()
+        self.buffers.close()
+        interrupts.uninstall()
+        if left:
+            _log.warning(
+                "%d threads of %r are still in user code after shutdown: %s", len(left), self.name, ", ".join(t.name for t in left)
+            )
+
+    def abandon(self) -> None:
+        """Let go of everything in a forked child: descriptors are closed, nothing is sent, no lock is taken."""
+        self.closing = self.closed_down = True
+        self.pool.abandon()
+        for peer in {id(p): p for p in self._peers.values()}.values():
+            for conn in [*peer.conns, *peer.stripes]:
+                conn.abandon()
+                for lane in (conn.lender, conn.borrower):
+                    if lane is not None:
+                        lane.abandon()
+        self.links.abandon()
+
+    def check_process(self) -> None:
+        """Raise NotInitializedError if this is a fork of the process that the agent belongs to."""
+        if os.getpid() != self.pid:
+            raise NotInitializedError("this process was forked from a worker: it has no RPC of its own; call init_rpc in it")
+

@@ -1,0 +1,256 @@
+"""Calls: one question to a peer and its one answer, and the execution of one on this side.
+
+A :class:`Call` ends exactly once. Whoever takes it out of its peer's ``pending`` table (one atomic step) ends it:
+the reader of its reply, the clock at its deadline, a cancellation, or the death of the peer. The thread that waits for it
+reads the connection itself when nobody else does (``Connection.read_for``), and sleeps otherwise.
+
+``CURRENT`` tells the call that a piece of code was called by. It is a ``ContextVar``: it follows coroutines and callbacks
+that copy their context, and never leaks from one call to the next through a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc.core.interrupts import checkpoint, uninterruptible
+from actorrpc.errors import CancelledError, RpcTimeoutError
+
+if TYPE_CHECKING:
+    from actorrpc.core.agent import Agent
+    from actorrpc.core.connection import Connection
+    from actorrpc.core.frames import Frame
+    from actorrpc.core.peer import Peer
+    from actorrpc.futures import Future
+
+__all__ = ["CURRENT", "Call", "Execution"]
+
+_log = logging.getLogger("actorrpc.calls")
+INFINITE: Final = float("inf")
+
+
+class Execution:
+    """A call that is being executed here: what nested calls inherit from it.
+
+    Attributes:
+        peer: who called.
+        id: the call's number on that peer's connection.
+        deadline: when it must be over, on this process's monotonic clock; infinite if unbounded.
+        chain: the chain of nested calls that it belongs to.
+        cancelled: the caller has given it up; its nested calls are cancelled.
+        header: what interceptors put along, or ``None``.
+    """
+
+    __slots__ = ("cancelled", "chain", "deadline", "header", "id", "nested", "peer")
+
+    def __init__(self, peer: Peer, id: int, deadline: float, chain: int) -> None:
+        self.peer = peer
+        self.id = id
+        self.deadline = deadline
+        self.chain = chain
+        self.cancelled = False
+        self.nested: list[Call] | None = None
+        self.header: dict[str, Any] | None = None
+
+    def cancel(self) -> None:
+        """Take note that the caller gave up, and give up the calls that this one waits for."""
+        self.cancelled = True
+        nested = self.nested
+        while nested:
+            try:
+                call = nested.pop()
+            except IndexError:
+                return
+            call.cancel()
+
+
+CURRENT: Final[ContextVar[Execution | None]] = ContextVar("actorrpc_current_call", default=None)
+
+
+class Call:
+    """A call to a peer that has been made and is not over yet. One thread waits for it at most, or a future does."""
+
+    __slots__ = (
+        "agent",
+        "chain",
+        "charge",
+        "conn",
+        "deadline",
+        "done",
+        "error",
+        "frame",
+        "future",
+        "id",
+        "keep",
+        "label",
+        "lock",
+        "peer",
+        "polling",
+        "reply",
+        "sent",
+        "timeout",
+    )
+
+    def __init__(
+        self, agent: Agent, peer: Peer, id: int, label: str, deadline: float, timeout: float, chain: int, future: Future[Any] | None
+    ) -> None:
+        self.agent = agent
+        self.peer = peer
+        self.id = id
+        self.label = label
+        self.deadline = deadline
+        self.timeout = timeout
+        self.chain = chain
+        self.future = future
+        self.conn: Connection | None = None
+        self.frame = b""
+        self.sent = False
+        self.done = False
+        self.polling: Connection | None = None
+        self.lock: threading.Lock | None = None
+        self.reply: Frame | None = None
+        self.error: BaseException | None = None
+        self.charge = 0
+        self.keep: Any = None
+
+    def __str__(self) -> str:
+        return f"the call of {self.label} on {self.peer.name!r}"
+
+    # -- ending (by whoever took the call out of ``pending``) --------------------------------------
+
+    def end(self, reply: Frame | None, error: BaseException | None) -> None:
+        """Publish the outcome of a call without a future and wake its waiter. Runs no user code."""
+        self.reply = reply
+        self.error = error
+        self.done = True
+        polling = self.polling
+        if polling is not None:
+            polling.wake()
+        lock = self.lock
+        if lock is not None:
+            try:
+                lock.release()
+            except RuntimeError:
+                pass
+
+    def fail(self, error: BaseException, submit: Any = None) -> None:
+        """End the call with an error that arose on this side."""
+        self.peer.release(self)
+        future = self.future
+        if future is None:
+            self.end(None, error)
+        else:
+            self.done = True
+            if future._claim():
+                future._finish(None, error, submit)
+            self.end(None, error)
+        self.keep = None
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def wait(self, deadline: float | None) -> bool:
+        """Wait until the call is over or the deadline has passed; say whether it is over."""
+        agent = self.agent
+        agent.flush()
+        until = self.deadline if deadline is None or deadline > self.deadline else deadline
+        bounded = None if until == INFINITE else until
+        conn = self.conn
+        reads = conn is not None
+        member = agent.pool.is_member()
+        while not self.done:
+            if bounded is not None and time.monotonic() >= bounded:
+                return False
+            if member:
+                agent.pool.blocking()
+            foreign = conn.read_for(self, bounded) if reads and conn is not None and not conn.broken else None
+            checkpoint()
+            if foreign is None:
+                self._park(bounded)
+            elif foreign:
+                # Somebody calls us while we wait: from here on the pool reads, so that no call waits for this thread.
+                reads = False
+        return True
+
+    def _park(self, until: float | None) -> None:
+        lock = self.lock
+        if lock is None:
+            lock = threading.Lock()
+            lock.acquire()
+            self.lock = lock
+        if self.done:
+            return
+        if until is None:
+            lock.acquire(timeout=60.0)
+        else:
+            remaining = until - time.monotonic()
+            if remaining > 0:
+                lock.acquire(timeout=min(remaining, 60.0))
+
+    def result(self) -> Any:
+        """Wait for the reply of a call without a future and return its value, or raise its error."""
+        try:
+            while not self.wait(None):
+                if self.expire():
+                    break
+        except BaseException:
+            # Ctrl-C: the call is given up, and the worker told.
+            self.cancel()
+            raise
+        if self.error is not None:
+            try:
+                raise self.error
+            finally:
+                self.error = None
+        assert self.reply is not None
+        reply, self.reply = self.reply, None
+        return self.agent.open_reply(self, reply)
+
+    def drive(self, deadline: float | None) -> None:
+        """Make progress on behalf of the call's future until it is complete or the deadline has passed."""
+        if self.wait(deadline):
+            return
+        if self.deadline <= time.monotonic():
+            self.expire()
+
+    def flush(self) -> None:
+        """Send what is still gathered: somebody is going to wait."""
+        self.agent.flush()
+
+    # -- giving up ---------------------------------------------------------------------------------
+
+    @uninterruptible
+    def expire(self) -> bool:
+        """End the call because its time is over; False if it ended otherwise in this moment."""
+        if self.peer.pending.pop(self.id, None) is None:
+            # Somebody else is ending it right now: that takes microseconds, not waits.
+            while not self.done:
+                time.sleep(0.0005)
+            return False
+        self.fail(self.timed_out(), self.agent.pool.submit)
+        self.agent.tell_cancelled(self)
+        return True
+
+    def timed_out(self) -> RpcTimeoutError:
+        """Return the error of this call's time-out."""
+        ran = "it was sent and may have run" if self.sent else "it was not sent"
+        return RpcTimeoutError(
+            f"{self} timed out: RPC ran for more than set timeout ({self.timeout * 1e3:.0f} ms) and will now be marked "
+            f"with an error; {ran}. Give a longer timeout=, or see what {self.peer.name!r} is doing.",
+            maybe_executed=self.sent,
+            worker=self.peer.name,
+        )
+
+    @uninterruptible
+    def cancel(self) -> bool:
+        """End the call with CancelledError and tell the worker; False if it was over."""
+        if self.peer.pending.pop(self.id, None) is None:
+            return False
+        self.fail(
+            CancelledError(f"{self} was cancelled by its caller", maybe_executed=self.sent, worker=self.peer.name),
+            self.agent.pool.submit,
+        )
+        self.agent.tell_cancelled(self)
+        return True

@@ -1,0 +1,538 @@
+"""Functions and classes by value: what the other side cannot import travels as a definition.
+
+A definition is the cloudpickle of one function or class, named by its hash: a peer is sent it once and reads
+the hash from then on. Classes keep their identity: the same local class sent twice arrives as one class,
+and it comes home as the class that it was. A function whose captured state could change (a list in its
+closure, a tensor, an RRef) is no definition: it travels whole in each message, as its state is at the time.
+A class is read when it is first sent to anybody: attributes set on it later do not travel.
+
+Runs on whichever thread encodes or decodes. Never does I/O, and never loads or pickles under a lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import re
+import sys
+import threading
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import Any, Final
+
+import cloudpickle
+from cloudpickle import cloudpickle as _cloudpickle
+
+from actorrpc.core.layout import message
+from actorrpc.errors import ProtocolError
+
+__all__ = [
+    "ByValuePickler",
+    "DefinitionStore",
+    "UnknownDefinitionError",
+    "captured",
+    "definition_bytes",
+    "hash_of",
+    "keep_sent",
+    "loads_here",
+    "path_to",
+    "refuse",
+]
+
+MAIN: Final = ("__main__", "__mp_main__")  # multiprocessing's children call their main module the latter
+_MAX_SENT: Final = 1024
+_MAX_SENT_BYTES: Final = 64 << 20
+
+
+class UnknownDefinitionError(ProtocolError):
+    """A message names definitions that this side does not have (any more); the sender can send them again.
+
+    Raised before anything of the message is unpickled, so decoding may simply be tried again.
+    """
+
+    def __init__(self, hashes: Iterable[bytes]) -> None:
+        self.hashes = tuple(hashes)
+        super().__init__(f"unknown definition {', '.join(each.hex() for each in self.hashes)}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (UnknownDefinitionError, (self.hashes,))
+
+
+def hash_of(data: bytes) -> bytes:
+    """Return the name of a definition: 16 bytes of BLAKE2b."""
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+# -- loading ------------------------------------------------------------------------------------
+
+
+class _MainUnpickler(pickle.Unpickler):
+    """Finds in the main module what a child of multiprocessing calls ``__mp_main__``."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__mp_main__":
+            module = "__main__"
+        return super().find_class(module, name)
+
+
+def loads_here(data: Any, buffers: Iterable[Any] = ()) -> Any:
+    """Unpickle; ``__main__`` and ``__mp_main__`` are the main module that this process has.
+
+    The C unpickler finds classes by itself, which is why a subclass is used only where the name occurs.
+    """
+    if _find_mp_main(data) is None or "__mp_main__" in sys.modules:
+        return pickle.loads(data, buffers=buffers)
+    return _MainUnpickler(io.BytesIO(data), buffers=buffers).load()
+
+
+_find_mp_main: Final = re.compile(b"__mp_main__").search  # takes any buffer; `in` takes five times as long
+_UNLOADED: Final = object()
+
+
+class DefinitionStore:
+    """The definitions that peers sent to this process: hash -> object, loaded when first used.
+
+    Keeps the most recently used ones within its bounds. Thread-safe. Its lock guards the table, nothing
+    is loaded or destroyed under it, and no other lock is taken under it; it is reentrant because the garbage
+    collector may run a finalizer, which may decode a message, at any allocation.
+    """
+
+    def __init__(self, *, max_definitions: int = 4096, max_bytes: int = 256 << 20) -> None:
+        self._max_definitions = max_definitions
+        self._max_bytes = max_bytes
+        self._lock = threading.RLock()
+        self._entries: OrderedDict[bytes, list[Any]] = OrderedDict()  # hash -> [bytes, object]
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
+    def add(self, key: bytes, data: bytes) -> None:
+        """Keep a definition that came from a peer.
+
+        Raises:
+            ProtocolError: ``data`` is not what ``key`` names.
+        """
+        if hash_of(data) != key:
+            raise ProtocolError(f"a definition does not have the hash {key.hex()} under which it came")
+        dropped = []
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                return
+            self._entries[key] = [data, _UNLOADED]
+            self._bytes += len(data)
+            while len(self._entries) > 1 and (
+                len(self._entries) > self._max_definitions or self._bytes > self._max_bytes
+            ):
+                _, entry = self._entries.popitem(last=False)
+                self._bytes -= len(entry[0])
+                dropped.append(entry)
+        # Objects die here, outside of the lock: a class may have weak references with callbacks.
+        del dropped
+
+    def missing(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Return those of ``keys`` that are not here."""
+        return [key for key in keys if key not in self._entries]
+
+    def data(self, key: bytes) -> bytes | None:
+        """Return a definition as it came, or ``None``: to pass it on."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry[0]
+
+    def get(self, key: bytes) -> Any:
+        """Return the function or class, loading it if this is its first use.
+
+        Two threads may load the same definition at once; both get the object of whichever ends first.
+
+        Raises:
+            UnknownDefinitionError: it is not here.
+        """
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                self._entries.move_to_end(key)
+        if entry is None:
+            raise UnknownDefinitionError((key,))
+        if entry[1] is _UNLOADED:
+            data = entry[0]
+            loaded = loads_here(data)
+            if isinstance(loaded, type):
+                _remember(loaded, key, data)
+            with self._lock:
+                if entry[1] is _UNLOADED:
+                    entry[1] = loaded
+        return entry[1]
+
+
+# -- classes, and where they are known ------------------------------------------------------------
+
+# Classes whose definition is complete here: those that were made here, and those that have been filled.
+# cloudpickle gives a class that comes home its own self, but would also write all its attributes again.
+_complete: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+
+# The definition under which a class is known, by whether it may name the main module.
+_classes: dict[bool, weakref.WeakKeyDictionary[type, tuple[bytes, bytes]]] = {
+    True: weakref.WeakKeyDictionary(),
+    False: weakref.WeakKeyDictionary(),
+}
+
+# Definitions made here, to send again; bounded. Each operation on these is one step under the interpreter's
+# lock: keys may hold classes, whose metaclass may say how they compare, and that may not happen under ours.
+_sent: dict[bytes, bytes] = {}
+_functions: dict[Any, tuple[bytes, bytes]] = {}
+
+
+def _remember(cls: type, key: bytes, data: bytes) -> None:
+    """A class came as a definition: send it on, or back, under the same name."""
+    _complete[cls] = True
+    _classes[True].setdefault(cls, (key, data))
+    if not any(name.encode() in data for name in MAIN):
+        _classes[False].setdefault(cls, (key, data))
+
+
+def definition_bytes(key: bytes) -> bytes | None:
+    """Return a definition that this process made and sent not too long ago, to send it again."""
+    return _sent.get(key)
+
+
+def keep_sent(named: dict[bytes, bytes], known: Container[bytes]) -> dict[bytes, bytes]:
+    """Return those definitions that the peer does not know; they can be sent again later."""
+    unknown = {key: data for key, data in named.items() if key not in known}
+    for key, data in unknown.items():
+        if len(_sent) >= _MAX_SENT or len(data) > _MAX_SENT_BYTES // _MAX_SENT:
+            _make_room(len(data))
+        _sent[key] = data
+    return unknown
+
+
+def _make_room(size: int) -> None:
+    """Forget the oldest definitions that were sent, until one of ``size`` bytes fits."""
+    kept = list(_sent.items())
+    total = size + sum(len(data) for _, data in kept)
+    for at, (key, data) in enumerate(kept):
+        if total <= _MAX_SENT_BYTES and len(kept) - at < _MAX_SENT:
+            break
+        _sent.pop(key, None)
+        total -= len(data)
+
+
+def fill_class(cls: type, state: Any) -> Any:
+    """Give a class made here its attributes, once (wire format)."""
+    if cls not in _complete:
+        _cloudpickle._class_setstate(cls, state)
+        _complete[cls] = True
+    return cls
+
+
+# -- functions: can what they capture change? -------------------------------------------------------
+
+_ATOMS: Final = frozenset({type(None), bool, int, str, bytes, complex, type(Ellipsis), range})
+
+
+class _MutableError(Exception):
+    """A function's captured state may change between two messages."""
+
+
+def captured(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
+    """Yield what a function carries along: closure, defaults, globals of its code, attributes."""
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f"captured variable '{name}'", cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+    yield from ((f"default {at}", value) for at, value in enumerate(function.__defaults__ or ()))
+    yield from ((f"default '{name}'", value) for name, value in (function.__kwdefaults__ or {}).items())
+    space = function.__globals__
+    for name in _cloudpickle._extract_code_globals(code):
+        if name in space:
+            yield f"global '{name}'", space[name]
+    yield from ((f"attribute '{name}'", value) for name, value in function.__dict__.items())
+
+
+def _state_key(value: Any, seen: dict[int, Any], pure: list[bool]) -> Any:
+    """Return a hashable that tells an immutable value from all others; ``pure`` is cleared where it cannot.
+
+    Raises:
+        _MutableError: the value may change.
+    """
+    kind = type(value)
+    if kind in _ATOMS:
+        return kind, value
+    if kind is float:
+        return kind, value.hex()
+    if kind is tuple or kind is frozenset:
+        return kind, tuple([_state_key(each, seen, pure) for each in value])
+    if kind is types.ModuleType or kind is types.BuiltinFunctionType:
+        return kind, value
+    if kind is types.FunctionType:
+        if _cloudpickle._should_pickle_by_reference(value):
+            return kind, value
+        pure[0] = False
+        if id(value) not in seen:
+            seen[id(value)] = value
+            for _, each in captured(value):
+                _state_key(each, seen, pure)
+        return None
+    if isinstance(value, type):
+        # Held by the key's cache, a local class would live for ever.
+        if not _cloudpickle._should_pickle_by_reference(value):
+            pure[0] = False
+        return type, value
+    raise _MutableError
+
+
+def _function_key(function: types.FunctionType, remote_main: bool) -> Any:
+    """Return a key under which the function's definition may be found again, or ``None``.
+
+    Raises:
+        _MutableError: the function's captured state may change.
+    """
+    pure = [True]
+    state = [_state_key(value, {id(function): function}, pure) for _, value in captured(function)]
+    if not pure[0] or function.__annotations__ or function.__doc__ is not None or function.__dict__:
+        return None
+    names = (function.__module__, function.__name__, function.__qualname__)
+    return (remote_main, function.__code__, function.__code__.co_filename, names, tuple(state))
+
+
+# -- pickling -----------------------------------------------------------------------------------
+
+
+def definition(key: bytes) -> Any:
+    """Look a definition up while a message is decoded (wire format)."""
+    decoding = message.decoding
+    if decoding is None:
+        raise ProtocolError(f"definition {key.hex()} outside of a message")
+    return decoding.definitions.get(key)
+
+
+class _NotADefinitionError(Exception):
+    """What was to become a definition holds something that belongs to the message (a tensor, an RRef)."""
+
+
+def refuse(obj: Any) -> Any:
+    """Stand, in a definition's dispatch table, for the reducer of a type that belongs to the message."""
+    raise _NotADefinitionError(type(obj).__name__)
+
+
+class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """The slow path: importable things by reference, other functions and classes by value.
+
+    With ``named`` a dictionary, functions and classes become definitions, gathered there; without one they
+    are written where they stand.
+    """
+
+    def __init__(
+        self,
+        sink: Any,
+        table: Any,
+        *,
+        remote_main: bool,
+        named: dict[bytes, bytes] | None = None,
+        refusing: Any = None,
+        buffer_callback: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.dispatch_table = table
+        super().__init__(sink, protocol=5, buffer_callback=buffer_callback)
+        self._remote_main = remote_main
+        self._named = named
+        self._refusing = refusing  # the dispatch table for definitions
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType):
+            if self._by_reference(obj):
+                return NotImplemented
+            if self._named is not None:
+                try:
+                    return self._name(*self._define_function(obj))
+                except (_MutableError, _NotADefinitionError):
+                    pass
+            return self._dynamic_function_reduce(obj)
+        if isinstance(obj, type):
+            found = _classes[self._remote_main].get(obj) if self._named is not None else None
+            if found is not None:
+                return self._name(*found)
+            if getattr(obj, "__module__", None) in MAIN or not self._by_reference(obj):
+                return self._reduce_class(obj)
+            return _cloudpickle._class_reduce(obj)  # type(None) and the like have no name to go by
+        return NotImplemented
+
+    def _by_reference(self, obj: Any) -> bool:
+        if getattr(obj, "__module__", None) in MAIN:
+            return self._remote_main and _in_main(obj)
+        return bool(_cloudpickle._should_pickle_by_reference(obj))
+
+    def _reduce_class(self, cls: type) -> Any:
+        if self._by_reference(cls):
+            return NotImplemented
+        _complete[cls] = True
+        if self._named is not None:
+            try:
+                data = self._dump_definition(cls)
+            except _NotADefinitionError:
+                pass
+            else:
+                found = (hash_of(data), data)
+                _classes[self._remote_main][cls] = found
+                return self._name(*found)
+        reduced = _cloudpickle._dynamic_class_reduce(cls)
+        return (*reduced[:5], fill_class)
+
+    def _name(self, key: bytes, data: bytes) -> Any:
+        assert self._named is not None
+        self._named[key] = data
+        return definition, (key,)
+
+    def _define_function(self, function: types.FunctionType) -> tuple[bytes, bytes]:
+        cache_key = _function_key(function, self._remote_main)
+        if cache_key is not None:
+            found = _functions.get(cache_key)
+            if found is not None:
+                return found
+        data = self._dump_definition(function)
+        found = (hash_of(data), data)
+        if cache_key is not None:
+            if len(_functions) >= _MAX_SENT:
+                _functions.clear()
+            _functions[cache_key] = found
+        return found
+
+    def _dump_definition(self, obj: Any) -> bytes:
+        sink = io.BytesIO()
+        ByValuePickler(sink, self._refusing, remote_main=self._remote_main).dump(obj)
+        return sink.getvalue()
+
+
+def _in_main(obj: Any) -> bool:
+    """Say whether the main module has this very object under its name."""
+    found: Any = sys.modules.get("__main__")
+    try:
+        for part in obj.__qualname__.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        return False
+    return found is obj
+
+
+# -- which part is it? --------------------------------------------------------------------------------
+
+_newobj: Final = object().__reduce_ex__(5)[0]  # copyreg's function for objects that are made by __new__
+_MAX_PROBES: Final = 500
+_MAX_DEPTH: Final = 20
+_LEAVES: Final = (*_ATOMS, float, bytearray)
+
+
+def path_to(obj: object, passes: Callable[[Any], bool]) -> str:
+    """Return the way to the smallest part of ``obj`` that does not pass; bounded, so perhaps not all of it.
+
+    Looks at the parts that pickle would look at, in its order. Only for error messages.
+    """
+    steps: list[tuple[str, str]] = []
+    seen = {id(obj)}
+    kept = []  # parts may be made on the way: kept, lest another takes over its id
+    probes = 0
+    here: Any = obj
+    parts = _parts_of_call(obj)
+    while len(steps) < _MAX_DEPTH:
+        for kind, name, part in parts:
+            if type(part) in _LEAVES or id(part) in seen:
+                continue
+            probes += 1
+            if probes > _MAX_PROBES:
+                return _written(steps)
+            seen.add(id(part))
+            kept.append(part)
+            if not passes(part):
+                # What pickle wraps the parts in (a tuple of arguments) is no step of its own.
+                steps.append((kind, name))
+                here = part
+                break
+        else:
+            return _written(steps)
+        parts = _parts(here)
+    return _written(steps)
+
+
+def _written(steps: Iterable[tuple[str, str]]) -> str:
+    words: list[list[str]] = []
+    for kind, name in steps:
+        if kind == "attribute" and words and words[-1][0] == kind:
+            words[-1][1] += f".{name}"
+        else:
+            words.append([kind, name])
+    return " -> ".join(
+        (kind + name).strip() if kind.endswith(" ") else f"{kind} '{name}'" for kind, name in words
+    )
+
+
+_Parts = Iterator[tuple[str, str, Any]]  # kind (ending with a space: the name is written bare), name, part
+
+
+def _parts_of_call(obj: Any) -> _Parts:
+    """Yield the parts of ``(function, args, kwargs)`` by the names that the caller has for them."""
+    if type(obj) is tuple and len(obj) == 3 and type(obj[1]) is tuple and type(obj[2]) is dict:
+        yield "function", getattr(obj[0], "__qualname__", None) or type(obj[0]).__qualname__, obj[0]
+        for at, value in enumerate(obj[1]):
+            yield "argument ", str(at), value
+        for key, value in obj[2].items():
+            yield "argument", str(key), value
+    else:
+        yield from _parts(obj)
+
+
+def _parts(obj: Any) -> _Parts:
+    if isinstance(obj, dict):
+        for key, value in obj.items():
+            yield "the key ", repr(key)[:80], key
+            yield "key ", repr(key)[:80], value
+    elif isinstance(obj, (list, tuple)):
+        for at, value in enumerate(obj):
+            yield "index ", str(at), value
+    elif isinstance(obj, (set, frozenset)):
+        for value in obj:
+            yield "member ", repr(value)[:80], value
+    elif isinstance(obj, types.FunctionType):
+        for name, value in captured(obj):
+            yield name + " ", "", value
+    elif isinstance(obj, types.MethodType):
+        yield "method ", obj.__func__.__qualname__, obj.__func__
+        yield "its object ", type(obj.__self__).__qualname__, obj.__self__
+    if isinstance(obj, type):
+        for name, value in vars(obj).items():
+            yield "attribute", name, value
+    elif not isinstance(obj, (types.FunctionType, types.MethodType)):
+        yield from _parts_of_state(obj)
+
+
+def _parts_of_state(obj: Any) -> _Parts:
+    try:
+        reduced = obj.__reduce_ex__(5)
+    except Exception:  # then it is this object itself, and what it raised is the cause
+        return
+    if not isinstance(reduced, tuple):
+        return
+    if reduced[0] is not _newobj:
+        for value in reduced[1]:
+            yield "part ", f"of {type(obj).__qualname__}", value
+    else:
+        for at, value in enumerate(reduced[1]):
+            yield (
+                ("class ", getattr(value, "__qualname__", ""), value)
+                if at == 0
+                else ("part ", str(at), value)
+            )
+    state = reduced[2] if len(reduced) > 2 else None
+    for each in state if isinstance(state, tuple) else (state,):
+        if isinstance(each, dict):
+            for name, value in each.items():
+                yield "attribute", str(name), value
+        else:
+            yield "state ", f"of {type(obj).__qualname__}", each

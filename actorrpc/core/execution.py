@@ -1,0 +1,223 @@
+"""Execution: what happens to a request between its arrival and its answer.
+
+Runs on pool threads (or on the thread that completes the future of an ``async_execution`` function). A request whose
+time is over, or whose caller has given it up, is not started. Arguments are opened, functions run and answers packed
+outside of every lock. The arguments are dropped before the answer is sent, so that shared memory goes back with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from actorrpc.core import codec, exceptions, messages
+from actorrpc.core.calls import CURRENT, Execution
+from actorrpc.core.frames import CREDIT, FAILURE, REPLY, Frame, pack_frame, unpack_extra
+from actorrpc.errors import CancelledError, DeadlockError, RpcError, RpcTimeoutError, SerializationError
+
+if TYPE_CHECKING:
+    from actorrpc.core.agent import Agent
+
+__all__ = ["ASYNC_MARK", "Executor", "Later"]
+
+INFINITE: Final = float("inf")
+# The attribute that marks functions whose future is the answer; the name is torch's, whose decorator sets it too.
+ASYNC_MARK: Final = "_wrapped_async_rpc_function"
+
+
+class Later:
+    """Returned by internal functions whose answer is the value of a future, not the future."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: torch.futures.Future[Any]) -> None:
+        self.future = future
+
+
+class Executor:
+    """Runs requests for one agent. Thread-safe: it has no state of its own."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def run(self, task: tuple[Any, Frame, float]) -> None:
+        """Execute a request that was read at ``task[2]``, answer it, and see what came meanwhile."""
+        conn, frame, arrived = task
+        self._execute(conn, frame, arrived)
+        if conn is None:
+            return
+        agent = self._agent
+        if agent.pool.queue and len(conn.outbox) < agent.settings.cork_frames:
+            # More work of the batch is waiting: its answers leave together, or with the cork.
+            agent.cork(conn)
+            return
+        conn.flush(True)
+        if not agent.pool.queue and not conn.broken:
+            frames = conn.linger()
+            if frames:
+                agent.deliver(conn, frames, False)
+
+    def _execute(self, conn: Any, frame: Frame, arrived: float) -> None:
+        peer = self._agent.self_peer if conn is None else conn.peer
+        id = frame.id
+        deadline = arrived + frame.remaining
+        if deadline != INFINITE and time.monotonic() > deadline:
+            self._refuse(
+                conn,
+                frame,
+                RpcTimeoutError(
+                    f"the call reached {self._agent.name!r} too late to be started", maybe_executed=False, worker=self._agent.name
+                ),
+            )
+            return
+        if peer.cancelled and id in peer.cancelled:
+            peer.cancelled.pop(id, None)
+            self._refuse(
+                conn, frame, CancelledError("the call was cancelled before it started", maybe_executed=False, worker=self._agent.name)
+            )
+            return
+        execution = Execution(peer, id, deadline, frame.chain)
+        peer.running[id] = execution
+        token = CURRENT.set(execution)
+        answered = True
+        try:
+            try:
+                value, answered = self._call(conn, frame, execution)
+            except BaseException as error:
+                error.__traceback__ = _without_our_frames(error.__traceback__)
+                self.fail(conn, id, error, execution)
+            else:
+                if answered:
+                    self.answer(conn, id, value, execution)
+        finally:
+            CURRENT.reset(token)
+            if answered:
+                peer.running.pop(id, None)
+
+    def _call(self, conn: Any, frame: Frame, execution: Execution) -> tuple[Any, bool]:
+        agent = self._agent
+        parcel = messages.Parcel(execution.peer)
+        if frame.extra:
+            agent.arrived(parcel, frame)
+        function, args, kwargs = messages.open_body(agent, conn, frame, frame.buffers, parcel)
+        if frame.flags and conn is not None:
+            # Taken up: its bytes no longer count as unread. Leaves with the answer, or with the cork before it.
+            conn.outbox.append(pack_frame(CREDIT, frame.id))
+            agent.cork(conn)
+        if parcel.received:
+            agent.confirm(parcel.received, execution)
+        if agent.interceptors:
+            execution.header = unpack_extra(frame.extra) if frame.extra else {}
+            call: Callable[[], Any] = lambda: function(*args, **kwargs)  # noqa: E731
+            for interceptor in reversed(agent.interceptors):
+                call = interceptor.wrap(execution, function, args, kwargs, call)
+            value = call()
+        else:
+            value = function(*args, **kwargs)
+        if type(value) is Later:
+            return self._answer_later(conn, frame.id, value.future, function, execution), False
+        if getattr(function, ASYNC_MARK, None) is not None:
+            return self._answer_later(conn, frame.id, value, function, execution), False
+        return value, True
+
+    def _answer_later(self, conn: Any, id: int, value: Any, function: Any, execution: Execution) -> None:
+        if not isinstance(value, torch.futures.Future):
+            raise TypeError(
+                "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but got "
+                f"{type(value)} from {getattr(function, '__qualname__', function)}"
+            )
+
+        def ready(future: torch.futures.Future[Any]) -> None:
+            token = CURRENT.set(execution)
+            try:
+                try:
+                    result = future.value()
+                except BaseException as error:
+                    self.fail(conn, id, error, execution)
+                else:
+                    self.answer(conn, id, result, execution)
+            finally:
+                CURRENT.reset(token)
+                execution.peer.running.pop(id, None)
+            if conn is not None:
+                conn.flush()
+
+        value.add_done_callback(ready)
+
+    # -- answering -----------------------------------------------------------------------------------
+
+    def answer(self, conn: Any, id: int, value: Any, execution: Execution) -> None:
+        """Send a value back; if it cannot travel, send that error back."""
+        agent = self._agent
+        parcel = messages.Parcel(execution.peer)
+        try:
+            header = agent.reply_header(execution) if agent.interceptors else None
+            encoded = agent.encode(value, parcel)
+            if parcel.sent:
+                header = agent.announce(parcel, header)
+        except BaseException as error:
+            agent.roll_back(parcel)
+            if not isinstance(error, RpcError):
+                wrapped = SerializationError(f"the result, a {type(value).__name__}, cannot be sent: {error}")
+                wrapped.__cause__ = error
+                error = wrapped
+            self.fail(conn, id, error, execution)
+            return
+        if not self._send(conn, REPLY, id, encoded, header):
+            agent.roll_back(parcel)
+
+    def fail(self, conn: Any, id: int, error: BaseException, execution: Execution) -> None:
+        """Send an error back. Never raises."""
+        data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps)
+        self._send(conn, FAILURE, id, messages.Plain(data), None)
+
+    def _refuse(self, conn: Any, frame: Frame, error: RpcError) -> None:
+        self._agent.discard(conn, frame)
+        data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps)
+        self._send(conn, FAILURE, frame.id, messages.Plain(data), None)
+
+    def refuse_stuck(self, task: tuple[Any, Frame, float], threads: int) -> None:
+        """Answer a request that no thread will ever take: every one that may exist is blocked."""
+        conn, frame, _ = task
+        self._refuse(
+            conn,
+            frame,
+            DeadlockError(
+                f"all {threads} threads of {self._agent.name!r} are blocked and it may have no more (ACTORRPC_MAX_THREADS); "
+                f"the call was not executed",
+                maybe_executed=False,
+                worker=self._agent.name,
+            ),
+        )
+        if conn is not None:
+            conn.flush()
+
+    def _send(self, conn: Any, kind: int, id: int, encoded: codec.Encoded | messages.Plain, header: dict[str, Any] | None) -> bool:
+        agent = self._agent
+        if conn is None:
+            agent.loop_back(kind, id, encoded, header, INFINITE, 0)
+            return True
+        if conn.broken:
+            return False
+        try:
+            return messages.send(agent, conn, kind, id, encoded, remaining=INFINITE, chain=0, header=header)
+        except RpcError as error:
+            if conn.broken or kind == FAILURE:
+                return False
+            data = exceptions.dump(error, worker=agent.name, dumps=codec.dumps)
+            messages.send(
+                agent, conn, FAILURE, id, messages.Plain(data), remaining=INFINITE, chain=0, header=None
+            )
+            return False
+
+
+def _without_our_frames(traceback: Any) -> Any:
+    """Cut the frames of this module off the top of a traceback: users look for theirs."""
+    here = __file__
+    cut = traceback
+    while cut is not None and cut.tb_frame.f_code.co_filename == here:
+        cut = cut.tb_next
+    return cut if cut is not None else traceback

@@ -1,0 +1,271 @@
+"""Frames: how bytes on a connection are cut into messages. No I/O, no locks, no unpickling.
+
+Every frame is a fixed prefix of 32 bytes and ``length`` more bytes::
+
+    length u32 | extra u32 | kind u8 | flags u8 | 2 unused | remaining f32 | id u64 | chain u64 | extra bytes | body
+
+``id`` names the call (or the stream, for a chunk); ``remaining`` is what is left of its time in seconds (infinity
+where it has no bound); ``chain`` names the chain of nested calls that it belongs to; ``extra`` is a msgpack map, there
+only when something has to be said (sizes of raw buffers, what interceptors add). Large memory never sits in a frame:
+it travels through shared memory or as CHUNK frames of at most ``Limits.chunk`` bytes, which other frames may overtake.
+
+:class:`FrameReader` is fed by whoever reads the socket (under the connection's read lock) and checks each size before
+any memory is allocated for it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import msgpack
+
+from actorrpc.errors import LimitError, ProtocolError
+
+__all__ = [
+    "CANCEL",
+    "CHUNK",
+    "CREDIT",
+    "DEFINITION",
+    "FAILURE",
+    "GOODBYE",
+    "INTRO",
+    "LANE_FREE",
+    "LANE_RETIRE",
+    "NOTICE",
+    "PING",
+    "PONG",
+    "PREFIX",
+    "REPLY",
+    "REQUEST",
+    "STREAM_ABORT",
+    "STREAM_READY",
+    "Frame",
+    "FrameReader",
+    "pack_frame",
+    "pack_position",
+    "unpack_extra",
+    "unpack_position",
+]
+
+PREFIX: Final = struct.Struct("<IIBBxxfQQ")
+PREFIX_SIZE: Final = PREFIX.size
+MAX_EXTRA: Final = 1 << 20
+
+# -- kinds ---------------------------------------------------------------------------------
+INTRO: Final = 1  # first frame each way: who is speaking (a packed WorkerRecord)
+REQUEST: Final = 2  # a call
+REPLY: Final = 3  # its value
+FAILURE: Final = 4  # its error
+CANCEL: Final = 5  # the caller gave the call up
+PING: Final = 6
+PONG: Final = 7
+CREDIT: Final = 8  # a large request has been taken up: its bytes no longer count as unread
+CHUNK: Final = 9  # a piece of a large buffer; chain holds (buffer index, offset)
+STREAM_ABORT: Final = 10  # the rest of a stream of chunks will not come
+LANE_FREE: Final = 11  # shared memory handed back
+LANE_RETIRE: Final = 12  # shared memory that the lender no longer uses
+GOODBYE: Final = 13  # the peer leaves on purpose: end of file after this is no death
+DEFINITION: Final = 14  # a function or class by value: 16 bytes of hash, then its definition
+STREAM_READY: Final = 15  # the memory for a stream is there: chunks may come over other connections
+NOTICE: Final = 16  # one way, for the floors above: extra["n"] names the handler
+_LAST_KIND: Final = NOTICE
+
+_OFFSET_BITS: Final = 40
+_OFFSET_MASK: Final = (1 << _OFFSET_BITS) - 1
+
+
+class Frame(NamedTuple):
+    """One whole frame. ``body`` is the frame's own copy; ``extra`` is still packed. A chunk has its length in ``flags``."""
+
+    kind: int
+    flags: int
+    id: int
+    remaining: float
+    chain: int
+    extra: bytes
+    body: bytes
+    buffers: Any = None  # the memory of a message that came in chunks
+
+
+def pack_frame(
+    kind: int,
+    id: int = 0,
+    body: bytes = b"",
+    *,
+    flags: int = 0,
+    remaining: float = math.inf,
+    chain: int = 0,
+    extra: bytes = b"",
+    length: int = 0,
+) -> bytes:
+    """Return the bytes of one frame; ``length`` counts bytes of it that the caller sends itself, behind these.
+
+    Raises:
+        LimitError: the extra header is over its limit.
+    """
+    if len(extra) > MAX_EXTRA:
+        raise LimitError(f"a message header of {len(extra)} bytes is over the limit of {MAX_EXTRA}")
+    return PREFIX.pack(len(extra) + len(body) + length, len(extra), kind, flags, remaining, id, chain) + extra + body
+
+
+def pack_position(index: int, offset: int) -> int:
+    """Return where a chunk belongs (which buffer, at which byte) as one number."""
+    return index << _OFFSET_BITS | offset
+
+
+def unpack_position(position: int) -> tuple[int, int]:
+    """Return the (buffer index, offset) of a chunk."""
+    return position >> _OFFSET_BITS, position & _OFFSET_MASK
+
+
+def unpack_extra(extra: bytes) -> dict[str, Any]:
+    """Return the extra header as a map.
+
+    Raises:
+        ProtocolError: it is not a msgpack map with text keys.
+    """
+    try:
+        header = msgpack.unpackb(extra)
+    except Exception as error:
+        raise ProtocolError(f"the header of a message cannot be read: {error!r}") from error
+    if not isinstance(header, dict) or not all(isinstance(key, str) for key in header):
+        raise ProtocolError("the header of a message is not a map with text keys")
+    return header
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames, incrementally.
+
+    The reader of the socket asks :meth:`target` where to put the next bytes, and tells :meth:`fed` how many came.
+    A chunk's bytes go straight to their destination: ``sink_for(stream, position, length)`` gives the memory, or
+    raises ProtocolError. Not thread-safe: the connection's read lock guards it.
+
+    Args:
+        max_frame: the largest frame (without its prefix) that is accepted, in bytes.
+        max_chunk: the largest chunk that is accepted, in bytes.
+        sink_for: gives the memory for a chunk; ``None`` refuses chunks.
+        capacity: size of the read buffer, in bytes.
+    """
+
+    __slots__ = ("_buffer", "_chunk", "_end", "_max_chunk", "_max_frame", "_sink", "_sink_for", "_sink_got", "_start", "_view")
+
+    def __init__(
+        self,
+        *,
+        max_frame: int,
+        max_chunk: int,
+        sink_for: Callable[[int, int, int], memoryview] | None = None,
+        capacity: int = 1 << 18,
+    ) -> None:
+        self._buffer = bytearray(capacity)
+        self._view = memoryview(self._buffer)
+        self._start = 0
+        self._end = 0
+        self._max_frame = max_frame
+        self._max_chunk = max_chunk
+        self._sink_for = sink_for
+        self._sink: memoryview | None = None
+        self._sink_got = 0
+        self._chunk: Frame | None = None
+
+    @property
+    def mid_frame(self) -> bool:
+        """Whether part of a frame has been read and the rest has not."""
+        return self._sink is not None or self._end > self._start
+
+    def target(self) -> list[memoryview]:
+        """Return the memory that the next bytes go to, in order. Never empty, never of zero size."""
+        if self._sink is not None:
+            # Behind a chunk, read no more than the next prefix: further chunk bytes go to their own place directly.
+            self._start = self._end = 0
+            return [self._sink[self._sink_got :], self._view[:PREFIX_SIZE]]
+        if self._start == self._end:
+            self._start = self._end = 0
+        return [self._view[self._end :]]
+
+    def fed(self, count: int) -> list[Frame]:
+        """Take note of ``count`` new bytes and return the frames that are now whole.
+
+        Raises:
+            ProtocolError: the bytes make no sense, or something is over a limit.
+        """
+        frames: list[Frame] = []
+        if self._sink is not None:
+            room = len(self._sink) - self._sink_got
+            if count < room:
+                self._sink_got += count
+                return frames
+            self._end_chunk(frames)
+            count -= room
+        self._end += count
+        start, end, view = self._start, self._end, self._view
+        while end - start >= PREFIX_SIZE:
+            length, extra, kind, flags, remaining, id, chain = PREFIX.unpack_from(view, start)
+            if kind == CHUNK:
+                start += PREFIX_SIZE
+                start = self._begin_chunk(frames, start, end, length, Frame(kind, length, id, remaining, chain, b"", b""))
+                if self._sink is not None:
+                    break
+                continue
+            if length > self._max_frame or extra > min(length, MAX_EXTRA) or not 0 < kind <= _LAST_KIND or remaining != remaining:
+                raise ProtocolError(self._nonsense(kind, length, extra))
+            body = start + PREFIX_SIZE + extra
+            stop = start + PREFIX_SIZE + length
+            if stop > end:
+                break
+            frames.append(
+                Frame(
+                    kind, flags, id, remaining, chain, bytes(view[start + PREFIX_SIZE : body]) if extra else b"", bytes(view[body:stop])
+                )
+            )
+            start = stop
+        self._start = start
+        if start == end:
+            self._start = self._end = 0
+        elif self._sink is None:
+            self._make_room()
+        return frames
+
+    def _begin_chunk(self, frames: list[Frame], start: int, end: int, length: int, frame: Frame) -> int:
+        """Move what is here of a chunk to its place; return where the next frame starts."""
+        if self._sink_for is None or not 0 < length <= self._max_chunk:
+            raise ProtocolError(self._nonsense(CHUNK, length, 0))
+        sink = self._sink_for(frame.id, frame.chain, length)
+        here = min(length, end - start)
+        sink[:here] = self._view[start : start + here]
+        self._sink, self._sink_got, self._chunk = sink, here, frame
+        if here == length:
+            self._end_chunk(frames)
+        return start + here
+
+    def _end_chunk(self, frames: list[Frame]) -> None:
+        assert self._chunk is not None
+        frames.append(self._chunk)
+        self._sink = self._chunk = None
+
+    def _make_room(self) -> None:
+        """Make sure that the frame which has begun fits into the buffer."""
+        here = self._end - self._start
+        needed = PREFIX_SIZE
+        if here >= PREFIX_SIZE:
+            needed += PREFIX.unpack_from(self._view, self._start)[0]
+        capacity = len(self._buffer)
+        if needed > capacity:
+            # Checked against the limit above; grown once, and kept.
+            larger = bytearray(max(needed, 2 * capacity))
+            larger[:here] = self._view[self._start : self._end]
+            self._buffer, self._view = larger, memoryview(larger)
+            self._start, self._end = 0, here
+        elif self._start and (self._start + needed > capacity or capacity - self._end < 4096):
+            self._view[:here] = bytes(self._view[self._start : self._end])
+            self._start, self._end = 0, here
+
+    def _nonsense(self, kind: int, length: int, extra: int) -> str:
+        if kind == CHUNK and length > self._max_chunk:
+            return f"a chunk of {length} bytes is over the limit of {self._max_chunk}"
+        if 0 < kind <= _LAST_KIND and length > self._max_frame:
+            return f"a frame of {length} bytes is over the limit of {self._max_frame}"
+        return f"not a frame: kind {kind}, {length} bytes of which {extra} are header"

@@ -1,0 +1,118 @@
+"""Ctrl-C that never leaves a connection in pieces.
+
+A KeyboardInterrupt raised between two bytecodes of the code that reads, writes or arms a connection would lose frames of
+other threads. So while ``signal.default_int_handler`` is in force, it is replaced, on the main thread, by a handler that
+looks whether a function marked :func:`uninterruptible` is on the stack. If none is, KeyboardInterrupt is raised as
+ever. If one is, the interrupt is noted, the wait that the main thread sits in is woken, and the interrupt is raised
+when the section is over: by :func:`checkpoint`, or, where no checkpoint follows, by sending the signal again.
+
+A program that has installed its own SIGINT handler keeps it. No lock is used here: handlers run on the main thread only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+__all__ = ["checkpoint", "install", "pending_here", "polling", "resend", "uninstall", "uninterruptible"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_protected: set[CodeType] = set()
+_main = threading.main_thread().ident
+_installed = False
+
+
+class _State:
+    __slots__ = ("pending", "resend", "wake_fd")
+
+    def __init__(self) -> None:
+        self.pending = False
+        self.wake_fd = -1
+        self.resend: Callable[[], None] | None = None
+
+
+_state = _State()
+
+
+def uninterruptible(function: F) -> F:
+    """Mark a function whose execution, callees included, Ctrl-C must not cut in two."""
+    _protected.add(function.__code__)
+    return function
+
+
+def pending_here() -> bool:
+    """Say whether this is the main thread and an interrupt has been put off."""
+    return _state.pending and threading.get_ident() == _main
+
+
+def checkpoint() -> None:
+    """Raise an interrupt that was put off, if this is the main thread and there is one."""
+    if _state.pending and threading.get_ident() == _main:
+        _state.pending = False
+        raise KeyboardInterrupt
+
+
+def polling(wake_fd: int) -> None:
+    """Name the eventfd that ends the poll which the main thread is about to enter (-1: none)."""
+    if threading.get_ident() == _main:
+        _state.wake_fd = wake_fd
+        if _state.pending and wake_fd >= 0:
+            os.eventfd_write(wake_fd, 1)
+
+
+def _handle(signum: int, frame: FrameType | None) -> None:
+    walk = frame
+    while walk is not None:
+        if walk.f_code in _protected:
+            _state.pending = True
+            if _state.wake_fd >= 0:
+                os.eventfd_write(_state.wake_fd, 1)
+            if _state.resend is not None:
+                _state.resend()
+            return
+        walk = walk.f_back
+    _state.pending = False
+    raise KeyboardInterrupt
+
+
+def resend() -> None:
+    """Send the main thread its put-off interrupt again; called by the clock a moment after it was put off."""
+    if _state.pending and _main is not None:
+        try:
+            signal.pthread_kill(_main, signal.SIGINT)
+        except (OSError, ValueError):
+            pass
+
+
+def install(later: Callable[[], None]) -> None:
+    """Take over SIGINT if Python's default handler is in force and this is the main thread.
+
+    ``later`` is called in the handler and must arrange, without taking a lock that the main thread may hold, for
+    :func:`resend` to be called a moment later.
+    """
+    global _installed, _main
+    _main = threading.main_thread().ident
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        _state.pending = False
+        _state.resend = later
+        signal.signal(signal.SIGINT, _handle)
+        _installed = True
+
+
+def uninstall() -> None:
+    """Give SIGINT back, if it is still ours and this is the main thread."""
+    global _installed
+    if not _installed or threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGINT) is _handle:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    _installed = False
+    _state.resend = None
+    _state.wake_fd = -1

@@ -1,0 +1,578 @@
+"""Tensors outside of the pickle: which bytes of which storage travel, and how a tensor is built on them.
+
+A tensor is reduced to a few integers (storage, dtype, offset, sizes, strides); its bytes stay where they
+are until the message is written, as :class:`Span` objects. A storage travels once per message, and of it
+only the range that the message's tensors touch, so tensors that shared memory share it again on arrival.
+:func:`tensor` and its neighbours are named in pickles: their names and arguments are the wire format.
+
+Runs on whichever thread encodes or decodes; what belongs to one message hangs on the thread-local
+:data:`message`. Never does I/O, and never reads or builds beyond a storage's end, whatever the peer sent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from actorrpc.errors import ProtocolError, SerializationError
+
+__all__ = ["ENTRY", "INLINE_BYTES", "Outgoing", "Span", "arrive", "message", "tensor_reducers"]
+
+INLINE_BYTES: Final = 4096  # storages up to this size ride in the body: a copy is cheaper than a section
+_ALIGN: Final = 16  # ranges start on a multiple of the widest element, so that any dtype fits on them
+
+_CONJ: Final = 1 << 8
+_NEG: Final = 1 << 9
+_GRAD: Final = 1 << 10
+_OFF_CPU: Final = 1 << 11  # never on the wire: tells `_describe` to look up the target device
+
+# Position is the code on the wire: append only. A torch too old for one of them cannot receive it.
+_NAMES: Final = (
+    *("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
+    *("complex32", "complex64", "complex128", "bool", "bfloat16", "uint16", "uint32", "uint64"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("float4_e2m1fn_x2", "qint8", "quint8", "qint32", "quint4x2", "quint2x4"),
+)
+_DTYPES: Final[list[torch.dtype | None]] = [getattr(torch, name, None) for name in _NAMES]
+_CODES: Final[dict[torch.dtype, int]] = {d: code for code, d in enumerate(_DTYPES) if d is not None}
+_QUANTISED: Final = _NAMES.index("qint8")  # codes from here on are only storages, never plain tensors
+
+
+class _Message(threading.local):
+    """What this thread is encoding and decoding: the innermost of each; codec.py keeps the stack."""
+
+    encoding: Any = None
+    decoding: Any = None
+    pickler: Any = None  # the thread's idle pickler
+
+
+message: Final = _Message()
+
+
+# -- raw memory ---------------------------------------------------------------------------------
+
+
+class _PyBuffer(ctypes.Structure):
+    """CPython's ``Py_buffer``."""
+
+    _fields_ = [
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("rest", ctypes.c_byte * 56),  # shape, strides and so on: not for us
+    ]
+
+
+# Prototypes of our own: attributes of `ctypes.pythonapi` belong to everyone in the process.
+_memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+_get_buffer = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)(
+    ("PyObject_GetBuffer", ctypes.pythonapi)
+)
+_release_buffer = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_PyBuffer))(("PyBuffer_Release", ctypes.pythonapi))
+_READ: Final = 0x100
+_copy_out = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
+
+
+class Span:
+    """A range of memory that leaves as it is: ``keep`` keeps it alive as long as the span lives.
+
+    The bytes are those at the time of reading: whoever sends later than it returns to the caller copies.
+    """
+
+    __slots__ = ("address", "keep", "nbytes")
+
+    def __init__(self, address: int, nbytes: int, keep: object) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.keep = keep
+
+    @classmethod
+    def of(cls, data: Any) -> Span:
+        """Return the span of a contiguous buffer; it cannot be resized while the span lives."""
+        view = memoryview(data)
+        found = _PyBuffer()
+        _get_buffer(view, ctypes.byref(found), 0)
+        try:
+            return cls(found.buf or 0, found.len, view)
+        finally:
+            _release_buffer(ctypes.byref(found))
+
+    def view(self) -> memoryview:
+        """Return a read-only view, valid only while the span is kept."""
+        view: memoryview = _memory_view(self.address, self.nbytes, _READ)
+        return view
+
+    def __repr__(self) -> str:
+        return f"Span({self.nbytes} bytes)"
+
+
+# -- going out ----------------------------------------------------------------------------------
+
+
+ENTRY: Final = "BQQ"  # one storage in the table: kind, bytes that travel, offset in the sender's storage
+_IN_BODY: Final = 1
+_COMPACT: Final = 2  # the bytes are the one tensor's elements in order; its strides are meaningless
+_PLACED: Final = 4  # goes to a device: its name is in the list of names
+
+# A storage of a message, as a list (an object costs a third of a microsecond): the range [low, high) of it
+# that is used, in bytes, and by whom.
+_STORAGE, _LOW, _HIGH, _USED, _LONE, _DEVICE = range(6)
+
+
+class Outgoing:
+    """The storages of one message while it is encoded.
+
+    Attributes:
+        tensors: the plain tensors of the message, in the order in which the receiver rebuilds them.
+    """
+
+    __slots__ = ("_by_storage", "_device_map", "pieces", "tensors")
+
+    def __init__(self, device_map: Mapping[str, str] | None) -> None:
+        self._by_storage: dict[int, int] = {}
+        self._device_map = device_map
+        self.pieces: list[list[Any]] = []
+        self.tensors: list[torch.Tensor] = []
+
+    def touch(self, t: torch.Tensor, low: int, high: int, used: int, off_cpu: int) -> int:
+        """Note that ``t`` uses [low, high) of its storage; return the storage's number."""
+        storage = t.untyped_storage()
+        key = storage._cdata  # the storage is kept by its piece, so the number stays its own
+        index = self._by_storage.get(key)
+        if index is None:
+            device = self.target(t.device) if off_cpu else ""
+            index = self._by_storage[key] = len(self.pieces)
+            # Once two tensors share the storage, the geometry has to stay: no lone tensor any more.
+            self.pieces.append([storage, low, high, used, t, device])
+        else:
+            piece = self.pieces[index]
+            piece[_LONE] = None
+            if low < piece[_LOW]:
+                piece[_LOW] = low
+            if high > piece[_HIGH]:
+                piece[_HIGH] = high
+        return index
+
+    def whole(self, storage: torch.UntypedStorage) -> int:
+        """Note that the whole storage travels; return its number."""
+        key = storage._cdata
+        size = storage.nbytes()
+        index = self._by_storage.get(key)
+        if index is None:
+            kind = storage.device.type
+            if kind == "meta":
+                raise SerializationError("a storage on the meta device has no bytes to send")
+            index = self._by_storage[key] = len(self.pieces)
+            device = self.target(storage.device) if kind != "cpu" else ""
+            self.pieces.append([storage, 0, size, size, None, device])
+        else:
+            self.pieces[index][_LOW : _LONE + 1] = 0, size, size, None
+        return index
+
+    def target(self, device: torch.device) -> str:
+        """Return the receiver's device for one of ours.
+
+        Raises:
+            SerializationError: the device map does not name it.
+        """
+        target = self._device_map.get(str(device)) if self._device_map else None
+        if target is None:
+            raise SerializationError(
+                "RPC only supports CPU tensors by default, please move your tensors to CPU before sending "
+                "them over RPC, or call `set_device_map` on the backend's options to explicitly configure "
+                f"device mapping. Found a tensor on device: {device}"
+            )
+        return target
+
+    def finish(self, spans: list[Span], inline: bool) -> tuple[list[int], bytes, bytes]:
+        """Append to ``spans`` what travels by itself; return the table's numbers, inline bytes, device names.
+
+        Raises:
+            SerializationError: a storage is shorter than its tensors say (it was freed or resized).
+        """
+        numbers: list[int] = []
+        small = []
+        names = b""
+        for storage, low, high, used, lone, device in self.pieces:
+            if high > storage.nbytes():
+                raise SerializationError("a tensor's storage was freed or resized: it has no bytes to send")
+            low &= -_ALIGN
+            kind, size = 0, high - low
+            if lone is not None and used * 2 < size:
+                keep = _raw(lone).contiguous().cpu()
+                kind, low, size = _COMPACT, 0, used
+                address = keep.data_ptr()
+            elif device:
+                staged = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                keep = staged.set_(storage, low, (size,), (1,)).cpu()
+                address = keep.data_ptr()
+            else:
+                keep = storage
+                address = storage.data_ptr() + low
+            if inline or size <= INLINE_BYTES:
+                kind |= _IN_BODY
+                small.append(_copy_out(address, size))
+            else:
+                spans.append(Span(address, size, keep))
+            if device:
+                kind |= _PLACED
+                names += bytes((len(device),)) + device.encode()
+            numbers += (kind, size, low)
+        return numbers, small[0] if len(small) == 1 else b"".join(small), names
+
+
+def _raw(t: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's elements as they lie in memory: no autograd, no conjugate or negative bit."""
+    plain = torch.empty(0, dtype=t.dtype, device=t.device)
+    return plain.set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+
+
+_COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_MKLDNN: Final[torch.layout] = getattr(torch, "_mkldnn")  # noqa: B009 - torch's stubs do not know it
+
+_dispatch_keys = torch._C._dispatch_keys
+_PLAIN: Final[dict[int, int]] = {}  # dispatch key set -> flags of a tensor that _describe can take, or -1
+
+
+def _classify(t: torch.Tensor, keys: int) -> int:
+    """Return the flags that all tensors of this dispatch key set share, or -1 for special layouts."""
+    plain = (
+        t.layout is torch.strided
+        and not (
+            t.is_quantized or t.is_nested or t.is_meta or t._is_zerotensor() or any(getattr(t, "names", ()))
+        )
+        and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    )
+    flags = -1
+    if plain:
+        flags = _CONJ * t.is_conj() | _NEG * t.is_neg() | _OFF_CPU * (not t.is_cpu)
+    _PLAIN[keys] = flags
+    return flags
+
+
+def _outgoing() -> Outgoing:
+    encoding = message.encoding
+    out: Outgoing | None = encoding.outgoing
+    if out is None:
+        out = encoding.outgoing = Outgoing(encoding.device_map)
+    return out
+
+
+def _describe(out: Outgoing, t: torch.Tensor, flags: int) -> tuple[int, ...]:
+    """Return the arguments with which :func:`tensor` rebuilds a strided tensor."""
+    stride = t.stride()
+    offset = int(t.storage_offset())
+    size = t.itemsize
+    count = t.numel()
+    if count == 0:
+        # Nothing of a storage is needed; no code below has to think of empty ranges.
+        index, offset = -1, 0
+        if flags & _OFF_CPU:
+            out.target(t.device)
+    elif t.is_contiguous():
+        low = offset * size
+        index = out.touch(t, low, low + count * size, count * size, flags & _OFF_CPU)
+    else:
+        last = offset + sum([(n - 1) * s for n, s in zip(t.shape, stride, strict=True)])
+        index = out.touch(t, offset * size, (last + 1) * size, count * size, flags & _OFF_CPU)
+    code = _CODES[t.dtype] | flags & ~_OFF_CPU
+    if t.requires_grad:
+        code |= _GRAD
+    return (index, code, offset, *t.shape, *stride)
+
+
+def _part(out: Outgoing, t: torch.Tensor) -> tuple[int, ...]:
+    """Describe a plain tensor that is a part of another one."""
+    t = t.detach()
+    keys = _dispatch_keys(t).raw_repr()
+    flags = _PLAIN.get(keys)
+    if flags is None:
+        flags = _classify(t, keys)
+    if flags < 0:
+        raise SerializationError(f"cannot send a tensor made of {t.layout} tensors")
+    return _describe(out, t, flags)
+
+
+def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
+    keys = _dispatch_keys(t).raw_repr()
+    flags = _PLAIN.get(keys)
+    if flags is None:
+        flags = _classify(t, keys)
+    out = _outgoing()
+    out.tensors.append(t)
+    rebuild: tuple[Any, ...]
+    if flags >= 0:
+        rebuild = (tensor, _describe(out, t, flags))
+    else:
+        rebuild = _reduce_special(out, t)
+    attributes = t.__dict__
+    if attributes:
+        return (*rebuild[:2], attributes, None, None, set_attributes)
+    return rebuild
+
+
+def _reduce_special(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
+    """Reduce a tensor whose elements do not simply lie in one storage."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(t):
+        raise SerializationError("a tensor inside torch.func (vmap, grad, ...) cannot be sent")
+    if not t.is_nested and any(getattr(t, "names", ())):
+        raise SerializationError("a tensor with named dimensions cannot be sent: drop its names first")
+    grad = t.requires_grad
+    bare = t.detach()
+    layout = t.layout
+    if layout is torch.sparse_coo:
+        parts = (_part(out, bare._indices()), _part(out, bare._values()))
+        return sparse_coo, (*parts, tuple(t.shape), t.is_coalesced(), grad)
+    if layout in _COMPRESSED:
+        columns = layout in (torch.sparse_csc, torch.sparse_bsc)
+        compressed = bare.ccol_indices() if columns else bare.crow_indices()
+        plain = bare.row_indices() if columns else bare.col_indices()
+        parts3 = (_part(out, compressed), _part(out, plain), _part(out, bare.values()))
+        return sparse_compressed, (_COMPRESSED.index(layout), *parts3, tuple(t.shape), grad)
+    if layout is _MKLDNN:
+        return mkldnn, (_part(out, bare.to_dense()), grad)
+    if t.is_nested:
+        return nested, (tuple([_part(out, each) for each in bare.unbind()]), grad)
+    if t.is_meta:
+        return meta, (_CODES[t.dtype], tuple(t.shape), t.stride(), t.storage_offset(), grad)
+    if t._is_zerotensor():
+        return tensor, _describe(out, torch.zeros(t.shape, dtype=t.dtype), _GRAD * grad)
+    # Quantised tensors: torch's own reduction, of which our reducers for storages take the bytes out.
+    reduced: tuple[Any, ...] = t.__reduce_ex__(5)
+    return reduced
+
+
+def _reduce_parameter(p: torch.nn.Parameter) -> tuple[Any, ...]:
+    out = _outgoing()
+    data = p.detach()
+    keys = _dispatch_keys(data).raw_repr()
+    flags = _PLAIN.get(keys)
+    if flags is None:
+        flags = _classify(data, keys)
+    rebuild: tuple[Any, ...]
+    if flags >= 0:
+        rebuild = (parameter, (p.requires_grad, *_describe(out, data, flags)))
+    else:
+        # The data travels as a tensor of its own, which pickle has to keep alive: hence in the arguments.
+        rebuild = (torch.nn.Parameter, (data, p.requires_grad))
+    attributes = p.__dict__
+    if attributes:
+        return (*rebuild, attributes, None, None, set_attributes)
+    return rebuild
+
+
+def _reduce_untyped(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    return untyped_storage, (_outgoing().whole(storage) if storage.nbytes() else -1,)
+
+
+def _reduce_typed(storage: torch.TypedStorage) -> tuple[Any, ...]:
+    index, dtype = _reduce_untyped(storage._untyped_storage)[1][0], storage.dtype
+    return typed_storage, (index, _CODES[dtype])
+
+
+def tensor_reducers() -> dict[type, Any]:
+    """Return the reducers of tensors and what is made of them, by exact type."""
+    return {
+        torch.Tensor: _reduce_tensor,
+        torch.nn.Parameter: _reduce_parameter,
+        torch.UntypedStorage: _reduce_untyped,
+        torch.TypedStorage: _reduce_typed,
+    }
+
+
+# -- coming in ----------------------------------------------------------------------------------
+
+
+# A storage of a message being decoded, as a list: a writable buffer, its offset in the sender's storage, its
+# kind, its device, and the first tensor built on it, with which the others share memory.
+_DATA, _START, _KIND, _PLACE, _FIRST = range(5)
+
+
+def arrive(numbers: tuple[int, ...], small: Any, names: bytes, buffers: Any) -> list[list[Any]]:
+    """Bring a message's table of storages and its buffers together.
+
+    Raises:
+        ProtocolError: they do not fit.
+    """
+    arrived: list[list[Any]] = []
+    at = 0
+    pending = iter(buffers)
+    for n in range(0, len(numbers), 3):
+        kind, size, low = numbers[n : n + 3]
+        device = ""
+        if kind & _PLACED:
+            end = 1 + names[0]
+            device, names = names[1:end].decode(), names[end:]
+        data: Any
+        if kind & _IN_BODY:
+            data = bytearray(small[at : at + size])  # the body is not ours to write into, or to keep
+            at += size
+        else:
+            data = memoryview(next(pending, b"")).cast("B")
+            if data.readonly:
+                data = bytearray(data)
+        if len(data) != size or size == 0:
+            raise ProtocolError(f"a storage of {size} bytes came as {len(data)} bytes")
+        arrived.append([data, low, kind, device, None])
+    if at != len(small) or names or next(pending, None) is not None:
+        raise ProtocolError("a message's table of storages has the wrong length")
+    return arrived
+
+
+def _piece(index: int) -> list[Any]:
+    arrived: list[list[Any]] = message.decoding.arrived
+    if not 0 <= index < len(arrived):
+        raise ProtocolError(f"a tensor on storage {index} of {len(arrived)}")
+    return arrived[index]
+
+
+def _storage(piece: list[Any]) -> torch.UntypedStorage:
+    first = piece[_FIRST]
+    if first is None:
+        first = torch.frombuffer(piece[_DATA], dtype=torch.uint8)
+        if piece[_PLACE]:
+            try:
+                first = first.to(piece[_PLACE])
+            except RuntimeError as error:
+                raise SerializationError(
+                    f"a tensor for {piece[_PLACE]} cannot be put there: {error}"
+                ) from error
+        piece[_FIRST] = first
+    storage: torch.UntypedStorage = first.untyped_storage()
+    return storage
+
+
+def _dtype(code: int, end: int = _QUANTISED) -> torch.dtype:
+    dtype = _DTYPES[code] if 0 <= code < end else None
+    if dtype is None:
+        raise ProtocolError(f"dtype {code} is not known here")
+    return dtype
+
+
+def _build(index: int, code: int, offset: int, *geometry: int) -> torch.Tensor:
+    """Build a strided tensor; nothing that the peer wrote is believed."""
+    dtype = _dtype(code & 0xFF)
+    rank = len(geometry) >> 1
+    shape, stride = geometry[:rank], geometry[rank:]
+    if index == -1:
+        if 0 not in shape or min(geometry) < 0:
+            raise ProtocolError(f"a tensor of sizes {shape} without a storage")
+        return _marked(torch.empty_strided(shape, stride, dtype=dtype, device="cpu"), code)
+    piece = _piece(index)
+    data, low, kind, device, first = piece
+    size = dtype.itemsize
+    start = offset * size - low
+    if kind & _COMPACT:
+        start, packed = 0, [1]
+        for n in shape[:0:-1]:
+            packed.append(packed[-1] * n)
+        stride = tuple(packed[rank - 1 :: -1]) if rank else ()
+    last = 0
+    for n, step in zip(shape, stride, strict=True):
+        if n <= 0 or step < 0:
+            raise ProtocolError(f"a tensor of sizes {shape} and strides {stride}")
+        last += (n - 1) * step
+    # Unsigned thinking: each term is at least 0, so the last element is the one farthest out.
+    if start < 0 or start % size or start + (last + 1) * size > len(data):
+        raise ProtocolError(f"a tensor of sizes {shape}, strides {stride} outside of its storage")
+    if first is None and not device and len(data) % size == 0:
+        t = torch.frombuffer(data, dtype=dtype)
+        piece[_FIRST] = t
+        if start or stride != (1,) or shape[0] * size != len(data):
+            # In place: the result is no view, as no tensor that arrives should be.
+            t.as_strided_(shape, stride, start // size)
+    else:
+        storage = _storage(piece)
+        t = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, start // size, shape, stride)
+    return _marked(t, code) if code & (_CONJ | _NEG) else t
+
+
+def _marked(t: torch.Tensor, code: int) -> torch.Tensor:
+    if code & _CONJ:
+        if not t.dtype.is_complex:
+            raise ProtocolError(f"a conjugate tensor of {t.dtype}")
+        torch._C._set_conj(t, True)
+    if code & _NEG:
+        torch._C._set_neg(t, True)
+    return t
+
+
+def _arrives(t: torch.Tensor) -> torch.Tensor:
+    tensors = message.decoding.tensors
+    if tensors is not None:
+        tensors.append(t)
+    return t
+
+
+def tensor(index: int, code: int, offset: int, *geometry: int) -> torch.Tensor:
+    """Rebuild a strided tensor (wire format)."""
+    t = _build(index, code, offset, *geometry)
+    if code & _GRAD:
+        t.requires_grad_(True)
+    tensors = message.decoding.tensors
+    if tensors is not None:
+        tensors.append(t)
+    return t
+
+
+def parameter(requires_grad: bool, index: int, code: int, offset: int, *geometry: int) -> torch.Tensor:
+    """Rebuild a parameter (wire format)."""
+    return torch.nn.Parameter(_build(index, code, offset, *geometry), requires_grad)
+
+
+def set_attributes(t: torch.Tensor, attributes: dict[str, Any]) -> None:
+    """Give a tensor back its Python attributes (wire format)."""
+    t.__dict__.update(attributes)
+
+
+def sparse_coo(indices: Any, values: Any, shape: Any, coalesced: bool, grad: bool) -> torch.Tensor:
+    """Rebuild a sparse COO tensor, having checked its indices (wire format)."""
+    parts = _build(*indices), _build(*values)
+    t = torch.sparse_coo_tensor(*parts, shape, check_invariants=True, is_coalesced=coalesced)
+    return _arrives(t.requires_grad_(grad))
+
+
+def sparse_compressed(
+    layout: int, compressed: Any, plain: Any, values: Any, shape: Any, grad: bool
+) -> torch.Tensor:
+    """Rebuild a CSR, CSC, BSR or BSC tensor, having checked its indices (wire format)."""
+    a, b, c = _build(*compressed), _build(*plain), _build(*values)
+    t = torch.sparse_compressed_tensor(a, b, c, shape, layout=_COMPRESSED[layout], check_invariants=True)
+    return _arrives(t.requires_grad_(grad))
+
+
+def mkldnn(dense: Any, grad: bool) -> torch.Tensor:
+    """Rebuild a tensor in oneDNN's own layout from its dense elements (wire format)."""
+    return _arrives(_build(*dense).to_mkldnn().requires_grad_(grad))
+
+
+def nested(parts: Any, grad: bool) -> torch.Tensor:
+    """Rebuild a strided nested tensor from copies of its components (wire format)."""
+    built = [_build(*part) for part in parts]
+    return _arrives(torch.nested.nested_tensor(built).requires_grad_(grad))
+
+
+def meta(code: int, shape: Any, stride: Any, offset: int, grad: bool) -> torch.Tensor:
+    """Rebuild a tensor that has no data (wire format)."""
+    reach = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True) if n) + 1
+    t = torch.empty(reach, dtype=_dtype(code), device="meta").as_strided_(shape, stride, offset)
+    return _arrives(t.requires_grad_(grad))
+
+
+def untyped_storage(index: int) -> torch.UntypedStorage:
+    """Rebuild a whole storage (wire format)."""
+    return torch.UntypedStorage(0) if index == -1 else _storage(_piece(index))
+
+
+def typed_storage(index: int, code: int) -> torch.TypedStorage:
+    """Rebuild a whole storage with a dtype (wire format)."""
+    storage = untyped_storage(index)
+    return torch.TypedStorage(wrap_storage=storage, dtype=_dtype(code, len(_DTYPES)), _internal=True)

@@ -1,0 +1,280 @@
+"""Messages: a call, a value or an error, on its way between objects and frames.
+
+A message is one frame with the pickled body; the memory of tensors and other large buffers goes beside it, in one of
+three ways that the frame's flags name:
+
+* ``INLINE``: small buffers, copied behind the body in the same frame;
+* ``LANE``: through shared memory, to a peer on the same host;
+* ``STREAM``: as chunks on the same connection, overtaken by small frames; a large body travels this way too.
+
+In every case the memory has been copied, here or by the kernel, when :func:`send` returns: changing a tensor after
+that changes nothing for the peer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import msgpack
+
+from actorrpc.core import codec, frames
+from actorrpc.core.frames import Frame, pack_frame, unpack_extra, unpack_position
+from actorrpc.core.tensor_lane import Placement
+from actorrpc.errors import LimitError, PeerDiedError, ProtocolError
+
+if TYPE_CHECKING:
+    from actorrpc.config import Settings
+    from actorrpc.core.agent import Agent
+    from actorrpc.core.connection import Connection
+    from actorrpc.core.peer import Peer
+
+__all__ = ["Assembly", "Parcel", "Plain", "begin_stream", "discard", "open_body", "send"]
+
+INLINE: Final = 1
+LANE: Final = 2
+STREAM: Final = 4
+BODY: Final = 8  # the body itself is the last buffer of the stream
+
+_packb = msgpack.packb
+
+
+class Parcel:
+    """What travels with one message, seen by the reducers of upper floors while it is packed or opened.
+
+    Attributes:
+        peer: the worker that the message goes to or comes from.
+        sent: what was registered for the message while packing (forks of RRefs), to be rolled back if it is not sent.
+        received: what has to be confirmed before user code may run with it.
+    """
+
+    __slots__ = ("peer", "received", "sent")
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.sent: list[Any] | None = None
+        self.received: list[Any] | None = None
+
+
+class Plain:
+    """Something to send that is bytes already."""
+
+    __slots__ = ("body",)
+    spans = ()
+    definitions: dict[bytes, bytes] = {}  # noqa: RUF012 (never changed)
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+
+
+class Assembly:
+    """A message whose buffers are coming in chunks."""
+
+    __slots__ = ("_left", "_lock", "buffers", "frame")
+
+    def __init__(self, frame: Frame, buffers: list[memoryview]) -> None:
+        self.frame = frame
+        self.buffers = buffers
+        self._left = sum(len(buffer) for buffer in buffers)
+        # Guards ``_left``: chunks may arrive on several connections at once.
+        self._lock = threading.Lock()
+
+    def sink(self, position: int, length: int) -> memoryview:
+        """Return the memory for a chunk.
+
+        Raises:
+            ProtocolError: it does not fit, or does not follow the one before.
+        """
+        index, offset = unpack_position(position)
+        if index >= len(self.buffers) or offset + length > len(self.buffers[index]):
+            raise ProtocolError("a chunk lies outside of its buffer")
+        return self.buffers[index][offset : offset + length]
+
+    def arrived(self, position: int, length: int) -> bool:
+        """Take note of a chunk that is complete; say whether it was the last."""
+        with self._lock:
+            self._left = left = self._left - length
+        if left < 0:
+            raise ProtocolError("more chunks than were announced")
+        return left == 0
+
+
+def _check(encoded: codec.Encoded | Plain, settings: Settings) -> None:
+    """Check an encoded message against the limits.
+
+    Raises:
+        LimitError: too many or too large buffers; nothing has been sent.
+    """
+    if len(encoded.spans) > settings.max_buffers:
+        raise LimitError(
+            f"a message with {len(encoded.spans)} tensors or buffers is over the limit of {settings.max_buffers}: "
+            f"send fewer, or stack them"
+        )
+    total = len(encoded.body) + sum(span.nbytes for span in encoded.spans)
+    if total > settings.max_message:
+        raise LimitError(f"a message of {total} bytes is over the limit of {settings.max_message}")
+
+
+def send(
+    agent: Agent,
+    conn: Connection,
+    kind: int,
+    id: int,
+    encoded: codec.Encoded | Plain,
+    *,
+    remaining: float,
+    chain: int,
+    header: dict[str, Any] | None,
+    call: Any = None,
+    deadline: float = float("inf"),
+) -> bool:
+    """Send a message, or put it into the outbox where it is small. The caller flushes.
+
+    Returns whether it went out; False if it was cut short by the deadline or an interrupt.
+    """
+    body, spans = encoded.body, encoded.spans
+    if encoded.definitions:
+        peer = conn.peer
+        for digest, definition in encoded.definitions.items():
+            conn.outbox.append(pack_frame(frames.DEFINITION, body=digest + definition))
+            peer.known.add(digest)
+    settings = agent.settings
+    if not spans and len(body) <= settings.chunk:
+        extra = _packb(header) if header else b""
+        _post(conn, pack_frame(kind, id, body, remaining=remaining, chain=chain, extra=extra), call)
+        return True
+    _check(encoded, settings)
+    header = dict(header) if header else {}
+    total = len(body) + sum(span.nbytes for span in spans)
+    if call is not None:
+        conn.peer.charge(call, total)
+    if total < settings.lane_threshold:
+        header["b"] = [span.nbytes for span in spans]
+        parts = [body]
+        parts.extend(bytes(span.view()) for span in spans)
+        frame = pack_frame(kind, id, b"".join(parts), flags=INLINE, remaining=remaining, chain=chain, extra=_packb(header))
+        _post(conn, frame, call)
+        return True
+    if conn.local and spans and len(body) <= settings.chunk:
+        lender = agent.lender(conn)
+        placement = lender.place(spans) if lender is not None else None
+        if placement is not None:
+            header["p"] = placement.pack()
+            frame = pack_frame(kind, id, body, flags=LANE, remaining=remaining, chain=chain, extra=_packb(header))
+            _post(conn, frame, call)
+            return True
+    flags = STREAM
+    buffers = [(index, span.view()) for index, span in enumerate(spans)]
+    sizes = [span.nbytes for span in spans]
+    if len(body) > settings.chunk:
+        flags |= BODY
+        buffers.append((len(buffers), memoryview(body)))
+        sizes.append(len(body))
+        body = b""
+    stream = next(conn.peer.streams)
+    header["b"] = sizes
+    header["s"] = stream
+    striped = agent.stripes(conn, total, deadline)
+    ready = None
+    if striped:
+        header["r"] = 1  # say when you are ready: chunks come over other connections as well
+        ready = agent.links.expect_ready(conn, stream)
+    frame = pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=_packb(header))
+    _post(conn, frame, call)
+    limit = None if deadline == float("inf") else deadline
+    pieces = _pieces(buffers, settings.chunk)
+    if ready is not None:
+        return agent.links.send_striped(conn, striped, stream, pieces, ready, limit)
+    return conn.send_chunks(stream, pieces, limit)
+
+
+def _pieces(buffers: Sequence[tuple[int, memoryview]], size: int) -> Iterator[tuple[int, int, memoryview]]:
+    for index, buffer in buffers:
+        for offset in range(0, len(buffer), size):
+            yield index, offset, buffer[offset : offset + size]
+
+
+def _post(conn: Connection, frame: bytes, call: Any) -> None:
+    if call is None:
+        conn.outbox.append(frame)
+    else:
+        call.frame = frame
+        conn.outbox.append(call)
+    if conn.broken:
+        raise PeerDiedError("the connection was closed", maybe_executed=False)
+
+
+def begin_stream(agent: Agent, frame: Frame) -> tuple[int, Assembly, bool]:
+    """Make room for the buffers of a message that comes in chunks; return its stream number and whether it is striped.
+
+    Raises:
+        ProtocolError: the sizes are over a limit; nothing was allocated.
+    """
+    header = unpack_extra(frame.extra)
+    sizes, stream = header.get("b"), header.get("s")
+    settings = agent.settings
+    if (
+        not isinstance(sizes, list)
+        or not isinstance(stream, int)
+        or not sizes
+        or len(sizes) > settings.max_buffers + 1
+        or not all(isinstance(size, int) and size >= 0 for size in sizes)
+        or sum(sizes) > settings.max_message
+        or sum(sizes) == 0
+    ):
+        raise ProtocolError("the sizes announced for a message are over the limits")
+    return stream, Assembly(frame, [agent.buffers.take(size) for size in sizes]), bool(header.get("r"))
+
+
+def open_body(agent: Agent, conn: Connection | None, frame: Frame, buffers: Any, parcel: Parcel) -> Any:
+    """Return the object that a message carries, and its header.
+
+    Raises:
+        ProtocolError: it makes no sense.
+        Exception: whatever rebuilding the objects raises.
+    """
+    body, flags = frame.body, frame.flags
+    views: Sequence[memoryview] = ()
+    if flags:
+        views, body = _buffers(conn, frame, buffers)
+    peer = parcel.peer
+    return codec.decode(body, views, definitions=peer.definitions, context=parcel)
+
+
+def _buffers(conn: Connection | None, frame: Frame, buffers: Any) -> tuple[Sequence[memoryview], Any]:
+    if buffers is not None:
+        if frame.flags & BODY:
+            return buffers[:-1], buffers[-1]
+        return buffers, frame.body
+    header = unpack_extra(frame.extra)
+    if frame.flags & LANE:
+        assert conn is not None
+        if conn.borrower is None:
+            raise ProtocolError("a message names shared memory, but there is no descriptor socket")
+        packed = header.get("p")
+        if not isinstance(packed, bytes):
+            raise ProtocolError("a message does not say which shared memory it means")
+        place = Placement.unpack(packed)
+        return conn.borrower.views(place.segment_id, place.loan, place.offsets, place.sizes), frame.body
+    sizes = header.get("b")
+    if not isinstance(sizes, list) or not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise ProtocolError("the sizes of inline buffers cannot be read")
+    start = len(frame.body) - sum(sizes)
+    if start < 0:
+        raise ProtocolError("inline buffers are larger than their message")
+    views: list[memoryview] = []
+    position = start
+    for size in sizes:
+        views.append(memoryview(bytearray(frame.body[position : position + size])))
+        position += size
+    return views, frame.body[:start]
+
+
+def discard(conn: Connection | None, frame: Frame) -> None:
+    """Hand back what a message holds that nobody will open."""
+    if frame.flags & LANE and conn is not None and conn.borrower is not None:
+        try:
+            _buffers(conn, frame, None)
+        except ProtocolError:
+            pass

@@ -1,0 +1,136 @@
+"""One other worker, as this one sees it: its connections, and the calls that are in flight both ways.
+
+``pending`` maps call numbers to calls made to the peer that are not over; taking a call out of it (``dict.pop``, atomic)
+is the right to end it. ``running`` maps the peer's numbers to its calls that are being executed here.
+
+``dial_lock`` guards the making of connections and is held while dialling; no other lock is held when it is taken.
+``_credit`` guards ``charged`` and is a leaf. Nothing calls out under either.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc.core.identity import WorkerInfo, WorkerRecord
+from actorrpc.errors import BackpressureError, PeerDiedError
+
+if TYPE_CHECKING:
+    from actorrpc.core.connection import Connection
+
+__all__ = ["Peer"]
+
+MAX_PENDING: Final = 1 << 17  # calls in flight to one peer before further ones wait
+
+
+class Peer:
+    """One worker of the group, in one incarnation. Thread-safe."""
+
+    def __init__(self, record: WorkerRecord, *, own: WorkerRecord, window: int, definitions: Any) -> None:
+        self.record = record
+        self.name = record.name
+        self.rank = record.rank
+        self.info = WorkerInfo(record.name, record.rank)
+        self.is_self = record.incarnation == own.incarnation
+        self.same_host = record.host == own.host
+        self.same_main = bool(record.main) and record.main == own.main
+        self.state = "alive"
+        self.cause = ""
+        self.conn: Connection | None = None
+        self.conns: list[Connection] = []
+        self.stripes: list[Connection] = []
+        self.pending: dict[int, Any] = {}
+        self.running: dict[int, Any] = {}
+        self.cancelled: dict[int, None] = {}
+        self.ids = itertools.count(1)
+        self.streams = itertools.count(1)
+        self.known: set[bytes] = set()
+        self.definitions = definitions
+        self.dial_lock = threading.Lock()
+        self.scan_at = float("inf")
+        self.heard = time.monotonic()
+        self.misses = 0
+        self.device_map: dict[str, str] | None = None
+        # -- back-pressure
+        self._credit = threading.Condition()  # re-entrant: the collector may run user code here
+        self._waiting = 0
+        self.charged = 0
+        self.window = window
+
+    def __repr__(self) -> str:
+        return f"<Peer {self.name!r} {self.state}, {len(self.pending)} calls out, {len(self.running)} in>"
+
+    # -- back-pressure -------------------------------------------------------------------------------
+
+    @property
+    def full(self) -> bool:
+        """Whether more is unread over there than the window allows."""
+        return self.charged >= self.window or len(self.pending) >= MAX_PENDING
+
+    def charge(self, call: Any, size: int) -> None:
+        """Count ``size`` bytes of a call as sent and unread."""
+        call.charge = size
+        with self._credit:
+            self.charged += size
+
+    def release(self, call: Any) -> None:
+        """Count a call's bytes as read; idempotent. Wakes those who wait for room."""
+        size = call.charge
+        if size:
+            with self._credit:
+                size, call.charge = call.charge, 0
+                self.charged -= size
+        if self._waiting:
+            with self._credit:
+                if not self.full:
+                    self._credit.notify_all()
+
+    def wait_for_room(self, deadline: float, what: str) -> None:
+        """Sleep until the peer has read enough of what was sent to it.
+
+        Raises:
+            BackpressureError: it has not by the deadline; nothing was sent.
+            PeerDiedError: it died meanwhile.
+        """
+        with self._credit:
+            self._waiting += 1
+            try:
+                while self.full:
+                    self.check_alive(what)
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
+                        raise BackpressureError(
+                            f"{what}: {self.name!r} has {self.charged} bytes in {len(self.pending)} calls that it has not "
+                            f"taken up yet, and takes no more within the time-out; nothing was sent. Call less "
+                            f"often, wait for results, or raise ACTORRPC_WINDOW (now {self.window}).",
+                            maybe_executed=False,
+                            worker=self.name,
+                        )
+                    self._credit.wait(min(remaining, 1.0))
+            finally:
+                self._waiting -= 1
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def check_alive(self, what: str) -> None:
+        """Raise PeerDiedError if the peer is gone."""
+        if self.state != "alive":
+            raise self.died(what, maybe_executed=False)
+
+    def died(self, what: str, *, maybe_executed: bool) -> PeerDiedError:
+        """Return the error of a call that the peer's end has ended."""
+        how = "has left the group" if self.state == "left" else "died"
+        ran = "may have run before" if maybe_executed else "was not executed"
+        return PeerDiedError(
+            f"{what}: worker {self.name!r} (pid {self.record.pid}) {how}{': ' if self.cause else ''}{self.cause}; "
+            f"the call {ran}. Calls to it fail from now on; it comes back only as a new worker.",
+            maybe_executed=maybe_executed,
+            worker=self.name,
+        )
+
+    def wake_all(self) -> None:
+        """Wake whoever waits for room."""
+        with self._credit:
+            self._credit.notify_all()

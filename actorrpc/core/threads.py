@@ -1,0 +1,291 @@
+"""The pool: worker threads scheduled by the kernel, of which one is always listening.
+
+All threads sleep in one ``epoll``. The one that the kernel wakes reads what has come and executes it itself: a call is
+handed from thread to thread only when there is more to do than one thread should do.
+
+The invariant that everything rests on: *at least one thread is always in epoll, or about to be.* A thread that leaves
+epoll may read, but before it runs user code or blocks it makes sure that another one is in epoll, starting a thread if need
+be (:meth:`Pool.ensure_reader`). So heartbeats, cancellations and further calls are served whatever user code does, and nested
+or cyclic calls of any depth cannot run out of threads below ``max_threads``. At ``max_threads``, the last thread only reads
+and queues.
+
+Work of a batch that nobody has taken up is looked after by a tick: waits of a thread in C++ or on an ``Event`` are invisible
+otherwise. ``_lock`` guards starting and ending threads and is taken last; nothing is called under it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from actorrpc.core.clock import Clock, Tick
+
+__all__ = ["Pool"]
+
+_log = logging.getLogger("actorrpc.threads")
+
+_KEPT: Final = 8  # idle threads beyond this many end
+_SLOW_S: Final = 200e-6  # calls that take longer than this on average are spread over threads at once
+_STUCK_S: Final = 5.0  # with every thread blocked for this long, queued calls are refused
+
+
+class Pool:
+    """Threads, the epoll they sleep in, and the queue of work that has been read but not started.
+
+    Args:
+        clock: for the starvation tick.
+        execute: runs a queued message ``(connection, frame, arrival time)``.
+        refuse: ends a queued message that can never be run (every thread is blocked).
+        max_threads: the most threads.
+        starvation_s: how long work may lie in the queue before another thread is brought in.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        execute: Callable[[Any], None],
+        refuse: Callable[[Any, int], None],
+        max_threads: int,
+        starvation_s: float,
+    ) -> None:
+        self.epoll = select.epoll()
+        self.queue: deque[Any] = deque()
+        self.idle: set[int] = set()
+        self.threads: dict[int, threading.Thread] = {}
+        self.finished = 0
+        self._execute = execute
+        self._refuse = refuse
+        self._max = max_threads
+        self._starting = 0
+        self._lock = threading.Lock()
+        self._sources: dict[int, Callable[[], None]] = {}
+        self._kick_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Edge-triggered and never read: each write wakes one thread.
+        self.epoll.register(self._kick_fd, select.EPOLLIN | select.EPOLLET)
+        self.stopping = False
+        self._mean = 0.0
+        self._starvation_s = starvation_s
+        self._starvation = Tick(clock, min(starvation_s, 0.002), self._starving)
+        self._oldest: Any = None
+        self._since = 0.0
+        self._seen_finished = 0
+
+    # -- what threads wait for -------------------------------------------------------------------
+
+    def watch(self, fd: int, ready: Callable[[], None]) -> None:
+        """Call ``ready()`` on a pool thread when the (registered) descriptor has something to read."""
+        self._sources[fd] = ready
+
+    def forget(self, fd: int) -> None:
+        """Take a descriptor out."""
+        self._sources.pop(fd, None)
+        try:
+            self.epoll.unregister(fd)
+        except (OSError, ValueError):
+            pass
+
+    def kick(self) -> None:
+        """Wake one thread for the queue; start one if none is there to be woken."""
+        if self.idle:
+            try:
+                os.eventfd_write(self._kick_fd, 1)
+            except BlockingIOError:  # the counter is full after 2^64 kicks: start over
+                os.eventfd_read(self._kick_fd)
+        else:
+            self._start()
+
+    def submit(self, task: Callable[[], Any]) -> None:
+        """Run ``task()`` on a pool thread."""
+        self.queue.append(task)
+        self.kick()
+
+    def hand_out(self) -> None:
+        """See to the queue, after messages were put there by a thread that will itself run the first of them."""
+        if self._mean > _SLOW_S:
+            self.kick()
+        else:
+            self._starvation.poke()
+
+    # -- keeping a reader ------------------------------------------------------------------------
+
+    def ensure_reader(self) -> bool:
+        """Make sure that a thread other than this one is in epoll; False if that is not possible any more."""
+        if self.idle:
+            return True
+        return self._start()
+
+    def _start(self) -> bool:
+        with self._lock:
+            if self.stopping:
+                return False
+            count = len(self.threads) + self._starting
+            if count >= self._max:
+                return False
+            self._starting += 1
+        thread = threading.Thread(target=self._loop, name=f"actorrpc-{count}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no more threads, or the interpreter is shutting down
+            with self._lock:
+                self._starting -= 1
+            return False
+        return True
+
+    def start(self, count: int) -> None:
+        """Start the first threads."""
+        for _ in range(count):
+            self._start()
+
+    def is_member(self) -> bool:
+        """Say whether the calling thread belongs to the pool."""
+        return threading.get_ident() in self.threads
+
+    def blocking(self) -> None:
+        """Say that this thread is about to block: whatever is queued must not wait for it."""
+        if self.queue:
+            self.kick()
+
+    def _loop(self) -> None:
+        me = threading.get_ident()
+        idle, queue, poll, sources = self.idle, self.queue, self.epoll.poll, self._sources
+        # Idle from the first moment, so that whoever started this thread may rely on it.
+        idle.add(me)
+        with self._lock:
+            self.threads[me] = threading.current_thread()
+            self._starting -= 1
+        reading_only = False
+        try:
+            while not self.stopping:
+                if queue and not reading_only:
+                    idle.discard(me)
+                    try:
+                        task = queue.popleft()
+                    except IndexError:
+                        continue
+                    if not self.ensure_reader():
+                        # The last thread never runs user code.
+                        queue.appendleft(task)
+                        reading_only = True
+                        self._starvation.poke()
+                        continue
+                    self._run(task)
+                    continue
+                idle.add(me)
+                if queue and not reading_only:
+                    continue
+                if len(idle) > _KEPT and self._retire(me):
+                    return
+                try:
+                    events = poll(-1 if not reading_only else 0.05, 1)
+                except InterruptedError:
+                    continue
+                except (OSError, ValueError):  # the epoll was closed: the pool is ending
+                    return
+                reading_only = False
+                if events:
+                    ready = sources.get(events[0][0])
+                    if ready is not None:
+                        idle.discard(me)
+                        try:
+                            ready()
+                        except Exception:
+                            _log.exception("reading failed")
+        finally:
+            idle.discard(me)
+            with self._lock:
+                self.threads.pop(me, None)
+
+    def _retire(self, me: int) -> bool:
+        with self._lock:
+            if len(self.idle) <= _KEPT:
+                return False
+            self.idle.discard(me)
+            return True
+
+    def _run(self, task: Any) -> None:
+        begun = time.monotonic()
+        try:
+            if type(task) is tuple:
+                self._execute(task)
+            else:
+                task()
+        except Exception:
+            _log.exception("a task of the pool raised")
+        self.finished += 1
+        took = time.monotonic() - begun
+        self._mean += 0.125 * (min(took, 1.0) - self._mean)
+
+    # -- starvation ------------------------------------------------------------------------------
+
+    def _starving(self) -> bool:
+        """Bring in a thread if the oldest work of the queue has lain there too long. Runs on the clock's thread."""
+        try:
+            oldest = self.queue[0]
+        except IndexError:
+            self._oldest = None
+            return False
+        now = time.monotonic()
+        if oldest is not self._oldest or self.finished != self._seen_finished:
+            stuck_before = oldest is self._oldest
+            self._seen_finished = self.finished
+            if not stuck_before:
+                self._oldest = oldest
+                self._since = now
+            return True
+        if now - self._since >= min(self._starvation_s, 0.002):
+            self.kick()
+            if now - self._since > _STUCK_S and not self.idle_or_startable():
+                self._refuse_all()
+        return True
+
+    def idle_or_startable(self) -> bool:
+        """Say whether the pool can still bring in a thread."""
+        return len(self.idle) > 1 or len(self.threads) < self._max
+
+    def _refuse_all(self) -> None:
+        for _ in range(len(self.queue)):
+            try:
+                task = self.queue.popleft()
+            except IndexError:
+                return
+            if type(task) is tuple:
+                self._refuse(task, len(self.threads))
+            else:
+                self.queue.append(task)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def close(self, timeout: float = 2.0) -> list[threading.Thread]:
+        """End the threads; return those that are still in user code after ``timeout`` seconds."""
+        with self._lock:
+            self.stopping = True
+        until = time.monotonic() + timeout
+        while True:
+            with self._lock:
+                left = [t for t in self.threads.values() if t is not threading.current_thread()]
+            if not left or time.monotonic() > until:
+                break
+            # Each write wakes one sleeper; those in user code end when they come back.
+            for _ in left:
+                os.eventfd_write(self._kick_fd, 1)
+            left[0].join(0.02)
+        if not left:
+            self.epoll.close()
+            os.close(self._kick_fd)
+        return left
+
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child, which has none of the threads."""
+        self.stopping = True
+        self.epoll.close()
+        try:
+            os.close(self._kick_fd)
+        except OSError:
+            pass

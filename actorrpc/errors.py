@@ -1,0 +1,183 @@
+"""Every error a user of actorrpc can catch.
+
+Two levels: :class:`RpcError` (a ``RuntimeError``, as torch's errors are) and its subclasses. An
+error that ends a call also says whether the call *may have run* on the other worker:
+``maybe_executed`` is ``False`` when it certainly has not (it is safe to call again), ``True`` when it
+may have, and ``None`` where the question makes no sense.
+
+This module knows nothing of the rest of the package and does nothing but define words.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+
+__all__ = [
+    "AuthenticationError",
+    "BackpressureError",
+    "CancelledError",
+    "ConfigError",
+    "DeadlockError",
+    "LimitError",
+    "NotInitializedError",
+    "PeerDiedError",
+    "PlatformError",
+    "ProtocolError",
+    "RRefError",
+    "RemoteError",
+    "RemoteTraceback",
+    "RendezvousError",
+    "RpcError",
+    "RpcTimeoutError",
+    "SerializationError",
+    "ShutdownError",
+    "UnknownWorkerError",
+    "VersionError",
+]
+
+
+class RpcError(RuntimeError):
+    """Base of every error that actorrpc raises.
+
+    Attributes:
+        maybe_executed: whether the call that this error ended may have run on the other worker.
+    """
+
+    maybe_executed: bool | None = None
+
+
+class RemoteError(RpcError):
+    """The called function raised on the other worker.
+
+    What is raised at the caller is, wherever the two types allow it, an instance of *both* the
+    user's exception class and this one, so that ``except ValueError`` and ``except RemoteError`` both
+    catch a remote ``ValueError``. Where the user's class cannot be rebuilt here (it is not importable,
+    or its memory layout does not mix), a plain ``RemoteError`` carries its name, message and traceback.
+
+    Attributes:
+        cause: the original exception object, or ``None`` where it could not be rebuilt.
+        type_name: the qualified name of the exception's class on the other worker.
+        traceback: the formatted traceback of the other worker; also printed as ``__cause__``.
+        worker: the name of the worker on which it was raised, where known.
+    """
+
+    maybe_executed = True
+    cause: BaseException | None = None
+    type_name: str = ""
+    traceback: str = ""
+    worker: str | None = None
+
+
+class RemoteTraceback(Exception):
+    """The formatted traceback of another worker; set as ``__cause__`` of a remote exception."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return "\n" + self.text
+
+
+class _CallEnded(RpcError):
+    """A call that ended without an answer from the called function."""
+
+    def __init__(self, message: str, *, maybe_executed: bool | None = None, worker: str | None = None) -> None:
+        super().__init__(message)
+        self.maybe_executed = maybe_executed
+        self.worker = worker
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_ended, (type(self), self.args[0], self.maybe_executed, self.worker))
+
+
+def _rebuild_ended(
+    cls: type[_CallEnded], message: str, maybe_executed: bool | None, worker: str | None
+) -> _CallEnded:
+    return cls(message, maybe_executed=maybe_executed, worker=worker)
+
+
+class PeerDiedError(_CallEnded, ConnectionError):
+    """The other worker's process ended, or was declared dead, before the call was answered.
+
+    Calls made after this one fail the same way: the worker does not come back under the same
+    incarnation. ``maybe_executed`` says whether this call may have run before the end.
+    """
+
+
+class RpcTimeoutError(_CallEnded, TimeoutError):
+    """A call, a fetch or a wait was not over within its time. Also a ``TimeoutError``."""
+
+
+class CancelledError(_CallEnded, concurrent.futures.CancelledError):
+    """The call was cancelled by its caller before it was over."""
+
+
+class BackpressureError(_CallEnded):
+    """The other worker is not reading what is sent to it and the call may not wait any longer.
+
+    Nothing of the call was sent: ``maybe_executed`` is ``False``.
+    """
+
+
+class ShutdownError(_CallEnded):
+    """This worker, or the whole group, was shut down while the call was under way."""
+
+
+class DeadlockError(_CallEnded):
+    """The call cannot be served: it waits, directly or through others, for itself, or every thread
+    that the worker may have is blocked. The message names what is blocked."""
+
+
+class NotInitializedError(RpcError):
+    """RPC is not initialised in this process: call ``init_rpc`` first.
+
+    Also raised in a child forked from a worker: a fork owns none of its parent's connections.
+    """
+
+
+class UnknownWorkerError(RpcError):
+    """No worker of this name or rank is in the group. The message lists those that are."""
+
+
+class SerializationError(RpcError, TypeError):
+    """An argument, a result or a function cannot be sent.
+
+    Raised before anything is sent. The message names the part that cannot travel.
+    """
+
+    maybe_executed = False
+
+
+class LimitError(RpcError, ValueError):
+    """Something is larger than a limit in force (frame size, number of tensors); it was not sent."""
+
+    maybe_executed = False
+
+
+class ProtocolError(RpcError):
+    """The peer sent bytes that make no sense. The connection they came over is closed."""
+
+
+class AuthenticationError(ProtocolError):
+    """The two sides do not share the key, or this worker has no key where it needs one."""
+
+
+class VersionError(ProtocolError):
+    """The two sides speak versions of the protocol that do not overlap."""
+
+
+class RendezvousError(RpcError):
+    """The workers did not find each other (store unreachable, name taken, worker missing)."""
+
+
+class RRefError(RpcError):
+    """An RRef was used in a way that its state or its owner forbids."""
+
+
+class ConfigError(RpcError, ValueError):
+    """An option or an ``ACTORRPC_*`` variable has a value that cannot be used."""
+
+
+class PlatformError(RpcError, ImportError):
+    """This platform or Python version is not supported."""

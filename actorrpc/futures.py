@@ -1,0 +1,392 @@
+"""Futures: the value of a call that is not over yet.
+
+:class:`Future` is a ``torch.futures.Future`` (so ``torch.futures.collect_all`` and friends take it) that
+keeps its own state in Python: its waits heed Ctrl-C and take a time-out, it can be awaited in asyncio, its
+callbacks see Futures of this class, and a failure that nobody looked at is reported.
+
+No lock guards a future. Completion is claimed by deleting a slot, which is one atomic step in CPython;
+callbacks and waiters are lists that are appended to and popped from, which is atomic too. So completing a
+future is safe in a ``__del__``, in a signal handler and under any lock, apart from the callbacks it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+
+from actorrpc.errors import CancelledError, RpcTimeoutError
+
+__all__ = ["Future", "collect_all", "wait_all"]
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+_log = logging.getLogger("actorrpc.futures")
+_base_init = torch._C.Future.__init__
+_base_set_result = torch._C.Future.set_result
+_base_set_unwrap = torch._C.Future._set_unwrap_func
+
+
+class _Unretrieved:
+    """Rides on a failed future; its death without ``seen`` means that nobody looked at the failure."""
+
+    __slots__ = ("error", "label", "seen")
+
+    def __init__(self, error: BaseException, label: str) -> None:
+        self.error = error
+        self.label = label
+        self.seen = False
+
+    def __del__(self) -> None:
+        if not self.seen:
+            # Logging takes locks, and this may run anywhere: a thread of its own reports it.
+            _reporter.report(f"{self.label} failed and nobody looked at the error: {self.error!r}")
+
+
+class _Reporter:
+    """Logs what ``__del__`` finds, on a short-lived thread, so that no lock is taken in ``__del__``."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def report(self, line: str) -> None:
+        self._lines.append(line)
+        if len(self._lines) == 1:
+            try:
+                threading.Thread(target=self._drain, name="actorrpc-report", daemon=True).start()
+            except RuntimeError:  # the interpreter is shutting down: there is nowhere left to report to
+                self._lines.clear()
+
+    def _drain(self) -> None:
+        while self._lines:
+            _log.error("%s", self._lines[0])
+            del self._lines[0]
+
+
+_reporter = _Reporter()
+
+
+class Future(torch.futures.Future[T], Generic[T]):
+    """The result of something that is still under way.
+
+    Thread-safe. All methods of ``torch.futures.Future`` are here, with the differences that
+    :meth:`wait` takes a ``timeout``, every wait can be interrupted by Ctrl-C, :meth:`then` returns a future of this
+    class, and it can be awaited (``await fut``) on any running event loop.
+    """
+
+    __slots__ = (
+        "_callbacks",
+        "_done",
+        "_error",
+        "_report",
+        "_source",
+        "_unclaimed",
+        "_value",
+        "_waiters",
+        "label",
+    )
+
+    def __init__(self, *, devices: Sequence[Any] | None = None) -> None:
+        _base_init(self, [torch.device(d) for d in devices] if devices else [])
+        self._unclaimed = None
+        self._done = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._report: _Unretrieved | None = None
+        self._callbacks: list[Callable[[Future[T]], Any]] = []
+        self._waiters: list[threading.Lock] = []
+        # Whatever makes progress on this future when somebody waits for it (a call that reads its own reply).
+        self._source: Any = None
+        self.label = "a future"
+
+    # -- completing ------------------------------------------------------------------------
+
+    def _claim(self) -> bool:
+        """Win the right to complete this future; exactly one caller ever does."""
+        try:
+            del self._unclaimed
+        except AttributeError:
+            return False
+        return True
+
+    def _finish(self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None) -> None:
+        """Publish the outcome; the caller has claimed it. ``submit`` runs callbacks elsewhere if given."""
+        if error is None:
+            self._value = value
+            self._done = True
+            _base_set_result(self, value)
+        else:
+            self._error = error
+            self._report = _Unretrieved(error, self.label)
+            self._done = True
+
+            def unwrap(result: Any) -> Any:
+                if isinstance(result, BaseException):
+                    raise result
+                return result
+
+            _base_set_unwrap(self, unwrap)
+            _base_set_result(self, error)
+        self._source = None
+        while self._waiters:
+            try:
+                self._waiters.pop().release()
+            except IndexError:
+                break
+        if self._callbacks:
+            if submit is None:
+                self._run_callbacks()
+            else:
+                submit(self._run_callbacks)
+
+    def _run_callbacks(self) -> None:
+        while self._callbacks:
+            try:
+                callback = self._callbacks.pop(0)
+            except IndexError:
+                return
+            try:
+                callback(self)
+            except Exception:
+                _log.exception("a done callback of %s raised", self.label)
+
+    def set_result(self, result: T) -> None:  # type: ignore[override]
+        """Complete the future with a value.
+
+        Raises:
+            RuntimeError: it is complete already.
+        """
+        if not self._claim():
+            raise RuntimeError("Future can only be marked completed once: it already has a result or an error")
+        self._finish(result, None)
+
+    def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
+        """Complete the future with an error, which every wait then raises.
+
+        Raises:
+            TypeError: ``result`` is not an exception.
+            RuntimeError: it is complete already.
+        """
+        if not isinstance(result, BaseException):
+            raise TypeError(f"{result!r} is of type {type(result).__name__}, not an Exception.")
+        if not self._claim():
+            raise RuntimeError("Future can only be marked completed once: it already has a result or an error")
+        self._finish(None, result)
+
+    def cancel(self) -> bool:
+        """Give the call up: it ends here with :class:`CancelledError`, and the worker is told.
+
+        Returns ``False`` if it was over already. A function that has started is not interrupted; calls that it is
+        waiting for itself are cancelled in turn.
+        """
+        source = self._source
+        if source is not None:
+            return bool(source.cancel())
+        if not self._claim():
+            return False
+        self._finish(None, CancelledError(f"{self.label} was cancelled"))
+        return True
+
+    # -- looking -----------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Say whether the future is complete, with a value or an error."""
+        return self._done
+
+    def cancelled(self) -> bool:
+        """Say whether the future ended by :meth:`cancel`."""
+        return self._done and isinstance(self._error, CancelledError)
+
+    def _outcome(self) -> T:
+        if self._error is not None:
+            report = self._report
+            if report is not None:
+                report.seen = True
+            raise self._error
+        return cast(T, self._value)
+
+    def value(self) -> T:
+        """Return the value of a completed future, or raise its error.
+
+        Raises:
+            RuntimeError: it is not complete yet.
+        """
+        if not self._done:
+            raise RuntimeError(f"{self.label} is not complete yet: call wait()")
+        return self._outcome()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait, then return the error, or ``None`` where there is none."""
+        try:
+            self.wait(timeout)
+        except BaseException:
+            if not self._done:
+                raise
+        return self._error
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Wait for the value.
+
+        Args:
+            timeout: seconds to wait; ``None`` means until the call itself ends (which its own time-out bounds).
+
+        Raises:
+            RpcTimeoutError: not complete within ``timeout``; the call goes on.
+            Exception: whatever the future was completed with.
+        """
+        if not self._done:
+            deadline = None if timeout is None else time.monotonic() + timeout
+            source = self._source
+            if source is not None:
+                source.drive(deadline)
+            if not self._done:
+                self._park(deadline)
+            if not self._done:
+                raise RpcTimeoutError(
+                    f"{self.label} was not complete within {timeout} s; it goes on, wait() again or cancel() it",
+                    maybe_executed=None,
+                )
+        return self._outcome()
+
+    def result(self, timeout: float | None = None) -> T:
+        """The same as :meth:`wait`, under the name ``concurrent.futures`` has for it."""
+        return self.wait(timeout)
+
+    def _park(self, deadline: float | None) -> None:
+        """Sleep until completion or the deadline. Interruptible by signals on the main thread."""
+        lock = threading.Lock()
+        lock.acquire()
+        self._waiters.append(lock)
+        # Looking again after the append closes the race with a completion that saw an empty list.
+        while not self._done:
+            remaining = -1.0 if deadline is None else deadline - time.monotonic()
+            if deadline is not None and remaining <= 0:
+                break
+            if lock.acquire(timeout=min(remaining, threading.TIMEOUT_MAX) if deadline is not None else -1):
+                break
+        try:
+            self._waiters.remove(lock)
+        except ValueError:
+            pass
+
+    # -- callbacks ---------------------------------------------------------------------------
+
+    def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:  # type: ignore[override]
+        """Call ``callback(self)`` once complete; at once, on this thread, if it is already.
+
+        Callbacks of a call run on a worker thread of this process, never on the thread that happens to be waiting.
+        They may make calls and wait for them. What they raise is logged.
+        """
+        if not callable(callback):
+            raise TypeError(f"callback must be callable, not {type(callback).__name__}")
+        self._callbacks.append(callback)
+        if self._done:
+            self._run_callbacks()
+
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:  # type: ignore[override]
+        """Return a future for ``callback(self)``, called once this one is complete.
+
+        The callback gets this future, complete, and looks at it with ``value()`` or ``wait()``; what it raises
+        becomes the error of the returned future.
+        """
+        if not callable(callback):
+            raise TypeError(f"callback must be callable, not {type(callback).__name__}")
+        following: Future[S] = Future()
+        following.label = f"then({getattr(callback, '__qualname__', callback)!s}) of {self.label}"
+
+        def run(done: Future[T]) -> None:
+            if done._report is not None:  # the callback has the error in hand now
+                done._report.seen = True
+            try:
+                value = callback(done)
+            except BaseException as error:
+                if following._claim():
+                    following._finish(None, error)
+            else:
+                if following._claim():
+                    following._finish(value, None)
+
+        self.add_done_callback(run)
+        return following
+
+    # -- asyncio -----------------------------------------------------------------------------
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if self._done:
+            return self._outcome()
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        def on_done(_: Future[T]) -> None:
+            try:
+                loop.call_soon_threadsafe(wake)
+            except RuntimeError:  # the loop was closed: nobody waits there any more
+                pass
+
+        source = self._source
+        if source is not None:
+            source.flush()
+        self.add_done_callback(on_done)
+        yield from waiter
+        return self._outcome()
+
+    def __repr__(self) -> str:
+        if not self._done:
+            state = "pending"
+        elif self._error is not None:
+            state = f"failed: {self._error!r}"
+        else:
+            state = "complete"
+        return f"<actorrpc.Future of {self.label}: {state}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Future cannot be sent or pickled: wait for it, or return it from an async_execution function")
+
+
+def collect_all(futures: Iterable[torch.futures.Future[Any]]) -> Future[list[Any]]:
+    """Return a future that completes, with the list of the given futures, when all of them are complete.
+
+    As ``torch.futures.collect_all``, but the result can be awaited and its waits heed Ctrl-C. It never fails by
+    itself: look at each future.
+    """
+    given = list(futures)
+    everything: Future[list[Any]] = Future()
+    everything.label = f"collect_all of {len(given)} futures"
+    if not given:
+        everything.set_result([])
+        return everything
+    left = [None] * len(given)
+
+    def one(_: Any) -> None:
+        left.pop()
+        if not left and everything._claim():
+            everything._finish(given, None)
+
+    for future in given:
+        source = getattr(future, "_source", None)
+        if source is not None:
+            source.flush()
+        future.add_done_callback(one)
+    return everything
+
+
+def wait_all(futures: Iterable[torch.futures.Future[Any]], timeout: float | None = None) -> list[Any]:
+    """Wait for all futures and return their values, in order.
+
+    Raises:
+        RpcTimeoutError: not all complete within ``timeout`` seconds.
+        Exception: the error of the first future in the list that failed.
+    """
+    given = list(futures)
+    collect_all(given).wait(timeout)
+    return [future.wait() for future in given]

@@ -1,0 +1,41 @@
+"""The API of ``torch.distributed.rpc``, on actorrpc's own agent.
+
+``import actorrpc.rpc as rpc`` in place of ``import torch.distributed.rpc as rpc``: names, signatures, defaults and error
+types are torch's; errors say more, waits heed Ctrl-C, and nothing hangs.
+"""
+
+from actorrpc.core.identity import WorkerInfo
+from actorrpc.futures import Future
+from actorrpc.rpc import functions
+from actorrpc.rpc.api import (
+    get_rpc_timeout,
+    get_worker_info,
+    get_worker_infos,
+    init_rpc,
+    is_initialized,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from actorrpc.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
+from actorrpc.rpc.rref import RRef
+
+__all__ = [
+    "BackendType",
+    "Future",
+    "RRef",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "get_worker_infos",
+    "init_rpc",
+    "is_initialized",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]

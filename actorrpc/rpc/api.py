@@ -1,0 +1,371 @@
+"""The functions of ``torch.distributed.rpc``: joining a group, calling, and leaving.
+
+One agent per process. All functions are thread-safe; ``init_rpc`` and ``shutdown`` are meant for one thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from actorrpc.config import Settings
+from actorrpc.core.agent import Agent
+from actorrpc.core.identity import WorkerInfo
+from actorrpc.core.rendezvous import open_store
+from actorrpc.errors import ConfigError, NotInitializedError, RpcTimeoutError, ShutdownError
+from actorrpc.futures import Future
+from actorrpc.rpc import group as groups
+from actorrpc.rpc import rref as rrefs
+from actorrpc.rpc.group import Group
+from actorrpc.rpc.options import (
+    UNSET_RPC_TIMEOUT,
+    BackendType,
+    RpcBackendOptions,
+    TensorPipeRpcBackendOptions,
+    check_timeout,
+)
+from actorrpc.rpc.rref import References, RRef
+
+__all__ = [
+    "get_rpc_timeout",
+    "get_worker_info",
+    "get_worker_infos",
+    "init_rpc",
+    "is_initialized",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+T = TypeVar("T")
+
+_JOIN_TIMEOUT = 300.0  # how long workers wait for each other at the rendezvous, in seconds
+_SETTLE_S = 30.0  # how long shutdown waits for the last references, once every live worker has come to it
+
+
+class _State:
+    """What is in force in this process."""
+
+    __slots__ = ("agent", "group", "references", "timeout")
+
+    def __init__(self, agent: Agent, group: Group, references: References, timeout: float) -> None:
+        self.agent = agent
+        self.group = group
+        self.references = references
+        self.timeout = timeout
+
+
+_state: _State | None = None
+_before = 0.0
+# Guards joining and leaving; never held while waiting for other workers.
+_lock = threading.Lock()
+
+
+def _require() -> _State:
+    state = _state
+    if state is None:
+        raise NotInitializedError("RPC has not been initialized. Call init_rpc first.")
+    if os.getpid() != state.agent.pid:
+        raise NotInitializedError("this process was forked from a worker: RPC has not been initialized in it. Call init_rpc first.")
+    return state
+
+
+def is_initialized() -> bool:
+    """Say whether RPC is initialised in this process."""
+    state = _state
+    return state is not None and state.agent.pid == os.getpid()
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+) -> None:
+    """Join a group of workers and start this one; returns when all of a fixed group are there.
+
+    Args:
+        name: this worker's name in the group: letters, digits, ``_``, ``-`` and ``:``.
+        backend: accepted for torch's sake (a :class:`BackendType`); there is one agent here.
+        rank: this worker's number, from 0; default from the environment (``RANK``) or the URL.
+        world_size: the number of workers; ``None`` makes, or joins, a group that workers may join and leave at any time,
+            unless the environment (``WORLD_SIZE``) or the URL says a number.
+        rpc_backend_options: a :class:`RpcBackendOptions`; torch's own options object is understood, too.
+
+    Raises:
+        ConfigError: an argument makes no sense.
+        RendezvousError: the workers did not find each other.
+        AuthenticationError: this worker has no key, or not that of the others.
+        RuntimeError: RPC is initialised already.
+    """
+    global _state, _before
+    options = _options(rpc_backend_options)
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise ConfigError(f"rank must be an int, not {rank!r}")
+    if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int)):
+        raise ConfigError(f"world_size must be an int or None, not {world_size!r}")
+    if world_size == -1:
+        world_size = None
+    if world_size is not None and (world_size < 1 or rank >= world_size):
+        raise ConfigError(f"rank {rank} and world_size {world_size} do not go together: ranks are 0..world_size-1")
+    _check_backend(backend)
+    with _lock:
+        if is_initialized():
+            raise RuntimeError("RPC is already initialized")
+        settings = Settings.from_environment(**options._extra)
+        store, rank, world_size = open_store(options.init_method, rank, world_size, _JOIN_TIMEOUT)
+        group = groups.join(name, rank, world_size, store, settings, options._key, _JOIN_TIMEOUT)
+        agent = group.agent
+        if isinstance(options, TensorPipeRpcBackendOptions):
+            agent.device_maps = {
+                worker: {str(here): str(there) for here, there in each.items()} for worker, each in options.device_maps.items()
+            }
+        state = _State(agent, group, References(agent, lambda: state.timeout), options.rpc_timeout)
+        if settings.switch_interval is None:
+            # A worker that is busy in Python would answer after several of the interpreter's 5 ms turns.
+            if sys.getswitchinterval() == 0.005:
+                sys.setswitchinterval(0.0005)
+                _before = 0.005
+        else:
+            _before = sys.getswitchinterval()
+            sys.setswitchinterval(settings.switch_interval)
+        rrefs.set_runtime(state.references)
+        groups.set_current(group)
+        _state = state
+
+
+def _options(given: Any) -> RpcBackendOptions:
+    if given is None:
+        return TensorPipeRpcBackendOptions()
+    if isinstance(given, RpcBackendOptions):
+        return given
+    if hasattr(given, "init_method") and hasattr(given, "rpc_timeout"):
+        # torch's own class: what it says is taken over.
+        return TensorPipeRpcBackendOptions(
+            num_worker_threads=getattr(given, "num_worker_threads", 16),
+            rpc_timeout=given.rpc_timeout,
+            init_method=given.init_method or "env://",
+            device_maps=getattr(given, "device_maps", None),
+            devices=getattr(given, "devices", None),
+        )
+    raise TypeError(f"rpc_backend_options must be a RpcBackendOptions, not {type(given).__name__}")
+
+
+def _check_backend(backend: Any) -> None:
+    if backend is None or isinstance(backend, BackendType) or getattr(backend, "name", None) == "TENSORPIPE":
+        return
+    raise TypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
+
+
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """Leave the group and stop this worker. Does nothing where RPC is not initialised.
+
+    Args:
+        graceful: serve calls until every live worker of a fixed group has called ``shutdown``, then let go of all
+            RRefs. Otherwise end at once: calls under way fail with ShutdownError.
+        timeout: seconds for all of it; 0 waits for live workers as long as they work, and for at most 30 s more.
+
+    Raises:
+        RpcTimeoutError: others did not come in time. This worker is shut down all the same.
+    """
+    global _state
+    state = _state
+    if state is None:
+        return
+    if os.getpid() != state.agent.pid:
+        _state = None
+        rrefs.set_runtime(None)
+        return
+    seconds = check_timeout(timeout)
+    try:
+        if graceful:
+            _end_together(state, seconds)
+    finally:
+        with _lock:
+            if _state is state:
+                _state = None
+                _restore()
+                state.references.carry_out(state.references.table.close())
+                state.group.close()
+                rrefs.set_runtime(None)
+                groups.set_current(None)
+
+
+def _restore() -> None:
+    global _before
+    if _before:
+        sys.setswitchinterval(_before)
+        _before = 0.0
+
+
+def _end_together(state: _State, timeout: float) -> None:
+    import time
+
+    until = time.monotonic() + timeout if timeout else float("inf")
+
+    def left() -> float:
+        return 0.0 if until == float("inf") else max(0.001, until - time.monotonic())
+
+    group, references = state.group, state.references
+    group.wait_for_all(0, left())
+    # Nobody works any more: let go of every reference, and see that the owners know.
+    references.carry_out(references.table.delete_all_users())
+    settle = min(until, time.monotonic() + _SETTLE_S)
+    pause = 0.0005
+    while not references.table.pending_counts().idle and time.monotonic() < settle:
+        references.collect()
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+    group.wait_for_all(1, min(left() or _SETTLE_S, _SETTLE_S))
+    leaks = references.table.leaks()
+    if leaks:
+        import logging
+
+        logging.getLogger("actorrpc").warning("Leaking RRef: %d values are still referenced: %s", len(leaks), leaks[:5])
+
+
+@atexit.register
+def _at_exit() -> None:
+    """End what a program that exits without shutdown has left: quickly, and without waiting for anybody."""
+    global _state
+    state = _state
+    if state is not None and os.getpid() == state.agent.pid:
+        _state = None
+        rrefs.set_runtime(None)
+        state.references.carry_out(state.references.table.close())
+        state.group.close()
+
+
+def _after_fork() -> None:
+    """In a child: let go of everything that belongs to the parent."""
+    global _state
+    state, _state = _state, None
+    if state is not None:
+        rrefs.set_runtime(None)
+        groups.set_current(None)
+        state.agent.abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+# -- calling ------------------------------------------------------------------------------------------
+
+
+def _prepare(to: Any, func: Any, args: Any, kwargs: Any, timeout: Any) -> tuple[_State, Any, tuple[Any, ...], dict[str, Any], float]:
+    state = _require()
+    if not callable(func):
+        raise TypeError("function should be callable.")
+    if args is None:
+        args = ()
+    elif type(args) is not tuple:
+        if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+            raise TypeError(f"args must be a tuple of arguments, not {type(args).__name__}: write args=(x,)")
+        args = tuple(args)
+    if kwargs is None:
+        kwargs = {}
+    elif type(kwargs) is not dict:
+        if not isinstance(kwargs, Mapping):
+            raise TypeError(f"kwargs must be a dict, not {type(kwargs).__name__}")
+        kwargs = dict(kwargs)
+    seconds = state.timeout if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
+    return state, state.agent.peer(to), args, kwargs, seconds
+
+
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> T:
+    """Call a function on a worker and return its result.
+
+    Args:
+        to: the worker's name, rank or WorkerInfo; this one, too.
+        func: any callable: importable functions and classes go by name, others (lambdas, closures) by value.
+        args, kwargs: its arguments; tensors arrive as they are at this moment.
+        timeout: seconds; default that of the group; 0 means none. A call made from inside a call also ends with that one.
+
+    Raises:
+        RpcTimeoutError, PeerDiedError, BackpressureError: the call did not end; ``maybe_executed`` says whether it may have run.
+        SerializationError, LimitError: it was not sent.
+        RemoteError: what the function raised, which is an instance of its own class, too.
+        UnknownWorkerError: there is no such worker.
+    """
+    state, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
+    return state.agent.call(peer, func, args, kwargs, seconds).result()  # type: ignore[no-any-return]
+
+
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]:
+    """Call a function on a worker and return a Future of its result at once.
+
+    Calls that are made one after the other may leave together, at latest 0.2 ms later or when anybody waits.
+    The arguments are taken as they are when this returns: tensors may be changed after that. Large tensors that do not
+    go through shared memory are on their way when this returns. Arguments and errors as for :func:`rpc_sync`.
+    """
+    state, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
+    future: Future[T] = Future()
+    state.agent.call(peer, func, args, kwargs, seconds, future=future)
+    return future
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]:
+    """Call a function on a worker, keep its result there, and return an RRef to it at once.
+
+    What the call raises is raised at every use of the RRef. Arguments as for :func:`rpc_sync`.
+    """
+    state, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
+    label = getattr(func, "__qualname__", None) or repr(func)
+    return state.references.create(peer, func, args, kwargs, seconds, label)
+
+
+# -- looking --------------------------------------------------------------------------------------------
+
+
+def get_worker_info(worker_name: str | WorkerInfo | None = None) -> WorkerInfo:
+    """Return the WorkerInfo of a worker, by name; of this one by default.
+
+    Raises:
+        UnknownWorkerError: there is no such worker.
+    """
+    state = _require()
+    if worker_name is None:
+        return state.agent.info
+    return state.agent.peer(worker_name).info
+
+
+def get_worker_infos() -> list[WorkerInfo]:
+    """Return the WorkerInfo of every worker of the group, by rank."""
+    return sorted((WorkerInfo(r.name, r.rank) for r in _require().agent._members()), key=lambda info: info.id)
+
+
+def get_rpc_timeout() -> float:
+    """Return the default time-out of calls of this worker, in seconds; 0 means none."""
+    return _require().timeout
+
+
+def set_rpc_timeout(timeout: float) -> None:
+    """Change the default time-out of calls of this worker."""
+    _require().timeout = check_timeout(timeout)
+
+
+_ = (RpcTimeoutError, ShutdownError)

@@ -1,0 +1,247 @@
+"""What workers tell each other about RRefs: ids, messages and their bytes. No I/O, no state, no pickle.
+
+An id carries the incarnation of the worker that made it, because the count of a restarted worker starts at 0
+again. On the wire each worker is written once per message, and then an id is two numbers. What comes in is
+checked before use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import msgpack
+
+from actorrpc.errors import ProtocolError, RRefError
+
+__all__ = [
+    "BATCH",
+    "MAX_NAME",
+    "ChildAccept",
+    "ForkAck",
+    "ForkData",
+    "ForkId",
+    "ForkRequest",
+    "Message",
+    "RRefId",
+    "UserDelete",
+    "WorkerKey",
+    "pack_forks",
+    "pack_message",
+    "unpack_forks",
+    "unpack_message",
+]
+
+BATCH: Final = 100  # most forks in one message
+_MAX_FORKS: Final = 1 << 16  # most forks that one call may carry
+_MAX_BYTES: Final = 64 << 10  # a message of BATCH forks is a few kilobytes
+_MAX_FORK_BYTES: Final = 16 << 20
+MAX_NAME: Final = 256  # longer type names are cut
+_MAX_NUMBER: Final = 1 << 62
+
+
+# -- words ---------------------------------------------------------------------------------------
+
+
+class WorkerKey(NamedTuple):
+    """One life of one worker: a worker that restarts is another one."""
+
+    rank: int
+    incarnation: str
+
+
+class RRefId(NamedTuple):
+    """Names a value, wherever it lives: who asked for it, and that worker's count."""
+
+    created_on: int
+    local_id: int
+    incarnation: str = ""
+
+    @property
+    def creator(self) -> WorkerKey:
+        """The worker that made this id."""
+        return WorkerKey(self.created_on, self.incarnation)
+
+    def __str__(self) -> str:
+        return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id})"
+
+
+class ForkId(NamedTuple):
+    """Names one handle on a value: who handed it out, and that worker's count."""
+
+    created_on: int
+    local_id: int
+    incarnation: str = ""
+
+    @property
+    def creator(self) -> WorkerKey:
+        """The worker that made this id: the parent of the fork."""
+        return WorkerKey(self.created_on, self.incarnation)
+
+    def __str__(self) -> str:
+        return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id})"
+
+
+class ForkData(NamedTuple):
+    """An RRef on the wire: what :meth:`RRefTable.fork` gives and :meth:`RRefTable.receive` takes."""
+
+    owner: WorkerKey
+    rref_id: RRefId
+    fork_id: ForkId
+    type_name: str = ""
+
+
+# -- messages ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class UserDelete:
+    """User to owner: these handles are gone. Deleting a fork twice, or an unknown one, changes nothing."""
+
+    items: tuple[tuple[RRefId, ForkId], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForkRequest:
+    """Child to owner: register these forks. Answered each time by :class:`ForkAck`."""
+
+    items: tuple[tuple[RRefId, ForkId], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForkAck:
+    """Owner to child: the forks are registered (``True``), or their value is already gone."""
+
+    items: tuple[tuple[RRefId, ForkId, bool], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChildAccept:
+    """Child to parent: the owner knows these forks; the parent need not stay for them."""
+
+    items: tuple[tuple[ForkId], ...]
+
+
+Message = UserDelete | ForkRequest | ForkAck | ChildAccept
+
+_SHAPES: Final[dict[int, tuple[Any, tuple[type, ...]]]] = {
+    1: (UserDelete, (RRefId, ForkId)),
+    2: (ForkRequest, (RRefId, ForkId)),
+    3: (ForkAck, (RRefId, ForkId, bool)),
+    4: (ChildAccept, (ForkId,)),
+}
+_TAGS: Final[dict[type, int]] = {shape[0]: tag for tag, shape in _SHAPES.items()}
+_FORK_SHAPE: Final[tuple[type, ...]] = (WorkerKey, RRefId, ForkId)
+
+
+def _pack_rows(rows: Iterable[Iterable[Any]]) -> tuple[list[WorkerKey], list[int]]:
+    """Flatten rows of ids to numbers; each worker is written once and then named by its index."""
+    workers: dict[WorkerKey, int] = {}
+    flat: list[int] = []
+    for row in rows:
+        for cell in row:
+            if isinstance(cell, bool):
+                flat.append(int(cell))
+            elif isinstance(cell, WorkerKey):
+                flat.append(workers.setdefault(cell, len(workers)))
+            else:
+                flat += (workers.setdefault(cell.creator, len(workers)), cell.local_id)
+    return list(workers), flat
+
+
+def _unpack_rows(workers: Any, flat: Any, shape: tuple[type, ...], most: int) -> list[tuple[Any, ...]]:
+    width = sum(1 if cell in (bool, WorkerKey) else 2 for cell in shape)
+    if type(workers) is not list or type(flat) is not list:
+        raise ProtocolError("RRef message: not a list")
+    if len(flat) % width or not 0 < len(flat) <= most * width or len(workers) > most * len(shape):
+        raise ProtocolError("RRef message: wrong number of entries")
+    keys: list[WorkerKey] = []
+    for pair in workers:
+        if type(pair) is not list or len(pair) != 2:
+            raise ProtocolError("RRef message: worker is not a pair")
+        rank, incarnation = pair
+        if type(rank) is not int or not 0 <= rank < _MAX_NUMBER or type(incarnation) is not str:
+            raise ProtocolError("RRef message: not a worker")
+        keys.append(WorkerKey(rank, incarnation))
+    for number in flat:
+        if type(number) is not int or not 0 <= number < _MAX_NUMBER:
+            raise ProtocolError("RRef message: number out of range")
+    rows: list[tuple[Any, ...]] = []
+    numbers = iter(flat)
+    try:
+        for _ in range(len(flat) // width):
+            row: list[Any] = []
+            for cell in shape:
+                if cell is bool:
+                    row.append((False, True)[next(numbers)])
+                    continue
+                key = keys[next(numbers)]
+                row.append(key if cell is WorkerKey else cell(key.rank, next(numbers), key.incarnation))
+            rows.append(tuple(row))
+    except IndexError:
+        raise ProtocolError("RRef message: index out of range") from None
+    return rows
+
+
+def _unpack(data: bytes, limit: int, length: int) -> list[Any]:
+    if len(data) > limit:
+        raise ProtocolError(f"RRef message of {len(data)} bytes")
+    try:
+        parts = msgpack.unpackb(data, max_str_len=4 * MAX_NAME, max_map_len=0, max_bin_len=0, max_ext_len=0)
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        raise ProtocolError("RRef message: not msgpack") from error
+    if type(parts) is not list or len(parts) != length:
+        raise ProtocolError("RRef message: wrong shape")
+    return parts
+
+
+def pack_message(message: Message) -> bytes:
+    """Write a message."""
+    packed: bytes = msgpack.packb([_TAGS[type(message)], *_pack_rows(message.items)])
+    return packed
+
+
+def unpack_message(data: bytes) -> Message:
+    """Read a message.
+
+    Raises:
+        ProtocolError: the bytes are not one.
+    """
+    tag, workers, flat = _unpack(data, _MAX_BYTES, 3)
+    if type(tag) is not int or tag not in _SHAPES:
+        raise ProtocolError("RRef message: unknown kind")
+    make, shape = _SHAPES[tag]
+    message: Message = make(tuple(_unpack_rows(workers, flat, shape, BATCH)))
+    return message
+
+
+def pack_forks(forks: Sequence[ForkData]) -> bytes:
+    """Write the forks that a call or a reply carries. An empty list gives no bytes.
+
+    Raises:
+        RRefError: there are more than 65 536.
+    """
+    if not forks:
+        return b""
+    if len(forks) > _MAX_FORKS:
+        raise RRefError(f"{len(forks)} RRefs in one message; at most {_MAX_FORKS} may travel together")
+    packed: bytes = msgpack.packb(
+        [*_pack_rows(data[:3] for data in forks), [data.type_name for data in forks]]
+    )
+    return packed
+
+
+def unpack_forks(data: bytes) -> list[ForkData]:
+    """Read what :func:`pack_forks` wrote.
+
+    Raises:
+        ProtocolError: the bytes are not that.
+    """
+    if not data:
+        return []
+    workers, flat, names = _unpack(data, _MAX_FORK_BYTES, 3)
+    rows = _unpack_rows(workers, flat, _FORK_SHAPE, _MAX_FORKS)
+    if type(names) is not list or len(names) != len(rows) or not all(type(name) is str for name in names):
+        raise ProtocolError("RRef message: names do not fit")
+    return [ForkData(row[0], row[1], row[2], name) for row, name in zip(rows, names, strict=True)]

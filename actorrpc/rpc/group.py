@@ -1,0 +1,313 @@
+"""The group: how this process joins one, waits for the others at its end, and leaves.
+
+Joining binds the sockets, agrees on the key and the table of workers through torch's store, and starts the agent.
+Leaving gracefully is a barrier: every worker asks the first live one (by name) to say when all have arrived. It serves
+calls meanwhile, for as long as others work. A worker that dies counts as arrived; if the first one dies, the next takes over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from actorrpc.config import Settings
+from actorrpc.core import keys
+from actorrpc.core.agent import Agent
+from actorrpc.core.calls import CURRENT
+from actorrpc.core.execution import Later
+from actorrpc.core.identity import WorkerRecord, host_identity, main_identity, new_incarnation
+from actorrpc.core.keys import Key
+from actorrpc.core.peer import Peer
+from actorrpc.core.rendezvous import Rendezvous
+from actorrpc.errors import ConfigError, PeerDiedError, RpcError, RpcTimeoutError
+from actorrpc.futures import Future
+
+__all__ = ["Group", "join"]
+
+_log = logging.getLogger("actorrpc.group")
+_AFTER_ALL_S: Final = 30.0  # a graceful shutdown ends within this time once every live worker has called it
+_LOOPBACK: Final = ("127.", "::1", "localhost")
+
+
+class _Barrier:
+    """Who has arrived at the end, as far as this worker is asked. ``_lock`` guards all of it and is a leaf."""
+
+    def __init__(self, members: Callable[[], set[str]]) -> None:
+        self._members = members
+        self._lock = threading.Lock()
+        self._arrived: dict[int, set[str]] = {}
+        self._waiting: dict[int, list[Future[None]]] = {}
+        self._gone: set[str] = set()
+
+    def arrive(self, stage: int, name: str) -> Future[None]:
+        """Note an arrival; the future completes when nobody is missing."""
+        future: Future[None] = Future()
+        future.label = "the arrival of every worker at shutdown"
+        with self._lock:
+            self._arrived.setdefault(stage, set()).add(name)
+            self._waiting.setdefault(stage, []).append(future)
+        self._look()
+        return future
+
+    def gone(self, name: str) -> None:
+        """Note that a worker is gone: nobody waits for it."""
+        with self._lock:
+            self._gone.add(name)
+        self._look()
+
+    def missing(self, stage: int) -> list[str]:
+        """Return who has not arrived and is not known to be gone."""
+        members = self._members()
+        with self._lock:
+            return sorted(members - self._gone - self._arrived.get(stage, set()))
+
+    def _look(self) -> None:
+        members = self._members()
+        ready: list[Future[None]] = []
+        with self._lock:
+            for stage, waiting in self._waiting.items():
+                if not members - self._gone - self._arrived[stage]:
+                    ready.extend(waiting)
+                    waiting.clear()
+        for future in ready:
+            if future._claim():
+                future._finish(None, None)
+
+
+class Group:
+    """This worker's membership in one group."""
+
+    def __init__(self, agent: Agent, rendezvous: Rendezvous, table: dict[str, WorkerRecord] | None) -> None:
+        self.agent = agent
+        self.rendezvous = rendezvous
+        self.is_fixed = table is not None
+        self._table = table or {}
+        self.barrier = _Barrier(self._names)
+        agent.on_peer_end.append(lambda peer: self.barrier.gone(peer.name))
+
+    def _names(self) -> set[str]:
+        return set(self._table)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def wait_for_all(self, stage: int, timeout: float, settled: Callable[[], Any] = lambda: None) -> None:
+        """Wait until every live worker of a fixed group has come to this stage of its shutdown.
+
+        Raises:
+            RpcTimeoutError: not all have within ``timeout`` seconds (0: however long it takes).
+        """
+        if not self.is_fixed:
+            return
+        agent = self.agent
+        until = time.monotonic() + timeout if timeout else float("inf")
+        order = sorted(self._table)
+        for index, leader in enumerate(order):
+            peer = agent.peer(leader)
+            if peer.state != "alive":
+                continue
+            if peer.is_self and index == 0:
+                self._watch_all()
+            elif peer.is_self:
+                self._watch_all()
+            remaining = until - time.monotonic()
+            if remaining <= 0:
+                break
+            future: Future[None] = Future()
+            try:
+                agent.call(peer, _arrive, (stage, agent.name), {}, 0.0, future=future, label="shutdown")
+                future.wait(None if until == float("inf") else remaining)
+                return
+            except PeerDiedError:
+                continue
+            except RpcTimeoutError:
+                future.cancel()
+                missing = ", ".join(self.barrier.missing(stage)) if peer.is_self else "some"
+                raise RpcTimeoutError(
+                    f"shutdown of {agent.name!r}: not every worker called shutdown within {timeout} s (missing: {missing})",
+                    worker=leader,
+                ) from None
+
+    def _watch_all(self) -> None:
+        """Connect to every worker, so that a death of any of them is noticed while waiting for it."""
+        agent = self.agent
+        for name in self._table:
+            peer = agent.peer(name)
+            if peer.is_self or peer.state != "alive" or peer.conn is not None:
+                if peer.state != "alive":
+                    self.barrier.gone(name)
+                continue
+            try:
+                agent.links.connect(peer, time.monotonic() + 5.0, "shutdown")
+            except RpcError:
+                if peer.state != "alive":
+                    self.barrier.gone(name)
+
+    def close(self) -> None:
+        """Leave: close the agent and take this worker's traces out of the store."""
+        self.agent.close()
+        self.rendezvous.close()
+
+
+_current: Group | None = None
+
+
+def set_current(group: Group | None) -> None:
+    """Name the group that is in force in this process."""
+    global _current
+    _current = group
+
+
+def _arrive(stage: int, name: str) -> Any:
+    """Run on the worker that is asked: answer when everybody has arrived."""
+    group = _current
+    if group is None:
+        return None
+    return Later(group.barrier.arrive(stage, name))
+
+
+# -- joining ---------------------------------------------------------------------------------------
+
+
+def _listen_unix(directory: str) -> tuple[socket.socket, str]:
+    path = keys.socket_path(directory)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.bind(path)
+        os.chmod(path, 0o600)
+        sock.listen(512)
+    except BaseException:
+        sock.close()
+        raise
+    return sock, path
+
+
+def _listen_tcp(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(family, kind | socket.SOCK_CLOEXEC, proto)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(512)
+        except BaseException:
+            sock.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host!r} port {port}: {error}. Choose another bind= or port=") from error
+    return sock
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith(_LOOPBACK)
+
+
+class _Doors:
+    """The listening sockets of a worker and the addresses that go with them."""
+
+    def __init__(self) -> None:
+        self.sockets: list[socket.socket] = []
+        self.unix_path: str | None = None
+        self.tcp: tuple[tuple[str, int], ...] = ()
+
+    def open(self, settings: Settings, own: str | None, has_key: bool) -> None:
+        """Bind what the settings, the own address and the key allow.
+
+        Raises:
+            ConfigError: TCP beyond this host was asked for without a key.
+        """
+        if settings.transport != "tcp":
+            sock, self.unix_path = _listen_unix(keys.runtime_directory())
+            self.sockets.append(sock)
+        host = settings.bind or own
+        if settings.transport == "unix" or (host is None and settings.transport != "tcp"):
+            return
+        host = host or "127.0.0.1"
+        if not _is_loopback(host) and not has_key and not settings.insecure:
+            if settings.bind is None and settings.transport == "auto":
+                return  # one host only: Unix sockets do, and nobody else may come in
+            raise ConfigError(
+                f"this worker would listen on {host!r}, where others can reach it, without a key. Give every worker the same key "
+                f"(ACTORRPC_KEY, ACTORRPC_KEY_FILE or key=), or say insecure=True if the network is yours alone"
+            )
+        if _is_loopback(host) and settings.transport != "tcp" and settings.bind is None:
+            return
+        if not has_key and settings.insecure and not _is_loopback(host):
+            _log.warning("listening on %s WITHOUT a key: whoever reaches this port can run code as this user", host)
+        sock = _listen_tcp(host, settings.port)
+        self.sockets.append(sock)
+        bound = sock.getsockname()
+        shown = settings.advertise or (own if bound[0] in ("0.0.0.0", "::") and own else bound[0])
+        if len(bound) == 4 and bound[3] and "%" not in shown and shown.startswith("fe80"):
+            shown = f"{shown}%{socket.if_indextoname(bound[3])}"
+        self.tcp = ((shown, bound[1]),)
+
+    def close(self) -> None:
+        """Close what was opened, files included."""
+        for sock in self.sockets:
+            sock.close()
+        if self.unix_path is not None:
+            try:
+                os.unlink(self.unix_path)
+            except OSError:
+                pass
+
+
+def join(
+    name: str, rank: int, world_size: int | None, store: Any, settings: Settings, key_text: str | None, timeout: float
+) -> Group:
+    """Join the group that meets at ``store``, and start the agent.
+
+    Raises:
+        RendezvousError, AuthenticationError, ConfigError: as their messages say; nothing is left running.
+    """
+    keys.sweep()
+    own_key = Key.from_text(key_text) if key_text is not None else keys.find_key()
+    rendezvous = Rendezvous(store, rank=rank, world_size=world_size, timeout=timeout)
+    doors = _Doors()
+    host = host_identity()
+    try:
+        doors.open(settings, rendezvous.own_address(), own_key is not None)
+        key = None if own_key is None and settings.insecure else rendezvous.agree_key(own_key, host)
+        record = WorkerRecord(
+            name=name,
+            rank=rank,
+            incarnation=new_incarnation(),
+            host=host,
+            unix_path=doors.unix_path,
+            tcp=doors.tcp,
+            pid=os.getpid(),
+            main=main_identity(),
+        )
+        table = rendezvous.join(record)
+    except BaseException:
+        doors.close()
+        rendezvous.close()
+        raise
+    if world_size is not None:
+        ranks = {each.rank: each for each in table.values()}
+
+        def resolve(to: str | int) -> WorkerRecord | None:
+            return table.get(to) if isinstance(to, str) else ranks.get(to)
+
+        def members() -> list[WorkerRecord]:
+            return list(table.values())
+    else:
+        record = table[name]
+
+        def resolve(to: str | int) -> WorkerRecord | None:
+            return rendezvous.lookup(to) if isinstance(to, str) else rendezvous.lookup_rank(to)
+
+        members = rendezvous.members
+    agent = Agent(record, settings=settings, key=key, resolve=resolve, members=members)
+    agent.start(doors.sockets)
+    return Group(agent, rendezvous, table if world_size is not None else None)
+
+
+_ = (CURRENT, Peer, secrets, sys)

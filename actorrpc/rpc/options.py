@@ -1,0 +1,213 @@
+"""Options of ``init_rpc``: torch's, and what a group here can be told besides.
+
+Every value is checked when it is set, with an error that says what would be right.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from actorrpc.errors import ConfigError
+
+__all__ = [
+    "DEFAULT_INIT_METHOD",
+    "DEFAULT_NUM_WORKER_THREADS",
+    "DEFAULT_RPC_TIMEOUT_SEC",
+    "UNSET_RPC_TIMEOUT",
+    "BackendType",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+]
+
+DEFAULT_RPC_TIMEOUT_SEC: Final = 60.0
+DEFAULT_INIT_METHOD: Final = "env://"
+DEFAULT_NUM_WORKER_THREADS: Final = 16
+UNSET_RPC_TIMEOUT: Final = -1.0
+
+_EXTRA: Final = ("transport", "bind", "advertise", "port", "key", "insecure", "max_threads", "spin_us", "lane", "window", "heartbeat")
+
+
+class BackendType(enum.Enum):
+    """Names of backends. There is one agent here; both names mean it, so that torch's scripts run unchanged."""
+
+    ACTORRPC = "ACTORRPC"
+    TENSORPIPE = "TENSORPIPE"
+
+
+class RpcBackendOptions:
+    """Options of the agent.
+
+    Args:
+        rpc_timeout: default time-out of calls in seconds; 0 means none. Default 60.
+        init_method: where the workers meet: ``env://`` (default), ``tcp://host:port`` or ``file:///path``.
+        transport: ``"auto"`` (Unix sockets on one host, TCP between hosts), ``"unix"`` or ``"tcp"``.
+        bind: the address to listen on for TCP; default: the one that reached the rendezvous.
+        advertise: the address to give to other workers, where it differs (NAT, containers).
+        port: the TCP port to listen on; default any.
+        key: the group's shared key; default ``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``, or one made for this host.
+        insecure: listen without a key on addresses that others can reach. Warns.
+        max_threads: the most worker threads of this process (default 512).
+        spin_us: how long a thread may spin before it sleeps (default 100; 0: never).
+        lane: whether large tensors go through shared memory on one host (default True).
+        window: bytes of calls that a peer may leave unread before callers wait (default 64 MiB).
+        heartbeat: seconds between heartbeats to a peer that is silent while calls to it are under way (default 2).
+
+    ``None`` means the ``ACTORRPC_*`` variable, or else the default.
+
+    Raises:
+        ConfigError: a value cannot be used.
+    """
+
+    def __init__(
+        self,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        *,
+        transport: str | None = None,
+        bind: str | None = None,
+        advertise: str | None = None,
+        port: int | None = None,
+        key: str | None = None,
+        insecure: bool | None = None,
+        max_threads: int | None = None,
+        spin_us: int | None = None,
+        lane: bool | None = None,
+        window: int | None = None,
+        heartbeat: float | None = None,
+    ) -> None:
+        self.rpc_timeout = rpc_timeout
+        self.init_method = init_method
+        self._key = key
+        self._extra: dict[str, Any] = {
+            "transport": transport,
+            "bind": bind,
+            "advertise": advertise,
+            "port": port,
+            "insecure": insecure,
+            "max_threads": max_threads,
+            "spin_us": spin_us,
+            "lane": lane,
+            "window": window,
+            "heartbeat": heartbeat,
+        }
+
+    @property
+    def rpc_timeout(self) -> float:
+        """Default time-out of calls, in seconds; 0 means none."""
+        return self._rpc_timeout
+
+    @rpc_timeout.setter
+    def rpc_timeout(self, value: float) -> None:
+        self._rpc_timeout = check_timeout(value, "rpc_timeout")
+
+    @property
+    def init_method(self) -> str:
+        """Where the workers meet."""
+        return self._init_method
+
+    @init_method.setter
+    def init_method(self, value: str) -> None:
+        if not isinstance(value, str) or "://" not in value:
+            raise ConfigError(f"init_method must be a URL such as env://, tcp://host:port or file:///path, not {value!r}")
+        self._init_method = value
+
+    def __repr__(self) -> str:
+        given = "".join(f", {name}={value!r}" for name, value in self._extra.items() if value is not None)
+        return f"{type(self).__name__}(rpc_timeout={self.rpc_timeout}, init_method={self.init_method!r}{given})"
+
+
+class TensorPipeRpcBackendOptions(RpcBackendOptions):
+    """torch's options class, for scripts that use it.
+
+    Args:
+        num_worker_threads: accepted; here threads come and go as needed (see ``max_threads``). Default 16.
+        rpc_timeout: default time-out of calls in seconds; 0 means none. Default 60.
+        init_method: where the workers meet. Default ``env://``.
+        device_maps: worker name -> {device here: device there}, for tensors that are not on the CPU.
+        devices: the local devices that may be used; default: those of the maps.
+        _transports, _channels: accepted and ignored: they name parts of TensorPipe.
+
+    Further keywords are those of :class:`RpcBackendOptions`.
+
+    Raises:
+        ConfigError: a value cannot be used.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Mapping[Any, Any]] | None = None,
+        devices: Sequence[Any] | None = None,
+        _transports: list[str] | None = None,
+        _channels: list[str] | None = None,
+        **extra: Any,
+    ) -> None:
+        unknown = sorted(set(extra) - set(_EXTRA))
+        if unknown:
+            raise ConfigError(f"unknown option {unknown[0]!r}; besides torch's there are: {', '.join(_EXTRA)}")
+        super().__init__(rpc_timeout, init_method, **extra)
+        if not isinstance(num_worker_threads, int) or num_worker_threads < 1:
+            raise ConfigError(f"num_worker_threads must be a positive integer, not {num_worker_threads!r}")
+        self.num_worker_threads = num_worker_threads
+        self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
+        self.devices: list[torch.device] = [_device(device) for device in devices or ()]
+        for worker, device_map in (device_maps or {}).items():
+            self.set_device_map(worker, device_map)
+
+    def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
+        """Say on which device of worker ``to`` the tensors of each local device arrive.
+
+        May be called several times for a worker; maps are merged.
+
+        Raises:
+            ConfigError: not devices, or two local devices of one map share a target.
+        """
+        if not isinstance(to, str):
+            raise ConfigError(f"set_device_map names a worker by a str, not {to!r}")
+        if not isinstance(device_map, Mapping):
+            raise ConfigError(f"a device map is a dict of devices, not {device_map!r}")
+        merged = dict(self.device_maps.get(to, {}))
+        for source, target in device_map.items():
+            source, target = _device(source), _device(target)
+            if source.type != "cpu" and source in merged and merged[source] != target:
+                raise ConfigError(
+                    f"`set_device_map` only supports 1-to-1 mapping, trying to map {source} to {target}, "
+                    f"but it is already mapped to {merged[source]}"
+                )
+            merged[source] = target
+        if len(set(merged.values())) != len(merged):
+            raise ConfigError(f"`set_device_map` only supports 1-to-1 mapping, but {to!r} has two sources for one target: {merged}")
+        self.device_maps[to] = merged
+
+    def set_devices(self, devices: Sequence[Any]) -> None:
+        """Say which local devices the agent may use."""
+        self.devices = [_device(device) for device in devices]
+
+
+def _device(value: Any) -> torch.device:
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"{value!r} is not a device: {error}") from error
+
+
+def check_timeout(value: Any, name: str = "timeout") -> float:
+    """Return a time-out as a float.
+
+    Raises:
+        ConfigError: it is not a number of seconds >= 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{name} must be a number of seconds, not {value!r}")
+    value = float(value)
+    if math.isnan(value) or value < 0:
+        raise ConfigError(f"{name} must be 0 (none) or a positive number of seconds, not {value!r}")
+    return 0.0 if math.isinf(value) else value

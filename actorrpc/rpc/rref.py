@@ -1,0 +1,550 @@
+"""RRefs: references to values that live on a worker, counted across all of them.
+
+:class:`RRef` is what users hold. The protocol (who knows of which fork, when a value may go) is the state machine in
+``forks.py``; :class:`References` connects it to the agent: it sends its messages, tells it of deaths, and puts forks
+into the header of every message that carries an RRef, where they are seen even if the message is never opened.
+
+``RRef.__del__`` only puts the end of a handle into a queue: deletes leave in batches, from the pool.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final, Generic, Literal, TypeVar
+
+import torch
+
+from actorrpc.core import codec
+from actorrpc.core.agent import Agent
+from actorrpc.core.calls import CURRENT, Execution
+from actorrpc.core.execution import ASYNC_MARK, Later
+from actorrpc.core.identity import WorkerInfo
+from actorrpc.core.messages import Parcel
+from actorrpc.core.peer import Peer
+from actorrpc.errors import NotInitializedError, RpcTimeoutError, RRefError
+from actorrpc.futures import Future
+from actorrpc.rpc.fork_messages import ForkData, ForkId, Message, RRefId, WorkerKey, pack_forks, pack_message, unpack_forks, unpack_message
+from actorrpc.rpc.forks import Effects, Handle, Outcome, Pending, RRefTable
+from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
+
+__all__ = ["RRef", "RRefProxy", "References"]
+
+T = TypeVar("T")
+_BATCH_S: Final = 0.05
+_NOTICE: Final = "rref"
+
+
+class References:
+    """The RRefs of one agent: its table, and the ways between the table and the agent. Thread-safe."""
+
+    def __init__(self, agent: Agent, default_timeout: Callable[[], float]) -> None:
+        self.agent = agent
+        self.default_timeout = default_timeout
+        self.me = WorkerKey(agent.record.rank, agent.record.incarnation)
+        self.table = RRefTable(self.me)
+        self._collecting = False
+        agent.on_notice[_NOTICE] = self._noticed
+        agent.on_peer_end.append(self._peer_ended)
+        agent.confirm = self._confirm
+        agent.roll_back = self._roll_back
+        agent.on_forks = self._forks_arrived
+        agent.refuse_forks = self._refuse
+        agent.pack_forks = pack_forks
+
+    # -- carrying out what the table asks for ------------------------------------------------------
+
+    def carry_out(self, effects: Effects) -> None:
+        """Send the messages of a step and run its callbacks. No lock is held."""
+        for to, message in effects.messages:
+            self._send(to, message)
+        for callback in effects.callbacks:
+            callback()
+
+    def _send(self, to: WorkerKey, message: Message) -> None:
+        if to == self.me:
+            self.carry_out(self.table.handle(self.me, message))
+            return
+        peer = self._peer(to)
+        if peer is not None:
+            self.agent.notify(peer, _NOTICE, pack_message(message))
+
+    def _peer(self, key: WorkerKey) -> Peer | None:
+        """Return the peer of a key, if that incarnation is the one that is there."""
+        try:
+            peer = self.agent.peer(key.rank)
+        except Exception:
+            return None
+        return peer if peer.record.incarnation == key.incarnation else None
+
+    def peer_of(self, key: WorkerKey) -> Peer:
+        """Return the owner's peer.
+
+        Raises:
+            RRefError: that incarnation of the worker is gone.
+        """
+        peer = self._peer(key)
+        if peer is None:
+            raise RRefError(f"the owner of this RRef, worker {key.rank}, is gone: another one has taken its place")
+        return peer
+
+    @staticmethod
+    def key_of(peer: Peer) -> WorkerKey:
+        """Return the protocol's name of a peer."""
+        return WorkerKey(peer.rank, peer.record.incarnation)
+
+    def _noticed(self, peer: Peer, body: bytes) -> None:
+        self.carry_out(self.table.handle(self.key_of(peer), unpack_message(body)))
+
+    def _peer_ended(self, peer: Peer) -> None:
+        error = peer.died("an RRef", maybe_executed=True)
+        self.carry_out(self.table.worker_died(self.key_of(peer), error))
+
+    # -- in messages ---------------------------------------------------------------------------------
+
+    def _roll_back(self, parcel: Parcel) -> None:
+        if parcel.sent:
+            sent, parcel.sent = parcel.sent, None
+            self.carry_out(self.table.rollback(sent))
+
+    def _forks_arrived(self, parcel: Parcel, packed: bytes) -> None:
+        received = self.table.receive(unpack_forks(packed), self.key_of(parcel.peer))
+        parcel.received = [received.pending, *(RRef._wrap(self, handle) for handle in received.handles)]
+        self.carry_out(received.effects)
+
+    def _refuse(self, peer: Peer, packed: bytes) -> None:
+        self.carry_out(self.table.refuse(unpack_forks(packed), self.key_of(peer)))
+
+    def _confirm(self, received: list[Any], execution: Execution) -> None:
+        """Wait until the owners know all RRefs that a call brought: user code may run only then."""
+        pending: Pending = received[0]
+        if pending.done:
+            return
+        done = threading.Lock()
+        done.acquire()
+        if not pending.when_done(done.release):
+            return
+        while not pending.done:
+            remaining = execution.deadline - time.monotonic()
+            if remaining <= 0:
+                raise RpcTimeoutError("the RRefs in the arguments were not confirmed by their owners in time", maybe_executed=False)
+            if done.acquire(timeout=min(remaining, 5.0)):
+                return
+
+    # -- the end of handles --------------------------------------------------------------------------
+
+    def drop(self, handle: Handle) -> None:
+        """Queue the end of a handle. Called from ``__del__``: takes no lock."""
+        self.table.drop_later(handle)
+        if not self._collecting:
+            self._collecting = True
+            self.agent.clock.nudge(self._schedule)
+
+    def _schedule(self) -> None:
+        self.agent.clock.after(_BATCH_S, self._collect_soon)
+
+    def _collect_soon(self) -> None:
+        if not self.agent.closed_down:
+            self.agent.submit(self.collect)
+
+    def collect(self) -> None:
+        """Carry out queued ends now."""
+        self._collecting = False
+        self.carry_out(self.table.collect())
+
+    # -- creating and fetching -------------------------------------------------------------------------
+
+    def create(self, peer: Peer, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, label: str) -> RRef[Any]:
+        """Have a worker call a function and keep the result; return the RRef to it at once."""
+        handle = self.table.create_user(self.key_of(peer))
+        future: Future[None] = Future()
+        rref: RRef[Any] = RRef._wrap(self, handle)
+        rref._creation = future
+
+        def created(done: Future[None]) -> None:
+            report = done._report
+            if report is not None:
+                report.seen = True  # it is kept in the RRef and raised at its next use
+            error = done._error
+            if error is None:
+                self.carry_out(self.table.confirmed(handle))
+            else:
+                reached = getattr(error, "maybe_executed", True) is not False
+                self.carry_out(self.table.creation_failed(handle, error, reached=reached))
+
+        future.add_done_callback(created)
+        ids = (handle.rref_id, handle.fork_id)
+        try:
+            self.agent.call(peer, _create, (*ids, function, args, kwargs), {}, timeout, future=future, label=label)
+        except BaseException as error:
+            self.carry_out(self.table.creation_failed(handle, error, reached=False))
+            if future._claim():
+                future._callbacks.clear()
+                future._finish(None, error)
+                assert future._report is not None
+                future._report.seen = True
+            raise
+        self.agent.flush()
+        return rref
+
+
+_runtime: References | None = None
+
+
+def set_runtime(references: References | None) -> None:
+    """Name the references of the agent that is in force in this process."""
+    global _runtime
+    _runtime = references
+
+
+def runtime() -> References:
+    """Return the references of the agent in force.
+
+    Raises:
+        NotInitializedError: there is none, or this is a fork.
+    """
+    if _runtime is None:
+        raise NotInitializedError("RPC has not been initialized. Call init_rpc first.")
+    _runtime.agent.check_process()
+    return _runtime
+
+
+def _timeout(timeout: float) -> float:
+    if timeout == UNSET_RPC_TIMEOUT:
+        return runtime().default_timeout()
+    return check_timeout(timeout)
+
+
+# -- what runs on the owner ------------------------------------------------------------------------
+
+
+def _wait_outcome(references: References, rref_id: RRefId) -> Future[Any]:
+    """Return a future for an owned value; it completes at once, or when the creation does."""
+    future: Future[Any] = Future()
+    future.label = f"the value of {rref_id}"
+
+    def settle(outcome: Outcome) -> None:
+        if future._claim():
+            future._finish(outcome.value, outcome.error)
+            if future._report is not None:
+                future._report.seen = True
+
+    outcome = references.table.fetch(rref_id, settle)
+    if outcome is not None:
+        settle(outcome)
+    return future
+
+
+def _create(rref_id: RRefId, fork_id: ForkId | None, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    references = runtime()
+    execution = CURRENT.get()
+    assert execution is not None
+    if fork_id is not None and not references.table.creation_arrived(rref_id, fork_id, references.key_of(execution.peer)):
+        return None
+    try:
+        value = function(*args, **kwargs)
+        if type(value) is not Later and getattr(function, ASYNC_MARK, None) is not None:
+            if not isinstance(value, torch.futures.Future):
+                raise TypeError(
+                    "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+                    f"but got {type(value)}"
+                )
+            value = Later(value)
+    except BaseException as error:
+        _keep_error(references, rref_id, error)
+        return None
+    if type(value) is not Later:
+        references.carry_out(references.table.set_value(rref_id, value))
+        return None
+    later = value.future
+    stored: Future[None] = Future()
+
+    def ready(done: Any) -> None:
+        try:
+            result = done.value()
+        except BaseException as error:
+            _keep_error(references, rref_id, error)
+        else:
+            references.carry_out(references.table.set_value(rref_id, result))
+        stored.set_result(None)
+
+    later.add_done_callback(ready)
+    return Later(stored)
+
+
+def _keep_error(references: References, rref_id: RRefId, error: BaseException) -> None:
+    references.carry_out(references.table.set_error(rref_id, error))
+
+
+def _fetch(rref_id: RRefId) -> Any:
+    references = runtime()
+    future = _wait_outcome(references, rref_id)
+    if future._done:
+        return future.wait()
+    return Later(future)
+
+
+def _invoke(rref_id: RRefId, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a method of an owned value, once it is there."""
+    references = runtime()
+    future = _wait_outcome(references, rref_id)
+    if future._done:
+        return _call_method(future.wait(), name, args, kwargs)
+    execution = CURRENT.get()
+    assert execution is not None
+    remaining = None if execution.deadline == float("inf") else execution.deadline - time.monotonic()
+    return _call_method(future.wait(remaining), name, args, kwargs)
+
+
+def _call_method(value: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    method = getattr(value, name)
+    result = method(*args, **kwargs)
+    if getattr(method, ASYNC_MARK, None) is not None and isinstance(result, torch.futures.Future):
+        return Later(result)
+    return result
+
+
+def _rebuild(index: int) -> Any:
+    """Stand for an RRef in a message: its fork came in the header."""
+    parcel = codec.current_decoding()
+    if not isinstance(parcel, Parcel) or parcel.received is None:
+        raise RRefError("an RRef can only be unpickled by RPC")
+    return parcel.received[1 + index]
+
+
+# -- what users hold --------------------------------------------------------------------------------
+
+
+class RRef(Generic[T]):
+    """A reference to a value that lives on one worker (its owner), usable on every worker.
+
+    ``RRef(value)`` makes one for a value of this worker; ``remote(...)`` makes one for a result on another. Sent in
+    the arguments or the result of a call it arrives as an RRef to the same value, which lives until the last one is gone.
+
+    Thread-safe. RRefs are equal when they refer to the same value.
+
+    Args:
+        value: the value to refer to.
+        type_hint: accepted for torch's sake (TorchScript interfaces) and kept as the type's name.
+
+    Raises:
+        NotInitializedError: RPC is not initialised in this process.
+    """
+
+    __slots__ = ("__weakref__", "_creation", "_handle", "_references", "_type_hint")
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        references = runtime()
+        self._references = references
+        self._handle = references.table.create_owner(value)
+        self._creation: Future[None] | None = None
+        self._type_hint = type_hint
+
+    @classmethod
+    def _wrap(cls, references: References, handle: Handle) -> RRef[Any]:
+        rref: RRef[Any] = cls.__new__(cls)
+        rref._references = references
+        rref._handle = handle
+        rref._creation = None
+        rref._type_hint = None
+        return rref
+
+    def __del__(self) -> None:
+        try:
+            self._references.drop(self._handle)
+        except AttributeError:  # construction failed, or the interpreter is shutting down
+            pass
+
+    # -- who and where ---------------------------------------------------------------------------------
+
+    def owner(self) -> WorkerInfo:
+        """Return the WorkerInfo of the worker on which the value lives."""
+        if self._handle.owner == self._references.me:
+            return self._references.agent.info
+        return self._references.peer_of(self._handle.owner).info
+
+    def owner_name(self) -> str:
+        """Return the name of the worker on which the value lives."""
+        return self.owner().name
+
+    def is_owner(self) -> bool:
+        """Say whether the value lives on this worker."""
+        return self._handle.owner == self._references.me
+
+    def confirmed_by_owner(self) -> bool:
+        """Say whether the owner is known to know of this reference."""
+        return self._references.table.is_confirmed(self._handle)
+
+    # -- the value ---------------------------------------------------------------------------------------
+
+    def local_value(self) -> T:
+        """Return the value itself, on its owner; waits for it if it is still being made.
+
+        Raises:
+            RRefError: this worker is not the owner.
+            Exception: what the creation raised.
+        """
+        if not self.is_owner():
+            raise RRefError(
+                f"RRef not owned locally: cannot call local_value() on a non-owner reference {self!r} "
+                f"(rref_id={self._handle.rref_id}); it lives on {self.owner_name()!r}, use to_here()"
+            )
+        future: Future[T] = _wait_outcome(self._references, self._handle.rref_id)
+        return future.wait()
+
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+        """Fetch a copy of the value; on the owner, return the value itself. Waits while it is being made.
+
+        Args:
+            timeout: seconds; default that of the group, 0 means none.
+
+        Raises:
+            RpcTimeoutError, PeerDiedError: it did not come.
+            Exception: what the creation raised.
+        """
+        seconds = _timeout(timeout)
+        if self.is_owner():
+            future: Future[T] = _wait_outcome(self._references, self._handle.rref_id)
+            return future.wait(seconds or None)
+        self._check()
+        agent = self._references.agent
+        call = agent.call(
+            self._references.peer_of(self._handle.owner),
+            _fetch,
+            (self._handle.rref_id,),
+            {},
+            seconds,
+            keep=self,
+            label="RRef.to_here",
+        )
+        return call.result()  # type: ignore[no-any-return]
+
+    def _check(self) -> None:
+        """Raise what has happened to this reference, if anything has."""
+        error = self._references.table.failure(self._handle)
+        if error is not None:
+            raise error
+
+    # -- proxies -----------------------------------------------------------------------------------------
+
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Return a proxy: ``rref.rpc_sync().method(x)`` calls the method on the owner and waits."""
+        return RRefProxy(self, "rpc_sync", timeout)
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Return a proxy: ``rref.rpc_async().method(x)`` calls the method on the owner and gives a Future."""
+        return RRefProxy(self, "rpc_async", timeout)
+
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Return a proxy: ``rref.remote().method(x)`` calls the method on the owner and gives an RRef to its result."""
+        return RRefProxy(self, "remote", timeout)
+
+    # -- Python ------------------------------------------------------------------------------------------
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RRef):
+            return NotImplemented
+        return self._handle.rref_id == other._handle.rref_id
+
+    def __hash__(self) -> int:
+        return hash(self._handle.rref_id)
+
+    def __repr__(self) -> str:
+        if self._handle.fork_id is None:
+            return f"OwnerRRef(RRefId = {self._handle.rref_id})"
+        return f"UserRRef(RRefId = {self._handle.rref_id}, ForkId = {self._handle.fork_id})"
+
+    def __reduce__(self) -> Any:
+        raise RRefError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
+
+    def __copy__(self) -> RRef[T]:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RRef[T]:
+        raise RRefError("an RRef is a reference: deepcopy would not copy its value; use to_here() for a copy")
+
+
+def _reduce(rref: RRef[Any]) -> tuple[Any, ...]:
+    parcel = codec.current_encoding()
+    if not isinstance(parcel, Parcel):
+        return rref.__reduce__()  # type: ignore[no-any-return]
+    rref._check()
+    references = rref._references
+    fork: ForkData = references.table.fork(rref._handle, references.key_of(parcel.peer))
+    if parcel.sent is None:
+        parcel.sent = []
+    parcel.sent.append(fork)
+    return _rebuild, (len(parcel.sent) - 1,)
+
+
+codec.register(RRef, _reduce)
+
+
+class RRefProxy:
+    """Attribute access gives the methods of an RRef's value; calling one calls it on the owner.
+
+    Which methods there are is known to the owner only: a missing one raises AttributeError there, and so here. A
+    method of a proxy may itself be sent as a function to call.
+    """
+
+    __slots__ = ("_rref", "_style", "_timeout")
+
+    def __init__(self, rref: RRef[Any], style: Literal["rpc_sync", "rpc_async", "remote"], timeout: float) -> None:
+        self._rref = rref
+        self._style = style
+        self._timeout = timeout
+        if timeout != UNSET_RPC_TIMEOUT:
+            check_timeout(timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__") and name != "__call__":
+            raise AttributeError(name)
+        return _Method(self._rref, self._style, self._timeout, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the value itself."""
+        return _Method(self._rref, self._style, self._timeout, "__call__")(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<{self._style} proxy of {self._rref!r}>"
+
+
+class _Method:
+    """One method of a proxy. Travels, with its RRef."""
+
+    __slots__ = ("_name", "_rref", "_style", "_timeout")
+
+    def __init__(self, rref: RRef[Any], style: str, timeout: float, name: str) -> None:
+        self._rref = rref
+        self._style = style
+        self._timeout = timeout
+        self._name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Method, (self._rref, self._style, self._timeout, self._name)
+
+    def __repr__(self) -> str:
+        return f"RRef.{self._style}().{self._name}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        rref = self._rref
+        references = rref._references
+        references.agent.check_process()
+        seconds = _timeout(self._timeout)
+        rref._check()
+        agent, handle = references.agent, rref._handle
+        peer = agent.self_peer if handle.owner == references.me else references.peer_of(handle.owner)
+        arguments = (handle.rref_id, self._name, args, kwargs)
+        if self._style == "rpc_sync":
+            return agent.call(peer, _invoke, arguments, {}, seconds, keep=rref, label=self._name).result()
+        if self._style == "rpc_async":
+            future: Future[Any] = Future()
+            agent.call(peer, _invoke, arguments, {}, seconds, future=future, keep=rref, label=self._name)
+            return future
+        return references.create(peer, _invoke_kept, (rref, *arguments), {}, seconds, self._name)
+
+
+def _invoke_kept(rref: RRef[Any], rref_id: RRefId, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As :func:`_invoke`, for a call that outlives its caller's interest: the RRef itself comes along."""
+    return _invoke(rref_id, name, args, kwargs)

@@ -1,0 +1,5 @@
+"""Benchmarks of actorrpc beside torch's own RPC and the raw limits: ``python -m benchmarks.core``."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,160 @@
+"""Results as text and as JSON. Pure but for :func:`write_json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.series import Key, Results, Summary, ratio, summarise
+from benchmarks.targets import TARGETS, Verdict, judge
+
+__all__ = ["as_document", "cell", "number", "table", "text", "verdict_table", "write_json"]
+
+PEER_ORDER = ("torch", "actorrpc", "no spin", "no lane", "switch 0.5 ms", "raw", "memcpy")
+
+METRICS: dict[str, str] = {
+    "p50": "p50, us",
+    "p99": "p99, us",
+    "cpu": "processor time of both sides, us a call",
+    "rate": "calls a second",
+    "time": "ms",
+    "rss": "resident MB above a process with torch imported",
+    "uss": "private MB above a process with torch imported",
+    "cpu_idle": "processor time of both sides, us a second",
+    "wakes": "wake-ups a second",
+    "growth": "MB per 100 000 calls, the worse process",
+    "steps": "environment steps a second",
+}
+TENSOR_METRICS = {"rate": "GB/s", "cpu": "processor time of both sides, s per GB"}
+
+
+def metric_title(key: Key) -> str:
+    """Return what a metric means in its section, with its unit."""
+    if key.section == "tensors":
+        return TENSOR_METRICS[key.metric]
+    return METRICS.get(key.metric, key.metric)
+
+
+def number(value: float) -> str:
+    """Print a number with three digits that count, in plain notation."""
+    size = abs(value)
+    if size >= 1e4:
+        return f"{value:,.0f}".replace(",", " ")
+    if size >= 100 or value == 0:
+        return f"{value:.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    if size >= 0.1:
+        return f"{value:.2f}"
+    return f"{value:.3g}"
+
+
+def cell(summary: Summary | None) -> str:
+    """Print a median and, where there was more than one round, the ends of the spread."""
+    if summary is None:
+        return "-"
+    if summary.rounds == 1:
+        return number(summary.median)
+    return f"{number(summary.median)} [{number(summary.low)}..{number(summary.high)}]"
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> str:
+    """Lay out rows under a head: a Markdown table that also reads well as it is."""
+    lines = [head, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+
+    def line_of(cells: list[str]) -> str:
+        return "| " + " | ".join(text.ljust(width) for text, width in zip(cells, widths, strict=True)) + " |"
+
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([line_of(head), rule, *(line_of(row) for row in lines[1:])])
+
+
+def _order(peers: Iterable[str]) -> list[str]:
+    known = {peer: place for place, peer in enumerate(PEER_ORDER)}
+    return sorted(peers, key=lambda peer: (known.get(peer, len(known)), peer))
+
+
+def section_table(results: Results, section: str, metric: str) -> str:
+    """Return the table of one metric of one section; ratios are taken round by round."""
+    keys = [key for key in results.series if key.section == section and key.metric == metric]
+    peers = _order({peer for key in keys for peer in results.series[key]})
+    others = [peer for peer in ("torch", "raw") if peer in peers and "actorrpc" in peers]
+    head = ["case", "transport", "CPUs", *peers, *(f"actorrpc / {other}" for other in others)]
+    rows = []
+    for key in keys:
+        row = [key.case or section, key.transport, key.placement]
+        row += [cell(summarise(results.values(key, peer))) for peer in peers]
+        ours = results.values(key, "actorrpc")
+        row += [cell(summarise(ratio(ours, results.values(key, other)))) for other in others]
+        rows.append(row)
+    return table(head, rows)
+
+
+def verdict_table(verdicts: Iterable[Verdict]) -> str:
+    """Return the table of what was to be reached."""
+    answers = {True: "yes", False: "no", None: "not measured"}
+    rows = [[v.target.text, cell(v.measured), v.target.bound, answers[v.reached]] for v in verdicts]
+    return table(["figure", "measured", "target", "reached"], rows)
+
+
+def _judged(results: Results) -> list[Verdict]:
+    measured = {key.section for key in results.series}
+    return [judge(results, target) for target in TARGETS if target.key.section in measured]
+
+
+def text(results: Results, meta: dict[str, Any]) -> str:
+    """Return the whole report: every table, the targets, the reasons for those missed, and the notes."""
+    parts = [f"{name}: {value}" for name, value in meta.items()]
+    for section in results.sections():
+        metrics = dict.fromkeys(key.metric for key in results.series if key.section == section)
+        for metric in metrics:
+            title = metric_title(Key(section, "", "", "", metric))
+            parts.append(f"\n{section}: {title}; median [lowest..highest] over the rounds\n")
+            parts.append(section_table(results, section, metric))
+    verdicts = _judged(results)
+    if verdicts:
+        parts += ["\ntargets (the median decides)\n", verdict_table(verdicts)]
+    missed = [v for v in verdicts if v.reached is False]
+    parts += [f"- {v.target.text}: {v.target.why or 'not reached; no reason known yet'}" for v in missed]
+    parts += [f"note: {note}" for note in results.notes]
+    return "\n".join(parts)
+
+
+def as_document(results: Results, meta: dict[str, Any]) -> dict[str, Any]:
+    """Return everything measured as plain data, values of each round included."""
+    series = []
+    for key, peers in results.series.items():
+        for peer, values in peers.items():
+            found = summarise(values)
+            series.append(
+                {
+                    **key._asdict(),
+                    "meaning": metric_title(key),
+                    "peer": peer,
+                    "values": values,
+                    "median": None if found is None else found.median,
+                    "low": None if found is None else found.low,
+                    "high": None if found is None else found.high,
+                }
+            )
+    targets = [
+        {
+            "text": v.target.text,
+            "target": v.target.bound,
+            "measured": None if v.measured is None else v.measured.median,
+            "low": None if v.measured is None else v.measured.low,
+            "high": None if v.measured is None else v.measured.high,
+            "reached": v.reached,
+            "why": v.target.why if v.reached is False else "",
+        }
+        for v in _judged(results)
+    ]
+    return {"meta": meta, "series": series, "targets": targets, "notes": results.notes}
+
+
+def write_json(path: Path, results: Results, meta: dict[str, Any]) -> None:
+    """Write the document."""
+    path.write_text(json.dumps(as_document(results, meta), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,279 @@
+"""What a worker does when the driver asks: one small function for each thing that is measured.
+
+The same code runs on both backends: it sees only ``context.rpc``, the module ``torch.distributed.rpc`` or
+``actorrpc.rpc``. Functions of the first group are the remote side, named in calls by reference; those in
+``SCENARIOS`` are what the driver may ask for by name. All of them run on the worker's main thread, return
+plain dictionaries of numbers, and never pin, print or sleep.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.series import percentile
+
+__all__ = ["SCENARIOS", "Context"]
+
+
+@dataclass(slots=True)
+class Context:
+    """One worker of one group: its backend, its rank, and the worker it calls."""
+
+    rank: int = 0
+    partner: str = ""
+    rpc: Any = None
+    stop_busy: threading.Event = field(default_factory=threading.Event)
+    busy: threading.Thread | None = None
+
+
+# -- the remote side -----------------------------------------------------------------------------------
+
+
+def answer() -> int:
+    """Answer a call without arguments."""
+    return 1
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """Take a tensor, answer with a number."""
+    return tensor.numel()
+
+
+def echo(tensor: torch.Tensor) -> torch.Tensor:
+    """Answer with the tensor that came."""
+    return tensor
+
+
+def cpu_seconds() -> float:
+    """Return the processor time this process has used, all threads, user and system."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def resident_bytes() -> int:
+    """Return this process's resident memory, after a garbage collection."""
+    gc.collect()
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# -- the calling side ----------------------------------------------------------------------------------
+
+
+def _both_cpu(context: Context) -> float:
+    """Return the processor time of this process and of the one it calls, together."""
+    remote: float = context.rpc.rpc_sync(context.partner, cpu_seconds)
+    return cpu_seconds() + remote
+
+
+def init(
+    context: Context,
+    backend: str,
+    rank: int,
+    world_size: int,
+    partner: int,
+    init_method: str,
+    options: dict[str, Any],
+) -> dict[str, float]:
+    """Join the group; the answer says when that was done, on the clock all processes share."""
+    rpc = importlib.import_module(backend)
+    rpc.init_rpc(
+        f"w{rank}",
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=init_method, **options),
+    )
+    done = time.monotonic()
+    context.rpc, context.rank, context.partner = rpc, rank, f"w{partner}"
+    return {"done": done}
+
+
+def shutdown(context: Context) -> dict[str, float]:
+    """Leave the group together with the others."""
+    if context.rpc is not None:
+        context.rpc.shutdown()
+        context.rpc = None
+    return {}
+
+
+def roundtrip(context: Context, calls: int, warm: int) -> dict[str, float]:
+    """Make single calls one after another; microseconds per call."""
+    rpc_sync, partner, clock = context.rpc.rpc_sync, context.partner, time.perf_counter_ns
+    for _ in range(warm):
+        rpc_sync(partner, answer)
+    times = [0] * calls
+    gc.collect()
+    before = _both_cpu(context)
+    for number in range(calls):
+        start = clock()
+        rpc_sync(partner, answer)
+        times[number] = clock() - start
+    used = _both_cpu(context) - before
+    times.sort()
+    return {
+        "p50": percentile(times, 0.50) / 1e3,
+        "p99": percentile(times, 0.99) / 1e3,
+        "cpu": used / calls * 1e6,
+    }
+
+
+def pipelined(context: Context, windows: int, window: int, warm: int) -> dict[str, float]:
+    """Start ``window`` calls, then wait for all of them, ``windows`` times over."""
+    rpc_async, partner = context.rpc.rpc_async, context.partner
+
+    def once() -> None:
+        futures = [rpc_async(partner, answer) for _ in range(window)]
+        for future in futures:
+            future.wait()
+
+    for _ in range(warm):
+        once()
+    gc.collect()
+    before, start = _both_cpu(context), time.perf_counter()
+    for _ in range(windows):
+        once()
+    elapsed = time.perf_counter() - start
+    used = _both_cpu(context) - before
+    calls = windows * window
+    return {"rate": calls / elapsed, "cpu": used / calls * 1e6}
+
+
+def together(context: Context, start_at: float, seconds: float, window: int, warm: int) -> dict[str, float]:
+    """Call from ``start_at`` (shared clock) for ``seconds``, beside other callers that do the same.
+
+    A window of 0 makes single calls; otherwise that many are under way at a time.
+    """
+    rpc_sync, rpc_async, partner = context.rpc.rpc_sync, context.rpc.rpc_async, context.partner
+    clock = time.monotonic
+
+    def batch() -> None:
+        futures = [rpc_async(partner, answer) for _ in range(window)]
+        for future in futures:
+            future.wait()
+
+    def single() -> None:
+        rpc_sync(partner, answer)
+
+    once, per_turn = (batch, window) if window else (single, 1)
+    for _ in range(warm):
+        once()
+    gc.collect()
+    before = _both_cpu(context)
+    time.sleep(max(0.0, start_at - clock()))
+    start = clock()
+    stop_at, turns = start + seconds, 0
+    while clock() < stop_at:
+        once()
+        turns += 1
+    elapsed = clock() - start
+    used = _both_cpu(context) - before
+    return {"calls": float(turns * per_turn), "elapsed": elapsed, "used": used}
+
+
+def tensor(context: Context, size: int, repeats: int, direction: str, warm: int) -> dict[str, float]:
+    """Send one tensor of ``size`` bytes again and again, as an argument or there and back."""
+    rpc_sync, partner = context.rpc.rpc_sync, context.partner
+    payload = torch.full((size,), 7, dtype=torch.uint8)
+    function: Callable[[torch.Tensor], Any] = echo if direction == "echo" else size_of
+    for _ in range(warm):  # the first calls fault pages in and open what is opened on demand
+        rpc_sync(partner, function, args=(payload,))
+    gc.collect()
+    before, start = _both_cpu(context), time.perf_counter()
+    for _ in range(repeats):
+        rpc_sync(partner, function, args=(payload,))
+    elapsed = time.perf_counter() - start
+    used = _both_cpu(context) - before
+    moved = size * repeats * (2 if direction == "echo" else 1)
+    return {"rate": moved / elapsed / 1e9, "cpu": used / (moved / 1e9)}
+
+
+def churn(context: Context, calls: int, warm: int, sizes: list[int]) -> dict[str, float]:
+    """Make many calls and say how much the resident memory of the worse process grew.
+
+    Half of the calls are single, half in windows of 50; with ``sizes``, each echoes a tensor.
+    """
+    rpc_sync, rpc_async, partner = context.rpc.rpc_sync, context.rpc.rpc_async, context.partner
+    payloads = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+
+    def hundred() -> None:
+        for number in range(50):
+            if payloads:
+                rpc_sync(partner, echo, args=(payloads[number % len(payloads)],))
+            else:
+                rpc_sync(partner, answer)
+        if payloads:
+            turn = [payloads[number % len(payloads)] for number in range(50)]
+            futures = [rpc_async(partner, echo, args=(payload,)) for payload in turn]
+        else:
+            futures = [rpc_async(partner, answer) for _ in range(50)]
+        for future in futures:
+            future.wait()
+
+    for _ in range(warm // 100):
+        hundred()
+    before = (resident_bytes(), int(rpc_sync(partner, resident_bytes)))
+    for _ in range(calls // 100):
+        hundred()
+    after = (resident_bytes(), int(rpc_sync(partner, resident_bytes)))
+    scale = 1e5 / calls / 1e6
+    return {
+        "growth": max(late - early for late, early in zip(after, before, strict=True)) * scale,
+        "caller": (after[0] - before[0]) * scale,
+        "callee": (after[1] - before[1]) * scale,
+    }
+
+
+# -- asked of either side ------------------------------------------------------------------------------
+
+
+def usage(_context: Context) -> dict[str, float]:
+    """Return this process's memory in MB: resident, and what it shares with nobody."""
+    private = 0
+    resident = resident_bytes()
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("Private_"):
+                private += int(line.split()[1]) * 1024
+    return {"rss": resident / 1e6, "uss": private / 1e6}
+
+
+def busy_start(context: Context) -> dict[str, float]:
+    """Keep the interpreter busy on another thread until ``busy_stop``."""
+    context.stop_busy.clear()
+
+    def work() -> None:
+        total = 0
+        while not context.stop_busy.is_set():
+            for number in range(2_000):
+                total += number * number
+
+    context.busy = threading.Thread(target=work, name="busy", daemon=True)
+    context.busy.start()
+    return {}
+
+
+def busy_stop(context: Context) -> dict[str, float]:
+    """End what ``busy_start`` began."""
+    context.stop_busy.set()
+    if context.busy is not None:
+        context.busy.join(10.0)
+        context.busy = None
+    return {}
+
+
+SCENARIOS: dict[str, Callable[..., dict[str, float]]] = {
+    function.__name__: function
+    for function in (
+        init, shutdown, roundtrip, pipelined, together, tensor, churn, usage, busy_start, busy_stop,
+    )
+}  # fmt: skip

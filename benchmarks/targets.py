@@ -1,0 +1,151 @@
+"""What is to be reached, as data: one line for each figure, judged from the results of a run.
+
+A target compares one series of actorrpc with a bound, either as it is or as a ratio, taken round by
+round, to the same series of another peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from benchmarks.series import Key, Results, Summary, ratio, summarise
+
+__all__ = ["TARGETS", "Target", "Verdict", "judge"]
+
+HOST, TCP = "same host", "TCP"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One figure to reach."""
+
+    text: str
+    key: Key
+    peer: str = "actorrpc"
+    versus: str | None = None
+    at_most: float | None = None
+    at_least: float | None = None
+    why: str = ""  # why it is not reached, where that is understood
+
+    @property
+    def bound(self) -> str:
+        """Return the bound as it is printed."""
+        if self.at_most is not None:
+            return f"<= {self.at_most:.4g}"
+        return f">= {self.at_least:.6g}"
+
+    def met(self, value: float) -> bool:
+        """Return whether a value satisfies the bound."""
+        if self.at_most is not None:
+            return value <= self.at_most
+        return self.at_least is not None and value >= self.at_least
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A target and what was measured; ``reached`` is ``None`` where it was not measured."""
+
+    target: Target
+    measured: Summary | None
+    reached: bool | None
+
+
+def judge(results: Results, target: Target) -> Verdict:
+    """Compare a run's results with one target: the median decides."""
+    values = results.values(target.key, target.peer)
+    if target.versus is not None:
+        values = ratio(values, results.values(target.key, target.versus))
+    measured = summarise(values)
+    return Verdict(target, measured, None if measured is None else target.met(measured.median))
+
+
+def _key(section: str, metric: str, placement: str, *, case: str = "", transport: str = HOST) -> Key:
+    return Key(section, case, transport, placement, metric)
+
+
+def _calls() -> Iterator[Target]:
+    trip = "round trip"
+    yield Target(
+        text="round trip p50, own CPUs, spin off / raw",
+        key=_key(trip, "p50", "own"), peer="no spin", versus="raw", at_most=1.4,
+    )  # fmt: skip
+    yield Target(
+        text="round trip p50, own CPUs / torch (aim 0.125)",
+        key=_key(trip, "p50", "own"), versus="torch", at_most=0.25,
+    )  # fmt: skip
+    yield Target(
+        text="round trip processor time, own CPUs / torch",
+        key=_key(trip, "cpu", "own"), versus="torch", at_most=1 / 3,
+    )  # fmt: skip
+    yield Target(
+        text="round trip p50, one CPU / torch", key=_key(trip, "p50", "one"), versus="torch", at_most=0.2
+    )
+    yield Target(
+        text="round trip processor time, one CPU / torch",
+        key=_key(trip, "cpu", "one"), versus="torch", at_most=0.2,
+    )  # fmt: skip
+    yield Target(
+        text="round trip p50, one CPU, spin on / off (5 % for noise)",
+        key=_key(trip, "p50", "one"), versus="no spin", at_most=1.05,
+    )  # fmt: skip
+    for place, where in (("own", "own CPUs"), ("one", "one CPU")):
+        yield Target(
+            text=f"pipelined calls/s, {where} / torch (aim 10)",
+            key=_key("pipelined", "rate", place), versus="torch", at_least=6.0,
+        )  # fmt: skip
+        yield Target(
+            text=f"pipelined calls/s, {where}", key=_key("pipelined", "rate", place), at_least=60_000
+        )
+    for place, where in (("own", "own CPUs"), ("one", "one CPU")):
+        yield Target(
+            text=f"4 to 4 pipelined calls/s, {where} / torch",
+            key=_key("4 to 4", "rate", place, case="windows of 250"), versus="torch", at_least=4.0,
+        )  # fmt: skip
+    for place, where in (("own", "own CPUs"), ("one", "one CPU")):
+        yield Target(
+            text=f"busy callee p50, {where} / torch (5 % for noise)",
+            key=_key("busy callee", "p50", place), versus="torch", at_most=1.05,
+        )  # fmt: skip
+    yield Target(
+        text="4 pairs on 2 CPUs, calls/s, spin on / off",
+        key=_key("oversubscribed", "rate", "both"), versus="no spin", at_least=0.95,
+    )  # fmt: skip
+
+
+def _tensors() -> Iterator[Target]:
+    for size, bound in (("1 MiB", 2.0), ("64 MiB", 2.5), ("256 MiB", 2.5)):
+        for direction in ("argument", "echo"):
+            for place, where in (("own", "own CPUs"), ("one", "one CPU")):
+                yield Target(
+                    text=f"{size} tensor, {direction}, GB/s, {where} / torch",
+                    key=_key("tensors", "rate", place, case=f"{direction} {size}"),
+                    versus="torch",
+                    at_least=bound,
+                )
+    for direction in ("argument", "echo"):
+        for place, where in (("own", "own CPUs"), ("one", "one CPU")):
+            yield Target(
+                text=f"64 MiB tensor, {direction}, forced TCP, {where} / raw TCP",
+                key=_key("tensors", "rate", place, case=f"{direction} 64 MiB", transport=TCP),
+                versus="raw",
+                at_least=0.85,
+            )
+
+
+def _rest() -> Iterator[Target]:
+    yield Target(text="idle group, wake-ups per second", key=_key("idle", "wakes", "own"), at_most=0.0)
+    for case in ("no tensors", "tensors"):
+        yield Target(
+            text=f"growth per 100 000 calls, {case}, MB",
+            key=_key("flat memory", "growth", "both", case=case),
+            at_most=1.0,
+        )
+    for place, where in (("own", "own CPUs"), ("one", "one CPU")):
+        yield Target(
+            text=f"reinforce.py environment steps/s, {where} / torch",
+            key=_key("reinforce", "steps", place, case="1 observer"), versus="torch", at_least=3.0,
+        )  # fmt: skip
+
+
+TARGETS: tuple[Target, ...] = (*_calls(), *_tensors(), *_rest())

@@ -1,0 +1,123 @@
+"""The helper that runs ranks as processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from tests.group import Died, GroupError, run_group
+
+
+def _product(rank: int, world_size: int, factor: int) -> tuple[int, int, int]:
+    return rank, world_size, rank * factor
+
+
+def _pid(rank: int, world_size: int) -> tuple[int, str | None]:
+    return os.getpid(), os.environ.get("OF_THIS_GROUP")
+
+
+def _raise(rank: int, world_size: int) -> None:
+    print("said before")
+    if rank == 1:
+        raise KeyError("of rank 1")
+
+
+def _compare(rank: int, world_size: int) -> None:
+    left, right = 4, 5
+    assert left == right
+
+
+def _die(rank: int, world_size: int) -> str:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "alive"
+
+
+def _wait_for_ever(rank: int, world_size: int) -> None:
+    if rank == 1:
+        _in_this_function()
+
+
+def _in_this_function() -> None:
+    threading.Event().wait()
+
+
+def _stay(rank: int, world_size: int) -> None:
+    if rank == 1:
+        threading.Thread(target=_in_this_function, name="stays").start()
+
+
+def _return_thread(rank: int, world_size: int) -> object:
+    return threading.Lock()
+
+
+def _large(rank: int, world_size: int) -> bytes:
+    return bytes(4 << 20)
+
+
+def _leak_descriptor(rank: int, world_size: int) -> None:
+    os.pipe()
+
+
+def test_each_rank_gets_its_arguments_and_gives_its_result() -> None:
+    assert run_group(_product, 3, 5) == [(0, 3, 0), (1, 3, 5), (2, 3, 10)]
+
+
+def test_ranks_are_processes_with_the_test_s_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THIS_GROUP", "test")
+    answers = run_group(_pid, 2)
+    assert len({os.getpid(), *(pid for pid, _ in answers)}) == 3
+    assert [value for _, value in answers] == ["test", "test"]
+    assert run_group(_pid, 1, env={"OF_THIS_GROUP": "group"})[0][1] == "group"
+
+
+def test_large_results_arrive() -> None:
+    assert [len(result) for result in run_group(_large, 2)] == [4 << 20, 4 << 20]
+
+
+def test_a_failing_rank_shows_its_traceback_and_output() -> None:
+    with pytest.raises(GroupError) as caught:
+        run_group(_raise, 2)
+    assert list(caught.value.failures) == [1]
+    text = str(caught.value)
+    assert "KeyError: 'of rank 1'" in text
+    assert "in _raise" in text
+    assert "said before" in text
+
+
+def test_a_bare_assertion_shows_its_variables() -> None:
+    with pytest.raises(GroupError, match="left = 4"):
+        run_group(_compare, 1)
+
+
+def test_the_death_of_a_rank_is_a_failure_unless_it_may_die() -> None:
+    with pytest.raises(GroupError, match=r"rank 1: ended without a result \(signal SIGKILL\)"):
+        run_group(_die, 2)
+    assert run_group(_die, 2, may_die=[1]) == ["alive", Died(-signal.SIGKILL)]
+
+
+def test_a_rank_that_does_not_end_shows_its_stacks_and_is_killed() -> None:
+    with pytest.raises(GroupError) as caught:
+        run_group(_wait_for_ever, 2, timeout=3)
+    assert list(caught.value.failures) == [1]
+    assert "was not over in time" in caught.value.failures[1]
+    assert "in _in_this_function" in caught.value.failures[1]
+
+
+def test_a_rank_must_leave_nothing_behind() -> None:
+    with pytest.raises(GroupError, match="descriptor of pipe:"):
+        run_group(_leak_descriptor, 1, leak_wait=0.1)
+    run_group(_leak_descriptor, 1, leak_wait=None)
+
+
+def test_a_rank_whose_thread_stays_is_a_failure() -> None:
+    with pytest.raises(GroupError, match="did not end after its function was over"):
+        run_group(_stay, 2, leak_wait=None, timeout=3)
+
+
+def test_a_result_that_cannot_travel_is_a_failure() -> None:
+    with pytest.raises(GroupError, match="its result cannot be pickled"):
+        run_group(_return_thread, 1)

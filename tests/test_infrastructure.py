@@ -1,0 +1,253 @@
+"""The limit on each test and the leak check, tried on sessions of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def _session(directory: Path, source: str, *options: str) -> tuple[int, str]:
+    """Run tests in a pytest of their own, with this repository's conftest; return its status and output."""
+    file = directory / "test_inner.py"
+    file.write_text(textwrap.dedent(source))
+    command = [sys.executable, "-m", "pytest", "-c", str(_ROOT / "pyproject.toml"), f"--rootdir={directory}"]
+    command += ["-p", "tests.conftest", "-p", "no:cacheprovider", str(file), *options]
+    done = subprocess.run(
+        command,
+        cwd=_ROOT,
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=50,
+        check=False,
+        text=True,
+    )
+    print(done.stdout)
+    return done.returncode, done.stdout
+
+
+def test_what_is_left_behind_is_named_and_only_charged_to_its_test(tmp_path: Path) -> None:
+    status, output = _session(
+        tmp_path,
+        """
+        import os, subprocess, threading, _thread, time
+
+        release = threading.Event()
+
+        def test_thread():
+            threading.Thread(target=release.wait, name="left-thread").start()
+
+        def test_raw_thread():
+            release.clear()
+            _thread.start_new_thread(release.wait, ())
+
+        def test_after_the_threads():
+            release.set()
+
+        def test_child():
+            global child
+            child = subprocess.Popen(["sleep", "1001"])
+
+        def test_after_the_child():
+            child.wait()
+
+        def test_zombie():
+            global zombie
+            zombie = subprocess.Popen(["true"])
+            os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+
+        def test_after_the_zombie():
+            zombie.wait()
+
+        def test_orphan():
+            subprocess.run(["sh", "-c", "setsid sleep 1002 > /dev/null 2>&1 &"], check=True)
+
+        def test_descriptor():
+            global pipe
+            pipe = os.pipe()
+
+        def test_after_the_descriptor():
+            os.close(pipe[0]), os.close(pipe[1])
+
+        def test_runtime_file():
+            open(os.path.join(os.environ["ACTORRPC_RUNTIME_DIR"], "left-socket"), "w").close()
+
+        def test_shared_memory():
+            open("/dev/shm/actorrpc-left-segment", "w").close()
+
+        def test_after_the_memory():
+            os.unlink("/dev/shm/actorrpc-left-segment")
+
+        def test_late_but_tidy():
+            threading.Thread(target=time.sleep, args=(0.05,)).start()
+
+        def test_failing():
+            pipe = os.pipe()
+            try:
+                assert not pipe
+            finally:
+                global later
+                later = pipe
+        """,
+        "--leak-wait=0.3",
+    )
+    assert status == pytest.ExitCode.TESTS_FAILED
+    for leak in (
+        "ERROR at teardown of test_thread ",
+        "thread 'left-thread'",
+        "ERROR at teardown of test_raw_thread ",
+        "(not started by threading)",
+        "ERROR at teardown of test_child ",
+        ": sleep 1001",
+        "ERROR at teardown of test_zombie ",
+        "(zombie, parent ",
+        "ERROR at teardown of test_orphan ",
+        ": sleep 1002",
+        "ERROR at teardown of test_descriptor ",
+        "descriptor of pipe:",
+        "ERROR at teardown of test_runtime_file ",
+        "left-socket",
+        "ERROR at teardown of test_shared_memory ",
+        "actorrpc-left-segment",
+        "test_inner.py::test_failing",
+        "left behind teardown",
+    ):
+        assert leak in output
+    assert "1 failed, 14 passed, 8 errors" in output
+
+
+def test_a_test_over_its_limit_shows_all_stacks_and_leaves_no_process(tmp_path: Path) -> None:
+    status, output = _session(
+        tmp_path,
+        """
+        import subprocess, threading, time
+        import pytest
+        from tests import processes, watchdog
+        from tests.test_infrastructure import hang_in_rank, return_at_once
+        from tests.group import run_group
+
+        watchdog._RETRY = 0.2
+
+        def inner_wait():
+            threading.Event().wait()
+
+        @pytest.mark.limit(0.3)
+        def test_hangs_in_python():
+            global child
+            child = subprocess.Popen(["sleep", "1003"])
+            inner_wait()
+
+        def test_reap():
+            child.wait()  # it was killed, or this would not be over
+
+        @pytest.mark.limit(0.3)
+        def test_swallows_once():
+            try:
+                inner_wait()
+            except BaseException:
+                inner_wait()
+
+        def test_server_is_there():
+            run_group(return_at_once, 1)
+
+        @pytest.mark.limit(3)
+        def test_ranks_hang():
+            run_group(hang_in_rank, 2, timeout=30)
+
+        @pytest.mark.limit(0.3)
+        @pytest.mark.parametrize("where", [None])
+        def test_hangs_in_setup(where, hanging):
+            pass
+
+        @pytest.fixture
+        def hanging():
+            time.sleep(1004)
+
+        def test_no_process_is_left():
+            assert {process.pid for process in processes.of_session()} <= processes.helper_pids()
+        """,
+    )
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert output.count("the test was not over within its 0.3 s") >= 3
+    assert "in inner_wait" in output
+    assert ": sleep 1003" in output
+    assert output.count("in hang_in_rank") >= 2
+    assert "3 failed, 3 passed, 1 error" in output
+
+
+def hang_in_rank(rank: int, world_size: int) -> None:
+    """Be a rank that never ends."""
+    threading.Event().wait()
+
+
+def return_at_once(rank: int, world_size: int) -> None:
+    """Be a rank that ends."""
+
+
+def test_a_session_whose_main_thread_cannot_be_freed_ends(tmp_path: Path) -> None:
+    status, output = _session(
+        tmp_path,
+        """
+        import subprocess, threading
+        import pytest
+        from tests import watchdog
+
+        watchdog._RETRY = 0.05
+
+        @pytest.mark.limit(0.2)
+        def test_never_lets_go():
+            child = subprocess.Popen(["sleep", "1005"])
+            while True:
+                try:
+                    threading.Event().wait()
+                except BaseException:
+                    pass
+        """,
+    )
+    assert status == 70
+    assert "test_never_lets_go" in output
+    assert "It could not be ended" in output
+
+
+def test_a_session_in_which_nothing_can_run_ends(tmp_path: Path) -> None:
+    status, output = _session(
+        tmp_path,
+        """
+        import ctypes
+        import pytest
+        from tests import watchdog
+
+        watchdog._BACKSTOP = 0.3
+
+        @pytest.mark.limit(0.2)
+        def test_holds_the_gil():
+            ctypes.PyDLL(None).pause()  # PyDLL keeps the GIL
+        """,
+    )
+    assert status == 1
+    assert "in test_holds_the_gil" in output
+
+
+def test_sigint_is_the_test_s_own() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.limit(0.5)
+def test_the_limit_does_not_outlive_its_test() -> None:
+    pass
+
+
+def test_after_it() -> None:
+    with pytest.raises(subprocess.TimeoutExpired):  # longer than the limit of the test before
+        subprocess.run([sys.executable, "-c", "import signal; signal.pause()"], timeout=1, check=False)

@@ -1,0 +1,112 @@
+"""Every public name exists, is listed and says what it does."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+_PACKAGE = Path(__file__).resolve().parent.parent / "actorrpc"
+_PUBLIC = [
+    "actorrpc",
+    "actorrpc.errors",
+    "actorrpc.config",
+    "actorrpc.futures",
+    "actorrpc.rpc",
+    "actorrpc.autograd",
+    "actorrpc.optim",
+    "actorrpc.nn",
+    "actorrpc.actors",
+    "actorrpc.cluster",
+    "actorrpc.compat",
+    "actorrpc.observe",
+    "actorrpc.testing",
+]
+
+
+def _file(name: str) -> Path | None:
+    path = _PACKAGE.joinpath(*name.split(".")[1:])
+    for candidate in (path / "__init__.py", path.with_suffix(".py")):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+_EXISTING = [name for name in _PUBLIC if _file(name) is not None]
+
+
+@pytest.fixture(params=_EXISTING)
+def module(request: pytest.FixtureRequest) -> ModuleType:
+    """Each public module."""
+    return importlib.import_module(request.param)
+
+
+def _own(value: object) -> bool:
+    """Whether it is defined in this package; what is torch's has torch's documentation."""
+    return (getattr(value, "__module__", None) or "").partition(".")[0] == "actorrpc"
+
+
+def _undocumented(name: str, value: object) -> Iterator[str]:
+    if not (inspect.isclass(value) or inspect.isroutine(value)) or not _own(value):
+        return
+    # A class without a docstring has its base's: that says what the base is for.
+    if not (value.__dict__.get("__doc__") if inspect.isclass(value) else inspect.getdoc(value)):
+        yield name
+    if inspect.isclass(value):
+        for base in value.__mro__:
+            if not _own(base):
+                continue
+            for attribute, member in vars(base).items():
+                function = getattr(member, "__func__", member)  # of class and static methods
+                documented = inspect.isroutine(function) or isinstance(function, property)
+                if attribute.startswith("_") or not documented:
+                    continue
+                # An override without a docstring keeps the promise of what it overrides.
+                if not inspect.getdoc(getattr(value, attribute)):
+                    yield f"{name}.{attribute}"
+
+
+def test_it_lists_its_names(module: ModuleType) -> None:
+    names = getattr(module, "__all__", None)
+    assert names, f"{module.__name__} has no __all__"
+    assert all(isinstance(name, str) for name in names)
+    assert len(names) == len(set(names)), f"twice: {sorted(n for n in set(names) if names.count(n) > 1)}"
+    private = [name for name in names if name.startswith("_") and name != "__version__"]
+    assert not private
+
+
+def test_its_names_exist(module: ModuleType) -> None:
+    missing = [name for name in module.__all__ if not hasattr(module, name)]
+    assert not missing
+
+
+def test_its_names_are_documented(module: ModuleType) -> None:
+    assert module.__doc__, f"{module.__name__} has no docstring"
+    undocumented = {
+        text for name in module.__all__ for text in _undocumented(name, getattr(module, name, None))
+    }
+    assert not undocumented, sorted(undocumented)
+
+
+def _sources() -> list[str]:
+    return [str(path.relative_to(_PACKAGE)) for path in sorted(_PACKAGE.rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", _sources())
+def test_every_module_says_what_it_is_and_what_it_offers(path: str) -> None:
+    tree = ast.parse((_PACKAGE / path).read_text(encoding="utf-8"))
+    if not tree.body and path.endswith("__init__.py"):
+        return  # of a private package: there is nothing to say
+    assert ast.get_docstring(tree), f"actorrpc/{path} has no docstring"
+    targets = {
+        target.id
+        for node in tree.body
+        for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)])
+        if isinstance(target, ast.Name)
+    }
+    assert "__all__" in targets or path == "__main__.py", f"actorrpc/{path} has no __all__"

@@ -1,0 +1,108 @@
+"""What holds for the files of the repository: nothing unfinished, no module too long, one test command."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parent.parent
+_FOLDERS = ["actorrpc", "benchmarks", "examples", "tests", ".ci"]
+_MOST_LINES = 600
+# In two parts each, so that this file has none of them.
+_UNFINISHED = [a + b for a, b in [("TO", "DO"), ("FIX", "ME"), ("XX", "X"), ("HA", "CK")]]
+_UNFINISHED_CODE = [a + b for a, b in [("NotImplemented", "Error"), ("break", "point"), ("set_", "trace")]]
+_CONFLICT = [7 * "<" + " ", 7 * ">" + " "]
+
+
+def _texts() -> Iterator[tuple[str, str]]:
+    files = [path for path in _ROOT.iterdir() if path.is_file()]
+    for folder in _FOLDERS:
+        files += [path for path in (_ROOT / folder).rglob("*") if path.is_file()]
+    for path in sorted(files):
+        if "__pycache__" in path.parts or path.name == "LICENSE":
+            continue
+        try:
+            yield str(path.relative_to(_ROOT)), path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # a picture
+
+
+def _found(pattern: str, folder: str = "") -> list[str]:
+    return [
+        f"{name}:{number}: {line.strip()}"
+        for name, text in _texts()
+        if name.startswith(folder)
+        for number, line in enumerate(text.splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+
+
+def _project() -> dict[str, Any]:
+    with (_ROOT / "pyproject.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+def test_nothing_is_left_unfinished() -> None:
+    assert not _found(rf"\b({'|'.join(_UNFINISHED)})\b")
+    assert not _found(rf"\b({'|'.join(_UNFINISHED_CODE)})\b", "actorrpc/")
+    assert not _found(rf"^({'|'.join(_CONFLICT)})")
+
+
+def test_no_module_is_too_long() -> None:
+    sizes = {name: len(text.splitlines()) for name, text in _texts() if re.match(r"actorrpc/.*\.py$", name)}
+    assert not {name: size for name, size in sizes.items() if size > _MOST_LINES}
+
+
+def test_there_is_no_empty_room() -> None:
+    folders = {path.parent for path in (_ROOT / "actorrpc").rglob("*.py")}
+    assert not [str(folder) for folder in folders if not (folder / "__init__.py").is_file()]
+
+
+def test_every_requirement_is_pinned() -> None:
+    project = _project()["project"]
+    extras = project["optional-dependencies"]
+    pinned = set()
+    for line in (_ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, exact, version = line.partition("==")
+            assert exact, line
+            assert "+" not in version, f"{line}: a local version is not to be had elsewhere"
+            pinned.add(_normal(name))
+    wanted = {_normal(text) for group in [project["dependencies"], *extras.values()] for text in group}
+    assert wanted - {"actorrpc"} <= pinned
+
+
+def _normal(requirement: str) -> str:
+    name = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert name is not None, requirement
+    return re.sub(r"[-_.]+", "-", name[0]).lower()
+
+
+def test_the_version_is_where_the_build_looks_for_it() -> None:
+    text = (_ROOT / _project()["tool"]["hatch"]["version"]["path"]).read_text(encoding="utf-8")
+    assert re.search(r'^__version__ = "\d+\.\d+\.\d+[a-z0-9.]*"$', text, re.MULTILINE), (
+        'actorrpc/__init__.py needs a line `__version__ = "0.1.0"`'
+    )
+
+
+@pytest.mark.parametrize("name", ["main-command", "test-command"])
+def test_the_readme_has_each_command_once(name: str) -> None:
+    text = (_ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(
+        rf"^<!-- {name} -->\n```sh\n(.*?)\n```\n<!-- /{name} -->$", text, re.MULTILINE | re.DOTALL
+    )
+    assert len(blocks) == 1
+    assert "pip install -c constraints.txt" in blocks[0]
+
+
+def test_the_ci_script_can_run() -> None:
+    script = _ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
