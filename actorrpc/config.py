@@ -72,7 +72,7 @@ class Settings:
     switch_interval: float | None = None
     # -- threads ---------------------------------------------------------------------------
     max_threads: int = 512
-    starvation_s: float = 0.010
+    starvation_s: float = 0.004
     # -- memory ----------------------------------------------------------------------------
     window: int = 64 << 20
     lane: bool = True
@@ -83,7 +83,7 @@ class Settings:
     stripe_threshold: int = 16 << 20
     stripes: int = 2
     # -- limits, checked before memory is allocated -------------------------------------------
-    max_frame: int = 1 << 31
+    max_frame: int = 4 << 20
     max_message: int = 1 << 40
     max_buffers: int = 10_000
     # -- failure ---------------------------------------------------------------------------

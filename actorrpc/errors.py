@@ -82,7 +82,9 @@ class RemoteTraceback(Exception):
 class _CallEnded(RpcError):
     """A call that ended without an answer from the called function."""
 
-    def __init__(self, message: str, *, maybe_executed: bool | None = None, worker: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, maybe_executed: bool | None = None, worker: str | None = None
+    ) -> None:
         super().__init__(message)
         self.maybe_executed = maybe_executed
         self.worker = worker

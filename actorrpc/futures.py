@@ -76,8 +76,8 @@ class Future(torch.futures.Future[T], Generic[T]):
     """The result of something that is still under way.
 
     Thread-safe. All methods of ``torch.futures.Future`` are here, with the differences that
-    :meth:`wait` takes a ``timeout``, every wait can be interrupted by Ctrl-C, :meth:`then` returns a future of this
-    class, and it can be awaited (``await fut``) on any running event loop.
+    :meth:`wait` takes a ``timeout``, every wait can be interrupted by Ctrl-C, :meth:`then` returns a future
+    of this class, and it can be awaited (``await fut``) on any running event loop.
     """
 
     __slots__ = (
@@ -115,7 +115,9 @@ class Future(torch.futures.Future[T], Generic[T]):
             return False
         return True
 
-    def _finish(self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None) -> None:
+    def _finish(
+        self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
+    ) -> None:
         """Publish the outcome; the caller has claimed it. ``submit`` runs callbacks elsewhere if given."""
         if error is None:
             self._value = value
@@ -156,17 +158,19 @@ class Future(torch.futures.Future[T], Generic[T]):
             except Exception:
                 _log.exception("a done callback of %s raised", self.label)
 
-    def set_result(self, result: T) -> None:  # type: ignore[override]
+    def set_result(self, result: T) -> None:
         """Complete the future with a value.
 
         Raises:
             RuntimeError: it is complete already.
         """
         if not self._claim():
-            raise RuntimeError("Future can only be marked completed once: it already has a result or an error")
+            raise RuntimeError(
+                "Future can only be marked completed once: it already has a result or an error"
+            )
         self._finish(result, None)
 
-    def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
+    def set_exception(self, result: BaseException) -> None:
         """Complete the future with an error, which every wait then raises.
 
         Raises:
@@ -176,14 +180,16 @@ class Future(torch.futures.Future[T], Generic[T]):
         if not isinstance(result, BaseException):
             raise TypeError(f"{result!r} is of type {type(result).__name__}, not an Exception.")
         if not self._claim():
-            raise RuntimeError("Future can only be marked completed once: it already has a result or an error")
+            raise RuntimeError(
+                "Future can only be marked completed once: it already has a result or an error"
+            )
         self._finish(None, result)
 
     def cancel(self) -> bool:
         """Give the call up: it ends here with :class:`CancelledError`, and the worker is told.
 
-        Returns ``False`` if it was over already. A function that has started is not interrupted; calls that it is
-        waiting for itself are cancelled in turn.
+        Returns ``False`` if it was over already. A function that has started is not interrupted; calls that
+        it is waiting for itself are cancelled in turn.
         """
         source = self._source
         if source is not None:
@@ -234,7 +240,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         """Wait for the value.
 
         Args:
-            timeout: seconds to wait; ``None`` means until the call itself ends (which its own time-out bounds).
+            timeout: seconds to wait; ``None`` means until the call itself ends (which its own time-out
+                bounds).
 
         Raises:
             RpcTimeoutError: not complete within ``timeout``; the call goes on.
@@ -277,11 +284,11 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     # -- callbacks ---------------------------------------------------------------------------
 
-    def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:  # type: ignore[override]
+    def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:
         """Call ``callback(self)`` once complete; at once, on this thread, if it is already.
 
-        Callbacks of a call run on a worker thread of this process, never on the thread that happens to be waiting.
-        They may make calls and wait for them. What they raise is logged.
+        Callbacks of a call run on a worker thread of this process, never on the thread that happens to be
+        waiting. They may make calls and wait for them. What they raise is logged.
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable, not {type(callback).__name__}")
@@ -289,11 +296,11 @@ class Future(torch.futures.Future[T], Generic[T]):
         if self._done:
             self._run_callbacks()
 
-    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:  # type: ignore[override]
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """Return a future for ``callback(self)``, called once this one is complete.
 
-        The callback gets this future, complete, and looks at it with ``value()`` or ``wait()``; what it raises
-        becomes the error of the returned future.
+        The callback gets this future, complete, and looks at it with ``value()`` or ``wait()``; what it
+        raises becomes the error of the returned future.
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable, not {type(callback).__name__}")
@@ -350,13 +357,16 @@ class Future(torch.futures.Future[T], Generic[T]):
         return f"<actorrpc.Future of {self.label}: {state}>"
 
     def __reduce__(self) -> Any:
-        raise TypeError("a Future cannot be sent or pickled: wait for it, or return it from an async_execution function")
+        raise TypeError(
+            "a Future cannot be sent or pickled: wait for it, or return it from an async_execution function"
+        )
 
 
 def collect_all(futures: Iterable[torch.futures.Future[Any]]) -> Future[list[Any]]:
     """Return a future that completes, with the list of the given futures, when all of them are complete.
 
-    As ``torch.futures.collect_all``, but the result can be awaited and its waits heed Ctrl-C. It never fails by
+    As ``torch.futures.collect_all``, but the result can be awaited and its waits heed Ctrl-C. It never fails
+    by
     itself: look at each future.
     """
     given = list(futures)

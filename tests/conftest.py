@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from typing import Any, NoReturn
@@ -48,6 +49,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "limit(seconds): how long the test may take; 60 s by default")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A script that starts pytest in the background makes it ignore Ctrl-C, and all that it starts: but
+        # what Ctrl-C does is something to test.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     stderr = os.fdopen(os.dup(2), "w", errors="replace")  # before pytest captures descriptor 2
     config.stash[_WATCHDOG] = Watchdog(stderr)
     config.add_cleanup(stderr.close)

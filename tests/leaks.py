@@ -42,7 +42,8 @@ _libuv_lock: list[str] = []  # the pipe of this process, once there is one
 def _threads() -> dict[Hashable, str]:
     """Threads that run Python code: those of `threading`, and others while they have a Python frame.
 
-    So threads of torch's own pools, which have none between two pieces of work, are not counted.
+    So threads of torch's own pools, which have none between two pieces of work, are not counted; nor is a
+    thread that `_thread` has started but that has not run yet.
     """
     frames = sys._current_frames()
     found: dict[Hashable, str] = {}

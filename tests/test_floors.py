@@ -35,6 +35,7 @@ _FLOORS: dict[str, Floor] = {
     "core": Floor(1),  # the package itself; all modules in it are named
     "core.codec": Floor(1),
     "core.definitions": Floor(1),
+    "core.exception_text": Floor(1),
     "core.exceptions": Floor(1),
     "core.frames": Floor(1),
     "core.handshake": Floor(1),
@@ -56,6 +57,7 @@ _FLOORS: dict[str, Floor] = {
     "core.execution": Floor(3),
     "core.interceptors": Floor(3),
     "core.links": Floor(3),
+    "core.meeting": Floor(3),
     "core.messages": Floor(3),
     "core.rendezvous": Floor(3),
     "core.threads": Floor(3),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import signal
 import threading
 
 import pytest
 
-from tests.group import Died, GroupError, run_group
+from tests.group import Died, GroupError, rpc_group, run_group
 
 
 def _product(rank: int, world_size: int, factor: int) -> tuple[int, int, int]:
@@ -60,6 +61,18 @@ def _large(rank: int, world_size: int) -> bytes:
 
 def _leak_descriptor(rank: int, world_size: int) -> None:
     os.pipe()
+
+
+def _sum_at_next(rank: int, world_size: int, number: int) -> int:
+    from actorrpc import rpc
+
+    result: int = rpc.rpc_sync(f"worker{(rank + 1) % world_size}", operator.add, (number, rank))
+    return result
+
+
+def _raise_in_rpc(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise KeyError("of rank 1")
 
 
 def test_each_rank_gets_its_arguments_and_gives_its_result() -> None:
@@ -121,3 +134,14 @@ def test_a_rank_whose_thread_stays_is_a_failure() -> None:
 def test_a_result_that_cannot_travel_is_a_failure() -> None:
     with pytest.raises(GroupError, match="its result cannot be pickled"):
         run_group(_return_thread, 1)
+
+
+@pytest.mark.parametrize("init", ["file", "tcp", "env"])
+def test_an_rpc_group_is_there_and_goes_away(init: str) -> None:
+    assert rpc_group(_sum_at_next, 2, 10, init=init, options={"rpc_timeout": 30}) == [10, 11]
+
+
+def test_a_rank_that_fails_in_an_rpc_group_shows_its_own_error() -> None:
+    with pytest.raises(GroupError) as caught:
+        rpc_group(_raise_in_rpc, 2)
+    assert "KeyError: 'of rank 1'" in caught.value.failures[1]

@@ -40,16 +40,20 @@ def test_what_is_left_behind_is_named_and_only_charged_to_its_test(tmp_path: Pat
     status, output = _session(
         tmp_path,
         """
-        import os, subprocess, threading, _thread, time
+        import os, pathlib, subprocess, tempfile, threading, _thread, time
+        from tests import leaks
 
+        # In place of /dev/shm, which sessions that run at the same time share.
+        leaks._SHM = pathlib.Path(tempfile.mkdtemp(dir=pathlib.Path(__file__).parent))
         release = threading.Event()
 
         def test_thread():
             threading.Thread(target=release.wait, name="left-thread").start()
 
         def test_raw_thread():
-            release.clear()
-            _thread.start_new_thread(release.wait, ())
+            running = threading.Event()
+            _thread.start_new_thread(lambda: (running.set(), release.wait()), ())
+            running.wait()
 
         def test_after_the_threads():
             release.set()
@@ -83,10 +87,10 @@ def test_what_is_left_behind_is_named_and_only_charged_to_its_test(tmp_path: Pat
             open(os.path.join(os.environ["ACTORRPC_RUNTIME_DIR"], "left-socket"), "w").close()
 
         def test_shared_memory():
-            open("/dev/shm/actorrpc-left-segment", "w").close()
+            (leaks._SHM / "left-segment").touch()
 
         def test_after_the_memory():
-            os.unlink("/dev/shm/actorrpc-left-segment")
+            (leaks._SHM / "left-segment").unlink()
 
         def test_late_but_tidy():
             threading.Thread(target=time.sleep, args=(0.05,)).start()
@@ -118,7 +122,7 @@ def test_what_is_left_behind_is_named_and_only_charged_to_its_test(tmp_path: Pat
         "ERROR at teardown of test_runtime_file ",
         "left-socket",
         "ERROR at teardown of test_shared_memory ",
-        "actorrpc-left-segment",
+        "left-segment",
         "test_inner.py::test_failing",
         "left behind teardown",
     ):

@@ -1,12 +1,13 @@
 """The agent: one per process, it wires connections, threads, clock and calls together.
 
-What it knows of a call is bytes, deadlines and who is waiting. Everything that rides along (RRefs, autograd contexts,
-traces, actors) is put in from above: interceptors wrap executions and add to headers, ``on_notice`` handles one-way
-messages, ``on_peer_end`` is told of deaths.
+What it knows of a call is bytes, deadlines and who is waiting. Everything that rides along (RRefs, autograd
+contexts, traces, actors) is put in from above: interceptors wrap executions and add to headers, ``on_notice``
+handles one-way messages, ``on_peer_end`` is told of deaths.
 
-Threads: any thread may make calls. ``control`` runs under a connection's read lock, on whichever thread reads; it is short
-and runs no user code. ``deliver`` runs after the lock was released. No lock of this module is held while calling out;
-``_lock`` guards the table of peers only.
+Threads: any thread may make calls. ``control`` runs under a connection's read lock, on whichever thread
+    reads; it is short
+and runs no user code. ``deliver`` runs after the lock was released. No lock of this module is held while
+calling out; ``_lock`` guards the table of peers only.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, Protocol
 
 import msgpack
@@ -36,6 +38,7 @@ from actorrpc.core.interrupts import uninterruptible
 from actorrpc.core.keys import Key
 from actorrpc.core.links import Links
 from actorrpc.core.peer import Peer
+from actorrpc.core.spin import spinner
 from actorrpc.core.threads import Pool
 from actorrpc.errors import (
     NotInitializedError,
@@ -65,7 +68,12 @@ class Interceptor(Protocol):
         """Put fields into the header of an answer that is about to be packed."""
 
     def wrap(
-        self, execution: Execution, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]
+        self,
+        execution: Execution,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: Callable[[], Any],
     ) -> Callable[[], Any]:
         """Return what to run in place of ``call``; ``execution.header`` has the fields that came along."""
 
@@ -82,6 +90,7 @@ class Agent:
         key: the group's key.
         resolve: gives the record of a worker by name or rank, or None.
         members: gives all records that are known.
+        device_maps: worker name -> {device here: device there}.
     """
 
     def __init__(
@@ -92,6 +101,7 @@ class Agent:
         key: Key | None,
         resolve: Callable[[str | int], WorkerRecord | None],
         members: Callable[[], list[WorkerRecord]],
+        device_maps: dict[str, dict[str, str]] | None = None,
     ) -> None:
         self.record = record
         self.name = record.name
@@ -120,7 +130,8 @@ class Agent:
         self.closed_down = False
         self.links = Links(self, key)
         self._resolve = resolve
-        self._members = members
+        self.members = members
+        self._device_maps = device_maps or {}
         self._lock = threading.Lock()
         self._peers: dict[Any, Peer] = {}
         self._chains = itertools.count((record.rank & 0xFFFF) << 48 | 1)
@@ -128,6 +139,8 @@ class Agent:
         self._cork = Tick(self.clock, settings.cork_us * 1e-6, self._uncork)
         self._pulse = Tick(self.clock, settings.heartbeat, self._beat)
         self._hand_back = Tick(self.clock, 0.05, self._hand_back_lanes)
+        self._ringing = False
+        self._trimming = Tick(self.clock, 30.0, self._trim)
         self.self_peer = self._new_peer(record)
 
     def start(self, listeners: list[socket.socket]) -> None:
@@ -140,7 +153,9 @@ class Agent:
     # -- who is there ----------------------------------------------------------------------------------
 
     def _new_peer(self, record: WorkerRecord) -> Peer:
-        return Peer(record, own=self.record, window=self.settings.window, definitions=codec.DefinitionStore())
+        peer = Peer(record, own=self.record, window=self.settings.window, definitions=codec.DefinitionStore())
+        peer.device_map = self._device_maps.get(record.name)
+        return peer
 
     def peer(self, to: Any) -> Peer:
         """Return the peer of a name, rank or WorkerInfo.
@@ -158,13 +173,15 @@ class Agent:
         if isinstance(wanted, bool) or not isinstance(wanted, (str, int)):
             name = getattr(to, "name", None)
             if not isinstance(name, str):
-                raise TypeError(f"a worker is named by a str, an int rank or a WorkerInfo, not by {type(to).__name__} {to!r}")
+                raise TypeError(
+                    f"a worker is named by a str, an int rank or a WorkerInfo, not by {type(to).__name__} {to!r}"
+                )
             wanted = name
         record = self._resolve(wanted)
         if record is None:
             if known is not None:
                 return known
-            names = ", ".join(sorted(r.name for r in self._members())[:20])
+            names = ", ".join(sorted(r.name for r in self.members())[:20])
             raise UnknownWorkerError(f"there is no worker {wanted!r} in the group; there are: {names}")
         if known is not None and known.record.incarnation == record.incarnation:
             return known
@@ -174,22 +191,21 @@ class Agent:
         return peer
 
     def adopt(self, record: WorkerRecord) -> Peer:
-        """Return the peer for a record, making it if it is new."""
+        """Return the peer for a record, making it if it is new. A new incarnation ends the old one."""
         with self._lock:
             peer = self._peers.get(record.name)
             if peer is not None and peer.record.incarnation == record.incarnation:
                 return peer
-        if record.incarnation == self.record.incarnation:
-            made = self.self_peer
-        else:
-            made = self._new_peer(record)
+        made = self.self_peer if record.incarnation == self.record.incarnation else self._new_peer(record)
         with self._lock:
-            peer = self._peers.get(record.name)
-            if peer is not None and peer.record.incarnation == record.incarnation:
-                return peer
+            old = self._peers.get(record.name)
+            if old is not None and old.record.incarnation == record.incarnation:
+                return old
             self._peers[record.name] = made
             self._peers[record.rank] = made
             self._peers[made.info] = made
+        if old is not None:
+            self.pool.submit(partial(self.peer_ended, old, "dead", "a new incarnation has taken its place"))
         return made
 
     def peers(self) -> list[Peer]:
@@ -202,7 +218,9 @@ class Agent:
     def encode(self, obj: Any, parcel: messages.Parcel) -> codec.Encoded:
         """Pack an object for the parcel's peer."""
         peer = parcel.peer
-        return codec.encode(obj, remote_main=peer.same_main, known=peer.known, device_map=peer.device_map, context=parcel)
+        return codec.encode(
+            obj, remote_main=peer.same_main, known=peer.known, device_map=peer.device_map, context=parcel
+        )
 
     def call(
         self,
@@ -282,7 +300,9 @@ class Agent:
         return call
 
     @uninterruptible
-    def _dispatch(self, call: Call, encoded: codec.Encoded | messages.Plain, header: dict[str, Any] | None) -> None:
+    def _dispatch(
+        self, call: Call, encoded: codec.Encoded | messages.Plain, header: dict[str, Any] | None
+    ) -> None:
         peer = call.peer
         if peer.is_self:
             peer.pending[call.id] = call
@@ -317,8 +337,7 @@ class Agent:
                 call.expire()
             return
         if call.future is None:
-            conn.flush()
-            self._watch(call)
+            self._watch(call)  # whoever waits for it sends it
         else:
             if idle or len(conn.outbox) >= self.settings.cork_frames or len(call.frame) > 2048:
                 conn.flush()
@@ -355,7 +374,13 @@ class Agent:
             self.pool.submit(lambda: [call.expire() for call in late])
 
     def loop_back(
-        self, kind: int, id: int, encoded: codec.Encoded | messages.Plain, header: dict[str, Any] | None, deadline: float, chain: int
+        self,
+        kind: int,
+        id: int,
+        encoded: codec.Encoded | messages.Plain,
+        header: dict[str, Any] | None,
+        deadline: float,
+        chain: int,
     ) -> None:
         """Deliver a message of this worker to itself. Memory is copied, as it would be on the way to another."""
         peer = self.self_peer
@@ -366,7 +391,14 @@ class Agent:
         extra = msgpack.packb(header) if header else b""
         now = time.monotonic()
         frame = Frame(
-            kind, messages.STREAM if buffers else 0, id, deadline - now, chain, extra, encoded.body, buffers if buffers else None
+            kind,
+            messages.STREAM if buffers else 0,
+            id,
+            deadline - now,
+            chain,
+            extra,
+            encoded.body,
+            buffers if buffers else None,
         )
         if kind == frames.REQUEST:
             self.pool.queue.append((None, frame, now))
@@ -374,23 +406,24 @@ class Agent:
         else:
             self._reply(peer, frame, True)
 
-    def notify(self, peer: Peer, name: str, body: bytes) -> None:
-        """Send a one-way message to the handler ``name`` of a peer. Errors end up with the peer's state, not here."""
+    def notify(self, peer: Peer, name: str, body: bytes) -> bool:
+        """Send a one-way message to the handler ``name`` of a peer; say whether there was a connection for it."""
         if peer.is_self:
             handler = self.on_notice.get(name)
             if handler is not None:
                 self.pool.submit(lambda: handler(peer, body))
-            return
+            return True
         if peer.state != "alive":
-            return
+            return False
         try:
             conn = peer.conn
             if conn is None or conn.broken:
                 conn = self.links.connect(peer, time.monotonic() + self.settings.connect_timeout, name)
         except RpcError:
-            return
+            return False
         conn.outbox.append(pack_frame(frames.NOTICE, body=body, extra=msgpack.packb({"n": name})))
         conn.flush()
+        return True
 
     def open_reply(self, call: Call, frame: Frame) -> Any:
         """Return the value that a reply carries, or raise its error. Called once per reply, by whoever waits."""
@@ -400,7 +433,7 @@ class Agent:
         parcel = messages.Parcel(call.peer)
         if frame.extra:
             self.arrived(parcel, frame)
-        value = messages.open_body(self, call.conn, frame, frame.buffers, parcel)
+        value = messages.open_body(call.conn, frame, frame.buffers, parcel)
         if self.interceptors:
             header = unpack_extra(frame.extra) if frame.extra else {}
             for interceptor in self.interceptors:
@@ -459,7 +492,8 @@ class Agent:
         self.flush()
         return busy
 
-    # -- what comes in -----------------------------------------------------------------------------------------
+    # -- what comes in
+    # -----------------------------------------------------------------------------------------
 
     def control(self, conn: Connection, frame: Frame) -> Frame | None:
         """Handle a control frame under the read lock; return the frame that is left to be delivered, if any."""
@@ -467,6 +501,7 @@ class Agent:
         if kind == frames.REQUEST or kind in _REPLIES:
             if frame.flags & messages.STREAM:
                 stream, assembly, striped = messages.begin_stream(self, frame)
+                self.keep_trim()
                 conn.assemblies[stream] = assembly
                 if striped:
                     conn.outbox.append(pack_frame(frames.STREAM_READY, stream))
@@ -520,6 +555,17 @@ class Agent:
         if conn.main is not None:
             conn = conn.main
         peer = conn.peer
+        if peer is None:  # a message before the introduction
+            conn.close(ProtocolError("the peer did not introduce itself"))
+            return False
+        if waiting and len(batch) == 1:
+            # The path of most calls: one reply, to whoever is reading.
+            frame = batch[0]
+            if frame[0] != frames.REQUEST and frame[0] <= frames.FAILURE:
+                self._reply(peer, frame, True, conn)
+                if conn.outbox:
+                    conn.flush()
+                return False
         pool = self.pool
         arrived = 0.0
         count = 0
@@ -597,26 +643,58 @@ class Agent:
         """Run ``task()`` on a pool thread."""
         self.pool.submit(task)
 
-    # -- shared memory and stripes -----------------------------------------------------------------------------
+    # -- shared memory and stripes
+    # -----------------------------------------------------------------------------
 
     def lender(self, conn: Connection) -> Any:
         """Return the side of the tensor lane that lends memory to a connection's peer; None where there is none."""
         lender = conn.lender
+        self.keep_trim()
         if lender is None and self.settings.lane:
             lender = self.links.open_lane(conn)
         return lender
 
+    def freed(self) -> None:
+        """Hear, in a finaliser, that borrowed memory has died; it goes back soon, with whatever is sent or by itself."""
+        if not self._ringing:
+            self._ringing = True
+            self.clock.nudge(self._hand_back.poke)
+
     def _hand_back_lanes(self) -> bool:
-        """Hand shared memory back that died while nothing else was being sent."""
-        busy = False
+        self._ringing = False
         for peer in self.peers():
             for conn in list(peer.conns):
-                if conn.hand_back():
-                    busy = True
+                if not conn.broken and conn.hand_back():
                     self.pool.submit(conn.flush)
-                borrower = conn.borrower
-                busy = busy or (borrower is not None and borrower.lent > 0)
-        return busy
+        return False
+
+    def keep_trim(self) -> None:
+        """See to it that memory kept for reuse is given back to the system when it is not used any more."""
+        self._trimming.poke()
+
+    def _trim(self) -> bool:
+        self.buffers.trim()
+        kept = self.buffers.stats().free_bytes
+        for peer in self.peers():
+            for conn in list(peer.conns):
+                if conn.lender is not None:
+                    conn.lender.trim(force=False)
+                    kept += conn.lender.stats().free_bytes
+        return kept > 0
+
+    def before_fork(self) -> None:
+        """Hold back the return of borrowed memory while it is unclear what a child inherits."""
+        for borrower in self._borrowers():
+            borrower.before_fork()
+
+    def after_fork_in_parent(self) -> None:
+        """End what :meth:`before_fork` began."""
+        for borrower in self._borrowers():
+            borrower.after_fork_in_parent()
+
+    def _borrowers(self) -> list[Any]:
+        peers = list({id(peer): peer for peer in list(self._peers.values())}.values())
+        return [conn.borrower for peer in peers for conn in list(peer.conns) if conn.borrower is not None]
 
     def stripes(self, conn: Connection, total: int, deadline: float) -> list[Connection]:
         """Return further connections to send a large message over; empty where there is no use for them."""
@@ -624,12 +702,15 @@ class Agent:
             return []
         return self.links.stripes(conn, deadline)
 
-    # -- the ends ------------------------------------------------------------------------------------------------
+    # -- the ends
+    # ------------------------------------------------------------------------------------------------
 
     def closed(self, conn: Connection, error: BaseException | None) -> None:
         """Take note that a connection is closed; see to it on a pool thread."""
         if isinstance(error, ProtocolError):
-            _log.error("the connection to %s was closed: %s", conn.peer.name if conn.peer else "a stranger", error)
+            _log.error(
+                "the connection to %s was closed: %s", conn.peer.name if conn.peer else "a stranger", error
+            )
         if not self.closed_down:
             self.pool.submit(lambda: self._lost(conn, error))
 
@@ -648,7 +729,11 @@ class Agent:
         if conn.goodbye:
             self.peer_ended(peer, "left", "")
         else:
-            cause = "its end of the connection closed" if error is None or isinstance(error, EOFError) else str(error)
+            cause = (
+                "its end of the connection closed"
+                if error is None or isinstance(error, EOFError)
+                else str(error)
+            )
             self.peer_ended(peer, "dead", cause)
 
     def peer_ended(self, peer: Peer, state: str, cause: str) -> None:
@@ -692,7 +777,7 @@ class Agent:
             if peer.misses >= settings.heartbeat_misses and not self._is_running(peer):
                 silent = now - conn.heard
                 self.pool.submit(
-                    lambda peer=peer, silent=silent: self.peer_ended(peer, "dead", f"it has been silent for {silent:.1f} s")
+                    partial(self.peer_ended, peer, "dead", f"it has been silent for {silent:.1f} s")
                 )
                 continue
             peer.misses += 1
@@ -730,7 +815,11 @@ class Agent:
                 except KeyError:
                     break
                 call.fail(
-                    ShutdownError(f"{call}: this worker, {self.name!r}, shut down", maybe_executed=call.sent, worker=peer.name)
+                    ShutdownError(
+                        f"{call}: this worker, {self.name!r}, shut down",
+                        maybe_executed=call.sent,
+                        worker=peer.name,
+                    )
                 )
             peer.wake_all()
         for conn in conns:
@@ -741,10 +830,14 @@ class Agent:
             conn.reap()
         self.links.close()
         self.buffers.close()
+        spinner.close()
         interrupts.uninstall()
         if left:
             _log.warning(
-                "%d threads of %r are still in user code after shutdown: %s", len(left), self.name, ", ".join(t.name for t in left)
+                "%d threads of %r are still in user code after shutdown: %s",
+                len(left),
+                self.name,
+                ", ".join(t.name for t in left),
             )
 
     def abandon(self) -> None:
@@ -758,9 +851,12 @@ class Agent:
                     if lane is not None:
                         lane.abandon()
         self.links.abandon()
+        self.buffers.abandon()
+        spinner.close()
 
     def check_process(self) -> None:
         """Raise NotInitializedError if this is a fork of the process that the agent belongs to."""
         if os.getpid() != self.pid:
-            raise NotInitializedError("this process was forked from a worker: it has no RPC of its own; call init_rpc in it")
-
+            raise NotInitializedError(
+                "this process was forked from a worker: it has no RPC of its own; call init_rpc in it"
+            )

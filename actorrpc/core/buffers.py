@@ -179,6 +179,8 @@ class _Loan(ctypes.Array[ctypes.c_ubyte]):
         home = self.home
         if home.pid == os.getpid():
             home.returned.append(self.tag)
+            if home.ring is not None:
+                home.ring()
 
 
 class _Window(ctypes.Array[ctypes.c_ubyte]):
@@ -208,11 +210,13 @@ class Loans(Generic[T]):
     dropped the last reference. Thread-safe without a lock: appending to and popping from a deque are atomic.
     """
 
-    __slots__ = ("pid", "returned")
+    __slots__ = ("pid", "returned", "ring")
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.returned: deque[T] = deque()
+        #: called after each return, where a finaliser runs: it may take no lock and must not raise
+        self.ring: Callable[[], None] | None = None
 
     def lend(self, memory: object, address: int, size: int, tag: T) -> memoryview:
         """Return a writable view of ``size`` bytes at ``address``; its last user's death returns ``tag``.
@@ -264,8 +268,8 @@ class ForkGuard(Generic[K]):
 
     @property
     def holds(self) -> bool:
-        """Whether any loan may be held back."""
-        return bool(self._pins)
+        """Whether any loan that died is held back."""
+        return any(pin.dead for pin in self._pins)
 
     def before(self) -> None:
         """Prepare for a fork by this thread."""

@@ -1,11 +1,12 @@
 """Calls: one question to a peer and its one answer, and the execution of one on this side.
 
-A :class:`Call` ends exactly once. Whoever takes it out of its peer's ``pending`` table (one atomic step) ends it:
-the reader of its reply, the clock at its deadline, a cancellation, or the death of the peer. The thread that waits for it
-reads the connection itself when nobody else does (``Connection.read_for``), and sleeps otherwise.
+A :class:`Call` ends exactly once. Whoever takes it out of its peer's ``pending`` table (one atomic step) ends
+it: the reader of its reply, the clock at its deadline, a cancellation, or the death of the peer. The thread
+that waits for it reads the connection itself when nobody else does (``Connection.read_for``), and sleeps
+otherwise.
 
-``CURRENT`` tells the call that a piece of code was called by. It is a ``ContextVar``: it follows coroutines and callbacks
-that copy their context, and never leaks from one call to the next through a thread.
+``CURRENT`` tells the call that a piece of code was called by. It is a ``ContextVar``: it follows coroutines
+and callbacks that copy their context, and never leaks from one call to the next through a thread.
 """
 
 from __future__ import annotations
@@ -95,7 +96,15 @@ class Call:
     )
 
     def __init__(
-        self, agent: Agent, peer: Peer, id: int, label: str, deadline: float, timeout: float, chain: int, future: Future[Any] | None
+        self,
+        agent: Agent,
+        peer: Peer,
+        id: int,
+        label: str,
+        deadline: float,
+        timeout: float,
+        chain: int,
+        future: Future[Any] | None,
     ) -> None:
         self.agent = agent
         self.peer = peer
@@ -154,7 +163,8 @@ class Call:
     def wait(self, deadline: float | None) -> bool:
         """Wait until the call is over or the deadline has passed; say whether it is over."""
         agent = self.agent
-        agent.flush()
+        if agent._corked:
+            agent.flush()
         until = self.deadline if deadline is None or deadline > self.deadline else deadline
         bounded = None if until == INFINITE else until
         conn = self.conn
@@ -168,9 +178,12 @@ class Call:
             foreign = conn.read_for(self, bounded) if reads and conn is not None and not conn.broken else None
             checkpoint()
             if foreign is None:
+                if conn is not None and conn.outbox:
+                    conn.flush()
                 self._park(bounded)
             elif foreign:
-                # Somebody calls us while we wait: from here on the pool reads, so that no call waits for this thread.
+                # Somebody calls us while we wait: from here on the pool reads, so that no call waits for this
+                # thread.
                 reads = False
         return True
 
@@ -249,7 +262,9 @@ class Call:
         if self.peer.pending.pop(self.id, None) is None:
             return False
         self.fail(
-            CancelledError(f"{self} was cancelled by its caller", maybe_executed=self.sent, worker=self.peer.name),
+            CancelledError(
+                f"{self} was cancelled by its caller", maybe_executed=self.sent, worker=self.peer.name
+            ),
             self.agent.pool.submit,
         )
         self.agent.tell_cancelled(self)

@@ -1,11 +1,12 @@
 """The clock: the one thread that does things when time has passed.
 
-Time-outs of calls, corked writes, starvation checks, heartbeats and batched deletes are all due here. It sleeps until
-the next thing is due and does not wake when nothing is: an idle group costs no processor time. What it runs must be short
-and must never block, take long-held locks, or run user code: longer work is handed to the pool.
+Time-outs of calls, corked writes, starvation checks, heartbeats and batched deletes are all due here. It
+sleeps until the next thing is due and does not wake when nothing is: an idle group costs no processor time.
+What it runs must be short and must never block, take long-held locks, or run user code: longer work is handed
+to the pool.
 
-``_lock`` guards the heap and ``_sleeping_until``; nothing else is called under it, and no other lock is taken under it.
-In tests :class:`VirtualClock` takes its place and time passes when told.
+``_lock`` guards the heap and ``_sleeping_until``; nothing else is called under it, and no other lock is taken
+under it. In tests :class:`VirtualClock` takes its place and time passes when told.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Timer:
 class Tick:
     """Something to look after at an interval for as long as there is anything to look after.
 
-    :meth:`poke` starts it when there may be; ``look`` returns whether there still is. A poke of a running tick is one
-    attribute look-up, which is what makes it cheap enough for the path of every call.
+    :meth:`poke` starts it when there may be; ``look`` returns whether there still is. A poke of a running
+    tick is one attribute look-up, which is what makes it cheap enough for the path of every call.
     """
 
     __slots__ = ("_clock", "_interval", "_look", "active")

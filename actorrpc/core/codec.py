@@ -21,6 +21,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import cloudpickle
+import torch
+from cloudpickle import cloudpickle as _cloudpickle
 
 from actorrpc.core import layout
 from actorrpc.core.definitions import (
@@ -28,6 +30,7 @@ from actorrpc.core.definitions import (
     DefinitionStore,
     UnknownDefinitionError,
     keep_sent,
+    load_here,
     loads_here,
     path_to,
     refuse,
@@ -215,6 +218,7 @@ def _new_pickler() -> _FastPickler:
     return pickler
 
 
+_by_value_modules: Final[set[str]] = _cloudpickle._PICKLE_BY_VALUE_MODULES  # register_pickle_by_value's
 _find_main: Final = re.compile(b"__(?:mp_)?main__").search
 
 
@@ -260,6 +264,8 @@ def _encode(
             message.pickler = None
         chunks = pickler.chunks
         try:
+            if _by_value_modules:
+                raise pickle.PicklingError("modules are to go by value")
             pickler.dump(obj)
         except Exception as error:
             chunks, named = _encode_by_value(obj, encoded, remote_main, error)
@@ -278,6 +284,7 @@ def _encode(
         encoded.body = body
     finally:
         message.encoding = outer
+        encoded.reduced = None
     return encoded
 
 
@@ -305,10 +312,14 @@ def _encode_by_value(
             return sink.chunks, named
         except Exception as second:
             error = second
-    if isinstance(error, RpcError) and not isinstance(error, SerializationError):
-        raise error
-    where = _culprit(obj, encoded)
-    raise SerializationError(f"{where}: {_describe(error)}" if where else _describe(error)) from error
+    try:
+        if isinstance(error, RpcError) and not isinstance(error, SerializationError):
+            raise error
+        where = _culprit(obj, encoded)
+        assert error is not None
+        raise SerializationError(f"{where}: {_describe(error)}" if where else _describe(error)) from error
+    finally:
+        del error  # its traceback holds this frame, and the frame the whole message
 
 
 def _culprit(obj: object, encoded: Encoded) -> str:
@@ -320,7 +331,7 @@ def _culprit(obj: object, encoded: Encoded) -> str:
     def passes(part: object) -> bool:
         probe.outgoing = probe.buffers = None
         try:
-            pickler = ByValuePickler(_Sink(), table, remote_main=True, buffer_callback=_take_buffer)
+            pickler = ByValuePickler(_Nowhere, table, remote_main=True, buffer_callback=_take_buffer)
             pickler.dump(part)
         except Exception:
             return False
@@ -333,6 +344,14 @@ def _culprit(obj: object, encoded: Encoded) -> str:
         return ""
     finally:
         message.encoding = encoded
+
+
+class _Nowhere:
+    """A file that forgets what is written to it."""
+
+    @staticmethod
+    def write(_data: Any) -> None:
+        pass
 
 
 def _stand_in(_obj: object) -> tuple[Any, ...]:
@@ -384,7 +403,7 @@ def _with_table(
     if len(spans) > max_buffers:
         raise LimitError(f"a message of {len(spans)} tensors and buffers: the limit is {max_buffers}")
     encoded.spans = spans
-    tail = _tail(count).pack(
+    tail = (_tails[1] if count == 1 else _tail(count)).pack(
         *numbers, len(body), len(named), len(buffers), count, len(holes), len(names), _MAGIC
     )
     if named or holes or names:
@@ -456,6 +475,8 @@ def decode(
     outer = message.decoding
     decoding = message.decoding = _Decoding(context, definitions, tensors)
     try:
+        if not body:
+            raise ProtocolError("an empty message")
         if body[-1] == _STOP and not buffers:
             return loads_here(body)
         if len(buffers) > max_buffers:
@@ -463,7 +484,9 @@ def decode(
         return _decode_table(body, buffers, decoding)
     except RpcError:
         raise
-    except (pickle.UnpicklingError, EOFError, struct.error, IndexError) as error:
+    except (
+        pickle.UnpicklingError
+    ) as error:  # what else a damaged pickle may raise, users' classes may as well
         raise ProtocolError(f"a message cannot be unpickled: {error}") from error
     except (AttributeError, ImportError) as error:
         raise SerializationError(
@@ -498,11 +521,14 @@ def _decode_table(body: bytes | memoryview, buffers: Sequence[Any], decoding: _D
     numbers = _tail(stored).unpack_from(body, entries)[: 3 * stored] if stored else ()
     names = bytes(body[names_at:entries])
     decoding.arrived = arrive(numbers, body[length:definitions_at], names, buffers[direct:last])
+    if torch.is_inference_mode_enabled():
+        # A caller decodes its own reply, in whatever mode it is: tensors arrive as ordinary ones even so.
+        with torch.inference_mode(False):
+            return _decode_table(body, buffers, decoding)
     if not holes:
         return loads_here(body, buffers[:direct])
     pieces = [_HOLE.unpack_from(body, n) for n in range(holes_at, names_at, 16)]
-    stream = _Pieces(memoryview(body)[:length], pieces, buffers[last:])
-    return pickle.Unpickler(stream, buffers=buffers[:direct]).load()
+    return load_here(_Pieces(memoryview(body)[:length], pieces, buffers[last:]), buffers[:direct])
 
 
 class _Pieces:

@@ -1,19 +1,23 @@
 """One stream socket to a peer: who may read it, who may write it, and how neither ever blocks the other.
 
-**Reading.** A connection is armed in the pool's epoll with EPOLLONESHOT. Whoever reads holds ``read_lock``: a pool thread
-that the kernel woke, or a caller that waits for its own reply. The rules, each of which was paid for in a hang:
+**Reading.** A connection is armed in the pool's epoll with EPOLLONESHOT. Whoever reads holds ``read_lock``: a
+pool thread that the kernel woke, or a caller that waits for its own reply. The rules, each of which was paid
+for in a hang:
 
-* whoever fails to get the lock goes away without arming; whoever held it releases it *first* and then always arms;
+* whoever fails to get the lock goes away without arming; whoever held it releases it *first* and then always
+  arms;
 * a pool thread reads with MSG_DONTWAIT only, because a wake-up may be stale;
 * under the lock, frames are only split, and control frames handled (they are short and run no user code);
   everything else happens after the release.
 
-**Writing.** Frames are put into ``outbox``; whoever gets ``write_lock`` sends what is there, for everybody. A thread that
-does not get it goes away: the holder looks again after releasing. Large buffers leave as chunks, one at a time, each
-preceded by whatever small frames have come up. Nobody blocks in a send except the caller whose data it is.
+**Writing.** Frames are put into ``outbox``; whoever gets ``write_lock`` sends what is there, for everybody. A
+thread that does not get it goes away: the holder looks again after releasing. Large buffers leave as chunks,
+one at a time, each preceded by whatever small frames have come up. Nobody blocks in a send except the caller
+whose data it is.
 
-Lock order: ``read_lock`` before ``write_lock``; neither is ever held while user code, or code that may run the garbage
-collector into user code for long, is called on purpose. The functions that read, write and arm are marked
+Lock order: ``read_lock`` before ``write_lock``; neither is ever held while user code, or code that may run
+the garbage collector into user code for long, is called on purpose. The functions that read, write and arm
+are marked
 uninterruptible: Ctrl-C waits for their end, and any other exception in one of them closes the connection.
 """
 
@@ -33,7 +37,17 @@ from typing import Any, Final, Protocol
 
 from actorrpc.config import Settings
 from actorrpc.core import interrupts
-from actorrpc.core.frames import CHUNK, LANE_FREE, LANE_RETIRE, STREAM_ABORT, Frame, FrameReader, pack_frame, pack_position
+from actorrpc.core.frames import (
+    CHUNK,
+    FAILURE,
+    LANE_FREE,
+    LANE_RETIRE,
+    STREAM_ABORT,
+    Frame,
+    FrameReader,
+    pack_frame,
+    pack_position,
+)
 from actorrpc.core.interrupts import pending_here, uninterruptible
 from actorrpc.core.spin import Spin, spinner
 from actorrpc.errors import ProtocolError
@@ -41,6 +55,7 @@ from actorrpc.errors import ProtocolError
 __all__ = ["Connection", "Events", "Sendable"]
 
 _ARMED: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
+_STREAM: Final = 4  # the flag of messages whose buffers come in chunks
 _DONTWAIT: Final = socket.MSG_DONTWAIT
 _SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
@@ -106,7 +121,14 @@ class Connection:
     )
 
     def __init__(
-        self, sock: socket.socket, *, epoll: select.epoll, events: Events, settings: Settings, attach: bytes, local: bool
+        self,
+        sock: socket.socket,
+        *,
+        epoll: select.epoll,
+        events: Events,
+        settings: Settings,
+        attach: bytes,
+        local: bool,
     ) -> None:
         sock.setblocking(True)  # non-blocking operations say so themselves (MSG_DONTWAIT)
         self.sock = sock
@@ -220,8 +242,12 @@ class Connection:
         if not self.read_lock.acquire(False):
             return None
         frames: list[Frame] = []
+        # Disarmed before the call is sent: otherwise the reply wakes a pool thread that has nothing to do for
+        # us.
         self._disarm()
         try:
+            if self.outbox:
+                self.flush()
             # A completion by another thread either sees ``polling`` and wakes us, or is seen here.
             call.polling = self
             if not call.done:
@@ -281,7 +307,11 @@ class Connection:
         while True:
             try:
                 target = reader.target()
-                count = sock.recv_into(target[0], 0, _DONTWAIT) if len(target) == 1 else sock.recvmsg_into(target, 0, _DONTWAIT)[0]
+                count = (
+                    sock.recv_into(target[0], 0, _DONTWAIT)
+                    if len(target) == 1
+                    else sock.recvmsg_into(target, 0, _DONTWAIT)[0]
+                )
             except BlockingIOError:
                 if time.monotonic() > until:
                     return False
@@ -311,9 +341,12 @@ class Connection:
         if count == 0:
             raise EOFError("end of file")
         self.heard = time.monotonic()
-        control = self._events.control
         for frame in self._reader.fed(count):
-            left = control(self, frame)
+            # Whole messages pass; what controls the connection, or comes in chunks, is looked at.
+            if frame[0] <= FAILURE and not frame[1] & _STREAM:
+                frames.append(frame)
+                continue
+            left = self._events.control(self, frame)
             if left is not None:
                 frames.append(left)
 
@@ -374,7 +407,9 @@ class Connection:
             freed = borrower.drain_freed()
             if freed:
                 found = True
-                self.outbox.appendleft(pack_frame(LANE_FREE, body=struct.pack(f"<{2 * len(freed)}Q", *chain(*freed))))
+                self.outbox.appendleft(
+                    pack_frame(LANE_FREE, body=struct.pack(f"<{2 * len(freed)}Q", *chain(*freed)))
+                )
         if lender is not None:
             retired = lender.drain_retired()
             if retired:
@@ -455,10 +490,11 @@ class Connection:
     def send_chunks(
         self, stream: int, pieces: Iterable[tuple[int, int, memoryview]], deadline: float | None
     ) -> bool:
-        """Send pieces (buffer index, offset, memory) of a stream as chunks, sleeping where the kernel is full.
+        """Send pieces (buffer index, offset, memory) of a stream as chunks, sleeping where the kernel is
+        full.
 
-        Small frames overtake between chunks. Returns False if it had to stop (deadline, Ctrl-C, closed); the stream was
-        then aborted cleanly: the chunk that was under way is finished from a copy.
+        Small frames overtake between chunks. Returns False if it had to stop (deadline, Ctrl-C, closed); the
+        stream was then aborted cleanly: the chunk that was under way is finished from a copy.
         """
         for index, offset, piece in pieces:
             prefix = pack_frame(CHUNK, stream, chain=pack_position(index, offset), length=len(piece))

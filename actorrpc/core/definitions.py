@@ -37,6 +37,7 @@ __all__ = [
     "definition_bytes",
     "hash_of",
     "keep_sent",
+    "load_here",
     "loads_here",
     "path_to",
     "refuse",
@@ -83,9 +84,14 @@ def loads_here(data: Any, buffers: Iterable[Any] = ()) -> Any:
 
     The C unpickler finds classes by itself, which is why a subclass is used only where the name occurs.
     """
-    if _find_mp_main(data) is None or "__mp_main__" in sys.modules:
+    if _find_mp_main(data) is None or sys.modules.get("__mp_main__") is sys.modules["__main__"]:
         return pickle.loads(data, buffers=buffers)
     return _MainUnpickler(io.BytesIO(data), buffers=buffers).load()
+
+
+def load_here(stream: Any, buffers: Iterable[Any] = ()) -> Any:
+    """Unpickle from a file, as :func:`loads_here` does from bytes."""
+    return _MainUnpickler(stream, buffers=buffers).load()
 
 
 _find_mp_main: Final = re.compile(b"__mp_main__").search  # takes any buffer; `in` takes five times as long
@@ -360,9 +366,13 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             found = _classes[self._remote_main].get(obj) if self._named is not None else None
             if found is not None:
                 return self._name(*found)
-            if getattr(obj, "__module__", None) in MAIN or not self._by_reference(obj):
-                return self._reduce_class(obj)
-            return _cloudpickle._class_reduce(obj)  # type(None) and the like have no name to go by
+            if self._by_reference(obj):
+                return NotImplemented
+            if (
+                getattr(obj, "__module__", None) == "builtins"
+            ):  # type(None), the type of code: no module has them by their name
+                return _cloudpickle._class_reduce(obj)
+            return self._reduce_class(obj)
         return NotImplemented
 
     def _by_reference(self, obj: Any) -> bool:
@@ -371,8 +381,6 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return bool(_cloudpickle._should_pickle_by_reference(obj))
 
     def _reduce_class(self, cls: type) -> Any:
-        if self._by_reference(cls):
-            return NotImplemented
         _complete[cls] = True
         if self._named is not None:
             try:

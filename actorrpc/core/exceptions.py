@@ -7,7 +7,6 @@ says itself how to be pickled (``__reduce__``) is obeyed. What is raised at the 
 the user's class and :class:`RemoteError`, with the remote traceback as ``__cause__``.
 
 Neither function ever raises, whatever the user's class does. No lock is held, so user code may run anywhere.
-Nothing is read from anywhere but the traceback's source lines, through ``linecache``.
 """
 
 from __future__ import annotations
@@ -17,16 +16,14 @@ import builtins
 import copy
 import copyreg
 import enum
-import itertools
-import linecache
-import traceback as tracebacks
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import msgpack
 
+from actorrpc.core.exception_text import cut, format_error, line_of, notes_of, say, shown, type_name
 from actorrpc.errors import RemoteError, RemoteTraceback, RpcError
 
 __all__ = ["MAX_PICKLE", "MAX_TEXT", "dump", "load", "original", "reduce"]
@@ -35,10 +32,6 @@ MAX_TEXT = 64 << 10  # characters of formatted traceback; the middle of a longer
 MAX_PICKLE = 16 << 20  # bytes of the pickled exception; what makes it larger is left behind
 _MAX_MESSAGE = 8 << 10
 _MAX_MEMBER_TEXT = 4 << 10
-_MAX_FRAMES = 200
-_MAX_MEMBERS = 200  # of a group, printed as Python does
-_MAX_CHAIN = 64
-_MAX_NOTES = 100
 _MAX_CACHE = 256
 _MAX_SCAN = 1000
 
@@ -49,9 +42,6 @@ _State = tuple[tuple[Any, ...] | None, dict[str, Any], dict[str, Any]]  # args, 
 # names, a __getattr__ that raises, or refuse every assignment (a frozen dataclass does).
 _ARGS: Any = BaseException.__dict__["args"]
 _CAUSE: Any = BaseException.__dict__["__cause__"]
-_CONTEXT: Any = BaseException.__dict__["__context__"]
-_SUPPRESS: Any = BaseException.__dict__["__suppress_context__"]
-_TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 _MESSAGE: Any = BaseExceptionGroup.__dict__["message"]
 _MEMBERS: Any = BaseExceptionGroup.__dict__["exceptions"]
 _dict_of: Callable[[BaseException], dict[str, Any]] = BaseException.__dict__["__dict__"].__get__
@@ -233,7 +223,7 @@ class _Packer:
             wrapped = tuple(self._wrap(value) for value in args)
             if self._fits is not None:
                 pairs = zip(args, wrapped, strict=True)
-                wrapped = tuple(new if self._fits(new) else _say(old, repr) for old, new in pairs)
+                wrapped = tuple(new if self._fits(new) else say(old, repr) for old, new in pairs)
             args = wrapped
         return args, self._keep(fields), self._keep(attributes)
 
@@ -244,7 +234,7 @@ class _Packer:
             if self._fits is None or self._fits(value):
                 kept[name] = value
             else:
-                self.dropped.append(_cut(str(name), 100))
+                self.dropped.append(cut(str(name), 100))
         return kept
 
     def _custom(self, error: BaseException, plan: _Plan) -> tuple[Any, ...] | None:
@@ -323,25 +313,25 @@ def dump(
     try:
         return _dump(error, worker, dumps, limit, executed)
     except BaseException:  # whatever a user's class did: the caller must still get an answer
-        name, message = _type_name(type(error)), _say(error)
-        text = f"On worker {worker}:\n{_shown(name)}: {message}\n"
+        name, message = type_name(type(error)), say(error)
+        text = f"On worker {worker}:\n{shown(name)}: {message}\n"
         return _pack(name, message, text, worker, executed, None, None, None, [])
 
 
 def _dump(
     error: BaseException, worker: str, dumps: Any, limit: int, executed: bool, *, inside: bool = False
 ) -> bytes:
-    message, text = _say(error), ""
+    message, text = say(error), ""
     if not inside or not _plan(_class_of(error)).group:  # a group's text has that of the groups inside
-        text = _format(error, message, worker, _remote_of)
-        text = _cut(text, _MAX_MEMBER_TEXT if inside else MAX_TEXT)
-    name, origin, subject = _type_name(type(error)), worker, cast(BaseException | None, error)
+        text = format_error(error, message, worker, _remote_of)
+        text = cut(text, _MAX_MEMBER_TEXT if inside else MAX_TEXT)
+    name, origin, subject = type_name(type(error)), worker, cast(BaseException | None, error)
     remote = _remote_of(error)
     if remote is not None:  # it came from another worker and goes on: the original, once
         name, origin = remote.type_name, remote.worker or worker
         if type(error) is RemoteError:
-            subject, message = remote.cause, message.removeprefix(f"{_shown(name)}: ")
-    notes = _notes(error)
+            subject, message = remote.cause, message.removeprefix(f"{shown(name)}: ")
+    notes = notes_of(error)
     whole = lean = members = None
     if subject is not None:
         try:
@@ -382,7 +372,7 @@ def _pickle(
         packer = _Packer(fits)
         whole = attempt(packer)
         if packer.dropped:
-            left = _cut(", ".join(dict.fromkeys(packer.dropped)), 1000)
+            left = cut(", ".join(dict.fromkeys(packer.dropped)), 1000)
             notes.append(f"left behind on worker {worker}, as it cannot be sent: {left}")
     args, fields, attributes = _take(error, plan)
     values = (*(args or ()), *fields.values(), *attributes.values())
@@ -540,7 +530,9 @@ def load(data: bytes | memoryview, *, loads: Callable[[bytes], object]) -> BaseE
         raised = _combine(cause, remote)
         return _plain(remote, message, []) if raised is None else raised
     except BaseException as failure:
-        return _plain(_Remote(None, "", "", None), f"an exception that cannot be read: {_line(failure)}", [])
+        return _plain(
+            _Remote(None, "", "", None), f"an exception that cannot be read: {line_of(failure)}", []
+        )
 
 
 def _unpack(data: bytes | memoryview) -> tuple[Any, ...]:
@@ -563,14 +555,14 @@ def _rebuild(
                 made = _create(cls, (message, [_member(member, loads) for member in members]))
                 _restore(made, state)
             if not issubclass(type(made), BaseException):
-                raise TypeError(f"{_type_name(type(made))} is not an exception")
+                raise TypeError(f"{type_name(type(made))} is not an exception")
             if failed:
                 notes = [*notes, f"only its plain values were rebuilt here: {failed}"]
             if notes:
                 _dict_of(made)["__notes__"] = list(notes)
             return made, notes
         except BaseException as failure:
-            failed = failed or _line(failure)
+            failed = failed or line_of(failure)
     return None, [*notes, f"it cannot be rebuilt here: {failed}"] if failed else notes
 
 
@@ -594,8 +586,8 @@ def _combine(cause: BaseException, remote: _Remote) -> BaseException | None:
 
 
 def _plain(remote: _Remote, message: str, notes: list[str]) -> RemoteError:
-    shown = _shown(remote.type_name)
-    raised = RemoteError(f"{shown}: {message}" if shown and message else shown or message)
+    label = shown(remote.type_name)
+    raised = RemoteError(f"{label}: {message}" if label and message else label or message)
     raised.cause, raised.type_name = remote.cause, remote.type_name
     raised.traceback, raised.worker = remote.traceback, remote.worker
     if not remote.maybe_executed:
@@ -604,144 +596,3 @@ def _plain(remote: _Remote, message: str, notes: list[str]) -> RemoteError:
     for note in notes:
         raised.add_note(str(note))
     return raised
-
-
-# -- text ------------------------------------------------------------------------------------------------
-
-
-def _is_group(error: BaseException) -> bool:
-    return issubclass(type(error), BaseExceptionGroup)
-
-
-def _cut(text: str, limit: int) -> str:
-    if len(text) <= limit:
-        return text
-    half = limit // 2 - 20
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
-
-
-def _say(value: object, how: Callable[[object], str] = str) -> str:
-    """Return ``str`` or ``repr`` of a user's object, whatever it does, and not too much of it."""
-    try:
-        text = how(value)
-        return _cut(text if type(text) is str else str.__str__(text), _MAX_MESSAGE)
-    except BaseException:
-        return f"<{_type_name(type(value))} whose {how.__name__}() failed>"
-
-
-def _type_name(cls: type) -> str:
-    cls = _names_of(cls).get("_actorrpc_original", cls)
-    try:
-        return f"{cls.__module__}.{cls.__qualname__}"
-    except BaseException:
-        return str(type.__dict__["__name__"].__get__(cls))
-
-
-def _shown(name: str) -> str:
-    return name.removeprefix("builtins.").removeprefix("__main__.")
-
-
-def _line(error: BaseException) -> str:
-    return _cut(f"{_shown(_type_name(type(error)))}: {_say(error)}", 1000)
-
-
-def _notes(error: BaseException) -> list[str]:
-    notes: Any = _dict_of(error).get("__notes__")
-    if type(notes) not in (list, tuple):
-        return [] if notes is None else [_say(notes, repr)]
-    return [_say(note) for note in notes[:_MAX_NOTES]]
-
-
-def _format(
-    error: BaseException, message: str, worker: str, remote_of: Callable[[BaseException], Any]
-) -> str:
-    """Format an exception and its chain as Python does, each worker's part under its heading.
-
-    Written anew because the standard one takes longer than all the rest of a failing call.
-    """
-    heading = f"On worker {worker}:\n"
-    because = "\nThe above exception was the direct cause of the following exception:\n\n"
-    blocks: list[str] = []  # the last first
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None:
-        seen.add(id(link))
-        block = _format_one(link, message if link is error else _say(link))
-        cause: Any = _CAUSE.__get__(link)
-        context, remote = _CONTEXT.__get__(link), remote_of(link)
-        is_text = type(cause) is RemoteTraceback
-        text = cause.text if is_text else None if remote is None else remote.traceback
-        blocks += (block,) if text is None else (heading + block, because, text)  # has its own headings
-        if cause is not None and not is_text:
-            link, joint = cause, because
-        elif cause is None and context is not None and not _SUPPRESS.__get__(link):
-            link, joint = context, "\nDuring handling of the above exception, another exception occurred:\n\n"
-        else:
-            break
-        if id(link) in seen:
-            break
-        blocks.append(joint)
-        if len(seen) == _MAX_CHAIN:
-            blocks.append("... earlier exceptions left out ...\n")
-            break
-    first = blocks.pop()
-    return "".join([first if first.startswith("On worker ") else heading + first, *reversed(blocks)])
-
-
-def _format_one(error: BaseException, message: str) -> str:
-    if issubclass(type(error), SyntaxError) or (
-        _is_group(error) and len(_MEMBERS.__get__(error)) < _MAX_MEMBERS
-    ):
-        try:
-            formatter = tracebacks.TracebackException.from_exception(error, compact=True)
-            return "".join(formatter.format(chain=False))
-        except BaseException:
-            pass
-    shown = _shown(_type_name(type(error)))
-    last = f"{shown}: {message}\n" if message else f"{shown}\n"
-    return "".join([*_format_frames(_TRACEBACK.__get__(error)), last, *(f"{n}\n" for n in _notes(error))])
-
-
-def _format_frames(tb: types.TracebackType | None) -> Iterator[str]:
-    links: list[types.TracebackType] = []
-    while tb is not None:
-        links.append(tb)
-        tb = tb.tb_next
-    if links:
-        yield "Traceback (most recent call last):\n"
-    checked: set[str] = set()
-    runs = itertools.groupby(links, lambda link: (id(link.tb_frame.f_code), link.tb_lineno))
-    for shown, (_, run) in enumerate(runs):
-        same = list(run)
-        if shown == _MAX_FRAMES:
-            yield "  ... frames left out ...\n"
-        if shown < _MAX_FRAMES or same[0] is links[-1]:
-            for link in same[:3]:
-                yield _format_frame(link, checked)
-            if len(same) > 3:
-                yield f"  [Previous line repeated {len(same) - 3} more times]\n"
-
-
-def _format_frame(link: types.TracebackType, checked: set[str]) -> str:
-    code, number = link.tb_frame.f_code, link.tb_lineno
-    text = f'  File "{code.co_filename}", line {number}, in {code.co_name}\n'
-    try:
-        if code.co_filename not in checked:
-            checked.add(code.co_filename)
-            linecache.checkcache(code.co_filename)
-        source = linecache.getline(code.co_filename, number, link.tb_frame.f_globals).rstrip()
-        stripped = source.lstrip()
-        if not stripped:
-            return text
-        text += f"    {stripped}\n"
-        index = link.tb_lasti // 2
-        if index > _MAX_SCAN:
-            return text  # found by counting, which takes as long as the function is
-        _, end, *columns = next(itertools.islice(code.co_positions(), index, None))
-        if end == number and None not in columns:
-            start, stop = (len(source.encode()[:at].decode(errors="replace")) for at in columns)
-            if 0 < stop - start < len(stripped):
-                text += " " * (4 + start - (len(source) - len(stripped))) + "^" * (stop - start) + "\n"
-    except Exception:  # a loader that cannot give its source
-        pass
-    return text

@@ -1,8 +1,9 @@
 """Execution: what happens to a request between its arrival and its answer.
 
-Runs on pool threads (or on the thread that completes the future of an ``async_execution`` function). A request whose
-time is over, or whose caller has given it up, is not started. Arguments are opened, functions run and answers packed
-outside of every lock. The arguments are dropped before the answer is sent, so that shared memory goes back with it.
+Runs on pool threads (or on the thread that completes the future of an ``async_execution`` function). A
+request whose time is over, or whose caller has given it up, is not started. Arguments are opened, functions
+run and answers packed outside of every lock. The arguments are dropped before the answer is sent, so that
+shared memory goes back with it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["ASYNC_MARK", "Executor", "Later"]
 
 INFINITE: Final = float("inf")
-# The attribute that marks functions whose future is the answer; the name is torch's, whose decorator sets it too.
+# The attribute that marks functions whose future is the answer; the name is torch's, whose decorator sets it
+# too.
 ASYNC_MARK: Final = "_wrapped_async_rpc_function"
 
 
@@ -69,14 +71,20 @@ class Executor:
                 conn,
                 frame,
                 RpcTimeoutError(
-                    f"the call reached {self._agent.name!r} too late to be started", maybe_executed=False, worker=self._agent.name
+                    f"the call reached {self._agent.name!r} too late to be started",
+                    maybe_executed=False,
+                    worker=self._agent.name,
                 ),
             )
             return
         if peer.cancelled and id in peer.cancelled:
             peer.cancelled.pop(id, None)
             self._refuse(
-                conn, frame, CancelledError("the call was cancelled before it started", maybe_executed=False, worker=self._agent.name)
+                conn,
+                frame,
+                CancelledError(
+                    "the call was cancelled before it started", maybe_executed=False, worker=self._agent.name
+                ),
             )
             return
         execution = Execution(peer, id, deadline, frame.chain)
@@ -102,9 +110,10 @@ class Executor:
         parcel = messages.Parcel(execution.peer)
         if frame.extra:
             agent.arrived(parcel, frame)
-        function, args, kwargs = messages.open_body(agent, conn, frame, frame.buffers, parcel)
+        function, args, kwargs = messages.open_body(conn, frame, frame.buffers, parcel)
         if frame.flags and conn is not None:
-            # Taken up: its bytes no longer count as unread. Leaves with the answer, or with the cork before it.
+            # Taken up: its bytes no longer count as unread. Leaves with the answer, or with the cork before
+            # it.
             conn.outbox.append(pack_frame(CREDIT, frame.id))
             agent.cork(conn)
         if parcel.received:
@@ -118,9 +127,11 @@ class Executor:
         else:
             value = function(*args, **kwargs)
         if type(value) is Later:
-            return self._answer_later(conn, frame.id, value.future, function, execution), False
+            self._answer_later(conn, frame.id, value.future, function, execution)
+            return None, False
         if getattr(function, ASYNC_MARK, None) is not None:
-            return self._answer_later(conn, frame.id, value, function, execution), False
+            self._answer_later(conn, frame.id, value, function, execution)
+            return None, False
         return value, True
 
     def _answer_later(self, conn: Any, id: int, value: Any, function: Any, execution: Execution) -> None:
@@ -176,7 +187,7 @@ class Executor:
 
     def _refuse(self, conn: Any, frame: Frame, error: RpcError) -> None:
         self._agent.discard(conn, frame)
-        data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps)
+        data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps, executed=False)
         self._send(conn, FAILURE, frame.id, messages.Plain(data), None)
 
     def refuse_stuck(self, task: tuple[Any, Frame, float], threads: int) -> None:
@@ -195,7 +206,14 @@ class Executor:
         if conn is not None:
             conn.flush()
 
-    def _send(self, conn: Any, kind: int, id: int, encoded: codec.Encoded | messages.Plain, header: dict[str, Any] | None) -> bool:
+    def _send(
+        self,
+        conn: Any,
+        kind: int,
+        id: int,
+        encoded: codec.Encoded | messages.Plain,
+        header: dict[str, Any] | None,
+    ) -> bool:
         agent = self._agent
         if conn is None:
             agent.loop_back(kind, id, encoded, header, INFINITE, 0)

@@ -2,15 +2,17 @@
 
 Every frame is a fixed prefix of 32 bytes and ``length`` more bytes::
 
-    length u32 | extra u32 | kind u8 | flags u8 | 2 unused | remaining f32 | id u64 | chain u64 | extra bytes | body
+    length u32 | extra u32 | kind u8 | flags u8 | 2 unused | remaining f32 | id u64 | chain u64 | extra bytes
+    | body
 
-``id`` names the call (or the stream, for a chunk); ``remaining`` is what is left of its time in seconds (infinity
-where it has no bound); ``chain`` names the chain of nested calls that it belongs to; ``extra`` is a msgpack map, there
-only when something has to be said (sizes of raw buffers, what interceptors add). Large memory never sits in a frame:
-it travels through shared memory or as CHUNK frames of at most ``Limits.chunk`` bytes, which other frames may overtake.
+``id`` names the call (or the stream, for a chunk); ``remaining`` is what is left of its time in seconds
+(infinity where it has no bound); ``chain`` names the chain of nested calls that it belongs to; ``extra`` is a
+msgpack map, there only when something has to be said (sizes of raw buffers, what interceptors add). Large
+memory never sits in a frame: it travels through shared memory or as CHUNK frames of at most ``Limits.chunk``
+bytes, which other frames may overtake.
 
-:class:`FrameReader` is fed by whoever reads the socket (under the connection's read lock) and checks each size before
-any memory is allocated for it.
+:class:`FrameReader` is fed by whoever reads the socket (under the connection's read lock) and checks each
+size before any memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -55,10 +57,10 @@ PREFIX_SIZE: Final = PREFIX.size
 MAX_EXTRA: Final = 1 << 20
 
 # -- kinds ---------------------------------------------------------------------------------
-INTRO: Final = 1  # first frame each way: who is speaking (a packed WorkerRecord)
-REQUEST: Final = 2  # a call
-REPLY: Final = 3  # its value
-FAILURE: Final = 4  # its error
+REQUEST: Final = 1  # a call
+REPLY: Final = 2  # its value
+FAILURE: Final = 3  # its error: up to here, a frame is a message; what follows controls
+INTRO: Final = 4  # first frame of the side that dialled: who is speaking (a packed WorkerRecord)
 CANCEL: Final = 5  # the caller gave the call up
 PING: Final = 6
 PONG: Final = 7
@@ -75,6 +77,7 @@ _LAST_KIND: Final = NOTICE
 
 _OFFSET_BITS: Final = 40
 _OFFSET_MASK: Final = (1 << _OFFSET_BITS) - 1
+_new: Final[Any] = tuple.__new__
 
 
 class Frame(NamedTuple):
@@ -101,14 +104,19 @@ def pack_frame(
     extra: bytes = b"",
     length: int = 0,
 ) -> bytes:
-    """Return the bytes of one frame; ``length`` counts bytes of it that the caller sends itself, behind these.
+    """Return the bytes of one frame; ``length`` counts bytes of it that the caller sends itself, behind
+    these.
 
     Raises:
         LimitError: the extra header is over its limit.
     """
     if len(extra) > MAX_EXTRA:
         raise LimitError(f"a message header of {len(extra)} bytes is over the limit of {MAX_EXTRA}")
-    return PREFIX.pack(len(extra) + len(body) + length, len(extra), kind, flags, remaining, id, chain) + extra + body
+    return (
+        PREFIX.pack(len(extra) + len(body) + length, len(extra), kind, flags, remaining, id, chain)
+        + extra
+        + body
+    )
 
 
 def pack_position(index: int, offset: int) -> int:
@@ -139,9 +147,9 @@ def unpack_extra(extra: bytes) -> dict[str, Any]:
 class FrameReader:
     """Cuts a stream of bytes into frames, incrementally.
 
-    The reader of the socket asks :meth:`target` where to put the next bytes, and tells :meth:`fed` how many came.
-    A chunk's bytes go straight to their destination: ``sink_for(stream, position, length)`` gives the memory, or
-    raises ProtocolError. Not thread-safe: the connection's read lock guards it.
+    The reader of the socket asks :meth:`target` where to put the next bytes, and tells :meth:`fed` how many
+    came. A chunk's bytes go straight to their destination: ``sink_for(stream, position, length)`` gives the
+    memory, or raises ProtocolError. Not thread-safe: the connection's read lock guards it.
 
     Args:
         max_frame: the largest frame (without its prefix) that is accepted, in bytes.
@@ -150,7 +158,19 @@ class FrameReader:
         capacity: size of the read buffer, in bytes.
     """
 
-    __slots__ = ("_buffer", "_chunk", "_end", "_max_chunk", "_max_frame", "_sink", "_sink_for", "_sink_got", "_start", "_view")
+    __slots__ = (
+        "_buffer",
+        "_chunk",
+        "_end",
+        "_max_chunk",
+        "_max_frame",
+        "_sink",
+        "_sink_for",
+        "_sink_got",
+        "_start",
+        "_view",
+        "_whole",
+    )
 
     def __init__(
         self,
@@ -162,6 +182,7 @@ class FrameReader:
     ) -> None:
         self._buffer = bytearray(capacity)
         self._view = memoryview(self._buffer)
+        self._whole = [self._view]
         self._start = 0
         self._end = 0
         self._max_frame = max_frame
@@ -178,13 +199,13 @@ class FrameReader:
 
     def target(self) -> list[memoryview]:
         """Return the memory that the next bytes go to, in order. Never empty, never of zero size."""
-        if self._sink is not None:
-            # Behind a chunk, read no more than the next prefix: further chunk bytes go to their own place directly.
-            self._start = self._end = 0
-            return [self._sink[self._sink_got :], self._view[:PREFIX_SIZE]]
-        if self._start == self._end:
-            self._start = self._end = 0
-        return [self._view[self._end :]]
+        sink = self._sink
+        if sink is None:
+            return [self._view[self._end :]] if self._end else self._whole
+        # Behind a chunk, read no more than the next prefix: further chunk bytes go to their own place
+        # directly.
+        self._start = self._end = 0
+        return [sink[self._sink_got :], self._view[:PREFIX_SIZE]]
 
     def fed(self, count: int) -> list[Frame]:
         """Take note of ``count`` new bytes and return the frames that are now whole.
@@ -201,25 +222,33 @@ class FrameReader:
             self._end_chunk(frames)
             count -= room
         self._end += count
-        start, end, view = self._start, self._end, self._view
+        start, end, view, max_frame = self._start, self._end, self._view, self._max_frame
         while end - start >= PREFIX_SIZE:
             length, extra, kind, flags, remaining, id, chain = PREFIX.unpack_from(view, start)
             if kind == CHUNK:
                 start += PREFIX_SIZE
-                start = self._begin_chunk(frames, start, end, length, Frame(kind, length, id, remaining, chain, b"", b""))
+                start = self._begin_chunk(
+                    frames, start, end, length, Frame(kind, length, id, remaining, chain, b"", b"")
+                )
                 if self._sink is not None:
                     break
                 continue
-            if length > self._max_frame or extra > min(length, MAX_EXTRA) or not 0 < kind <= _LAST_KIND or remaining != remaining:
+            if length > max_frame or not 0 < kind <= _LAST_KIND or remaining != remaining:
                 raise ProtocolError(self._nonsense(kind, length, extra))
-            body = start + PREFIX_SIZE + extra
-            stop = start + PREFIX_SIZE + length
+            start += PREFIX_SIZE
+            stop = start + length
             if stop > end:
+                start -= PREFIX_SIZE
                 break
+            header = b""
+            if extra:
+                if extra > length or extra > MAX_EXTRA:
+                    raise ProtocolError(self._nonsense(kind, length, extra))
+                header = bytes(view[start : start + extra])
+                start += extra
+            # As Frame(...), without the call in Python that it is.
             frames.append(
-                Frame(
-                    kind, flags, id, remaining, chain, bytes(view[start + PREFIX_SIZE : body]) if extra else b"", bytes(view[body:stop])
-                )
+                _new(Frame, (kind, flags, id, remaining, chain, header, bytes(view[start:stop]), None))
             )
             start = stop
         self._start = start
@@ -258,6 +287,7 @@ class FrameReader:
             larger = bytearray(max(needed, 2 * capacity))
             larger[:here] = self._view[self._start : self._end]
             self._buffer, self._view = larger, memoryview(larger)
+            self._whole = [self._view]
             self._start, self._end = 0, here
         elif self._start and (self._start + needed > capacity or capacity - self._end < 4096):
             self._view[:here] = bytes(self._view[self._start : self._end])

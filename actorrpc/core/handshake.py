@@ -424,10 +424,10 @@ class Acceptor(_Side):
 
     ``admit`` is asked, once the dialler has proved that it holds the key, whether it may come in; it
     returns ``None``, or a refusal and its reason. It must be quick and must not raise. After an error,
-    ``refusal`` holds what should be sent before the connection is closed. One thread at a time.
+    ``farewell`` holds what should be sent before the connection is closed. One thread at a time.
     """
 
-    __slots__ = ("_admit", "_claim", "refusal")
+    __slots__ = ("_admit", "_claim", "farewell")
 
     def __init__(
         self,
@@ -445,7 +445,7 @@ class Acceptor(_Side):
         )
         self._admit = admit
         self._claim: Session | None = None
-        self.refusal = b""
+        self.farewell = b""
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the dialler; return those to send to it.
@@ -473,7 +473,7 @@ class Acceptor(_Side):
         return _message(_REFUSE, _REFUSE_FIXED.pack(code, len(reason)) + reason)
 
     def _turn_away(self, code: Refusal, text: str, error: RpcError) -> None:
-        self.refusal = self.refuse(code, text)
+        self.farewell = self.refuse(code, text)
         self._fail(error)
 
     def _read_hello(self, message: bytes) -> bytes:
@@ -522,8 +522,8 @@ class Acceptor(_Side):
                 Refusal.KEY,
                 "its key is another one",
                 AuthenticationError(
-                    f"a dialler that calls itself {claim.peer_name!r} did not prove to worker {self._name!r} that "
-                    f"it holds the group's key; {_GIVE_KEY}"
+                    f"a dialler that calls itself {claim.peer_name!r} did not prove to worker {self._name!r} "
+                    f"that it holds the group's key; {_GIVE_KEY}"
                 ),
             )
         session = replace(claim, key=self._proof(b"session"))

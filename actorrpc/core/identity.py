@@ -19,7 +19,7 @@ from typing import Any
 
 import msgpack
 
-from actorrpc.core.keys import boot_id
+from actorrpc.core.keys import boot_id, file_digest
 from actorrpc.errors import ConfigError, RendezvousError
 
 __all__ = [
@@ -80,29 +80,18 @@ def host_identity() -> str:
     machine differ, two processes of one user in one container do not. The PID namespace is part of it so that
     a process id means the same process to all who are on this "host". It tells a reader nothing else.
     """
-    parts = (
-        "actorrpc host",
-        boot_id() or _UNKNOWN_BOOT,
-        _namespace("net"),
-        _namespace("mnt"),
-        str(os.getuid()),
-    )
+    spaces = [_namespace(kind) for kind in ("net", "mnt", "pid")]
+    parts = ["actorrpc host", boot_id() or _UNKNOWN_BOOT, *spaces, str(os.getuid())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def main_identity() -> str:
-    """Return a word that is equal in two processes which run the same program; empty where there is no telling.
+    """Return a word that is equal in two processes that run the same program; else empty or different.
 
     What is defined in the main module may go by name between such processes.
     """
     path = getattr(sys.modules.get("__main__"), "__file__", None)
-    if not isinstance(path, str):
-        return ""
-    try:
-        with open(path, "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest()[:32]
-    except OSError:
-        return ""
+    return file_digest(path)[:32] if isinstance(path, str) else ""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -1,12 +1,14 @@
 """Ctrl-C that never leaves a connection in pieces.
 
-A KeyboardInterrupt raised between two bytecodes of the code that reads, writes or arms a connection would lose frames of
-other threads. So while ``signal.default_int_handler`` is in force, it is replaced, on the main thread, by a handler that
-looks whether a function marked :func:`uninterruptible` is on the stack. If none is, KeyboardInterrupt is raised as
-ever. If one is, the interrupt is noted, the wait that the main thread sits in is woken, and the interrupt is raised
-when the section is over: by :func:`checkpoint`, or, where no checkpoint follows, by sending the signal again.
+A KeyboardInterrupt raised between two bytecodes of the code that reads, writes or arms a connection would
+lose frames of other threads. So while ``signal.default_int_handler`` is in force, it is replaced, on the main
+thread, by a handler that looks whether a function marked :func:`uninterruptible` is on the stack. If none is,
+KeyboardInterrupt is raised as ever. If one is, the interrupt is noted, the wait that the main thread sits in
+is woken, and the interrupt is raised when the section is over: by :func:`checkpoint`, or, where no checkpoint
+follows, by sending the signal again.
 
-A program that has installed its own SIGINT handler keeps it. No lock is used here: handlers run on the main thread only.
+A program that has installed its own SIGINT handler keeps it. No lock is used here: handlers run on the main
+thread only.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def polling(wake_fd: int) -> None:
             os.eventfd_write(wake_fd, 1)
 
 
-def _handle(signum: int, frame: FrameType | None) -> None:
+def _handle(_signum: int, frame: FrameType | None) -> None:
     walk = frame
     while walk is not None:
         if walk.f_code in _protected:
@@ -92,8 +94,8 @@ def resend() -> None:
 def install(later: Callable[[], None]) -> None:
     """Take over SIGINT if Python's default handler is in force and this is the main thread.
 
-    ``later`` is called in the handler and must arrange, without taking a lock that the main thread may hold, for
-    :func:`resend` to be called a moment later.
+    ``later`` is called in the handler and must arrange, without taking a lock that the main thread may hold,
+    for :func:`resend` to be called a moment later.
     """
     global _installed, _main
     _main = threading.main_thread().ident

@@ -26,6 +26,7 @@ __all__ = [
     "Key",
     "boot_id",
     "create_key_file",
+    "file_digest",
     "find_key",
     "is_stale",
     "link_key_file",
@@ -54,6 +55,21 @@ class Key:
             raise ConfigError(f"a key must have at least {_MIN_TEXT} bytes")
         # Whatever the user gave, and whatever else it protects, this key is good for nothing but actorrpc.
         self._secret = hashlib.sha256(b"actorrpc group key 1\0" + secret).digest()
+
+    @classmethod
+    def from_text(cls, text: str | bytes, where: str = "key=") -> Key:
+        """Make the key that a user's text stands for; space around it does not count.
+
+        Raises:
+            ConfigError: it has less than 16 characters; ``where`` says where it was given.
+        """
+        secret = (os.fsencode(text) if isinstance(text, str) else text).strip()
+        if len(secret) < _MIN_TEXT:
+            raise ConfigError(
+                f"the key in {where} has {len(secret)} characters and needs at least {_MIN_TEXT}; "
+                "make one with: python -c 'import secrets; print(secrets.token_hex(32))'"
+            )
+        return cls(secret)
 
     def reveal(self) -> bytes:
         """Return the 32 bytes. Never log, print or send them."""
@@ -97,17 +113,8 @@ def find_key(environment: Mapping[str, str] | None = None) -> Key | None:
     if text and path:
         raise ConfigError("both ACTORRPC_KEY and ACTORRPC_KEY_FILE are set; unset one of them")
     if path:
-        secret, where = _read_given(path).strip(), f"the file {path!r} (ACTORRPC_KEY_FILE)"
-    elif text:
-        secret, where = os.fsencode(text).strip(), "ACTORRPC_KEY"
-    else:
-        return None
-    if len(secret) < _MIN_TEXT:
-        raise ConfigError(
-            f"the key in {where} has {len(secret)} characters and needs at least {_MIN_TEXT}; "
-            "make one with: python -c 'import secrets; print(secrets.token_hex(32))'"
-        )
-    return Key(secret)
+        return Key.from_text(_read_given(path), f"the file {path!r} (ACTORRPC_KEY_FILE)")
+    return Key.from_text(text, "ACTORRPC_KEY") if text else None
 
 
 def _read_given(path: str) -> bytes:
@@ -243,8 +250,8 @@ def _own_key_file(path: str) -> tuple[str, re.Match[str]]:
     match = _FILE_NAME.fullmatch(name)
     if folder != directory or match is None or not name.endswith(".key"):
         raise AuthenticationError(
-            f"{path[:200]!r} is no key file in our runtime directory {directory!r}: all workers of a host must "
-            "have the same ACTORRPC_RUNTIME_DIR, or be given ACTORRPC_KEY"
+            f"{path[:200]!r} is no key file in our runtime directory {directory!r}: all workers of a host "
+            "must have the same ACTORRPC_RUNTIME_DIR, or be given ACTORRPC_KEY"
         )
     return directory, match
 
@@ -375,7 +382,7 @@ def _pid_namespace() -> int:
 
 
 def process_start(pid: int) -> int | None:
-    """Return when a process was started, in clock ticks since boot; None for a zombie, or where there is none."""
+    """Return when a process was started, in clock ticks since boot; None for a zombie or no process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name in parentheses may itself hold spaces and parentheses.
@@ -393,4 +400,13 @@ def boot_id() -> str:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
     except (OSError, ValueError):
+        return ""
+
+
+def file_digest(path: str) -> str:
+    """Return the SHA-256 of what is in a file; empty where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
         return ""

@@ -269,7 +269,7 @@ def _outgoing() -> Outgoing:
 def _describe(out: Outgoing, t: torch.Tensor, flags: int) -> tuple[int, ...]:
     """Return the arguments with which :func:`tensor` rebuilds a strided tensor."""
     stride = t.stride()
-    offset = int(t.storage_offset())
+    offset: int = t.storage_offset()  # type: ignore[assignment] - no symbols in real tensors
     size = t.itemsize
     count = t.numel()
     if count == 0:
@@ -352,17 +352,16 @@ def _reduce_special(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
 
 def _reduce_parameter(p: torch.nn.Parameter) -> tuple[Any, ...]:
     out = _outgoing()
-    data = p.detach()
-    keys = _dispatch_keys(data).raw_repr()
+    keys = _dispatch_keys(p).raw_repr()
     flags = _PLAIN.get(keys)
     if flags is None:
-        flags = _classify(data, keys)
+        flags = _classify(p, keys)
     rebuild: tuple[Any, ...]
     if flags >= 0:
-        rebuild = (parameter, (p.requires_grad, *_describe(out, data, flags)))
+        rebuild = (parameter, (p.requires_grad, *_describe(out, p, flags)))
     else:
         # The data travels as a tensor of its own, which pickle has to keep alive: hence in the arguments.
-        rebuild = (torch.nn.Parameter, (data, p.requires_grad))
+        rebuild = (torch.nn.Parameter, (p.detach(), p.requires_grad))
     attributes = p.__dict__
     if attributes:
         return (*rebuild, attributes, None, None, set_attributes)
@@ -475,8 +474,10 @@ def _build(index: int, code: int, offset: int, *geometry: int) -> torch.Tensor:
         for n in shape[:0:-1]:
             packed.append(packed[-1] * n)
         stride = tuple(packed[rank - 1 :: -1]) if rank else ()
+    if len(stride) != rank:
+        raise ProtocolError(f"a tensor of {rank} sizes and {len(stride)} strides")
     last = 0
-    for n, step in zip(shape, stride, strict=True):
+    for n, step in zip(shape, stride):  # noqa: B905 - `strict` costs more than the whole loop
         if n <= 0 or step < 0:
             raise ProtocolError(f"a tensor of sizes {shape} and strides {stride}")
         last += (n - 1) * step
@@ -535,8 +536,10 @@ def set_attributes(t: torch.Tensor, attributes: dict[str, Any]) -> None:
 
 def sparse_coo(indices: Any, values: Any, shape: Any, coalesced: bool, grad: bool) -> torch.Tensor:
     """Rebuild a sparse COO tensor, having checked its indices (wire format)."""
-    parts = _build(*indices), _build(*values)
-    t = torch.sparse_coo_tensor(*parts, shape, check_invariants=True, is_coalesced=coalesced)
+    a, b = _build(*indices), _build(*values)
+    # The device is named for the sake of a caller inside `with torch.device(...)`.
+    options: Any = {"device": b.device, "check_invariants": True, "is_coalesced": coalesced}
+    t = torch.sparse_coo_tensor(a, b, shape, **options)
     return _arrives(t.requires_grad_(grad))
 
 
@@ -545,7 +548,8 @@ def sparse_compressed(
 ) -> torch.Tensor:
     """Rebuild a CSR, CSC, BSR or BSC tensor, having checked its indices (wire format)."""
     a, b, c = _build(*compressed), _build(*plain), _build(*values)
-    t = torch.sparse_compressed_tensor(a, b, c, shape, layout=_COMPRESSED[layout], check_invariants=True)
+    options: Any = {"device": c.device, "check_invariants": True, "layout": _COMPRESSED[layout]}
+    t = torch.sparse_compressed_tensor(a, b, c, shape, **options)
     return _arrives(t.requires_grad_(grad))
 
 
@@ -557,7 +561,9 @@ def mkldnn(dense: Any, grad: bool) -> torch.Tensor:
 def nested(parts: Any, grad: bool) -> torch.Tensor:
     """Rebuild a strided nested tensor from copies of its components (wire format)."""
     built = [_build(*part) for part in parts]
-    return _arrives(torch.nested.nested_tensor(built).requires_grad_(grad))
+    return _arrives(
+        torch.nested.nested_tensor(built, device=built[0].device if built else None).requires_grad_(grad)
+    )
 
 
 def meta(code: int, shape: Any, stride: Any, offset: int, grad: bool) -> torch.Tensor:

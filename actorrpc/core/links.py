@@ -1,12 +1,13 @@
 """Links: how connections come about. Listening, dialling, and the handshake before anything else.
 
-Listening sockets are served by the pool: an accepted socket is a *guest* until it has proved that it knows the key. Guests
-are few, have little time, and may send nothing but the handshake's fixed messages; their bytes never reach the frame reader.
-Dialling happens on the thread that makes the first call to a peer, within that call's deadline, under the peer's
-``dial_lock``.
+Listening sockets are served by the pool: an accepted socket is a *guest* until it has proved that it knows
+the key. Guests are few, have little time, and may send nothing but the handshake's fixed messages; their
+bytes never reach the frame reader. Dialling happens on the thread that makes the first call to a peer, within
+that call's deadline, under the peer's ``dial_lock``.
 
-Besides the main connection there are two kinds of side connections, each tied to its main one by a random token: a
-descriptors-only Unix socket per direction for shared memory, and stripes for very large messages between hosts.
+Besides the main connection there are two kinds of side connections, each tied to its main one by a random
+token: a descriptors-only Unix socket per direction for shared memory, and stripes for very large messages
+between hosts.
 
 ``_lock`` guards the tables here; nothing is called under it.
 """
@@ -16,14 +17,15 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import select
 import secrets
+import select
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from actorrpc.core.connection import Connection
 from actorrpc.core.frames import INTRO, pack_frame
@@ -81,7 +83,7 @@ class Links:
             sock.setblocking(False)
             self._listeners.append(sock)
             fd = sock.fileno()
-            pool.watch(fd, lambda sock=sock: self._accept(sock))  # type: ignore[misc]
+            pool.watch(fd, partial(self._accept, sock))
             # Edge-triggered: accepted until there is nothing left, never re-armed.
             pool.epoll.register(fd, select.EPOLLIN | select.EPOLLET)
 
@@ -110,15 +112,17 @@ class Links:
                 sock,
                 address,
                 local,
-                Acceptor(key=self._key, name=record.name, incarnation=record.incarnation, insecure=self._insecure),
+                Acceptor(
+                    key=self._key, name=record.name, incarnation=record.incarnation, insecure=self._insecure
+                ),
             )
             fd = sock.fileno()
             with self._lock:
                 self._guests[fd] = guest
             guest.timer = self._agent.clock.after(
-                settings.handshake_timeout, lambda fd=fd, guest=guest: self._agent.submit(lambda: self._dismiss(fd, guest))
+                settings.handshake_timeout, partial(self._agent.submit, partial(self._dismiss, fd, guest))
             )
-            self._agent.pool.watch(fd, lambda fd=fd, guest=guest: self._serve(fd, guest))  # type: ignore[misc]
+            self._agent.pool.watch(fd, partial(self._serve, fd, guest))
             self._agent.pool.epoll.register(fd, select.EPOLLIN | select.EPOLLONESHOT)
 
     def _banned(self, address: str) -> bool:
@@ -196,6 +200,7 @@ class Links:
         if session.purpose is Purpose.LANE and guest.local:
             # In place before the lender can name any memory: it waits for our answer.
             main.borrower = Borrower(sock)
+            main.borrower.on_freed(self._agent.freed)
             sock.setblocking(False)
             sock.send(answer)
         elif session.purpose is Purpose.BULK:
@@ -246,7 +251,9 @@ class Links:
             raise ProtocolError(f"{session.peer_name!r} introduced itself as {record.name!r}")
         peer = self._agent.adopt(record)
         if peer.state != "alive":
-            raise ProtocolError(f"{record.name!r} is {peer.state} and may not come back as the same incarnation")
+            raise ProtocolError(
+                f"{record.name!r} is {peer.state} and may not come back as the same incarnation"
+            )
         self._join(peer, conn)
 
     @staticmethod
@@ -281,7 +288,9 @@ class Links:
         while not peer.dial_lock.acquire(timeout=0.2):
             if time.monotonic() > limit:
                 raise RpcTimeoutError(
-                    f"cannot call {what}: no connection to {peer.name!r} in time", maybe_executed=False, worker=peer.name
+                    f"cannot call {what}: no connection to {peer.name!r} in time",
+                    maybe_executed=False,
+                    worker=peer.name,
                 )
         try:
             conn = peer.conn
@@ -318,7 +327,9 @@ class Links:
             )
             raise AuthenticationError(why)
         if gone:
-            self._agent.peer_ended(peer, "dead", f"nobody listens at its address any more ({'; '.join(tried)})")
+            self._agent.peer_ended(
+                peer, "dead", f"nobody listens at its address any more ({'; '.join(tried)})"
+            )
             raise peer.died(f"cannot call {what}", maybe_executed=False)
         raise PeerDiedError(
             f"cannot call {what}: {peer.name!r} cannot be reached ({'; '.join(tried)}); the call was not executed",
@@ -383,19 +394,25 @@ class Links:
             return None
         with peer.dial_lock:
             if conn.lender is not None:
-                return conn.lender  # type: ignore[no-any-return]
+                return cast(Lender, conn.lender)
             settings = self._agent.settings
             try:
                 sock, _ = self._dial(
-                    peer, socket.AF_UNIX, path, Purpose.LANE, conn.attach, time.monotonic() + settings.handshake_timeout
+                    peer,
+                    socket.AF_UNIX,
+                    path,
+                    Purpose.LANE,
+                    conn.attach,
+                    time.monotonic() + settings.handshake_timeout,
                 )
             except (OSError, RpcError) as error:
                 _log.info("no shared memory with %r: %s", peer.name, error)
                 conn.lane_failed = True
                 return None
             sock.setblocking(False)
-            conn.lender = Lender(sock, limit_bytes=settings.lane_bytes, threshold=settings.lane_threshold)
-            return conn.lender
+            lender = Lender(sock, limit_bytes=settings.lane_bytes, threshold=settings.lane_threshold)
+            conn.lender = lender
+            return lender
 
     def stripes(self, conn: Connection, deadline: float) -> list[Connection]:
         """Return the stripes of a main connection, making them at first use."""
@@ -475,7 +492,7 @@ class Links:
                 finished.release()
 
         for stripe in stripes:
-            self._agent.submit(lambda stripe=stripe: send(stripe))  # type: ignore[misc]
+            self._agent.submit(partial(send, stripe))
         results.append(conn.send_chunks(stream, take(), deadline))
         for _ in stripes:
             finished.acquire()

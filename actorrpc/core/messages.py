@@ -1,14 +1,14 @@
 """Messages: a call, a value or an error, on its way between objects and frames.
 
-A message is one frame with the pickled body; the memory of tensors and other large buffers goes beside it, in one of
-three ways that the frame's flags name:
+A message is one frame with the pickled body; the memory of tensors and other large buffers goes beside it, in
+one of three ways that the frame's flags name:
 
 * ``INLINE``: small buffers, copied behind the body in the same frame;
 * ``LANE``: through shared memory, to a peer on the same host;
 * ``STREAM``: as chunks on the same connection, overtaken by small frames; a large body travels this way too.
 
-In every case the memory has been copied, here or by the kernel, when :func:`send` returns: changing a tensor after
-that changes nothing for the peer.
+In every case the memory has been copied, here or by the kernel, when :func:`send` returns: changing a tensor
+after that changes nothing for the peer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Parcel:
 
     Attributes:
         peer: the worker that the message goes to or comes from.
-        sent: what was registered for the message while packing (forks of RRefs), to be rolled back if it is not sent.
+        sent: what was registered for the message while packing (forks of RRefs), to be rolled back if it is
+            not sent.
         received: what has to be confirmed before user code may run with it.
     """
 
@@ -153,7 +154,9 @@ def send(
         header["b"] = [span.nbytes for span in spans]
         parts = [body]
         parts.extend(bytes(span.view()) for span in spans)
-        frame = pack_frame(kind, id, b"".join(parts), flags=INLINE, remaining=remaining, chain=chain, extra=_packb(header))
+        frame = pack_frame(
+            kind, id, b"".join(parts), flags=INLINE, remaining=remaining, chain=chain, extra=_packb(header)
+        )
         _post(conn, frame, call)
         return True
     if conn.local and spans and len(body) <= settings.chunk:
@@ -161,7 +164,9 @@ def send(
         placement = lender.place(spans) if lender is not None else None
         if placement is not None:
             header["p"] = placement.pack()
-            frame = pack_frame(kind, id, body, flags=LANE, remaining=remaining, chain=chain, extra=_packb(header))
+            frame = pack_frame(
+                kind, id, body, flags=LANE, remaining=remaining, chain=chain, extra=_packb(header)
+            )
             _post(conn, frame, call)
             return True
     flags = STREAM
@@ -206,7 +211,8 @@ def _post(conn: Connection, frame: bytes, call: Any) -> None:
 
 
 def begin_stream(agent: Agent, frame: Frame) -> tuple[int, Assembly, bool]:
-    """Make room for the buffers of a message that comes in chunks; return its stream number and whether it is striped.
+    """Make room for the buffers of a message that comes in chunks; return its stream number and whether it is
+    striped.
 
     Raises:
         ProtocolError: the sizes are over a limit; nothing was allocated.
@@ -227,7 +233,7 @@ def begin_stream(agent: Agent, frame: Frame) -> tuple[int, Assembly, bool]:
     return stream, Assembly(frame, [agent.buffers.take(size) for size in sizes]), bool(header.get("r"))
 
 
-def open_body(agent: Agent, conn: Connection | None, frame: Frame, buffers: Any, parcel: Parcel) -> Any:
+def open_body(conn: Connection | None, frame: Frame, buffers: Any, parcel: Parcel) -> Any:
     """Return the object that a message carries, and its header.
 
     Raises:

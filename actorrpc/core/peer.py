@@ -1,10 +1,11 @@
 """One other worker, as this one sees it: its connections, and the calls that are in flight both ways.
 
-``pending`` maps call numbers to calls made to the peer that are not over; taking a call out of it (``dict.pop``, atomic)
-is the right to end it. ``running`` maps the peer's numbers to its calls that are being executed here.
+``pending`` maps call numbers to calls made to the peer that are not over; taking a call out of it
+(``dict.pop``, atomic) is the right to end it. ``running`` maps the peer's numbers to its calls that are being
+executed here.
 
-``dial_lock`` guards the making of connections and is held while dialling; no other lock is held when it is taken.
-``_credit`` guards ``charged`` and is a leaf. Nothing calls out under either.
+``dial_lock`` guards the making of connections and is held while dialling; no other lock is held when it is
+taken. ``_credit`` guards ``charged`` and is a leaf. Nothing calls out under either.
 """
 
 from __future__ import annotations

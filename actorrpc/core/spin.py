@@ -1,9 +1,10 @@
 """Whether to spin before sleeping: measured, not believed.
 
-Spinning helps where the two ends of a connection run on different processors, and hurts where they share one or where
-the machine has more to do than processors. So each place that waits keeps a running mean of its waits with and without
-spinning, uses the shorter, and tries the other one now and then (the rarer, the worse it has proved). One thread of a
-process may spin at a time, and none while more threads are runnable than there are processors.
+Spinning helps where the two ends of a connection run on different processors, and hurts where they share one
+or where the machine has more to do than processors. So each place that waits keeps a running mean of its
+waits with and without spinning, uses the shorter, and tries the other one now and then (the rarer, the worse
+it has proved). One thread of a process may spin at a time, and none while more threads are runnable than
+there are processors.
 """
 
 from __future__ import annotations

@@ -158,9 +158,7 @@ class Lender:
         self._next_loan = 1
         self._next_trim = clock() + _TRIM_EVERY
         self._no_new_before = 0.0
-        self._placed = 0
-        self._placed_bytes = 0
-        self._refused = 0
+        self._placed = self._placed_bytes = self._refused = 0
 
     def place(self, spans: Sequence[Span]) -> Placement | None:
         """Copy ``spans`` into one segment and say where; ``None`` means: send them over the socket.
@@ -252,12 +250,10 @@ class Lender:
         )
 
     def close(self) -> None:
-        """Let go of all memory and of the socket, which the borrower closes. Idempotent.
-
-        What the peer still uses stays mapped there.
-        """
+        """Close the socket and let go of all memory; what the peer uses stays mapped there. Idempotent."""
         with self._send_lock, self._lock:
             self._closed = True
+            self._sock.close()
             if self._busy:
                 return  # a finaliser in the middle of a section: the memory goes with this object
             dropped, self._segments, self._free = (self._segments, self._free), {}, {}
@@ -271,7 +267,6 @@ class Lender:
         self._send_lock, self._lock = threading.RLock(), threading.RLock()
         self._busy = False
         self.close()
-        self._sock.close()
 
     # -- under the lock ----------------------------------------------------------------------------
 
@@ -348,8 +343,7 @@ class Lender:
 
     def _create(self, segment: _Segment, need: int) -> bool:
         """Make the memory of ``segment`` and tell the peer; on failure the segment is gone."""
-        pause = _NO_MEMFD
-        fd = -1
+        pause, fd = _NO_MEMFD, -1
         try:
             fd = sealed_memfd(segment.size)
             memory, segment.address = reserve(segment.size, fd)
@@ -420,10 +414,19 @@ class Borrower:
         self._closed = False
         self._forks: ForkGuard[tuple[int, int]] = ForkGuard()
 
+    def on_freed(self, ring: Callable[[], None]) -> None:
+        """Have ``ring`` called when a loan dies: in a finaliser, so it may take no lock."""
+        self._loans.ring = ring
+
     @property
-    def freed(self) -> deque[tuple[int, int]]:
-        """The (segment, loan) of which every view has died; true when ``drain_freed`` has work."""
-        return self._loans.returned
+    def freed(self) -> bool:
+        """Whether ``drain_freed`` may have something to return."""
+        return bool(self._loans.returned) or self._forks.holds
+
+    @property
+    def lent(self) -> int:
+        """How many placements were given out and not handed back yet."""
+        return sum(segment.loan != 0 for segment in list(self._segments.values()))
 
     def views(
         self, segment_id: int, loan: int, offsets: Sequence[int], sizes: Sequence[int]
@@ -449,7 +452,7 @@ class Borrower:
 
     def drain_freed(self) -> list[tuple[int, int]]:
         """Return the loans to hand back to the peer. Thread-safe."""
-        if not self._loans.returned and not self._forks.holds:
+        if not self.freed:
             return []
         with self._lock:
             # During a fork nothing is handed back: it cannot be said yet what the child inherits.
@@ -487,7 +490,7 @@ class Borrower:
     def close(self) -> None:
         """Close the socket and forget all segments; each is unmapped when no view on it lives.
 
-        The lender of the same socket must have been closed before. Idempotent; wakes threads in ``views``.
+        Idempotent; wakes threads in ``views``.
         """
         self._closed = True
         try:
@@ -507,6 +510,7 @@ class Borrower:
         """Run in the parent before a fork: loans that live now must not be handed back under the child."""
         if self._segments and not self._closed:
             with self._lock:
+                self._loans.returned.extend(self._forks.release())
                 self._forks.before()
 
     def after_fork_in_parent(self) -> None:

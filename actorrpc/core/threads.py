@@ -1,16 +1,17 @@
 """The pool: worker threads scheduled by the kernel, of which one is always listening.
 
-All threads sleep in one ``epoll``. The one that the kernel wakes reads what has come and executes it itself: a call is
-handed from thread to thread only when there is more to do than one thread should do.
+All threads sleep in one ``epoll``. The one that the kernel wakes reads what has come and executes it itself:
+a call is handed from thread to thread only when there is more to do than one thread should do.
 
-The invariant that everything rests on: *at least one thread is always in epoll, or about to be.* A thread that leaves
-epoll may read, but before it runs user code or blocks it makes sure that another one is in epoll, starting a thread if need
-be (:meth:`Pool.ensure_reader`). So heartbeats, cancellations and further calls are served whatever user code does, and nested
-or cyclic calls of any depth cannot run out of threads below ``max_threads``. At ``max_threads``, the last thread only reads
-and queues.
+The invariant that everything rests on: *at least one thread is always in epoll, or about to be.* A thread
+that leaves epoll may read, but before it runs user code or blocks it makes sure that another one is in epoll,
+starting a thread if need be (:meth:`Pool.ensure_reader`). So heartbeats, cancellations and further calls are
+served whatever user code does, and nested or cyclic calls of any depth cannot run out of threads below
+``max_threads``. At ``max_threads``, the last thread only reads and queues.
 
-Work of a batch that nobody has taken up is looked after by a tick: waits of a thread in C++ or on an ``Event`` are invisible
-otherwise. ``_lock`` guards starting and ending threads and is taken last; nothing is called under it.
+Work of a batch that nobody has taken up is looked after by a tick: waits of a thread in C++ or on an
+``Event`` are invisible otherwise. ``_lock`` guards starting and ending threads and is taken last; nothing is
+called under it.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Pool:
         self.stopping = False
         self._mean = 0.0
         self._starvation_s = starvation_s
-        self._starvation = Tick(clock, min(starvation_s, 0.002), self._starving)
+        self._starvation = Tick(clock, starvation_s / 2, self._starving)
         self._oldest: Any = None
         self._since = 0.0
         self._seen_finished = 0
@@ -232,20 +233,17 @@ class Pool:
             self._oldest = None
             return False
         now = time.monotonic()
-        if oldest is not self._oldest or self.finished != self._seen_finished:
-            stuck_before = oldest is self._oldest
+        if oldest is not self._oldest:
+            self._oldest = oldest
+            self._since = now
             self._seen_finished = self.finished
-            if not stuck_before:
-                self._oldest = oldest
-                self._since = now
-            return True
-        if now - self._since >= min(self._starvation_s, 0.002):
+        elif now - self._since >= self._starvation_s:
             self.kick()
-            if now - self._since > _STUCK_S and not self.idle_or_startable():
+            if now - self._since > _STUCK_S and self.finished == self._seen_finished and not self._can_grow():
                 self._refuse_all()
         return True
 
-    def idle_or_startable(self) -> bool:
+    def _can_grow(self) -> bool:
         """Say whether the pool can still bring in a thread."""
         return len(self.idle) > 1 or len(self.threads) < self._max
 

@@ -6,9 +6,11 @@ One agent per process. All functions are thread-safe; ``init_rpc`` and ``shutdow
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,7 +18,7 @@ from actorrpc.config import Settings
 from actorrpc.core.agent import Agent
 from actorrpc.core.identity import WorkerInfo
 from actorrpc.core.rendezvous import open_store
-from actorrpc.errors import ConfigError, NotInitializedError, RpcTimeoutError, ShutdownError
+from actorrpc.errors import ConfigError, NotInitializedError
 from actorrpc.futures import Future
 from actorrpc.rpc import group as groups
 from actorrpc.rpc import rref as rrefs
@@ -44,6 +46,7 @@ __all__ = [
 
 T = TypeVar("T")
 
+_log = logging.getLogger("actorrpc")
 _JOIN_TIMEOUT = 300.0  # how long workers wait for each other at the rendezvous, in seconds
 _SETTLE_S = 30.0  # how long shutdown waits for the last references, once every live worker has come to it
 
@@ -71,7 +74,9 @@ def _require() -> _State:
     if state is None:
         raise NotInitializedError("RPC has not been initialized. Call init_rpc first.")
     if os.getpid() != state.agent.pid:
-        raise NotInitializedError("this process was forked from a worker: RPC has not been initialized in it. Call init_rpc first.")
+        raise NotInitializedError(
+            "this process was forked from a worker: RPC has not been initialized in it. Call init_rpc first."
+        )
     return state
 
 
@@ -94,8 +99,8 @@ def init_rpc(
         name: this worker's name in the group: letters, digits, ``_``, ``-`` and ``:``.
         backend: accepted for torch's sake (a :class:`BackendType`); there is one agent here.
         rank: this worker's number, from 0; default from the environment (``RANK``) or the URL.
-        world_size: the number of workers; ``None`` makes, or joins, a group that workers may join and leave at any time,
-            unless the environment (``WORLD_SIZE``) or the URL says a number.
+        world_size: the number of workers; ``None`` makes, or joins, a group that workers may join and leave
+            at any time, unless the environment (``WORLD_SIZE``) or the URL says a number.
         rpc_backend_options: a :class:`RpcBackendOptions`; torch's own options object is understood, too.
 
     Raises:
@@ -113,19 +118,29 @@ def init_rpc(
     if world_size == -1:
         world_size = None
     if world_size is not None and (world_size < 1 or rank >= world_size):
-        raise ConfigError(f"rank {rank} and world_size {world_size} do not go together: ranks are 0..world_size-1")
+        raise ConfigError(
+            f"rank {rank} and world_size {world_size} do not go together: ranks are 0..world_size-1"
+        )
     _check_backend(backend)
     with _lock:
         if is_initialized():
             raise RuntimeError("RPC is already initialized")
         settings = Settings.from_environment(**options._extra)
         store, rank, world_size = open_store(options.init_method, rank, world_size, _JOIN_TIMEOUT)
-        group = groups.join(name, rank, world_size, store, settings, options._key, _JOIN_TIMEOUT)
+        maps = options.device_maps if isinstance(options, TensorPipeRpcBackendOptions) else {}
+        group = groups.join(
+            name,
+            rank,
+            world_size,
+            store,
+            settings=settings,
+            key_text=options._key,
+            timeout=_JOIN_TIMEOUT,
+            device_maps={
+                to: {str(here): str(there) for here, there in each.items()} for to, each in maps.items()
+            },
+        )
         agent = group.agent
-        if isinstance(options, TensorPipeRpcBackendOptions):
-            agent.device_maps = {
-                worker: {str(here): str(there) for here, there in each.items()} for worker, each in options.device_maps.items()
-            }
         state = _State(agent, group, References(agent, lambda: state.timeout), options.rpc_timeout)
         if settings.switch_interval is None:
             # A worker that is busy in Python would answer after several of the interpreter's 5 ms turns.
@@ -167,9 +182,10 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Leave the group and stop this worker. Does nothing where RPC is not initialised.
 
     Args:
-        graceful: serve calls until every live worker of a fixed group has called ``shutdown``, then let go of all
-            RRefs. Otherwise end at once: calls under way fail with ShutdownError.
-        timeout: seconds for all of it; 0 waits for live workers as long as they work, and for at most 30 s more.
+        graceful: serve calls until every live worker of a fixed group has called ``shutdown``, then let go of
+            all RRefs. Otherwise end at once: calls under way fail with ShutdownError.
+        timeout: seconds for all of it; 0 waits for live workers as long as they work, and for at most 30 s
+            more.
 
     Raises:
         RpcTimeoutError: others did not come in time. This worker is shut down all the same.
@@ -205,8 +221,6 @@ def _restore() -> None:
 
 
 def _end_together(state: _State, timeout: float) -> None:
-    import time
-
     until = time.monotonic() + timeout if timeout else float("inf")
 
     def left() -> float:
@@ -225,9 +239,7 @@ def _end_together(state: _State, timeout: float) -> None:
     group.wait_for_all(1, min(left() or _SETTLE_S, _SETTLE_S))
     leaks = references.table.leaks()
     if leaks:
-        import logging
-
-        logging.getLogger("actorrpc").warning("Leaking RRef: %d values are still referenced: %s", len(leaks), leaks[:5])
+        _log.warning("Leaking RRef: %d values are still referenced: %s", len(leaks), leaks[:5])
 
 
 @atexit.register
@@ -252,13 +264,27 @@ def _after_fork() -> None:
         state.agent.abandon()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+def _before_fork() -> None:
+    state = _state
+    if state is not None:
+        state.agent.before_fork()
+
+
+def _after_fork_in_parent() -> None:
+    state = _state
+    if state is not None:
+        state.agent.after_fork_in_parent()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)
 
 
 # -- calling ------------------------------------------------------------------------------------------
 
 
-def _prepare(to: Any, func: Any, args: Any, kwargs: Any, timeout: Any) -> tuple[_State, Any, tuple[Any, ...], dict[str, Any], float]:
+def _prepare(
+    to: Any, func: Any, args: Any, kwargs: Any, timeout: Any
+) -> tuple[_State, Any, tuple[Any, ...], dict[str, Any], float]:
     state = _require()
     if not callable(func):
         raise TypeError("function should be callable.")
@@ -291,10 +317,12 @@ def rpc_sync(
         to: the worker's name, rank or WorkerInfo; this one, too.
         func: any callable: importable functions and classes go by name, others (lambdas, closures) by value.
         args, kwargs: its arguments; tensors arrive as they are at this moment.
-        timeout: seconds; default that of the group; 0 means none. A call made from inside a call also ends with that one.
+        timeout: seconds; default that of the group; 0 means none. A call made from inside a call also ends
+            with that one.
 
     Raises:
-        RpcTimeoutError, PeerDiedError, BackpressureError: the call did not end; ``maybe_executed`` says whether it may have run.
+        RpcTimeoutError, PeerDiedError, BackpressureError: the call did not end; ``maybe_executed`` says
+            whether it may have run.
         SerializationError, LimitError: it was not sent.
         RemoteError: what the function raised, which is an instance of its own class, too.
         UnknownWorkerError: there is no such worker.
@@ -313,8 +341,9 @@ def rpc_async(
     """Call a function on a worker and return a Future of its result at once.
 
     Calls that are made one after the other may leave together, at latest 0.2 ms later or when anybody waits.
-    The arguments are taken as they are when this returns: tensors may be changed after that. Large tensors that do not
-    go through shared memory are on their way when this returns. Arguments and errors as for :func:`rpc_sync`.
+    The arguments are taken as they are when this returns: tensors may be changed after that. Large tensors
+    that do not go through shared memory are on their way when this returns. Arguments and errors as for
+    :func:`rpc_sync`.
     """
     state, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
     future: Future[T] = Future()
@@ -355,7 +384,7 @@ def get_worker_info(worker_name: str | WorkerInfo | None = None) -> WorkerInfo:
 
 def get_worker_infos() -> list[WorkerInfo]:
     """Return the WorkerInfo of every worker of the group, by rank."""
-    return sorted((WorkerInfo(r.name, r.rank) for r in _require().agent._members()), key=lambda info: info.id)
+    return sorted((WorkerInfo(r.name, r.rank) for r in _require().agent.members()), key=lambda info: info.id)
 
 
 def get_rpc_timeout() -> float:
@@ -366,6 +395,3 @@ def get_rpc_timeout() -> float:
 def set_rpc_timeout(timeout: float) -> None:
     """Change the default time-out of calls of this worker."""
     _require().timeout = check_timeout(timeout)
-
-
-_ = (RpcTimeoutError, ShutdownError)

@@ -1,9 +1,9 @@
 """The two halves of what a worker knows of RRefs: the values it owns, and its handles on values of others.
 
 Neither half takes a lock, sends or calls anything: :class:`RRefTable` (in ``forks``) calls them under its
-lock, on any thread, and gives each step an :class:`Effects`, in which they leave what has to be done outside of
-it. Values are never compared, hashed or printed, and are released into the Effects, never on the spot: their
-end may run user code.
+lock, on any thread, and gives each step an :class:`Effects`, in which they leave what has to be done outside
+of it. Values are never compared, hashed or printed, and are released into the Effects, never on the spot:
+their end may run user code.
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 def async_execution(fn: F) -> F:
     """Mark a function that returns a Future: its RPC is answered when that future completes.
 
-    The function runs on a worker thread up to its return; from then on no thread waits. The value (or the error) of the
-    returned ``torch.futures.Future`` or ``actorrpc.Future`` goes to the caller. Works with ``rpc_sync``, ``rpc_async``,
+    The function runs on a worker thread up to its return; from then on no thread waits. The value (or the
+    error) of the returned ``torch.futures.Future`` or ``actorrpc.Future`` goes to the caller. Works with
+    ``rpc_sync``, ``rpc_async``,
     ``remote`` and RRef proxies; on methods it goes under ``@staticmethod`` and ``@classmethod``::
 
         @staticmethod

@@ -1,17 +1,16 @@
 """The group: how this process joins one, waits for the others at its end, and leaves.
 
-Joining binds the sockets, agrees on the key and the table of workers through torch's store, and starts the agent.
-Leaving gracefully is a barrier: every worker asks the first live one (by name) to say when all have arrived. It serves
-calls meanwhile, for as long as others work. A worker that dies counts as arrived; if the first one dies, the next takes over.
+Joining binds the sockets, agrees on the key and the table of workers through torch's store, and starts the
+agent. Leaving gracefully is a barrier: every worker asks the first live one (by name) to say when all have
+arrived. It serves calls meanwhile, for as long as others work. A worker that dies counts as arrived; if the
+first one dies, the next takes over.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,11 +19,9 @@ from typing import Any, Final
 from actorrpc.config import Settings
 from actorrpc.core import keys
 from actorrpc.core.agent import Agent
-from actorrpc.core.calls import CURRENT
 from actorrpc.core.execution import Later
 from actorrpc.core.identity import WorkerRecord, host_identity, main_identity, new_incarnation
 from actorrpc.core.keys import Key
-from actorrpc.core.peer import Peer
 from actorrpc.core.rendezvous import Rendezvous
 from actorrpc.errors import ConfigError, PeerDiedError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
@@ -32,7 +29,6 @@ from actorrpc.futures import Future
 __all__ = ["Group", "join"]
 
 _log = logging.getLogger("actorrpc.group")
-_AFTER_ALL_S: Final = 30.0  # a graceful shutdown ends within this time once every live worker has called it
 _LOOPBACK: Final = ("127.", "::1", "localhost")
 
 
@@ -108,13 +104,11 @@ class Group:
         agent = self.agent
         until = time.monotonic() + timeout if timeout else float("inf")
         order = sorted(self._table)
-        for index, leader in enumerate(order):
+        for leader in order:
             peer = agent.peer(leader)
             if peer.state != "alive":
                 continue
-            if peer.is_self and index == 0:
-                self._watch_all()
-            elif peer.is_self:
+            if peer.is_self:
                 self._watch_all()
             remaining = until - time.monotonic()
             if remaining <= 0:
@@ -151,6 +145,11 @@ class Group:
 
     def close(self) -> None:
         """Leave: close the agent and take this worker's traces out of the store."""
+        if not self.is_fixed:
+            try:
+                self.rendezvous.leave()
+            except RpcError as error:
+                _log.info("the store is gone: %s", error)
         self.agent.close()
         self.rendezvous.close()
 
@@ -190,7 +189,9 @@ def _listen_unix(directory: str) -> tuple[socket.socket, str]:
 
 def _listen_tcp(host: str, port: int) -> socket.socket:
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         sock = socket.socket(family, kind | socket.SOCK_CLOEXEC, proto)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -200,7 +201,9 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
             sock.close()
             raise
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host!r} port {port}: {error}. Choose another bind= or port=") from error
+        raise ConfigError(
+            f"cannot listen on {host!r} port {port}: {error}. Choose another bind= or port="
+        ) from error
     return sock
 
 
@@ -239,7 +242,9 @@ class _Doors:
         if _is_loopback(host) and settings.transport != "tcp" and settings.bind is None:
             return
         if not has_key and settings.insecure and not _is_loopback(host):
-            _log.warning("listening on %s WITHOUT a key: whoever reaches this port can run code as this user", host)
+            _log.warning(
+                "listening on %s WITHOUT a key: whoever reaches this port can run code as this user", host
+            )
         sock = _listen_tcp(host, settings.port)
         self.sockets.append(sock)
         bound = sock.getsockname()
@@ -260,7 +265,15 @@ class _Doors:
 
 
 def join(
-    name: str, rank: int, world_size: int | None, store: Any, settings: Settings, key_text: str | None, timeout: float
+    name: str,
+    rank: int,
+    world_size: int | None,
+    store: Any,
+    *,
+    settings: Settings,
+    key_text: str | None,
+    timeout: float,
+    device_maps: dict[str, dict[str, str]],
 ) -> Group:
     """Join the group that meets at ``store``, and start the agent.
 
@@ -305,9 +318,8 @@ def join(
             return rendezvous.lookup(to) if isinstance(to, str) else rendezvous.lookup_rank(to)
 
         members = rendezvous.members
-    agent = Agent(record, settings=settings, key=key, resolve=resolve, members=members)
+    agent = Agent(
+        record, settings=settings, key=key, resolve=resolve, members=members, device_maps=device_maps
+    )
     agent.start(doors.sockets)
     return Group(agent, rendezvous, table if world_size is not None else None)
-
-
-_ = (CURRENT, Peer, secrets, sys)

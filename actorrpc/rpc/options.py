@@ -29,7 +29,19 @@ DEFAULT_INIT_METHOD: Final = "env://"
 DEFAULT_NUM_WORKER_THREADS: Final = 16
 UNSET_RPC_TIMEOUT: Final = -1.0
 
-_EXTRA: Final = ("transport", "bind", "advertise", "port", "key", "insecure", "max_threads", "spin_us", "lane", "window", "heartbeat")
+_EXTRA: Final = (
+    "transport",
+    "bind",
+    "advertise",
+    "port",
+    "key",
+    "insecure",
+    "max_threads",
+    "spin_us",
+    "lane",
+    "window",
+    "heartbeat",
+)
 
 
 class BackendType(enum.Enum):
@@ -49,13 +61,15 @@ class RpcBackendOptions:
         bind: the address to listen on for TCP; default: the one that reached the rendezvous.
         advertise: the address to give to other workers, where it differs (NAT, containers).
         port: the TCP port to listen on; default any.
-        key: the group's shared key; default ``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``, or one made for this host.
+        key: the group's shared key; default ``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``, or one made for this
+            host.
         insecure: listen without a key on addresses that others can reach. Warns.
         max_threads: the most worker threads of this process (default 512).
         spin_us: how long a thread may spin before it sleeps (default 100; 0: never).
         lane: whether large tensors go through shared memory on one host (default True).
         window: bytes of calls that a peer may leave unread before callers wait (default 64 MiB).
-        heartbeat: seconds between heartbeats to a peer that is silent while calls to it are under way (default 2).
+        heartbeat: seconds between heartbeats to a peer that is silent while calls to it are under way
+            (default 2).
 
     ``None`` means the ``ACTORRPC_*`` variable, or else the default.
 
@@ -113,12 +127,16 @@ class RpcBackendOptions:
     @init_method.setter
     def init_method(self, value: str) -> None:
         if not isinstance(value, str) or "://" not in value:
-            raise ConfigError(f"init_method must be a URL such as env://, tcp://host:port or file:///path, not {value!r}")
+            raise ConfigError(
+                f"init_method must be a URL such as env://, tcp://host:port or file:///path, not {value!r}"
+            )
         self._init_method = value
 
     def __repr__(self) -> str:
         given = "".join(f", {name}={value!r}" for name, value in self._extra.items() if value is not None)
-        return f"{type(self).__name__}(rpc_timeout={self.rpc_timeout}, init_method={self.init_method!r}{given})"
+        return (
+            f"{type(self).__name__}(rpc_timeout={self.rpc_timeout}, init_method={self.init_method!r}{given})"
+        )
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
@@ -152,7 +170,9 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
     ) -> None:
         unknown = sorted(set(extra) - set(_EXTRA))
         if unknown:
-            raise ConfigError(f"unknown option {unknown[0]!r}; besides torch's there are: {', '.join(_EXTRA)}")
+            raise ConfigError(
+                f"unknown option {unknown[0]!r}; besides torch's there are: {', '.join(_EXTRA)}"
+            )
         super().__init__(rpc_timeout, init_method, **extra)
         if not isinstance(num_worker_threads, int) or num_worker_threads < 1:
             raise ConfigError(f"num_worker_threads must be a positive integer, not {num_worker_threads!r}")
@@ -184,7 +204,9 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
                 )
             merged[source] = target
         if len(set(merged.values())) != len(merged):
-            raise ConfigError(f"`set_device_map` only supports 1-to-1 mapping, but {to!r} has two sources for one target: {merged}")
+            raise ConfigError(
+                f"`set_device_map` only supports 1-to-1 mapping, but {to!r} has two sources for one target: {merged}"
+            )
         self.device_maps[to] = merged
 
     def set_devices(self, devices: Sequence[Any]) -> None:

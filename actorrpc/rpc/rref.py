@@ -1,8 +1,9 @@
 """RRefs: references to values that live on a worker, counted across all of them.
 
-:class:`RRef` is what users hold. The protocol (who knows of which fork, when a value may go) is the state machine in
-``forks.py``; :class:`References` connects it to the agent: it sends its messages, tells it of deaths, and puts forks
-into the header of every message that carries an RRef, where they are seen even if the message is never opened.
+:class:`RRef` is what users hold. The protocol (who knows of which fork, when a value may go) is the state
+machine in ``forks.py``; :class:`References` connects it to the agent: it sends its messages, tells it of
+deaths, and puts forks into the header of every message that carries an RRef, where they are seen even if the
+message is never opened.
 
 ``RRef.__del__`` only puts the end of a handle into a queue: deletes leave in batches, from the pool.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, Generic, Literal, TypeVar
 
 import torch
@@ -23,9 +25,19 @@ from actorrpc.core.execution import ASYNC_MARK, Later
 from actorrpc.core.identity import WorkerInfo
 from actorrpc.core.messages import Parcel
 from actorrpc.core.peer import Peer
-from actorrpc.errors import NotInitializedError, RpcTimeoutError, RRefError
+from actorrpc.errors import NotInitializedError, PeerDiedError, RpcError, RpcTimeoutError, RRefError
 from actorrpc.futures import Future
-from actorrpc.rpc.fork_messages import ForkData, ForkId, Message, RRefId, WorkerKey, pack_forks, pack_message, unpack_forks, unpack_message
+from actorrpc.rpc.fork_messages import (
+    ForkData,
+    ForkId,
+    Message,
+    RRefId,
+    WorkerKey,
+    pack_forks,
+    pack_message,
+    unpack_forks,
+    unpack_message,
+)
 from actorrpc.rpc.forks import Effects, Handle, Outcome, Pending, RRefTable
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 
@@ -33,6 +45,8 @@ __all__ = ["RRef", "RRefProxy", "References"]
 
 T = TypeVar("T")
 _BATCH_S: Final = 0.05
+_RETRY_S: Final = 1.0  # messages of the protocol are sent again after this time, then 1.5 times that, ...
+_ATTEMPTS: Final = 20
 _NOTICE: Final = "rref"
 
 
@@ -62,21 +76,33 @@ class References:
         for callback in effects.callbacks:
             callback()
 
-    def _send(self, to: WorkerKey, message: Message) -> None:
+    def _send(self, to: WorkerKey, message: Message, attempt: int = 0) -> None:
+        """Send a message of the protocol; try again for as long as its destination lives."""
         if to == self.me:
             self.carry_out(self.table.handle(self.me, message))
             return
         peer = self._peer(to)
-        if peer is not None:
-            self.agent.notify(peer, _NOTICE, pack_message(message))
+        if peer is None or peer.state != "alive":
+            return  # the table has been told
+        if not self.agent.notify(peer, _NOTICE, pack_message(message)) and attempt < _ATTEMPTS:
+            again = partial(self._send, to, message, attempt + 1)
+            self.agent.clock.after(_RETRY_S * 1.5**attempt, partial(self.agent.submit, again))
 
     def _peer(self, key: WorkerKey) -> Peer | None:
-        """Return the peer of a key, if that incarnation is the one that is there."""
+        """Return the peer of a key; if another incarnation has taken its place, the old one is dead."""
         try:
             peer = self.agent.peer(key.rank)
-        except Exception:
+        except RpcError:
             return None
-        return peer if peer.record.incarnation == key.incarnation else None
+        if peer.record.incarnation == key.incarnation:
+            return peer
+        error = PeerDiedError(
+            f"worker {key.rank} has ended and another one, {peer.name!r}, has taken its place",
+            maybe_executed=True,
+            worker=peer.name,
+        )
+        self.carry_out(self.table.worker_died(key, error))
+        return None
 
     def peer_of(self, key: WorkerKey) -> Peer:
         """Return the owner's peer.
@@ -86,7 +112,9 @@ class References:
         """
         peer = self._peer(key)
         if peer is None:
-            raise RRefError(f"the owner of this RRef, worker {key.rank}, is gone: another one has taken its place")
+            raise RRefError(
+                f"the owner of this RRef, worker {key.rank}, is gone: another one has taken its place"
+            )
         return peer
 
     @staticmethod
@@ -128,7 +156,10 @@ class References:
         while not pending.done:
             remaining = execution.deadline - time.monotonic()
             if remaining <= 0:
-                raise RpcTimeoutError("the RRefs in the arguments were not confirmed by their owners in time", maybe_executed=False)
+                raise RpcTimeoutError(
+                    "the RRefs in the arguments were not confirmed by their owners in time",
+                    maybe_executed=False,
+                )
             if done.acquire(timeout=min(remaining, 5.0)):
                 return
 
@@ -155,7 +186,15 @@ class References:
 
     # -- creating and fetching -------------------------------------------------------------------------
 
-    def create(self, peer: Peer, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, label: str) -> RRef[Any]:
+    def create(
+        self,
+        peer: Peer,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        label: str,
+    ) -> RRef[Any]:
         """Have a worker call a function and keep the result; return the RRef to it at once."""
         handle = self.table.create_user(self.key_of(peer))
         future: Future[None] = Future()
@@ -176,7 +215,9 @@ class References:
         future.add_done_callback(created)
         ids = (handle.rref_id, handle.fork_id)
         try:
-            self.agent.call(peer, _create, (*ids, function, args, kwargs), {}, timeout, future=future, label=label)
+            self.agent.call(
+                peer, _create, (*ids, function, args, kwargs), {}, timeout, future=future, label=label
+            )
         except BaseException as error:
             self.carry_out(self.table.creation_failed(handle, error, reached=False))
             if future._claim():
@@ -220,7 +261,10 @@ def _timeout(timeout: float) -> float:
 
 
 def _wait_outcome(references: References, rref_id: RRefId) -> Future[Any]:
-    """Return a future for an owned value; it completes at once, or when the creation does."""
+    """Return a future for an owned value; it completes at once, or when the creation does.
+
+    Inside a call it also ends, with RpcTimeoutError, at the deadline of that call.
+    """
     future: Future[Any] = Future()
     future.label = f"the value of {rref_id}"
 
@@ -233,14 +277,30 @@ def _wait_outcome(references: References, rref_id: RRefId) -> Future[Any]:
     outcome = references.table.fetch(rref_id, settle)
     if outcome is not None:
         settle(outcome)
+        return future
+    execution = CURRENT.get()
+    if execution is not None and execution.deadline != float("inf"):
+
+        def give_up() -> None:
+            references.carry_out(references.table.cancel_fetch(rref_id, settle))
+            settle(
+                Outcome(error=RpcTimeoutError(f"{future.label} was not there in time", maybe_executed=False))
+            )
+
+        timer = references.agent.clock.at(execution.deadline, partial(references.agent.submit, give_up))
+        future.add_done_callback(lambda _: timer.cancel())
     return future
 
 
-def _create(rref_id: RRefId, fork_id: ForkId | None, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _create(
+    rref_id: RRefId, fork_id: ForkId | None, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     references = runtime()
     execution = CURRENT.get()
     assert execution is not None
-    if fork_id is not None and not references.table.creation_arrived(rref_id, fork_id, references.key_of(execution.peer)):
+    if fork_id is not None and not references.table.creation_arrived(
+        rref_id, fork_id, references.key_of(execution.peer)
+    ):
         return None
     try:
         value = function(*args, **kwargs)
@@ -288,13 +348,7 @@ def _fetch(rref_id: RRefId) -> Any:
 def _invoke(rref_id: RRefId, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of an owned value, once it is there."""
     references = runtime()
-    future = _wait_outcome(references, rref_id)
-    if future._done:
-        return _call_method(future.wait(), name, args, kwargs)
-    execution = CURRENT.get()
-    assert execution is not None
-    remaining = None if execution.deadline == float("inf") else execution.deadline - time.monotonic()
-    return _call_method(future.wait(remaining), name, args, kwargs)
+    return _call_method(_wait_outcome(references, rref_id).wait(), name, args, kwargs)
 
 
 def _call_method(value: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -319,8 +373,9 @@ def _rebuild(index: int) -> Any:
 class RRef(Generic[T]):
     """A reference to a value that lives on one worker (its owner), usable on every worker.
 
-    ``RRef(value)`` makes one for a value of this worker; ``remote(...)`` makes one for a result on another. Sent in
-    the arguments or the result of a call it arrives as an RRef to the same value, which lives until the last one is gone.
+    ``RRef(value)`` makes one for a value of this worker; ``remote(...)`` makes one for a result on another.
+    Sent in the arguments or the result of a call it arrives as an RRef to the same value, which lives until
+    the last one is gone.
 
     Thread-safe. RRefs are equal when they refer to the same value.
 
@@ -484,13 +539,15 @@ codec.register(RRef, _reduce)
 class RRefProxy:
     """Attribute access gives the methods of an RRef's value; calling one calls it on the owner.
 
-    Which methods there are is known to the owner only: a missing one raises AttributeError there, and so here. A
-    method of a proxy may itself be sent as a function to call.
+    Which methods there are is known to the owner only: a missing one raises AttributeError there, and so
+    here. A method of a proxy may itself be sent as a function to call.
     """
 
     __slots__ = ("_rref", "_style", "_timeout")
 
-    def __init__(self, rref: RRef[Any], style: Literal["rpc_sync", "rpc_async", "remote"], timeout: float) -> None:
+    def __init__(
+        self, rref: RRef[Any], style: Literal["rpc_sync", "rpc_async", "remote"], timeout: float
+    ) -> None:
         self._rref = rref
         self._style = style
         self._timeout = timeout
@@ -545,6 +602,8 @@ class _Method:
         return references.create(peer, _invoke_kept, (rref, *arguments), {}, seconds, self._name)
 
 
-def _invoke_kept(rref: RRef[Any], rref_id: RRefId, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _invoke_kept(
+    _kept: RRef[Any], rref_id: RRefId, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """As :func:`_invoke`, for a call that outlives its caller's interest: the RRef itself comes along."""
     return _invoke(rref_id, name, args, kwargs)

@@ -441,8 +441,9 @@ def test_a_fork_guard_holds_loans_until_the_child_is_gone() -> None:
     assert guard.forking
     guard.after({"a", "b"})  # as after a fork that failed: nobody has the other end
     assert not guard.forking
-    assert guard.holds
+    assert not guard.holds
     assert guard.hold("a")
+    assert guard.holds
     assert not guard.hold("c")
     assert guard.release() == ["a"]
     assert not guard.holds
@@ -450,7 +451,7 @@ def test_a_fork_guard_holds_loans_until_the_child_is_gone() -> None:
     assert not guard.holds
     guard.before()
     guard.after(set())
-    assert not guard.holds
+    assert not guard.hold("a")
     guard.before()
     guard.after({"a"})
     guard.close()

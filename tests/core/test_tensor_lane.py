@@ -88,7 +88,6 @@ class Lane:
     def close(self) -> None:
         self.lender.close()
         self.borrower.close()
-        self.ours.close()
 
 
 @pytest.fixture
@@ -149,8 +148,11 @@ def test_a_segment_is_used_again_when_all_views_are_dead(lane: Lane) -> None:
     assert lane.borrower.drain_freed() == []
     assert bytes(array_[:2]) == b"bb"
     del array_
-    assert len(lane.borrower.freed) == 1
+    assert lane.borrower.freed
+    assert lane.borrower.lent == 1
     lane.settle()
+    assert lane.borrower.lent == 0
+    assert not lane.borrower.freed
     views = lane.send(b"c" * 200_000)
     assert address_of(views[0]) == address
     assert lane.lender.stats().segments == 1
@@ -801,6 +803,17 @@ def test_what_a_child_inherited_is_not_overwritten_while_the_child_lives(lane: L
     lane.settle()
     lane.settle()
     assert lane.lender.stats().lent_bytes == 0
+
+
+def test_many_forks_under_one_long_loan_keep_no_descriptors(lane: Lane) -> None:
+    held = lane.send(b"a" * 1000)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        assert exit_code(fork_as_the_agent_does(lane, lambda: True)) == 0
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    held.clear()
+    assert lane.borrower.drain_freed() == [(1, 1)]
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_two_children_that_inherited_one_loan(lane: Lane) -> None:

@@ -1,15 +1,15 @@
-"""A whole group of RRef tables in one thread: random programs over a network that reorders, repeats and loses.
+"""A group of RRef tables in one thread: random programs over a network that reorders, repeats and loses.
 
-Each worker is an :class:`RRefTable` and a set of handles that its "user code" holds. A :class:`World` plays one
-random program: creations (here, elsewhere, failing, timed out), RRefs in arguments, results and values, drops,
-fetches, messages that cannot be sent or are not decoded, deaths and restarts. Between any two workers messages wait in
-a queue, and which queue (and, without ``fifo``, which message) moves next is random. Control messages are repeated, and
-lost ones sent again; calls arrive at most once, or never where a worker dies.
+Each worker is an :class:`RRefTable` and the handles that its "user code" holds. A :class:`World` plays one
+random program: creations (here, elsewhere, failing, timed out), RRefs in arguments, results and values,
+drops, fetches, messages that cannot be sent or are not decoded, deaths and restarts. Between any two workers
+messages wait in a queue, and which queue (and, without ``fifo``, which message) moves next is random. Control
+messages are repeated, and lost ones sent again; calls arrive at most once, or never where a worker dies.
 
-Next to the tables the world keeps its own list of who holds what, and complains (:class:`Violation`) when a value
-dies that somebody still holds, when a fetch through a live handle does not give the value or never ends, when a
-function starts before its RRefs are confirmed, or when something is left after everything was dropped. Handles that
-were on their way from a worker that died may fail, but must neither hang nor leak.
+Next to the tables the world keeps its own list of who holds what, and complains (:class:`Violation`) when a
+value dies that somebody still holds, when a fetch through a live handle does not give the value or never
+ends, when a function starts before its RRefs are confirmed, or when something is left after everything was
+dropped. Handles that came from a worker that died on the way may fail, but must neither hang nor leak.
 
 Everything follows from the seed: ``World(Script.of(seed)).play()`` does the same again.
 """
@@ -130,7 +130,7 @@ class Value:
     def _forbidden(self, *_: object) -> Any:
         raise AssertionError("the protocol looked at a value")
 
-    __eq__ = __hash__ = __repr__ = __bool__ = __len__ = _forbidden  # type: ignore[assignment]
+    __eq__ = __hash__ = __repr__ = __bool__ = __len__ = _forbidden
 
 
 class Worker:
@@ -351,7 +351,8 @@ class World:
                 if not ref.token.tainted:
                     self.violations.append(f"{ref.handle} confirmed on {worker.key}, but not on its owner")
                 return
-        ref.token.confirmed = True
+        if ref.handle.fork_id is not None or not ref.token.tainted:  # what came home may stand for nothing
+            ref.token.confirmed = True
 
     # -- who holds what --------------------------------------------------------------------------
 
@@ -553,11 +554,11 @@ class World:
             return
         asker = worker
 
-        def act(at: Worker, _: list[Ref]) -> None:
+        def act(at: Worker, _none: list[Ref]) -> None:
             def waiter(outcome: Outcome) -> None:
                 value = outcome.value
                 answer = value.rref_id if isinstance(value, Value) else outcome.error
-                self.send(at.key, asker.key, Call(lambda to, _: self.fetched(to, number, answer)))
+                self.send(at.key, asker.key, Call(lambda to, _none: self.fetched(to, number, answer)))
 
             if number not in asker.fetches:
                 return  # arrived after its deadline
@@ -594,9 +595,8 @@ class World:
             or not self.workers[rref_id.creator].alive
             or worker.table.failure(ref.handle) is not None
         )
-        if isinstance(answer, ZeroDivisionError) and rref_id in self.failing:
-            self.counters["failed"] += 1
-        elif isinstance(answer, RpcTimeoutError) and rref_id in self.late:
+        raised = isinstance(answer, ZeroDivisionError) and rref_id in self.failing
+        if raised or (isinstance(answer, RpcTimeoutError) and rref_id in self.late):
             self.counters["failed"] += 1
         elif answer == rref_id and rref_id not in self.failing:
             self.counters["fetched"] += 1

@@ -1,0 +1,1 @@
+"""The core: bytes, links, the group of workers and the agent. Private: users import from the floors above."""

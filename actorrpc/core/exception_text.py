@@ -1,0 +1,173 @@
+"""The text of an exception that goes to another worker: its traceback, its chain, its notes, in bounds.
+
+Runs on the thread that executed the call. Copes with any user's class: a ``str`` that raises or gives 100 MB,
+a chain that bites its tail, a recursion a thousand deep. Looks like what Python prints, and is written anew
+because the standard formatter takes longer than all the rest of a failing call. It reads source lines
+through ``linecache`` and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import traceback as tracebacks
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from actorrpc.errors import RemoteTraceback
+
+__all__ = ["cut", "format_error", "line_of", "notes_of", "say", "shown", "type_name"]
+
+_MAX_MESSAGE = 8 << 10
+_MAX_FRAMES = 200
+_MAX_MEMBERS = 200  # of a group, printed as Python does
+_MAX_CHAIN = 64
+_MAX_NOTES = 100
+_MAX_SCAN = 1000
+
+_CAUSE: Any = BaseException.__dict__["__cause__"]
+_CONTEXT: Any = BaseException.__dict__["__context__"]
+_SUPPRESS: Any = BaseException.__dict__["__suppress_context__"]
+_TRACEBACK: Any = BaseException.__dict__["__traceback__"]
+_MEMBERS: Any = BaseExceptionGroup.__dict__["exceptions"]
+_dict_of: Callable[[BaseException], dict[str, Any]] = BaseException.__dict__["__dict__"].__get__
+_names_of: Callable[[type], dict[str, Any]] = type.__dict__["__dict__"].__get__
+
+
+def _is_group(error: BaseException) -> bool:
+    return issubclass(type(error), BaseExceptionGroup)
+
+
+def cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2 - 20
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+def say(value: object, how: Callable[[object], str] = str) -> str:
+    """Return ``str`` or ``repr`` of a user's object, whatever it does, and not too much of it."""
+    try:
+        text = how(value)
+        return cut(text if type(text) is str else str.__str__(text), _MAX_MESSAGE)
+    except BaseException:
+        return f"<{type_name(type(value))} whose {how.__name__}() failed>"
+
+
+def type_name(cls: type) -> str:
+    cls = _names_of(cls).get("_actorrpc_original", cls)
+    try:
+        return f"{cls.__module__}.{cls.__qualname__}"
+    except BaseException:
+        return str(type.__dict__["__name__"].__get__(cls))
+
+
+def shown(name: str) -> str:
+    return name.removeprefix("builtins.").removeprefix("__main__.")
+
+
+def line_of(error: BaseException) -> str:
+    return cut(f"{shown(type_name(type(error)))}: {say(error)}", 1000)
+
+
+def notes_of(error: BaseException) -> list[str]:
+    notes: Any = _dict_of(error).get("__notes__")
+    if type(notes) not in (list, tuple):
+        return [] if notes is None else [say(notes, repr)]
+    return [say(note) for note in notes[:_MAX_NOTES]]
+
+
+def format_error(
+    error: BaseException, message: str, worker: str, remote_of: Callable[[BaseException], Any]
+) -> str:
+    """Format an exception and its chain as Python does, each worker's part under its heading.
+
+    Written anew because the standard one takes longer than all the rest of a failing call.
+    """
+    heading = f"On worker {worker}:\n"
+    because = "\nThe above exception was the direct cause of the following exception:\n\n"
+    blocks: list[str] = []  # the last first
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None:
+        seen.add(id(link))
+        block = _format_one(link, message if link is error else say(link))
+        cause: Any = _CAUSE.__get__(link)
+        context, remote = _CONTEXT.__get__(link), remote_of(link)
+        is_text = type(cause) is RemoteTraceback
+        text = cause.text if is_text else None if remote is None else remote.traceback
+        blocks += (block,) if text is None else (heading + block, because, text)  # has its own headings
+        if cause is not None and not is_text:
+            link, joint = cause, because
+        elif cause is None and context is not None and not _SUPPRESS.__get__(link):
+            link, joint = context, "\nDuring handling of the above exception, another exception occurred:\n\n"
+        else:
+            break
+        if id(link) in seen:
+            break
+        blocks.append(joint)
+        if len(seen) == _MAX_CHAIN:
+            blocks.append("... earlier exceptions left out ...\n")
+            break
+    first = blocks.pop()
+    return "".join([first if first.startswith("On worker ") else heading + first, *reversed(blocks)])
+
+
+def _format_one(error: BaseException, message: str) -> str:
+    if issubclass(type(error), SyntaxError) or (
+        _is_group(error) and len(_MEMBERS.__get__(error)) < _MAX_MEMBERS
+    ):
+        try:
+            formatter = tracebacks.TracebackException.from_exception(error, compact=True)
+            return "".join(formatter.format(chain=False))
+        except BaseException:
+            pass
+    label = shown(type_name(type(error)))
+    last = f"{label}: {message}\n" if message else f"{label}\n"
+    return "".join([*_format_frames(_TRACEBACK.__get__(error)), last, *(f"{n}\n" for n in notes_of(error))])
+
+
+def _format_frames(tb: types.TracebackType | None) -> Iterator[str]:
+    links: list[types.TracebackType] = []
+    while tb is not None:
+        links.append(tb)
+        tb = tb.tb_next
+    if links:
+        yield "Traceback (most recent call last):\n"
+    checked: set[str] = set()
+    runs = itertools.groupby(links, lambda link: (id(link.tb_frame.f_code), link.tb_lineno))
+    for number, (_, run) in enumerate(runs):
+        same = list(run)
+        if number == _MAX_FRAMES:
+            yield "  ... frames left out ...\n"
+        if number < _MAX_FRAMES or same[0] is links[-1]:
+            for link in same[:3]:
+                yield _format_frame(link, checked)
+            if len(same) > 3:
+                yield f"  [Previous line repeated {len(same) - 3} more times]\n"
+
+
+def _format_frame(link: types.TracebackType, checked: set[str]) -> str:
+    code, number = link.tb_frame.f_code, link.tb_lineno
+    text = f'  File "{code.co_filename}", line {number}, in {code.co_name}\n'
+    try:
+        if code.co_filename not in checked:
+            checked.add(code.co_filename)
+            linecache.checkcache(code.co_filename)
+        source = linecache.getline(code.co_filename, number, link.tb_frame.f_globals).rstrip()
+        stripped = source.lstrip()
+        if not stripped:
+            return text
+        text += f"    {stripped}\n"
+        index = link.tb_lasti // 2
+        if index > _MAX_SCAN:
+            return text  # found by counting, which takes as long as the function is
+        _, end, *columns = next(itertools.islice(code.co_positions(), index, None))
+        if end == number and None not in columns:
+            start, stop = (len(source.encode()[:at].decode(errors="replace")) for at in columns)
+            if 0 < stop - start < len(stripped):
+                text += " " * (4 + start - (len(source) - len(stripped))) + "^" * (stop - start) + "\n"
+    except Exception:  # a loader that cannot give its source
+        pass
+    return text
