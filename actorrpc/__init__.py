@@ -11,7 +11,7 @@ from actorrpc.errors import PlatformError
 
 if sys.platform != "linux":
     raise PlatformError(f"actorrpc runs on Linux (it uses epoll, memfd and eventfd); this is {sys.platform}")
-if sys.version_info < (3, 11):
+if sys.version_info < (3, 11):  # noqa: UP036 (for those who install it in spite of its metadata)
     raise PlatformError(f"actorrpc needs Python 3.11 or later; this is {sys.version.split()[0]}")
 
 from actorrpc import errors, rpc

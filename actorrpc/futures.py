@@ -38,7 +38,7 @@ class _Unretrieved:
 
     __slots__ = ("error", "label", "seen")
 
-    def __init__(self, error: BaseException, label: str) -> None:
+    def __init__(self, error: BaseException, label: object) -> None:
         self.error = error
         self.label = label
         self.seen = False
@@ -103,7 +103,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         self._waiters: list[threading.Lock] = []
         # Whatever makes progress on this future when somebody waits for it (a call that reads its own reply).
         self._source: Any = None
-        self.label = "a future"
+        self.label: object = "a future"
 
     # -- completing ------------------------------------------------------------------------
 

@@ -60,7 +60,9 @@ class Bench:
         try:
             return Rig.start(self.stable, PEERS[member], placement, pairs=pairs, solo=solo)
         except RigError as error:
-            self.note(f"{' '.join(member)} did not start: {str(error).splitlines()[-1]}")
+            self.note(
+                f"{' '.join(member)} did not start: {str(error).splitlines()[-1]}; {self.stable.news()}"
+            )
             return None
 
     @contextmanager
@@ -99,7 +101,8 @@ class Bench:
                 answer = measure(rig)
             except RigError as error:
                 rig.broken = True
-                self.note(f"{section} {case} {' '.join(member)} {placement}: {str(error).splitlines()[-1]}")
+                what = f"{section} {case} {' '.join(member)} {placement}: {str(error).splitlines()[-1]}"
+                self.note(f"{what}; {self.stable.news()}")
             finally:
                 rig.pause()
         for metric in metrics:

@@ -151,18 +151,19 @@ class Worker:
 class Stable:
     """Makes workers: one fork server for each set of CPUs and modules, started when first needed."""
 
-    __slots__ = ("_servers", "log", "root", "scratch")
+    __slots__ = ("_seen", "_servers", "log", "root", "scratch")
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
         self.root = Path(__file__).resolve().parents[1]
+        self._seen = 0
         self.log = (scratch / "workers.log").open("ab")
         self._servers: dict[tuple[tuple[int, ...], str], tuple[subprocess.Popen[bytes], socket.socket]] = {}
 
     def _start(self, how: str, cpus: tuple[int, ...], modules: str) -> tuple[Any, socket.socket]:
         here, there = socket.socketpair()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ACTORRPC_")}
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.root)}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.root), "PYTHONWARNINGS": "ignore"}
         listed = ",".join(map(str, cpus))
         with there:
             process = subprocess.Popen(
@@ -191,7 +192,7 @@ class Stable:
             if orders.recv(16) != b"ready\n":
                 del self._servers[key]
                 orders.close()
-                raise RigError(f"the fork server ended with {process.wait()}: {self.tail()}")
+                raise RigError(f"the fork server ended with {process.wait()}: {self.news()}")
         return self._servers[key][1]
 
     def fork(self, cpus: tuple[int, ...], modules: str = "benchmarks.scenarios") -> Worker:
@@ -215,10 +216,12 @@ class Stable:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
-    def tail(self) -> str:
-        """Return the last lines the workers wrote to their standard error."""
-        self.log.flush()
-        return "\n".join(Path(self.log.name).read_text(errors="replace").splitlines()[-5:])
+    def news(self) -> str:
+        """Return the last lines that workers wrote to their standard error since this was asked before."""
+        written = Path(self.log.name).read_bytes()
+        fresh, self._seen = written[self._seen :], len(written)
+        lines = fresh.decode(errors="replace").strip().splitlines()[-3:]
+        return "workers wrote: " + (" | ".join(lines) if lines else "nothing")
 
     def close(self) -> None:
         """End the fork servers, and with them whatever workers are left."""

@@ -89,7 +89,7 @@ def _together(seconds: float, window: int) -> Callable[[Rig], dict[str, float]]:
 
 def four(bench: Bench) -> None:
     """Have four callers call four callees at the same time, with calls in windows and one by one."""
-    seconds = 0.3 if bench.quick else 0.5
+    seconds = 0.2 if bench.quick else 0.5
     for place in bench.places("own", "one"):
         with bench.groups(ONE_HOST, place, pairs=4) as rigs:
             for _ in range(bench.rounds):
@@ -232,7 +232,7 @@ def idle(bench: Bench) -> None:
             if rig is not None:
                 rig.resume()
                 rig.caller("roundtrip", calls=100, warm=0)
-        time.sleep(1.0)  # whatever follows the last call is over
+        time.sleep(6.0)  # timers that the last calls left behind have fired
         for _ in range(1 if bench.quick else min(3, bench.rounds)):
             before: dict[Member, Sample] = {m: sample(rig.pids()) for m, rig in rigs.items() if rig}
             time.sleep(seconds)

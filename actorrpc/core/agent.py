@@ -33,14 +33,15 @@ from actorrpc.core.clock import Clock, Tick
 from actorrpc.core.connection import Connection
 from actorrpc.core.execution import Executor
 from actorrpc.core.frames import Frame, pack_frame, unpack_extra
-from actorrpc.core.identity import WorkerInfo, WorkerRecord
+from actorrpc.core.identity import WorkerInfo, WorkerRecord, WrongTypeError
 from actorrpc.core.interrupts import uninterruptible
 from actorrpc.core.keys import Key
 from actorrpc.core.links import Links
-from actorrpc.core.peer import Peer
+from actorrpc.core.peer import MAX_PENDING, Peer
 from actorrpc.core.spin import spinner
 from actorrpc.core.threads import Pool
 from actorrpc.errors import (
+    CancelledError,
     NotInitializedError,
     ProtocolError,
     RpcError,
@@ -53,8 +54,11 @@ __all__ = ["Agent", "Interceptor"]
 
 _log = logging.getLogger("actorrpc")
 INFINITE: Final = float("inf")
+_NOT_RANKS: Final = frozenset({bool, float, complex})
+_CREDIT_S: Final = 0.005
 _PAIRS: Final = struct.Struct("<QQ")
 _NUMBERS: Final = struct.Struct("<Q")
+_pack: Final = frames.PREFIX.pack
 _REPLIES: Final = (frames.REPLY, frames.FAILURE)
 
 
@@ -137,6 +141,8 @@ class Agent:
         self._chains = itertools.count((record.rank & 0xFFFF) << 48 | 1)
         self._corked: dict[Connection, None] = {}
         self._cork = Tick(self.clock, settings.cork_us * 1e-6, self._uncork)
+        self._credited: dict[Connection, None] = {}
+        self._credit = Tick(self.clock, _CREDIT_S, self._send_credit)
         self._pulse = Tick(self.clock, settings.heartbeat, self._beat)
         self._hand_back = Tick(self.clock, 0.05, self._hand_back_lanes)
         self._ringing = False
@@ -163,8 +169,12 @@ class Agent:
         Raises:
             UnknownWorkerError: there is none.
         """
-        peer = self._peers.get(to)
-        if peer is None or peer.state != "alive":
+        try:
+            peer = self._peers.get(to)
+        except TypeError:  # not hashable, so not a worker either
+            peer = None
+        # 1.0 and True are found like rank 1, but nobody means them.
+        if peer is None or peer.state != "alive" or type(to) in _NOT_RANKS:
             peer = self._find(to, peer)
         return peer
 
@@ -173,7 +183,7 @@ class Agent:
         if isinstance(wanted, bool) or not isinstance(wanted, (str, int)):
             name = getattr(to, "name", None)
             if not isinstance(name, str):
-                raise TypeError(
+                raise WrongTypeError(
                     f"a worker is named by a str, an int rank or a WorkerInfo, not by {type(to).__name__} {to!r}"
                 )
             wanted = name
@@ -252,6 +262,10 @@ class Agent:
         if current is not None:
             deadline = min(deadline, current.deadline)
             chain = current.chain
+            if current.cancelled:
+                raise CancelledError(
+                    "the call that this one is nested in was cancelled", maybe_executed=False
+                )
         else:
             chain = next(self._chains)
         if label is None:
@@ -265,13 +279,19 @@ class Agent:
             for interceptor in self.interceptors:
                 interceptor.request_header(header, peer)
         try:
-            encoded = self.encode((function, args, kwargs), parcel)
+            encoded = codec.encode(
+                (function, args, kwargs),
+                remote_main=peer.same_main,
+                known=peer.known,
+                device_map=peer.device_map,
+                context=parcel,
+            )
             if parcel.sent:
                 header = self.announce(parcel, header)
             conn = peer.conn
             if (conn is None or conn.broken) and not peer.is_self:
                 self.links.connect(peer, deadline, label)
-            if current is None and peer.full:
+            if current is None and (peer.charged or len(peer.pending) >= MAX_PENDING) and peer.full:
                 self.flush()
                 peer.wait_for_room(deadline, f"the call of {label}")
         except BaseException:
@@ -282,7 +302,7 @@ class Agent:
         call.keep = keep
         if future is not None:
             future._source = call
-            future.label = f"the call of {label} on {peer.name!r}"
+            future.label = call  # put into words only when somebody asks
         if current is not None:
             if current.nested is None:
                 current.nested = []
@@ -291,12 +311,17 @@ class Agent:
             current.nested.append(call)
         try:
             self._dispatch(call, encoded, header)
+        except KeyboardInterrupt:
+            call.cancel()  # it comes after the dispatch, never in it
+            raise
         except BaseException:
             peer.pending.pop(call.id, None)
             peer.release(call)
             if parcel.sent:
                 self.roll_back(parcel)
             raise
+        if current is not None and current.cancelled:
+            call.cancel()  # the cancellation came between the look above and the entry in the list
         return call
 
     @uninterruptible
@@ -308,6 +333,8 @@ class Agent:
             peer.pending[call.id] = call
             call.sent = True
             self._watch(call)
+            if self.closed_down:
+                raise self._shut_down(call)
             self.loop_back(frames.REQUEST, call.id, encoded, header, call.deadline, call.chain)
             return
         conn = peer.conn
@@ -318,8 +345,16 @@ class Agent:
         peer.pending[call.id] = call
         if conn.broken or peer.state != "alive":
             peer.check_alive(f"cannot call {call.label}")
+            if self.closed_down:
+                raise self._shut_down(call)
         remaining = call.deadline - time.monotonic() if call.deadline != INFINITE else INFINITE
-        if not messages.send(
+        body = encoded.body
+        size = len(body)
+        if header is None and not encoded.spans and not encoded.definitions and size <= self.settings.chunk:
+            # What messages.send would do, without the detour: the path of most calls.
+            call.frame = _pack(size, 0, frames.REQUEST, 0, remaining, call.id, call.chain) + body
+            conn.outbox.append(call)
+        elif not messages.send(
             self,
             conn,
             frames.REQUEST,
@@ -335,15 +370,15 @@ class Agent:
                 return  # the end of the connection ends the call
             if call.deadline <= time.monotonic():
                 call.expire()
+            else:
+                call.cancel()  # Ctrl-C cut it short
             return
-        if call.future is None:
-            self._watch(call)  # whoever waits for it sends it
-        else:
-            if idle or len(conn.outbox) >= self.settings.cork_frames or len(call.frame) > 2048:
+        if call.future is not None:  # without one, whoever waits for it sends it
+            if idle or size > 2048 or len(conn.outbox) >= self.settings.cork_frames:
                 conn.flush()
             else:
                 self.cork(conn)
-            self._watch(call)
+        self._watch(call)
 
     def _watch(self, call: Call) -> None:
         """Have the clock look after the call's deadline, and after its peer's pulse."""
@@ -425,11 +460,14 @@ class Agent:
         conn.flush()
         return True
 
+    @uninterruptible
     def open_reply(self, call: Call, frame: Frame) -> Any:
         """Return the value that a reply carries, or raise its error. Called once per reply, by whoever waits."""
         call.keep = None
         if frame.kind == frames.FAILURE:
             raise exceptions.load(frame.body, loads=codec.loads)
+        if not frame.flags and not frame.extra and not self.interceptors:
+            return messages.open_plain(frame.body, call.peer)
         parcel = messages.Parcel(call.peer)
         if frame.extra:
             self.arrived(parcel, frame)
@@ -466,9 +504,13 @@ class Agent:
         """Give back what a message holds that will not be opened: shared memory and references."""
         messages.discard(conn, frame)
         if frame.extra:
-            forks = unpack_extra(frame.extra).get("f")
-            if isinstance(forks, bytes):
-                self.refuse_forks(self.self_peer if conn is None else conn.peer, forks)
+            try:
+                forks = unpack_extra(frame.extra).get("f")
+                if isinstance(forks, bytes):
+                    self.refuse_forks(self.self_peer if conn is None else conn.peer, forks)
+            except ProtocolError as error:
+                if conn is not None:
+                    conn.close(error)
 
     # -- corks ---------------------------------------------------------------------------------------------
 
@@ -486,6 +528,20 @@ class Agent:
             except KeyError:
                 return
             conn.flush()
+
+    def credited(self, conn: Connection) -> None:
+        """Send the credit in the outbox soon, if no answer takes it along."""
+        self._credited[conn] = None
+        self._credit.poke()
+
+    def _send_credit(self) -> bool:
+        busy = False
+        while self._credited:
+            conn, _ = self._credited.popitem()
+            busy = True
+            if conn.outbox:
+                conn.flush()
+        return busy
 
     def _uncork(self) -> bool:
         busy = bool(self._corked)
@@ -509,7 +565,9 @@ class Agent:
                 return None
             return frame
         if kind == frames.CHUNK:
-            assembly = conn.assemblies[frame.id]
+            assembly = conn.assemblies.get(frame.id)
+            if assembly is None:
+                return None
             if assembly.arrived(frame.chain, frame.flags):
                 del conn.assemblies[frame.id]
                 whole: Frame = assembly.frame
@@ -538,7 +596,7 @@ class Agent:
         elif kind == frames.DEFINITION:
             peer.definitions.add(frame.body[:16], frame.body[16:])
         elif kind == frames.STREAM_ABORT:
-            conn.assemblies.pop(frame.id, None)
+            messages.abort_stream(conn, frame.id)
         elif kind == frames.STREAM_READY:
             self.links.stream_ready(conn, frame.id)
         elif kind == frames.GOODBYE:
@@ -567,6 +625,8 @@ class Agent:
                     conn.flush()
                 return False
         pool = self.pool
+        if not waiting and not pool.idle:
+            pool.ensure_reader()  # unpickling may run anything
         arrived = 0.0
         count = 0
         for frame in batch:
@@ -580,7 +640,7 @@ class Agent:
                 if kind == frames.REQUEST:
                     pool.queue.append((conn, frame, arrived))
                 else:
-                    self._notice(peer, frame)
+                    self._notice(peer, frame, conn)
         if conn.outbox:
             conn.flush()
         if waiting:
@@ -595,7 +655,7 @@ class Agent:
         if call is None:
             self.discard(conn, frame)  # it was given up: too late
             return
-        if call.charge or peer._waiting:
+        if call.charge or peer.waiting:
             peer.release(call)
         future = call.future
         if future is None:
@@ -603,19 +663,26 @@ class Agent:
             return
         value: Any = None
         error: BaseException | None = None
-        if not waiting and future._callbacks and not self.pool.ensure_reader():
-            waiting = True
         try:
             value = self.open_reply(call, frame)
         except BaseException as caught:
             error = caught
             error.__traceback__ = None
         if future._claim():
-            future._finish(value, error, self.pool.submit if waiting else None)
+            # Callbacks never run here: the rest of this batch may be what they wait for. A pool thread takes them up
+            # itself when it is done with the batch.
+            future._finish(value, error, self.pool.submit if waiting else self.pool.queue.append)
         call.end(None, None)
+        call.future = (
+            None  # the future names the call: no cycle, or values would live until the next collection
+        )
 
-    def _notice(self, peer: Peer, frame: Frame) -> None:
-        name = unpack_extra(frame.extra).get("n")
+    def _notice(self, peer: Peer, frame: Frame, conn: Connection) -> None:
+        try:
+            name = unpack_extra(frame.extra).get("n")
+        except ProtocolError as error:
+            conn.close(error)
+            return
         handler = self.on_notice.get(name) if isinstance(name, str) else None
         if handler is None:
             _log.warning("a notice %r of %r has no handler here", name, peer.name)
@@ -796,6 +863,21 @@ class Agent:
         except OSError:
             return False
 
+    def _shut_down(self, call: Call) -> ShutdownError:
+        return ShutdownError(
+            f"{call}: this worker, {self.name!r}, shut down", maybe_executed=call.sent, worker=call.peer.name
+        )
+
+    def _fail_pending(self) -> None:
+        for peer in self.peers():
+            while peer.pending:
+                try:
+                    _, call = peer.pending.popitem()
+                except KeyError:
+                    break
+                call.fail(self._shut_down(call))
+            peer.wake_all()
+
     def close(self, timeout: float = 2.0) -> None:
         """End everything: connections are closed with a goodbye, threads end, waits fail with ShutdownError. Idempotent."""
         with self._lock:
@@ -808,25 +890,15 @@ class Agent:
             conn.outbox.append(pack_frame(frames.GOODBYE))
             conn.flush()
         self.closed_down = True
-        for peer in self.peers():
-            while peer.pending:
-                try:
-                    _, call = peer.pending.popitem()
-                except KeyError:
-                    break
-                call.fail(
-                    ShutdownError(
-                        f"{call}: this worker, {self.name!r}, shut down",
-                        maybe_executed=call.sent,
-                        worker=peer.name,
-                    )
-                )
-            peer.wake_all()
+        self._fail_pending()
         for conn in conns:
             conn.close()
+        self._fail_pending()  # calls that were on their way into the table meanwhile
         left = self.pool.close(timeout)
         self.clock.close()
-        for conn in conns:
+        # Some may have come since, and stripes are in no peer's list.
+        for conn in {*conns, *self.links.connections()}:
+            conn.close()
             conn.reap()
         self.links.close()
         self.buffers.close()
@@ -852,6 +924,7 @@ class Agent:
                         lane.abandon()
         self.links.abandon()
         self.buffers.abandon()
+        interrupts.abandon()
         spinner.close()
 
     def check_process(self) -> None:

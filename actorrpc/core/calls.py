@@ -149,14 +149,14 @@ class Call:
         """End the call with an error that arose on this side."""
         self.peer.release(self)
         future = self.future
-        if future is None:
-            self.end(None, error)
-        else:
-            self.done = True
-            if future._claim():
-                future._finish(None, error, submit)
-            self.end(None, error)
+        callbacks: list[Any] = []
+        if future is not None and future._claim():
+            future._finish(None, error, submit or callbacks.append)
+        self.end(None, error)
+        self.future = None  # the future names the call: no cycle
         self.keep = None
+        for run in callbacks:
+            run()
 
     # -- waiting -----------------------------------------------------------------------------------
 
@@ -169,14 +169,15 @@ class Call:
         bounded = None if until == INFINITE else until
         conn = self.conn
         reads = conn is not None
-        member = agent.pool.is_member()
         while not self.done:
-            if bounded is not None and time.monotonic() >= bounded:
-                return False
-            if member:
-                agent.pool.blocking()
+            if agent.pool.queue and agent.pool.is_member():
+                agent.pool.kick()  # what is queued must not wait for a thread that waits
             foreign = conn.read_for(self, bounded) if reads and conn is not None and not conn.broken else None
             checkpoint()
+            if self.done:
+                return True
+            if bounded is not None and time.monotonic() >= bounded:
+                return False
             if foreign is None:
                 if conn is not None and conn.outbox:
                     conn.flush()
@@ -188,6 +189,11 @@ class Call:
         return True
 
     def _park(self, until: float | None) -> None:
+        future = self.future
+        if future is not None:
+            # Several threads may wait for one future: it gives each a lock of its own.
+            future._park(time.monotonic() + 60.0 if until is None else until)
+            return
         lock = self.lock
         if lock is None:
             lock = threading.Lock()

@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from actorrpc.core.interrupts import uninterruptible
+
 __all__ = ["Clock", "Tick", "Timer", "VirtualClock"]
 
 _log = logging.getLogger("actorrpc.clock")
@@ -54,6 +56,7 @@ class Tick:
         self._look = look
         self.active = False
 
+    @uninterruptible
     def poke(self) -> None:
         """Make sure that ``look`` is called within the interval."""
         if not self.active:
@@ -91,6 +94,7 @@ class Clock:
         self._thread = threading.Thread(target=self._run, name="actorrpc-clock", daemon=True)
         self._thread.start()
 
+    @uninterruptible
     def at(self, due: float, run: Callable[[], Any]) -> Timer:
         """Run ``run()`` at ``due`` (in terms of :meth:`now`)."""
         timer = Timer(due, run)

@@ -42,6 +42,8 @@ from actorrpc.core.frames import (
     FAILURE,
     LANE_FREE,
     LANE_RETIRE,
+    REQUEST,
+    STREAM,
     STREAM_ABORT,
     Frame,
     FrameReader,
@@ -55,7 +57,6 @@ from actorrpc.errors import ProtocolError
 __all__ = ["Connection", "Events", "Sendable"]
 
 _ARMED: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
-_STREAM: Final = 4  # the flag of messages whose buffers come in chunks
 _DONTWAIT: Final = socket.MSG_DONTWAIT
 _SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
@@ -162,6 +163,8 @@ class Connection:
         self._poller = select.poll()
         self._poller.register(self.fd, select.POLLIN)
         self._poller.register(self._wake_fd, select.POLLIN)
+        if interrupts.wake_fd() >= 0:  # ends the poll of the main thread when a Ctrl-C was put off
+            self._poller.register(interrupts.wake_fd(), select.POLLIN)
         self._writer_poller: select.poll | None = None
         self._wait_spin = Spin()
         self._turn_spin = Spin()
@@ -242,8 +245,7 @@ class Connection:
         if not self.read_lock.acquire(False):
             return None
         frames: list[Frame] = []
-        # Disarmed before the call is sent: otherwise the reply wakes a pool thread that has nothing to do for
-        # us.
+        # Disarmed before the call is sent: otherwise the reply wakes a pool thread that has nothing to do here.
         self._disarm()
         try:
             if self.outbox:
@@ -258,6 +260,19 @@ class Connection:
             call.polling = None
             self.read_lock.release()
         self.arm()
+        if len(frames) == 1:
+            # The path of most calls, without a detour: one frame, and it is the reply.
+            frame = frames[0]
+            if frame[2] == call.id and frame[0] != REQUEST and frame[0] <= FAILURE and call.future is None:
+                peer = self.peer
+                if peer.pending.pop(call.id, None) is call:
+                    if call.charge or peer.waiting:
+                        peer.release(call)
+                    call.reply = frame
+                    call.done = True
+                    if self.outbox:
+                        self.flush()
+                    return False
         return self._events.deliver(self, frames, True) if frames else False
 
     def wake(self) -> None:
@@ -268,10 +283,10 @@ class Connection:
             pass
 
     def _receive_patiently(self, frames: list[Frame], call: Any, deadline: float | None) -> None:
-        spin = self._wait_spin
-        spun = bool(self._settings.spin_us) and spin.choose() and spinner.acquire()
+        spin = self._wait_spin if self._settings.spin_us else None
+        spun = spin is not None and spin.choose() and spinner.acquire()
         begun = time.monotonic()
-        if spun:
+        if spun and spin is not None:
             try:
                 came = self._spin(frames)
             finally:
@@ -279,22 +294,15 @@ class Connection:
             if came:
                 spin.note(True, time.monotonic() - begun)
                 return
-        wait_ms = float(_SLICE_MS)
-        if deadline is not None:
-            wait_ms = min(wait_ms, max(0.0, (deadline - begun) * 1e3 + 1.0))
-        interrupts.polling(self._wake_fd)
-        try:
-            if not call.done:
-                ready = self._poller.poll(wait_ms)
-            else:
-                return
-        finally:
-            interrupts.polling(-1)
-        for fd, _ in ready:
+        wait_ms = _SLICE_MS
+        if deadline is not None and deadline - begun < 1.0:
+            wait_ms = max(0, int((deadline - begun) * 1e3) + 1)
+        for fd, _ in self._poller.poll(wait_ms):
             if fd == self.fd:
                 self._receive(frames)
-                spin.note(spun, time.monotonic() - begun)
-            else:
+                if spin is not None:
+                    spin.note(spun, time.monotonic() - begun)
+            elif fd == self._wake_fd:
                 try:
                     os.eventfd_read(fd)
                 except BlockingIOError:
@@ -321,34 +329,50 @@ class Connection:
 
     def _receive(self, frames: list[Frame]) -> None:
         """Read without blocking; while chunks come in, read on for a while."""
+        reader = self._reader
+        target = reader.target()
+        if len(target) == 1:
+            try:
+                self._take(self.sock.recv_into(target[0], 0, _DONTWAIT), frames)
+            except BlockingIOError:
+                return
+        if reader.in_chunk:
+            self._receive_chunks(frames)
+
+    def _receive_chunks(self, frames: list[Frame]) -> None:
         reader, sock = self._reader, self.sock
         for _ in range(_BULK_READS):
+            if frames or self.broken:
+                return
             target = reader.target()
             try:
                 if len(target) == 1:
                     self._take(sock.recv_into(target[0], 0, _DONTWAIT), frames)
-                    if reader._sink is None:
+                    if not reader.in_chunk:
                         return
                 else:
                     self._take(sock.recvmsg_into(target, 0, _DONTWAIT)[0], frames)
             except BlockingIOError:
-                if reader._sink is None or frames or not self._poller.poll(1):
+                if not reader.in_chunk or not self._poller.poll(1):
                     return
-            if frames or self.broken:
-                return
 
     def _take(self, count: int, frames: list[Frame]) -> None:
         if count == 0:
             raise EOFError("end of file")
         self.heard = time.monotonic()
-        for frame in self._reader.fed(count):
-            # Whole messages pass; what controls the connection, or comes in chunks, is looked at.
-            if frame[0] <= FAILURE and not frame[1] & _STREAM:
-                frames.append(frame)
-                continue
-            left = self._events.control(self, frame)
-            if left is not None:
-                frames.append(left)
+        reader = self._reader
+        while True:
+            for frame in reader.fed(count):
+                # Whole messages pass; what controls the connection, or comes in chunks, is looked at.
+                if frame[0] <= FAILURE and not frame[1] & STREAM:
+                    frames.append(frame)
+                    continue
+                left = self._events.control(self, frame)
+                if left is not None:
+                    frames.append(left)
+            if not reader.more:
+                return
+            count = 0
 
     @uninterruptible
     def preload(self, data: bytes) -> list[Frame]:
@@ -365,6 +389,8 @@ class Connection:
     def _sink_for(self, stream: int, position: int, length: int) -> memoryview:
         assembly = self.assemblies.get(stream)
         if assembly is None:
+            if self.main is not None:  # the stream was given up, and its other connection was faster to say so
+                return memoryview(bytearray(length))
             raise ProtocolError(f"a chunk of unknown stream {stream}")
         sink: memoryview = assembly.sink(position, length)
         return sink

@@ -11,6 +11,7 @@ Runs on whichever thread encodes or decodes. Never does I/O, and never loads or 
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import io
 import pickle
@@ -263,6 +264,24 @@ def captured(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
     yield from ((f"attribute '{name}'", value) for name, value in function.__dict__.items())
 
 
+_rebinding: dict[types.CodeType, bool] = {}
+
+
+def _rebinds(code: types.CodeType) -> bool:
+    """Say whether code assigns to globals or to variables of an enclosing function, as counters do."""
+    found = _rebinding.get(code)
+    if found is None:
+        found = any(
+            each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
+            or (each.opname in ("STORE_DEREF", "DELETE_DEREF") and each.argval in code.co_freevars)
+            for each in dis.get_instructions(code)
+        ) or any(_rebinds(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
+        if len(_rebinding) >= _MAX_SENT:
+            _rebinding.clear()
+        _rebinding[code] = found
+    return found
+
+
 def _state_key(value: Any, seen: dict[int, Any], pure: list[bool]) -> Any:
     """Return a hashable that tells an immutable value from all others; ``pure`` is cleared where it cannot.
 
@@ -284,6 +303,8 @@ def _state_key(value: Any, seen: dict[int, Any], pure: list[bool]) -> Any:
         pure[0] = False
         if id(value) not in seen:
             seen[id(value)] = value
+            if _rebinds(value.__code__):
+                raise _MutableError
             for _, each in captured(value):
                 _state_key(each, seen, pure)
         return None
@@ -302,6 +323,8 @@ def _function_key(function: types.FunctionType, remote_main: bool) -> Any:
         _MutableError: the function's captured state may change.
     """
     pure = [True]
+    if _rebinds(function.__code__):
+        raise _MutableError
     state = [_state_key(value, {id(function): function}, pure) for _, value in captured(function)]
     if not pure[0] or function.__annotations__ or function.__doc__ is not None or function.__dict__:
         return None

@@ -8,6 +8,7 @@ shared memory goes back with it.
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ASYNC_MARK", "Executor", "Later"]
 
+_PLAIN: Final = frozenset({int, float, bool, type(None)})  # values that need no codec
+_dumps = pickle.dumps
 INFINITE: Final = float("inf")
 # The attribute that marks functions whose future is the answer; the name is torch's, whose decorator sets it
 # too.
@@ -77,8 +80,12 @@ class Executor:
                 ),
             )
             return
+        execution = Execution(peer, id, deadline, frame.chain)
+        peer.running[id] = execution
+        # Looked at after the entry in ``running``: a cancellation is seen in one place or the other.
         if peer.cancelled and id in peer.cancelled:
             peer.cancelled.pop(id, None)
+            peer.running.pop(id, None)
             self._refuse(
                 conn,
                 frame,
@@ -87,8 +94,6 @@ class Executor:
                 ),
             )
             return
-        execution = Execution(peer, id, deadline, frame.chain)
-        peer.running[id] = execution
         token = CURRENT.set(execution)
         answered = True
         try:
@@ -107,17 +112,19 @@ class Executor:
 
     def _call(self, conn: Any, frame: Frame, execution: Execution) -> tuple[Any, bool]:
         agent = self._agent
-        parcel = messages.Parcel(execution.peer)
-        if frame.extra:
-            agent.arrived(parcel, frame)
-        function, args, kwargs = messages.open_body(conn, frame, frame.buffers, parcel)
-        if frame.flags and conn is not None:
-            # Taken up: its bytes no longer count as unread. Leaves with the answer, or with the cork before
-            # it.
-            conn.outbox.append(pack_frame(CREDIT, frame.id))
-            agent.cork(conn)
-        if parcel.received:
-            agent.confirm(parcel.received, execution)
+        if not frame.flags and not frame.extra:
+            function, args, kwargs = messages.open_plain(frame.body, execution.peer)
+        else:
+            parcel = messages.Parcel(execution.peer)
+            if frame.extra:
+                agent.arrived(parcel, frame)
+            function, args, kwargs = messages.open_body(conn, frame, frame.buffers, parcel)
+            if frame.flags and conn is not None:
+                # Taken up: its bytes no longer count as unread. Leaves with the answer, or by itself soon.
+                conn.outbox.append(pack_frame(CREDIT, frame.id))
+                agent.credited(conn)
+            if parcel.received:
+                agent.confirm(parcel.received, execution)
         if agent.interceptors:
             execution.header = unpack_extra(frame.extra) if frame.extra else {}
             call: Callable[[], Any] = lambda: function(*args, **kwargs)  # noqa: E731
@@ -163,6 +170,9 @@ class Executor:
     def answer(self, conn: Any, id: int, value: Any, execution: Execution) -> None:
         """Send a value back; if it cannot travel, send that error back."""
         agent = self._agent
+        if type(value) in _PLAIN and conn is not None and not agent.interceptors:
+            conn.outbox.append(pack_frame(REPLY, id, _dumps(value, 5)))
+            return
         parcel = messages.Parcel(execution.peer)
         try:
             header = agent.reply_header(execution) if agent.interceptors else None

@@ -42,6 +42,7 @@ __all__ = [
     "PREFIX",
     "REPLY",
     "REQUEST",
+    "STREAM",
     "STREAM_ABORT",
     "STREAM_READY",
     "Frame",
@@ -78,6 +79,9 @@ _LAST_KIND: Final = NOTICE
 _OFFSET_BITS: Final = 40
 _OFFSET_MASK: Final = (1 << _OFFSET_BITS) - 1
 _new: Final[Any] = tuple.__new__
+
+
+STREAM: Final = 4  # flag of a message whose buffers come in chunks
 
 
 class Frame(NamedTuple):
@@ -170,6 +174,7 @@ class FrameReader:
         "_start",
         "_view",
         "_whole",
+        "more",
     )
 
     def __init__(
@@ -190,12 +195,18 @@ class FrameReader:
         self._sink_for = sink_for
         self._sink: memoryview | None = None
         self._sink_got = 0
+        self.more = False
         self._chunk: Frame | None = None
 
     @property
     def mid_frame(self) -> bool:
         """Whether part of a frame has been read and the rest has not."""
         return self._sink is not None or self._end > self._start
+
+    @property
+    def in_chunk(self) -> bool:
+        """Whether a chunk has begun and its rest has not been read."""
+        return self._sink is not None
 
     def target(self) -> list[memoryview]:
         """Return the memory that the next bytes go to, in order. Never empty, never of zero size."""
@@ -210,10 +221,13 @@ class FrameReader:
     def fed(self, count: int) -> list[Frame]:
         """Take note of ``count`` new bytes and return the frames that are now whole.
 
+        Where ``more`` is true after that, handle them and call this again with 0: the rest waits for it.
+
         Raises:
             ProtocolError: the bytes make no sense, or something is over a limit.
         """
         frames: list[Frame] = []
+        self.more = False
         if self._sink is not None:
             room = len(self._sink) - self._sink_got
             if count < room:
@@ -251,6 +265,10 @@ class FrameReader:
                 _new(Frame, (kind, flags, id, remaining, chain, header, bytes(view[start:stop]), None))
             )
             start = stop
+            if flags & STREAM and kind <= FAILURE:
+                # Its chunks may be here already, and need the memory that is made when this frame is seen.
+                self.more = True
+                break
         self._start = start
         if start == end:
             self._start = self._end = 0

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-__all__ = ["checkpoint", "install", "pending_here", "polling", "resend", "uninstall", "uninterruptible"]
+__all__ = ["checkpoint", "install", "pending_here", "resend", "uninstall", "uninterruptible", "wake_fd"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,10 +30,11 @@ _installed = False
 
 
 class _State:
-    __slots__ = ("pending", "resend", "wake_fd")
+    __slots__ = ("pending", "resend", "resent", "wake_fd")
 
     def __init__(self) -> None:
         self.pending = False
+        self.resent = False
         self.wake_fd = -1
         self.resend: Callable[[], None] | None = None
 
@@ -56,18 +57,29 @@ def checkpoint() -> None:
     """Raise an interrupt that was put off, if this is the main thread and there is one."""
     if _state.pending and threading.get_ident() == _main:
         _state.pending = False
+        _quiet()
         raise KeyboardInterrupt
 
 
-def polling(wake_fd: int) -> None:
-    """Name the eventfd that ends the poll which the main thread is about to enter (-1: none)."""
-    if threading.get_ident() == _main:
-        _state.wake_fd = wake_fd
-        if _state.pending and wake_fd >= 0:
-            os.eventfd_write(wake_fd, 1)
+def _quiet() -> None:
+    try:
+        os.eventfd_read(_state.wake_fd)
+    except (BlockingIOError, OSError):
+        pass
+
+
+def wake_fd() -> int:
+    """Return the eventfd that becomes readable when an interrupt was put off; -1 if there is none.
+
+    Whoever polls a connection polls it, too, so that the main thread comes out; others find nothing to do.
+    """
+    return _state.wake_fd
 
 
 def _handle(_signum: int, frame: FrameType | None) -> None:
+    resent, _state.resent = _state.resent, False
+    if resent and not _state.pending:
+        return  # sent again, but a checkpoint has raised it meanwhile
     walk = frame
     while walk is not None:
         if walk.f_code in _protected:
@@ -78,13 +90,16 @@ def _handle(_signum: int, frame: FrameType | None) -> None:
                 _state.resend()
             return
         walk = walk.f_back
-    _state.pending = False
+    if _state.pending:
+        _state.pending = False
+        _quiet()
     raise KeyboardInterrupt
 
 
 def resend() -> None:
     """Send the main thread its put-off interrupt again; called by the clock a moment after it was put off."""
     if _state.pending and _main is not None:
+        _state.resent = True
         try:
             signal.pthread_kill(_main, signal.SIGINT)
         except (OSError, ValueError):
@@ -101,8 +116,11 @@ def install(later: Callable[[], None]) -> None:
     _main = threading.main_thread().ident
     if threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        _state.pending = False
+    # It is ours already in a child that was forked from a worker: then only what belonged to the parent is renewed.
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _handle):
+        _state.pending = _state.resent = False
+        _close()
+        _state.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         _state.resend = later
         signal.signal(signal.SIGINT, _handle)
         _installed = True
@@ -117,4 +135,17 @@ def uninstall() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     _installed = False
     _state.resend = None
-    _state.wake_fd = -1
+    _close()
+
+
+def _close() -> None:
+    fd, _state.wake_fd = _state.wake_fd, -1
+    if fd >= 0:
+        os.close(fd)
+
+
+def abandon() -> None:
+    """Let go, in a forked child, of what belongs to the parent. The handler stays, and acts as Python's own."""
+    _state.pending = _state.resent = False
+    _state.resend = None
+    _close()

@@ -246,9 +246,9 @@ def is_stale(path: str) -> bool:
 
 def _own_key_file(path: str) -> tuple[str, re.Match[str]]:
     directory = runtime_directory()
-    folder, name = os.path.split(path)
+    name = os.path.basename(path)
     match = _FILE_NAME.fullmatch(name)
-    if folder != directory or match is None or not name.endswith(".key"):
+    if path != os.path.join(directory, name) or match is None or not name.endswith(".key"):
         raise AuthenticationError(
             f"{path[:200]!r} is no key file in our runtime directory {directory!r}: all workers of a host "
             "must have the same ACTORRPC_RUNTIME_DIR, or be given ACTORRPC_KEY"

@@ -269,7 +269,7 @@ def _outgoing() -> Outgoing:
 def _describe(out: Outgoing, t: torch.Tensor, flags: int) -> tuple[int, ...]:
     """Return the arguments with which :func:`tensor` rebuilds a strided tensor."""
     stride = t.stride()
-    offset: int = t.storage_offset()  # type: ignore[assignment] - no symbols in real tensors
+    offset: Any = t.storage_offset()
     size = t.itemsize
     count = t.numel()
     if count == 0:
@@ -311,6 +311,8 @@ def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
     rebuild: tuple[Any, ...]
     if flags >= 0:
         rebuild = (tensor, _describe(out, t, flags))
+        if flags & _OFF_CPU and t.numel() == 0:
+            rebuild = (empty_on, (out.target(t.device), *rebuild[1]))
     else:
         rebuild = _reduce_special(out, t)
     attributes = t.__dict__
@@ -522,6 +524,11 @@ def tensor(index: int, code: int, offset: int, *geometry: int) -> torch.Tensor:
     if tensors is not None:
         tensors.append(t)
     return t
+
+
+def empty_on(device: str, index: int, code: int, offset: int, *geometry: int) -> torch.Tensor:
+    """Rebuild a tensor without elements on a device: it has no storage that would be put there (wire format)."""
+    return _arrives(_build(index, code, offset, *geometry).to(device).requires_grad_(bool(code & _GRAD)))
 
 
 def parameter(requires_grad: bool, index: int, code: int, offset: int, *geometry: int) -> torch.Tensor:

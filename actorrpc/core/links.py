@@ -28,9 +28,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from actorrpc.core.connection import Connection
-from actorrpc.core.frames import INTRO, pack_frame
+from actorrpc.core.frames import INTRO, STREAM_ABORT, pack_frame
 from actorrpc.core.handshake import Acceptor, Dialler, Purpose, Session
 from actorrpc.core.identity import WorkerRecord
+from actorrpc.core.interrupts import checkpoint, pending_here, uninterruptible
 from actorrpc.core.keys import Key
 from actorrpc.core.tensor_lane import Borrower, Lender
 from actorrpc.errors import AuthenticationError, PeerDiedError, ProtocolError, RpcError, RpcTimeoutError
@@ -43,6 +44,7 @@ __all__ = ["Links"]
 
 _log = logging.getLogger("actorrpc.links")
 _FAILURES_PER_S: Final = 3
+_BUSY: Final = (errno.EAGAIN, errno.ECONNRESET, errno.EPIPE)
 _GONE: Final = (errno.ECONNREFUSED, errno.ENOENT, errno.ECONNRESET, errno.EPIPE)
 
 
@@ -57,6 +59,28 @@ class _Guest:
         self.local = local
         self.acceptor = acceptor
         self.timer: Any = None
+
+
+class _Taken:
+    """Holds a lock that is waited for in slices: Ctrl-C ends the wait, and can never leave the lock taken."""
+
+    __slots__ = ("_limit", "_lock", "held")
+
+    def __init__(self, lock: threading.Lock, limit: float) -> None:
+        self._lock = lock
+        self._limit = limit
+        self.held = False
+
+    @uninterruptible
+    def __enter__(self) -> _Taken:
+        while not self.held and time.monotonic() <= self._limit and not pending_here():
+            self.held = self._lock.acquire(timeout=0.1)
+        return self
+
+    @uninterruptible
+    def __exit__(self, *_: object) -> None:
+        if self.held:
+            self._lock.release()
 
 
 class Links:
@@ -237,7 +261,7 @@ class Links:
         if leftover:
             frames = conn.preload(leftover)
             if frames:
-                agent.deliver(conn, frames, False)
+                agent.deliver(conn, frames, True)  # on any thread: others are woken for what came
         conn.register()
 
     def introduced(self, conn: Connection, body: bytes) -> None:
@@ -285,41 +309,41 @@ class Links:
             AuthenticationError, VersionError: the two do not share a key or a protocol.
         """
         limit = min(deadline, time.monotonic() + self._agent.settings.connect_timeout)
-        while not peer.dial_lock.acquire(timeout=0.2):
-            if time.monotonic() > limit:
+        with _Taken(peer.dial_lock, limit) as taken:
+            checkpoint()
+            if not taken.held:
                 raise RpcTimeoutError(
                     f"cannot call {what}: no connection to {peer.name!r} in time",
                     maybe_executed=False,
                     worker=peer.name,
                 )
-        try:
             conn = peer.conn
             if conn is not None and not conn.broken:
                 return conn
             peer.check_alive(f"cannot call {what}")
             return self._dial_main(peer, limit, what)
-        finally:
-            peer.dial_lock.release()
 
     def _dial_main(self, peer: Peer, limit: float, what: str) -> Connection:
         tried: list[str] = []
         gone = True
-        for family, address in self._addresses(peer):
+        queue = deque(self._addresses(peer))
+        while queue:
+            family, address = queue.popleft()
             attach = secrets.token_bytes(16)
             try:
                 sock, leftover = self._dial(peer, family, address, Purpose.MAIN, attach, limit)
             except (TimeoutError, OSError) as error:
                 if isinstance(error, RpcError):
                     raise
+                if error.errno in _BUSY and time.monotonic() < limit:
+                    # Too many at once at its door, or it has just ended: then nobody will listen the next time.
+                    time.sleep(0.02)
+                    queue.appendleft((family, address))
+                    continue
                 tried.append(f"{address}: {error}")
                 gone = gone and isinstance(error, OSError) and error.errno in _GONE
                 continue
-            conn = self._connection(sock, attach, family == socket.AF_UNIX)
-            conn.outbox.append(pack_frame(INTRO, body=self._agent.record.to_bytes()))
-            self._join(peer, conn)
-            self._register(conn, leftover)
-            conn.flush()
-            return conn
+            return self._establish(peer, sock, family == socket.AF_UNIX, attach, leftover)
         if not tried:
             why = (
                 f"cannot call {what}: {peer.name!r} runs on another host and has no address there. Give every worker the same "
@@ -336,6 +360,17 @@ class Links:
             maybe_executed=False,
             worker=peer.name,
         )
+
+    @uninterruptible
+    def _establish(
+        self, peer: Peer, sock: socket.socket, local: bool, attach: bytes, leftover: bytes
+    ) -> Connection:
+        conn = self._connection(sock, attach, local)
+        conn.outbox.append(pack_frame(INTRO, body=self._agent.record.to_bytes()))
+        self._join(peer, conn)
+        self._register(conn, leftover)
+        conn.flush()
+        return conn
 
     def _addresses(self, peer: Peer) -> list[tuple[int, Any]]:
         record, transport = peer.record, self._agent.settings.transport
@@ -471,7 +506,11 @@ class Links:
         conn.flush()
         until = min(deadline or float("inf"), time.monotonic() + 30.0)
         while not ready.acquire(timeout=0.1):
-            if conn.broken or time.monotonic() > until:
+            if conn.broken or pending_here() or time.monotonic() > until:
+                with self._lock:
+                    self._ready.pop((conn, stream), None)
+                conn.outbox.append(pack_frame(STREAM_ABORT, stream))
+                conn.flush()
                 return False
         left = deque(pieces)
 
@@ -494,11 +533,20 @@ class Links:
         for stripe in stripes:
             self._agent.submit(partial(send, stripe))
         results.append(conn.send_chunks(stream, take(), deadline))
+        if not results[-1]:
+            left.clear()  # nobody waits for the others: each ends with the chunk that it has begun
+            return False
         for _ in stripes:
             finished.acquire()
         return all(results) and len(results) == len(stripes) + 1
 
     # -- the end -----------------------------------------------------------------------------------------
+
+    def connections(self) -> list[Connection]:
+        """Return all connections that are not forgotten, also those whose peer is still to introduce itself."""
+        with self._lock:
+            mains = list(self._mains.values())
+        return [conn for main in mains for conn in (main, *main.stripes)]
 
     def stop_listening(self) -> None:
         """Accept no more."""

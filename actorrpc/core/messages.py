@@ -13,6 +13,7 @@ after that changes nothing for the peer.
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -30,14 +31,17 @@ if TYPE_CHECKING:
     from actorrpc.core.connection import Connection
     from actorrpc.core.peer import Peer
 
-__all__ = ["Assembly", "Parcel", "Plain", "begin_stream", "discard", "open_body", "send"]
+__all__ = ["Assembly", "Parcel", "Plain", "abort_stream", "begin_stream", "discard", "open_body", "open_plain", "send"]
 
 INLINE: Final = 1
 LANE: Final = 2
-STREAM: Final = 4
+STREAM: Final = frames.STREAM
 BODY: Final = 8  # the body itself is the last buffer of the stream
 
 _packb = msgpack.packb
+_ABORTED_KEPT: Final = 64  # so many given up messages are remembered
+_loads = pickle.loads
+_STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
 
 
 class Parcel:
@@ -206,7 +210,7 @@ def _post(conn: Connection, frame: bytes, call: Any) -> None:
     else:
         call.frame = frame
         conn.outbox.append(call)
-    if conn.broken:
+    if conn.broken and call is None:  # the end of the connection ends its calls
         raise PeerDiedError("the connection was closed", maybe_executed=False)
 
 
@@ -231,6 +235,39 @@ def begin_stream(agent: Agent, frame: Frame) -> tuple[int, Assembly, bool]:
     ):
         raise ProtocolError("the sizes announced for a message are over the limits")
     return stream, Assembly(frame, [agent.buffers.take(size) for size in sizes]), bool(header.get("r"))
+
+
+class _Aborted:
+    """Takes the place of a striped message that was given up: chunks of it may still come over other connections."""
+
+    __slots__ = ()
+
+    def sink(self, position: int, length: int) -> memoryview:
+        return memoryview(bytearray(length))
+
+    def arrived(self, position: int, length: int) -> bool:
+        return False
+
+
+def abort_stream(conn: Connection, stream: int) -> None:
+    """Drop a message whose rest will not come."""
+    assemblies = conn.assemblies
+    assemblies.pop(stream, None)
+    if conn.main is not None or conn.stripes:
+        given_up = [number for number, each in list(assemblies.items()) if type(each) is _Aborted]
+        for number in given_up[: -_ABORTED_KEPT + 1]:
+            assemblies.pop(number, None)
+        assemblies[stream] = _Aborted()
+
+
+def open_plain(body: bytes, peer: Peer) -> Any:
+    """Return the object of a message that carries nothing but its body. Most are a plain pickle."""
+    if body[-1] == _STOP:
+        try:
+            return _loads(body)
+        except (AttributeError, ImportError, TypeError):
+            pass  # the careful way knows other places to look, and says what is wrong
+    return codec.decode(body, (), definitions=peer.definitions, context=Parcel(peer))
 
 
 def open_body(conn: Connection | None, frame: Frame, buffers: Any, parcel: Parcel) -> Any:

@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.core.identity import WorkerInfo, WorkerRecord
+from actorrpc.core.interrupts import checkpoint, pending_here, uninterruptible
 from actorrpc.errors import BackpressureError, PeerDiedError
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Peer:
         self.device_map: dict[str, str] | None = None
         # -- back-pressure
         self._credit = threading.Condition()  # re-entrant: the collector may run user code here
-        self._waiting = 0
+        self.waiting = 0
         self.charged = 0
         self.window = window
 
@@ -83,22 +84,28 @@ class Peer:
             with self._credit:
                 size, call.charge = call.charge, 0
                 self.charged -= size
-        if self._waiting:
+        if self.waiting:
             with self._credit:
                 if not self.full:
                     self._credit.notify_all()
 
     def wait_for_room(self, deadline: float, what: str) -> None:
-        """Sleep until the peer has read enough of what was sent to it.
+        """Sleep until the peer has read enough of what was sent to it. Interruptible.
 
         Raises:
             BackpressureError: it has not by the deadline; nothing was sent.
             PeerDiedError: it died meanwhile.
         """
+        self._wait_for_room(deadline, what)
+        checkpoint()
+
+    @uninterruptible
+    def _wait_for_room(self, deadline: float, what: str) -> None:
+        # An exception between two steps of the condition would leave its lock taken for ever.
         with self._credit:
-            self._waiting += 1
+            self.waiting += 1
             try:
-                while self.full:
+                while self.full and not pending_here():
                     self.check_alive(what)
                     remaining = deadline - time.monotonic()
                     if remaining <= 0:
@@ -109,9 +116,9 @@ class Peer:
                             maybe_executed=False,
                             worker=self.name,
                         )
-                    self._credit.wait(min(remaining, 1.0))
+                    self._credit.wait(min(remaining, 0.1))
             finally:
-                self._waiting -= 1
+                self.waiting -= 1
 
     # -- the end -----------------------------------------------------------------------------------
 

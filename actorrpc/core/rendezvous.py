@@ -101,7 +101,7 @@ class Rendezvous:
         while True:
             kind, payload = self._join_round(record, deadline)
             if kind == _TABLE:
-                self._table = {each.name: each for each in map(WorkerRecord.from_bytes, payload)}
+                self._table = _read_table(payload, record)
                 self.record = record
                 self._forget_key_file()  # everyone has read it before joining
                 return dict(self._table)
@@ -141,7 +141,7 @@ class Rendezvous:
             if new:
                 names = self._ask("multi_get", [f"log/{n}" for n in new])
                 self._names.update(zip(new, (_text(name) for name in names), strict=True))
-            known = list(self._names.values())
+            known = list(dict.fromkeys(self._names.values()))  # who comes back is there twice
         values = self._ask("multi_get", [f"name/{name}" for name in known]) if known else []
         found = [WorkerRecord.from_bytes(value) for value in values if value != _LEFT]
         return sorted(found, key=lambda each: each.rank)
@@ -476,6 +476,14 @@ def _read_outcome(data: bytes) -> tuple[str, Any]:
     return answer[0], answer[1]
 
 
+def _read_table(payload: Any, own: WorkerRecord) -> dict[str, WorkerRecord]:
+    if isinstance(payload, list) and all(isinstance(each, bytes) for each in payload):
+        table = {each.name: each for each in map(WorkerRecord.from_bytes, payload)}
+        if table.get(own.name) == own:
+            return table
+    raise RendezvousError("what the store says of the group makes no sense: this worker is not in it")
+
+
 def _tag(record: WorkerRecord) -> bytes:
     return f"{record.incarnation} {record.name}".encode()
 
@@ -500,5 +508,8 @@ def _is_leftover(announcement: list[Any], own_host: str) -> bool:
 
 
 def _list(records: Iterable[WorkerRecord]) -> str:
-    shown = [f"{r.name!r} (rank {r.rank}, pid {r.pid}, host {r.host[:8]})" for r in records]
+    shown = [
+        f"{r.name!r} (rank {r.rank}, pid {r.pid}, host {r.host[:8]})"
+        for r in sorted(records, key=lambda r: r.rank)
+    ]
     return ", ".join(shown[:20]) + (" ..." if len(shown) > 20 else "")

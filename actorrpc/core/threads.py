@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from actorrpc.core.clock import Clock, Tick
+from actorrpc.core.interrupts import uninterruptible
 
 __all__ = ["Pool"]
 
@@ -33,6 +34,7 @@ _log = logging.getLogger("actorrpc.threads")
 
 _KEPT: Final = 8  # idle threads beyond this many end
 _SLOW_S: Final = 200e-6  # calls that take longer than this on average are spread over threads at once
+_HELPED_S: Final = 0.1  # a helper that has been at one task for this long needs a helper itself
 _STUCK_S: Final = 5.0  # with every thread blocked for this long, queued calls are refused
 
 
@@ -77,6 +79,8 @@ class Pool:
         self._oldest: Any = None
         self._since = 0.0
         self._seen_finished = 0
+        self._helpers = 0
+        self._helped = 0.0
 
     # -- what threads wait for -------------------------------------------------------------------
 
@@ -92,6 +96,7 @@ class Pool:
         except (OSError, ValueError):
             pass
 
+    @uninterruptible
     def kick(self) -> None:
         """Wake one thread for the queue; start one if none is there to be woken."""
         if self.idle:
@@ -102,6 +107,7 @@ class Pool:
         else:
             self._start()
 
+    @uninterruptible
     def submit(self, task: Callable[[], Any]) -> None:
         """Run ``task()`` on a pool thread."""
         self.queue.append(task)
@@ -122,6 +128,7 @@ class Pool:
             return True
         return self._start()
 
+    @uninterruptible
     def _start(self) -> bool:
         with self._lock:
             if self.stopping:
@@ -170,12 +177,15 @@ class Pool:
                         task = queue.popleft()
                     except IndexError:
                         continue
-                    if not self.ensure_reader():
+                    if not idle and not self._start():
                         # The last thread never runs user code.
                         queue.appendleft(task)
                         reading_only = True
                         self._starvation.poke()
                         continue
+                    if queue:
+                        # Wake-ups may merge into one: the tick sees to what is left if this task blocks.
+                        self._starvation.poke()
                     self._run(task)
                     continue
                 idle.add(me)
@@ -211,7 +221,8 @@ class Pool:
             return True
 
     def _run(self, task: Any) -> None:
-        begun = time.monotonic()
+        crowd = len(self.queue)
+        begun = time.monotonic() if crowd else 0.0
         try:
             if type(task) is tuple:
                 self._execute(task)
@@ -220,8 +231,9 @@ class Pool:
         except Exception:
             _log.exception("a task of the pool raised")
         self.finished += 1
-        took = time.monotonic() - begun
-        self._mean += 0.125 * (min(took, 1.0) - self._mean)
+        if crowd:  # how long work takes matters only where more of it is waiting
+            took = time.monotonic() - begun
+            self._mean += 0.125 * (min(took, 1.0) - self._mean)
 
     # -- starvation ------------------------------------------------------------------------------
 
@@ -239,13 +251,57 @@ class Pool:
             self._seen_finished = self.finished
         elif now - self._since >= self._starvation_s:
             self.kick()
-            if now - self._since > _STUCK_S and self.finished == self._seen_finished and not self._can_grow():
-                self._refuse_all()
+            if not self._can_grow():
+                self._help(now)
+                if now - self._since > _STUCK_S and self.finished == self._seen_finished:
+                    self._refuse_all()
         return True
 
     def _can_grow(self) -> bool:
         """Say whether the pool can still bring in a thread."""
         return len(self.idle) > 1 or len(self.threads) < self._max
+
+    def _help(self, now: float) -> None:
+        """Have the queue's internal work done by a thread beyond the most, which runs no calls.
+
+        Ends of peers, sends that were put off and callbacks are what the calls that hold all threads may be waiting for.
+        """
+        if self._helpers and now - self._helped < _HELPED_S:
+            return
+        if all(type(task) is tuple for task in list(self.queue)):
+            return
+        self._helpers += 1
+        self._helped = now
+        try:
+            threading.Thread(target=self._help_out, name="actorrpc-helper", daemon=True).start()
+        except RuntimeError:
+            self._helpers -= 1
+
+    def _help_out(self) -> None:
+        me = threading.get_ident()
+        with self._lock:
+            self.threads[me] = threading.current_thread()
+        try:
+            while not self.stopping:
+                task = self._take_internal()
+                if task is None:
+                    return
+                self._helped = time.monotonic()
+                self._run(task)
+        finally:
+            with self._lock:
+                self._helpers -= 1
+                self.threads.pop(me, None)
+
+    def _take_internal(self) -> Any:
+        for task in list(self.queue):
+            if type(task) is not tuple:
+                try:
+                    self.queue.remove(task)
+                except (ValueError, IndexError):
+                    continue  # somebody else took it
+                return task
+        return None
 
     def _refuse_all(self) -> None:
         for _ in range(len(self.queue)):

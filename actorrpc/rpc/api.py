@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import numbers
 import os
 import sys
 import threading
@@ -16,12 +17,13 @@ from typing import Any, TypeVar
 
 from actorrpc.config import Settings
 from actorrpc.core.agent import Agent
-from actorrpc.core.identity import WorkerInfo
+from actorrpc.core.identity import WorkerInfo, WrongTypeError
 from actorrpc.core.rendezvous import open_store
 from actorrpc.errors import ConfigError, NotInitializedError
 from actorrpc.futures import Future
 from actorrpc.rpc import group as groups
 from actorrpc.rpc import rref as rrefs
+from actorrpc.rpc import script
 from actorrpc.rpc.group import Group
 from actorrpc.rpc.options import (
     UNSET_RPC_TIMEOUT,
@@ -45,6 +47,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+script.register()
 
 _log = logging.getLogger("actorrpc")
 _JOIN_TIMEOUT = 300.0  # how long workers wait for each other at the rendezvous, in seconds
@@ -71,19 +75,16 @@ _lock = threading.Lock()
 
 def _require() -> _State:
     state = _state
-    if state is None:
-        raise NotInitializedError("RPC has not been initialized. Call init_rpc first.")
-    if os.getpid() != state.agent.pid:
+    if state is None:  # never set in a fork: _after_fork sees to that
         raise NotInitializedError(
-            "this process was forked from a worker: RPC has not been initialized in it. Call init_rpc first."
+            "RPC has not been initialized in this process (a fork of a worker is not one). Call init_rpc first."
         )
     return state
 
 
 def is_initialized() -> bool:
     """Say whether RPC is initialised in this process."""
-    state = _state
-    return state is not None and state.agent.pid == os.getpid()
+    return _state is not None
 
 
 def init_rpc(
@@ -111,10 +112,11 @@ def init_rpc(
     """
     global _state, _before
     options = _options(rpc_backend_options)
-    if isinstance(rank, bool) or not isinstance(rank, int):
-        raise ConfigError(f"rank must be an int, not {rank!r}")
-    if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int)):
-        raise ConfigError(f"world_size must be an int or None, not {world_size!r}")
+    if isinstance(rank, bool) or not isinstance(rank, numbers.Integral):
+        raise WrongTypeError(f"rank must be an int, not {rank!r}")
+    if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, numbers.Integral)):
+        raise WrongTypeError(f"world_size must be an int or None, not {world_size!r}")
+    rank, world_size = int(rank), None if world_size is None else int(world_size)
     if world_size == -1:
         world_size = None
     if world_size is not None and (world_size < 1 or rank >= world_size):
@@ -300,6 +302,9 @@ def _prepare(
         if not isinstance(kwargs, Mapping):
             raise TypeError(f"kwargs must be a dict, not {type(kwargs).__name__}")
         kwargs = dict(kwargs)
+    for key in kwargs:
+        if type(key) is not str and not isinstance(key, str):
+            raise TypeError(f"kwargs must have names for keys, not {key!r}")
     seconds = state.timeout if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
     return state, state.agent.peer(to), args, kwargs, seconds
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import enum
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
+from actorrpc.config import Settings
+from actorrpc.core.identity import WrongTypeError
 from actorrpc.errors import ConfigError
 
 __all__ = [
@@ -96,6 +99,8 @@ class RpcBackendOptions:
     ) -> None:
         self.rpc_timeout = rpc_timeout
         self.init_method = init_method
+        if key is not None and (not isinstance(key, str) or not key):
+            raise WrongTypeError(f"key must be a str that is not empty, not a {type(key).__name__}")
         self._key = key
         self._extra: dict[str, Any] = {
             "transport": transport,
@@ -109,6 +114,7 @@ class RpcBackendOptions:
             "window": window,
             "heartbeat": heartbeat,
         }
+        _check_extra(self._extra)
 
     @property
     def rpc_timeout(self) -> float:
@@ -126,7 +132,9 @@ class RpcBackendOptions:
 
     @init_method.setter
     def init_method(self, value: str) -> None:
-        if not isinstance(value, str) or "://" not in value:
+        if not isinstance(value, str):
+            raise WrongTypeError(f"init_method must be a URL such as env:// or tcp://host:port, not {value!r}")
+        if "://" not in value:
             raise ConfigError(
                 f"init_method must be a URL such as env://, tcp://host:port or file:///path, not {value!r}"
             )
@@ -174,11 +182,16 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
                 f"unknown option {unknown[0]!r}; besides torch's there are: {', '.join(_EXTRA)}"
             )
         super().__init__(rpc_timeout, init_method, **extra)
-        if not isinstance(num_worker_threads, int) or num_worker_threads < 1:
+        if isinstance(num_worker_threads, bool) or not isinstance(num_worker_threads, int):
+            raise WrongTypeError(f"num_worker_threads must be a positive integer, not {num_worker_threads!r}")
+        if num_worker_threads < 1:
             raise ConfigError(f"num_worker_threads must be a positive integer, not {num_worker_threads!r}")
         self.num_worker_threads = num_worker_threads
         self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
-        self.devices: list[torch.device] = [_device(device) for device in devices or ()]
+        self.devices: list[torch.device] = []
+        self.set_devices(() if devices is None else devices)
+        if device_maps is not None and not isinstance(device_maps, Mapping):
+            raise WrongTypeError(f"device_maps is a dict of worker names and device maps, not {device_maps!r}")
         for worker, device_map in (device_maps or {}).items():
             self.set_device_map(worker, device_map)
 
@@ -191,9 +204,9 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             ConfigError: not devices, or two local devices of one map share a target.
         """
         if not isinstance(to, str):
-            raise ConfigError(f"set_device_map names a worker by a str, not {to!r}")
+            raise WrongTypeError(f"set_device_map names a worker by a str, not {to!r}")
         if not isinstance(device_map, Mapping):
-            raise ConfigError(f"a device map is a dict of devices, not {device_map!r}")
+            raise WrongTypeError(f"a device map is a dict of devices, not {device_map!r}")
         merged = dict(self.device_maps.get(to, {}))
         for source, target in device_map.items():
             source, target = _device(source), _device(target)
@@ -211,13 +224,39 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     def set_devices(self, devices: Sequence[Any]) -> None:
         """Say which local devices the agent may use."""
+        if isinstance(devices, str) or not isinstance(devices, Sequence):
+            raise WrongTypeError(f"devices is a list of devices, not {devices!r}")
         self.devices = [_device(device) for device in devices]
+
+
+_TYPES: Final[dict[str, tuple[type, ...]]] = {
+    **dict.fromkeys(("transport", "bind", "advertise"), (str,)),
+    **dict.fromkeys(("port", "max_threads", "spin_us", "window"), (int,)),
+    **dict.fromkeys(("insecure", "lane"), (bool,)),
+    "heartbeat": (int, float),
+}
+
+
+def _check_extra(given: Mapping[str, Any]) -> None:
+    """Check the options that torch's do not have, those that are not ``None``.
+
+    Raises:
+        ConfigError: a value cannot be used.
+    """
+    values = {name: value for name, value in given.items() if value is not None}
+    for name, value in values.items():
+        kinds = _TYPES[name]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise WrongTypeError(f"{name} must be of type {kinds[-1].__name__}, not {value!r}")
+    Settings(**values)
 
 
 def _device(value: Any) -> torch.device:
     try:
         return torch.device(value)
-    except (RuntimeError, TypeError) as error:
+    except TypeError as error:
+        raise WrongTypeError(f"{value!r} is not a device: {error}") from error
+    except RuntimeError as error:
         raise ConfigError(f"{value!r} is not a device: {error}") from error
 
 
@@ -227,8 +266,8 @@ def check_timeout(value: Any, name: str = "timeout") -> float:
     Raises:
         ConfigError: it is not a number of seconds >= 0.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{name} must be a number of seconds, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
+        raise WrongTypeError(f"{name} must be a number of seconds, not {value!r}")
     value = float(value)
     if math.isnan(value) or value < 0:
         raise ConfigError(f"{name} must be 0 (none) or a positive number of seconds, not {value!r}")

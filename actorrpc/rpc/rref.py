@@ -18,14 +18,21 @@ from typing import Any, Final, Generic, Literal, TypeVar
 
 import torch
 
-from actorrpc.core import codec
+from actorrpc.core import codec, exceptions
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT, Execution
 from actorrpc.core.execution import ASYNC_MARK, Later
 from actorrpc.core.identity import WorkerInfo
 from actorrpc.core.messages import Parcel
 from actorrpc.core.peer import Peer
-from actorrpc.errors import NotInitializedError, PeerDiedError, RpcError, RpcTimeoutError, RRefError
+from actorrpc.errors import (
+    NotInitializedError,
+    PeerDiedError,
+    RemoteError,
+    RpcError,
+    RpcTimeoutError,
+    RRefError,
+)
 from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import (
     ForkData,
@@ -219,8 +226,8 @@ class References:
                 peer, _create, (*ids, function, args, kwargs), {}, timeout, future=future, label=label
             )
         except BaseException as error:
-            self.carry_out(self.table.creation_failed(handle, error, reached=False))
-            if future._claim():
+            if future._claim():  # otherwise the call has ended, and ``created`` knows how
+                self.carry_out(self.table.creation_failed(handle, error, reached=False))
                 future._callbacks.clear()
                 future._finish(None, error)
                 assert future._report is not None
@@ -247,7 +254,6 @@ def runtime() -> References:
     """
     if _runtime is None:
         raise NotInitializedError("RPC has not been initialized. Call init_rpc first.")
-    _runtime.agent.check_process()
     return _runtime
 
 
@@ -270,6 +276,8 @@ def _wait_outcome(references: References, rref_id: RRefId) -> Future[Any]:
 
     def settle(outcome: Outcome) -> None:
         if future._claim():
+            if outcome.error is not None:
+                outcome.error.__traceback__ = None  # each use would add its frames to those of the last
             future._finish(outcome.value, outcome.error)
             if future._report is not None:
                 future._report.seen = True
@@ -334,6 +342,12 @@ def _create(
 
 
 def _keep_error(references: References, rref_id: RRefId, error: BaseException) -> None:
+    if not isinstance(error, RemoteError):
+        # Uses of the RRef on this worker raise what uses on others raise; and no frames are kept alive with it.
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            error.__traceback__ = error.__traceback__.tb_next
+        packed = exceptions.dump(error, worker=references.agent.name, dumps=codec.dumps)
+        error = exceptions.load(packed, loads=codec.loads)
     references.carry_out(references.table.set_error(rref_id, error))
 
 
@@ -461,7 +475,19 @@ class RRef(Generic[T]):
         seconds = _timeout(timeout)
         if self.is_owner():
             future: Future[T] = _wait_outcome(self._references, self._handle.rref_id)
-            return future.wait(seconds or None)
+            if seconds:
+                try:
+                    return future.wait(seconds)
+                except RpcTimeoutError:
+                    if future.done():
+                        raise
+                    raise RpcTimeoutError(
+                        f"RRef.to_here of {self!r} timed out: RPC ran for more than set timeout ({seconds * 1e3:.0f} ms); "
+                        f"the value is still being made",
+                        maybe_executed=None,
+                        worker=self._references.agent.name,
+                    ) from None
+            return future.wait()
         self._check()
         agent = self._references.agent
         call = agent.call(
@@ -479,7 +505,7 @@ class RRef(Generic[T]):
         """Raise what has happened to this reference, if anything has."""
         error = self._references.table.failure(self._handle)
         if error is not None:
-            raise error
+            raise error.with_traceback(None)
 
     # -- proxies -----------------------------------------------------------------------------------------
 

@@ -106,6 +106,23 @@ def test_captured_state_is_as_of_the_message(peer: Peer) -> None:
     assert peer.received == 0
 
 
+def test_counters_start_where_the_sender_is(peer: Peer) -> None:
+    count = 5
+
+    def bump() -> int:
+        def inner() -> int:
+            nonlocal count
+            count += 1
+            return count
+
+        return inner()
+
+    assert [peer.send(bump)() for _ in range(3)] == [6, 6, 6]
+    assert peer.send(lambda: bump())() == 6
+    assert count == 5
+    assert peer.received == 0
+
+
 def test_closures_over_tensors_and_recursion(peer: Peer) -> None:
     weight = torch.arange(3000.0)
 

@@ -56,7 +56,6 @@ def test_a_key_does_not_show_itself() -> None:
         f"{key}",
         f"{key!r:>30}",
         f"{key:>10}",
-        "%s" % key,
         trace,
         repr([key, {1: key}]),
     ):
@@ -100,7 +99,7 @@ def test_a_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert keys.find_key() == Key.from_text(TEXT)
 
 
-@pytest.mark.parametrize("text", ["short", "               x", "x" * 15])
+@pytest.mark.parametrize("text", ["s3cr3t", "               x", "x" * 15])
 def test_a_short_key_is_refused_without_being_shown(text: str, tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text(text)
@@ -187,17 +186,13 @@ def _a_link(path: Path) -> None:
     path.symlink_to(other)
 
 
-def _not_ours(path: Path) -> None:
-    path.mkdir(mode=0o700)
-
-
 @pytest.mark.parametrize(
     ("prepare", "says"),
     [
         (_open_to_others, "mode 0755, not 0700 .chmod 700"),
         (_a_link, "symbolic link"),
         (Path.touch, "not a directory"),
-        (lambda path: path.parent.chmod(0o500) or path.mkdir(mode=0o300), "mode 0300"),
+        (lambda path: path.mkdir(mode=0o300), "mode 0300"),
     ],
 )
 def test_a_directory_that_cannot_be_trusted(
@@ -207,7 +202,6 @@ def test_a_directory_that_cannot_be_trusted(
     with pytest.raises(ConfigError, match=says) as caught:
         keys.runtime_directory()
     assert "set ACTORRPC_RUNTIME_DIR" in str(caught.value)
-    directory.parent.chmod(0o700)
 
 
 def test_a_directory_of_someone_else(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

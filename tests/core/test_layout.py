@@ -347,6 +347,7 @@ def test_cuda() -> None:
     assert (a.device, c.device.type) == (t.device, "cpu")
     a[3] = -1
     assert b[0] == -1
+    assert trip(t[:0], device_map={"cuda:0": "cuda:0"}).device == t.device
     for view in (t[::3], t[:0], t.view(50, 100).t()):
         same(view.cpu(), trip(view, device_map={"cuda:0": "cpu"}))
     trip(torch.nn.Linear(3, 3).cuda(), device_map={"cuda:0": "cuda:0"})

@@ -1,0 +1,929 @@
+"""The calls of `actorrpc.rpc`, with torch's own RPC as the oracle.
+
+One table of scenarios is carried out three times: by calling the function here, over `torch.distributed.rpc` and over
+`actorrpc.rpc`. What comes back, and what type of error is raised, has to be the same, apart from differences that are
+meant and that stand beside the table.
+"""
+
+from __future__ import annotations
+
+import collections
+import decimal
+import fractions
+import functools
+import inspect
+import logging
+import operator
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.rpc as torch_rpc
+
+from actorrpc import errors, rpc
+from tests import processes
+from tests.group import rpc_group, run_group
+
+_TINY = 0.05  # a time-out that is meant to pass
+
+# -- what is called ------------------------------------------------------------------------------
+
+
+def none() -> None:
+    return None
+
+
+def defaults(a: Any, b: Any = 2, *rest: Any, c: Any = 3, **more: Any) -> tuple[Any, ...]:
+    return a, b, rest, c, tuple(sorted(more.items()))
+
+
+def keyword_only(*, x: int, y: int = 5) -> int:
+    return x * y
+
+
+def positional_only(x: int, y: int, /) -> int:
+    return x - y
+
+
+def halves(numbers: list[int]) -> dict[str, Any]:
+    middle = len(numbers) // 2
+    return {"low": numbers[:middle], "high": tuple(numbers[middle:]), "set": set(numbers)}
+
+
+def generator_sum(iterable: Any) -> Any:
+    return sum(iterable)
+
+
+@torch.jit.script
+def script_add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.add(x, y)
+
+
+@torch.jit.script
+def script_default(x: torch.Tensor, scale: int = 3) -> torch.Tensor:
+    return x * scale
+
+
+@torch.jit.script
+def script_raise(x: torch.Tensor) -> torch.Tensor:
+    if x.numel() > 1:
+        raise RuntimeError("from TorchScript")
+    return x
+
+
+class Account:
+    """A class whose objects, methods and constructor are called."""
+
+    kind = "current"
+
+    def __init__(self, balance: int = 0) -> None:
+        self.balance = balance
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Account) and other.balance == self.balance
+
+    def __call__(self, times: int) -> int:
+        return self.balance * times
+
+    def deposit(self, amount: int, *, twice: bool = False) -> int:
+        self.balance += amount * (1 + twice)
+        return self.balance
+
+    @staticmethod
+    def static(x: int) -> int:
+        return x + 1
+
+    @classmethod
+    def make(cls, balance: int) -> Account:
+        return cls(balance)
+
+    class Inner:
+        """A class in a class."""
+
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+        def get(self) -> int:
+            return self.x
+
+
+class Callback:
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+
+    def __call__(self, value: int) -> int:
+        return value + self.offset
+
+
+Point = collections.namedtuple("Point", ["x", "y"])
+
+
+class Plain(Exception):
+    pass
+
+
+class Detailed(Exception):
+    """Cannot be made from its text: torch's RPC cannot raise it again."""
+
+    def __init__(self, code: int, *, hint: str) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+        self.hint = hint
+
+
+class Both(RuntimeError, KeyError):
+    """The layouts of the two mix."""
+
+
+def throw(cls: type[BaseException], *args: Any) -> Any:
+    raise cls(*args)
+
+
+def throw_detailed(code: int, hint: str) -> Any:
+    raise Detailed(code, hint=hint)
+
+
+def throw_chained() -> Any:
+    try:
+        {}["missing"]
+    except KeyError as error:
+        raise ValueError("while looking") from error
+
+
+def asserts(value: Any) -> None:
+    assert value, "the value is false"
+
+
+def returns_type() -> type:
+    return Account
+
+
+def returns_function() -> Callable[..., Any]:
+    return defaults
+
+
+def module_forward(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return module(x)
+
+
+# -- the table -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One call. `torch` says why torch's RPC cannot be the oracle, where it cannot."""
+
+    name: str
+    func: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    torch: str = ""
+
+
+def _table() -> list[Scenario]:
+    torch.manual_seed(0)
+    ones = torch.ones(2, 3)
+    counting = torch.arange(6).view(2, 3)
+    linear = torch.nn.Linear(3, 2)
+    by_value = "torch's pickler sends functions by reference only"
+    kept = "torch takes the function's exceptions for the caller's only if they can be made from a text"
+    return [
+        Scenario("no arguments", none),
+        Scenario("defaults", defaults, (1,)),
+        Scenario("all sorts of arguments", defaults, (1, "b", 7.5, None), {"c": [1], "extra": {"k": b"v"}}),
+        Scenario("keywords only", defaults, (), {"a": 1}),
+        Scenario("keyword-only parameters", keyword_only, (), {"x": 6}),
+        Scenario("positional-only parameters", positional_only, (9, 4)),
+        Scenario("containers", halves, ([5, 1, 4, 2],)),
+        Scenario("large text and bytes", operator.add, ("é" * 50_000, "x" * 70_000)),
+        Scenario("large bytes", operator.add, (b"a" * 200_000, b"b")),
+        Scenario("huge int", operator.pow, (7, 4000)),
+        Scenario("complex, float", operator.mul, (1 + 2j, float("inf"))),
+        Scenario("None, Ellipsis", defaults, (None, ...)),
+        Scenario("builtin", min, (3, 1, 2)),
+        Scenario("builtin with keyword", sorted, ([3, 1, 2],), {"reverse": True}),
+        Scenario("type", int, ("ff", 16)),
+        Scenario("class of the library", fractions.Fraction, (3, 6)),
+        Scenario("class in C", decimal.Decimal, ("1.50",)),
+        Scenario("class of the user", Account, (5,)),
+        Scenario("class with keyword", Account, (), {"balance": 8}),
+        Scenario("namedtuple", Point, (1, 2)),
+        Scenario("bound method", Account(10).deposit, (5,), {"twice": True}),
+        Scenario("method by its class", Account.deposit, (Account(1), 2)),
+        Scenario("static method", Account.static, (1,)),
+        Scenario("class method", Account.make, (4,)),
+        Scenario("method of an inner class", Account.Inner(7).get),
+        Scenario("callable object", Callback(4), (1,)),
+        Scenario("object of the user that is callable", Account(3), (4,)),
+        Scenario("method of a builtin object", "a-b-c".split, ("-",)),
+        Scenario("unbound method of a builtin", str.upper, ("abc",)),
+        Scenario("partial", functools.partial(defaults, 1, c=9), (5,)),
+        Scenario("itemgetter", operator.itemgetter(1), ([1, 2, 3],)),
+        Scenario("a class as argument and result", returns_type),
+        Scenario("a function as argument", functools.reduce, (operator.mul, [1, 2, 3, 4])),
+        Scenario("a function as result", returns_function),
+        Scenario("torch.add", torch.add, (ones, 1)),
+        Scenario("torch.add of tensors with keyword", torch.add, (ones, ones), {"alpha": 3}),
+        Scenario("torch.matmul", torch.matmul, (ones, ones.t())),
+        Scenario("torch.zeros", torch.zeros, (2, 2), torch="torch finds no schema for it"),
+        Scenario("torch.zeros of a shape", torch.zeros, ((2, 2),)),
+        Scenario("torch.split", torch.split, (torch.arange(10), 4), torch="torch's operators give lists for tuples"),
+        Scenario("torch.nn.functional", torch.nn.functional.relu, (counting - 3,)),
+        Scenario("method of a tensor", ones.mul, (2,)),
+        Scenario("unbound method of a tensor", torch.Tensor.view, (counting, 3, 2)),
+        Scenario("script function", script_add, (ones, ones)),
+        Scenario("script function with default", script_default, (ones,)),
+        Scenario("script function with keyword", script_default, (ones,), {"scale": 5}),
+        Scenario("nn.Module as argument", module_forward, (linear, ones)),
+        Scenario("nn.Module as function", torch.nn.Flatten(), (counting.view(1, 2, 3),)),
+        Scenario("tensors in containers", defaults, ({"a": ones, "b": [counting]},)),
+        # -- errors
+        Scenario("ValueError", throw, (ValueError, "v")),
+        Scenario("TypeError", throw, (TypeError, "t")),
+        Scenario("KeyError", throw, (KeyError, "k")),
+        Scenario("RuntimeError", throw, (RuntimeError, "r")),
+        Scenario("user's exception", throw, (Plain, "p")),
+        Scenario("mixed exception", throw, (Both, "b")),
+        Scenario("OSError", throw, (OSError, "o")),
+        Scenario("FileNotFoundError", open, ("/no/such/file",)),
+        Scenario("ZeroDivisionError", operator.truediv, (1, 0)),
+        Scenario("StopIteration", next, (iter([]),)),
+        Scenario("NotImplementedError", throw, (NotImplementedError,)),
+        Scenario("AssertionError", asserts, (0,)),
+        Scenario("AttributeError", getattr, (1, "nothing")),
+        Scenario("chained", throw_chained),
+        Scenario("wrong number of arguments", positional_only, (1,)),
+        Scenario("unexpected keyword", keyword_only, (), {"x": 1, "z": 2}),
+        Scenario("torch's own error", torch.matmul, (ones, ones)),
+        Scenario("error in TorchScript", script_raise, (ones,)),
+        Scenario("UnicodeDecodeError", b"\xff".decode, ("utf-8",), torch=kept),
+        Scenario("arguments of an exception", throw_detailed, (4, "look"), torch=kept),
+        Scenario("StopAsyncIteration", throw, (StopAsyncIteration, 3), torch=kept),
+        Scenario("group", throw, (ExceptionGroup, "g", [ValueError(1), KeyError(2)]), torch=kept),
+        Scenario("SystemExit", throw, (SystemExit, 3), torch="torch's agent does not answer a call that ends so"),
+        Scenario("KeyboardInterrupt", throw, (KeyboardInterrupt,), torch="torch's agent does not answer"),
+        # -- by value
+        Scenario("lambda", lambda a: a * 2, (21,), torch=by_value),
+        Scenario("closure", _closure(3), (4,), torch=by_value),
+        Scenario("local class", _local_class(), (5,), torch=by_value),
+        Scenario("method of a local class", _local_class()(6).get, torch=by_value),
+        Scenario("lambda as argument", functools.reduce, (lambda a, b: a - b, [10, 3]), torch=by_value),
+        Scenario("recursive closure", _recursive(), (6,), torch=by_value),
+    ]
+
+
+def _closure(factor: int) -> Callable[[int], int]:
+    def times(x: int) -> int:
+        return x * factor
+
+    return times
+
+
+def _recursive() -> Callable[[int], int]:
+    def factorial(n: int) -> int:
+        return n * factorial(n - 1) if n else 1
+
+    return factorial
+
+
+@functools.cache
+def _local_class() -> Any:
+    class Local:
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+        def get(self) -> int:
+            return self.x
+
+        def __eq__(self, other: object) -> bool:
+            return type(other).__qualname__ == type(self).__qualname__ and getattr(other, "x", None) == self.x
+
+    return Local
+
+
+def same(a: Any, b: Any) -> bool:
+    """Compare with types; tensors by value, dtype and shape."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if type(a) is not type(b) and type(a).__qualname__ != type(b).__qualname__:
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a call: comparable with the local one, without what cannot leave the rank."""
+
+    ok: bool
+    types: tuple[str, ...] = ()
+    detail: str = ""
+
+
+def _outcome(call: Callable[[], Any], local: Any, local_error: BaseException | None) -> Outcome:
+    try:
+        value = call()
+    except BaseException as error:
+        names = tuple(cls.__qualname__ for cls in type(error).__mro__)
+        if local_error is None:
+            return Outcome(False, names, f"raised {error!r}, but gives {local!r} here")
+        if not isinstance(error, errors.RemoteError):
+            return Outcome(True, names, "")
+        return Outcome(*_compare_errors(error, local_error, names))
+    if local_error is not None:
+        return Outcome(False, (), f"gave {value!r}, but raises {local_error!r} here")
+    return Outcome(same(local, value), (), f"{value!r} against {local!r}")
+
+
+def _compare_errors(
+    error: errors.RemoteError, local: BaseException, names: tuple[str, ...]
+) -> tuple[bool, tuple[str, ...], str]:
+    """Compare a remote exception with the one that the call raises here: type, arguments, attributes, cause."""
+    problems = []
+    if not isinstance(error, RuntimeError):
+        problems.append("is no RuntimeError")
+    if not isinstance(local, Exception):
+        # It must not end the caller as it ended the call: what it was is kept beside.
+        error = local if error.cause is not None and error.cause.args == local.args else error  # type: ignore[assignment]
+        return type(error) is type(local), names, f"cause {error!r}"
+    if not isinstance(error, type(local)):
+        problems.append(f"is no {type(local)}")
+    if not isinstance(local, BaseExceptionGroup):
+        if error.args != local.args:
+            problems.append(f"args {error.args} against {local.args}")
+        if str(error) != str(local):
+            problems.append(f"{error} against {local}")
+    for name in ("code", "hint", "errno", "filename", "value", "reason", "name"):
+        if hasattr(local, name) and getattr(error, name, "nothing") != getattr(local, name):
+            problems.append(f"{name}: {getattr(error, name, 'nothing')!r} against {getattr(local, name)!r}")
+    if not isinstance(error.__cause__, errors.RemoteTraceback):
+        problems.append(f"the cause is {error.__cause__!r}")
+    elif type(local).__name__ not in str(error.__cause__) or "On worker" not in str(error.__cause__):
+        problems.append(f"the cause does not show it: {error.__cause__}")
+    if type(error.cause) is not type(local):
+        problems.append(f".cause is {error.cause!r}")
+    if error.maybe_executed is not True:
+        problems.append(f"maybe_executed is {error.maybe_executed}")
+    return not problems, names, "; ".join(problems)
+
+
+# TorchScript writes the place of the call into its message: that is another one.
+_OWN_TEXT = {"error in TorchScript"}
+
+
+def _styles(module: Any) -> dict[str, Callable[..., Any]]:
+    return {
+        "rpc_sync": lambda *args: module.rpc_sync(*args),
+        "rpc_async": lambda *args: module.rpc_async(*args).wait(),
+        "remote": lambda *args: module.remote(*args).to_here(),
+    }
+
+
+def _run_table(module: Any, targets: list[Any], with_all: bool) -> dict[tuple[str, str, int], Outcome]:
+    found = {}
+    for scenario in _table():
+        if scenario.torch and not with_all:
+            continue
+        local: Any = None
+        local_error: BaseException | None = None
+        try:
+            local = scenario.func(*scenario.args, **scenario.kwargs)
+        except BaseException as error:
+            local_error = error
+        for style, call in _styles(module).items():
+            for number, to in enumerate(targets):
+                # Each call has fresh arguments: some change what they are called with.
+                again = next(each for each in _table() if each.name == scenario.name)
+                outcome = _outcome(
+                    lambda call=call, to=to, s=again: call(to, s.func, s.args, dict(s.kwargs)), local, local_error
+                )
+                found[scenario.name, style, number] = outcome
+    return found
+
+
+def _ours(rank: int, world_size: int) -> dict[tuple[str, str, int], Outcome]:
+    if rank:
+        return {}
+    info = rpc.get_worker_info("worker1")
+    return _run_table(rpc, ["worker1", info, 1, "worker0"], True)
+
+
+def _theirs(rank: int, world_size: int, path: str) -> dict[tuple[str, str, int], Outcome]:
+    os.environ["TP_SOCKET_IFNAME"] = "lo"
+    options = torch_rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", num_worker_threads=4)
+    torch_rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+    try:
+        return {} if rank else _run_table(torch_rpc, ["worker1", "worker0"], False)
+    finally:
+        torch_rpc.shutdown()
+
+
+def test_scenarios_agree_with_torch_and_with_a_local_call(tmp_path: Any) -> None:
+    ours = rpc_group(_ours, 2)[0]
+    theirs = run_group(_theirs, 2, str(processes.scratch() / f"torch-{os.getpid()}"), leak_wait=None)[0]
+    problems = []
+    for key, outcome in ours.items():
+        if not outcome.ok and key[0] not in _OWN_TEXT:
+            problems.append(f"{key}: {outcome.detail}")
+    for (name, style, number), outcome in theirs.items():
+        mine = ours[name, style, 3 if number else 0]
+        if not outcome.ok:
+            problems.append(f"over torch, {(name, style, number)}: {outcome.detail}")
+        elif outcome.types and outcome.types[0] not in mine.types:
+            problems.append(f"{(name, style, number)}: {mine.types}, torch has {outcome.types}")
+        elif bool(outcome.types) != bool(mine.types):
+            problems.append(f"{(name, style, number)}: raises {mine.types}, torch {outcome.types}")
+    assert not problems, "\n".join(problems)
+
+
+# -- signatures ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["init_rpc", "rpc_sync", "rpc_async", "remote", "shutdown", "get_worker_info"])
+def test_functions_have_torchs_parameters_and_defaults(name: str) -> None:
+    ours, theirs = inspect.signature(getattr(rpc, name)), inspect.signature(getattr(torch_rpc, name))
+
+    def shape(signature: inspect.Signature) -> list[Any]:
+        return [(each.name, each.kind, each.default) for each in signature.parameters.values()]
+
+    assert shape(ours) == shape(theirs)
+
+
+_METHODS = {
+    "owner": [],
+    "owner_name": [],
+    "is_owner": [],
+    "confirmed_by_owner": [],
+    "local_value": [],
+    "to_here": [("timeout", -1.0)],
+    "rpc_sync": [("timeout", -1.0)],
+    "rpc_async": [("timeout", -1.0)],
+    "remote": [("timeout", -1.0)],
+    "__init__": [("value", inspect.Parameter.empty), ("type_hint", None)],
+}
+
+
+@pytest.mark.parametrize("name", _METHODS)
+def test_methods_of_rref_have_torchs_parameters_and_defaults(name: str) -> None:
+    found = list(inspect.signature(getattr(rpc.RRef, name)).parameters.values())[1:]
+    assert [(each.name, each.default) for each in found] == _METHODS[name]
+    # torch's are written in C++: what they take stands in their docstrings.
+    theirs = (getattr(torch_rpc.RRef, name).__doc__ or getattr(torch_rpc.PyRRef, name).__doc__).splitlines()[0]
+    for parameter, default in _METHODS[name]:
+        assert f"{parameter}: " in theirs
+        assert default is inspect.Parameter.empty or f"= {default}" in theirs
+
+
+def test_public_names_are_those_of_torch() -> None:
+    # The rest of torch's list is for writing backends, or was never documented.
+    left_out = {
+        *("AllGatherStates", "BackendValue", "backend_registered", "construct_rpc_backend_options", "init_backend"),
+        *("method_factory", "new_method", "register_backend", "is_available"),
+    }
+    documented = set(torch_rpc.__all__) - left_out
+    documented |= {"RpcBackendOptions", "WorkerInfo", "functions", "get_rpc_timeout"}
+    assert documented <= set(rpc.__all__)
+
+
+# -- wrong arguments -----------------------------------------------------------------------------
+
+_counted = 0
+_lock = threading.Lock()
+
+
+def count(*args: Any, **kwargs: Any) -> None:
+    global _counted
+    with _lock:
+        _counted += 1
+
+
+def counted() -> int:
+    return _counted
+
+
+def _bad(to: Any = "worker1", func: Any = count, args: Any = None, kwargs: Any = None, timeout: Any = -1.0) -> Any:
+    return to, func, args, kwargs, timeout
+
+
+def _wrong_calls() -> list[tuple[str, Any, tuple[type[BaseException], ...], str]]:
+    lock = threading.Lock()
+    return [
+        ("unknown name", _bad("worker9"), (errors.UnknownWorkerError, RuntimeError), "worker0, worker1"),
+        ("unknown rank", _bad(7), (errors.UnknownWorkerError, RuntimeError), "7"),
+        ("negative rank", _bad(-1), (errors.UnknownWorkerError, RuntimeError), "-1"),
+        ("unknown info", _bad(rpc.WorkerInfo("other", 1)), (errors.UnknownWorkerError,), "other"),
+        ("empty name", _bad(""), (errors.UnknownWorkerError,), "worker0"),
+        ("no worker", _bad(None), (TypeError, ValueError), "NoneType"),
+        ("float as worker", _bad(1.0), (TypeError, ValueError), "float"),
+        ("bool as worker", _bad(True), (TypeError, ValueError), "bool"),
+        ("list as worker", _bad(["worker1"]), (TypeError, ValueError), "list"),
+        ("no function", _bad(func=None), (TypeError,), "callable"),
+        ("a name as function", _bad(func="count"), (TypeError,), "callable"),
+        ("args is no tuple", _bad(args=5), (TypeError,), "args"),
+        ("args is a str", _bad(args="ab"), (TypeError,), "args"),
+        ("args is a tensor", _bad(args=torch.ones(2)), (TypeError,), "args"),
+        ("args is a dict", _bad(args={"a": 1}), (TypeError,), "args"),
+        ("kwargs is a list", _bad(kwargs=[1]), (TypeError,), "kwargs"),
+        ("kwargs has a number", _bad(kwargs={1: 2}), (TypeError,), "kwargs"),
+        ("negative timeout", _bad(timeout=-2), (ValueError,), "timeout"),
+        ("timeout is a str", _bad(timeout="1"), (TypeError, ValueError), "timeout"),
+        ("timeout is None", _bad(timeout=None), (TypeError, ValueError), "timeout"),
+        ("timeout is NaN", _bad(timeout=float("nan")), (ValueError,), "timeout"),
+        ("timeout is True", _bad(timeout=True), (TypeError, ValueError), "timeout"),
+        ("a lock in args", _bad(args=(1, {"key": [lock]})), (errors.SerializationError, TypeError), "lock"),
+        ("a lock in kwargs", _bad(kwargs={"name": lock}), (errors.SerializationError, TypeError), "lock"),
+        ("a generator", _bad(args=((i for i in range(3)),)), (errors.SerializationError,), "generator"),
+        ("a method of a lock", _bad(func=lock.acquire), (errors.SerializationError,), "lock"),
+        ("a future", _bad(args=(rpc.Future(),)), (errors.SerializationError, TypeError), "Future"),
+    ]
+
+
+def _wrong(rank: int, world_size: int) -> list[str]:
+    if rank:
+        return []
+    problems = []
+    for name, arguments, types, text in _wrong_calls():
+        for style in ("rpc_sync", "rpc_async", "remote"):
+            try:
+                getattr(rpc, style)(*arguments)
+            except Exception as error:
+                missing = [cls.__name__ for cls in types if not isinstance(error, cls)]
+                if missing or text not in str(error):
+                    problems.append(f"{name}, {style}: {type(error).__mro__} {error}")
+                if isinstance(error, errors.SerializationError) and error.maybe_executed is not False:
+                    problems.append(f"{name}, {style}: may have run")
+            else:
+                problems.append(f"{name}, {style}: no error")
+    for wrong in (3.0, [], b"worker1"):
+        try:
+            rpc.get_worker_info(wrong)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            pass
+        else:
+            problems.append(f"get_worker_info({wrong!r}): no error")
+    if rpc.rpc_sync("worker1", counted) != 0:
+        problems.append("something was executed")
+    # After all that, the connection is as good as ever; nothing waits in it.
+    rpc.rpc_sync("worker1", count)
+    if rpc.rpc_sync("worker1", counted) != 1:
+        problems.append("a call was lost")
+    for to in (1.0, True):  # equal to a rank that is known by now
+        try:
+            rpc.rpc_sync(to, count)
+        except (TypeError, ValueError):
+            pass
+        else:
+            problems.append(f"{to} passes for a rank")
+    return problems
+
+
+def test_wrong_arguments_raise_at_once_and_send_nothing() -> None:
+    assert not (found := rpc_group(_wrong, 2)[0]), "\n".join(found)
+
+
+# -- who is called -------------------------------------------------------------------------------
+
+
+def name_here() -> str:
+    return rpc.get_worker_info().name
+
+
+def _workers(rank: int, world_size: int) -> None:
+    me = rpc.get_worker_info()
+    assert (me.name, me.id) == (f"worker{rank}", rank)
+    assert repr(me) == f"WorkerInfo(id={rank}, name=worker{rank})"
+    assert rpc.get_worker_info(me.name) == me
+    other = rpc.get_worker_info(f"worker{1 - rank}")
+    assert other != me
+    assert len({me, other, rpc.get_worker_info("worker0")}) == 2
+    assert [info.id for info in rpc.get_worker_infos()] == [0, 1]
+    for to in ("worker1", 1, rpc.get_worker_info("worker1"), torch_rpc.WorkerInfo("worker1", 1)):
+        assert rpc.rpc_sync(to, name_here) == "worker1"  # type: ignore[arg-type]
+    for to in ("worker0", 0, rpc.get_worker_info("worker0")):
+        assert rpc.rpc_sync(to, name_here) == "worker0"
+    # A WorkerInfo is a value and travels.
+    assert rpc.rpc_sync(other, defaults, (me, other))[:2] == (me, other)
+    with pytest.raises(errors.UnknownWorkerError, match="worker0, worker1"):
+        rpc.get_worker_info("nobody")
+    # args may be any sequence, as torch's may; empty ones are none.
+    assert rpc.rpc_sync(other, operator.add, [1, 2]) == 3  # type: ignore[arg-type]
+    assert rpc.rpc_sync(other, none, (), {}) is None
+    assert rpc.rpc_sync(other, keyword_only, kwargs=collections.OrderedDict(x=2)) == 10
+    assert isinstance(rpc.rpc_async(other, none), torch.futures.Future)
+    # Exceptions may be results and arguments.
+    kept = rpc.rpc_sync(other, defaults, (ValueError("no error"),))[0]
+    assert type(kept) is ValueError
+    assert kept.args == ("no error",)
+
+
+def test_workers_are_named_by_name_rank_or_info() -> None:
+    rpc_group(_workers, 2)
+
+
+# -- arguments are taken when the call is made ---------------------------------------------------
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def change(items: list[int], tensor: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+    items.append(-1)
+    tensor.add_(100)
+    return items, tensor
+
+
+def _copies(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    for to in ("worker1", "worker0"):
+        for size in (3, 50_000, 600_000):
+            items, tensor = [1], torch.arange(size)
+            future = rpc.rpc_async(to, change, (items, tensor))
+            tensor.fill_(-7)
+            items.append(2)
+            there, filled = future.wait()
+            assert there == [1, -1]
+            assert torch.equal(filled, torch.arange(size) + 100)
+            # The callee works on a copy, its own worker too.
+            assert items == [1, 2]
+            assert bool((tensor == -7).all())
+        array = bytearray(b"x" * 100_000)
+        pending = rpc.rpc_async(to, bytes, (array,))
+        array[:] = b"y" * 100_000
+        assert pending.wait() == b"x" * 100_000
+
+
+def test_arguments_are_as_they_were_when_the_call_was_made() -> None:
+    rpc_group(_copies, 2)
+
+
+# -- nesting, time-outs --------------------------------------------------------------------------
+
+_gate = threading.Event()
+
+
+def wait_for_gate() -> str:
+    assert _gate.wait(30)
+    return "open"
+
+
+def open_gate() -> None:
+    _gate.set()
+
+
+def close_gate() -> None:
+    _gate.clear()
+
+
+def ping_pong(depth: int) -> list[str]:
+    here = name_here()
+    if depth == 0:
+        return [here]
+    there = "worker1" if here == "worker0" else "worker0"
+    return [here, *rpc.rpc_sync(there, ping_pong, (depth - 1,))]
+
+
+def chain_of_errors(depth: int) -> None:
+    if depth == 0:
+        raise LookupError("at the bottom")
+    rpc.rpc_sync("worker1" if rpc.get_worker_info().id == 0 else "worker0", chain_of_errors, (depth - 1,))
+
+
+def fan_out(n: int) -> int:
+    futures = [rpc.rpc_async(i % 2, operator.add, (i, 1)) for i in range(n)]
+    return sum(future.wait() for future in futures)
+
+
+def call_gate_there(to: str) -> str:
+    return rpc.rpc_sync(to, wait_for_gate)
+
+
+def _nested(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    assert rpc.rpc_sync("worker1", ping_pong, (40,)) == ["worker1", "worker0"] * 20 + ["worker1"]
+    assert rpc.rpc_sync("worker0", ping_pong, (21,)) == ["worker0", "worker1"] * 11
+    futures = [rpc.rpc_async("worker1", ping_pong, (10,)) for _ in range(20)]
+    assert all(future.wait() == ["worker1", "worker0"] * 5 + ["worker1"] for future in futures)
+    assert rpc.rpc_sync("worker1", fan_out, (200,)) == sum(range(200)) + 200
+    with pytest.raises(LookupError, match="at the bottom") as caught:
+        rpc.rpc_sync("worker1", chain_of_errors, (3,))
+    assert isinstance(caught.value, rpc_error())
+    assert caught.value.args == ("at the bottom",)
+    # Many threads at once.
+    results: list[int] = []
+
+    def work(number: int) -> None:
+        results.extend(rpc.rpc_sync("worker1", operator.mul, (number, i)) for i in range(20))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == sorted(number * i for number in range(8) for i in range(20))
+
+
+def rpc_error() -> type[BaseException]:
+    return errors.RemoteError
+
+
+def test_nested_calls() -> None:
+    rpc_group(_nested, 2)
+
+
+def _timeouts(rank: int, world_size: int) -> None:
+    assert rpc.get_rpc_timeout() == 7.5
+    if rank:
+        return
+    for to in ("worker1", "worker0"):
+        rpc.rpc_sync(to, close_gate)
+        rpc.rpc_sync("worker1", close_gate)
+        for call in (
+            lambda to=to: rpc.rpc_sync(to, wait_for_gate, timeout=_TINY),
+            lambda to=to: rpc.rpc_async(to, wait_for_gate, timeout=_TINY).wait(),
+            lambda to=to: rpc.rpc_sync(to, call_gate_there, ("worker1",), timeout=_TINY),
+            lambda to=to: rpc.remote(to, wait_for_gate).to_here(timeout=_TINY),
+        ):
+            with pytest.raises(TimeoutError) as caught:
+                call()
+            assert isinstance(caught.value, RuntimeError)
+            assert isinstance(caught.value, errors.RpcTimeoutError)
+            assert caught.value.maybe_executed is not False
+            assert "RPC ran for more than" in str(caught.value)
+        # A future's own time-out ends the wait, not the call.
+        future = rpc.rpc_async(to, wait_for_gate, timeout=0)
+        with pytest.raises(TimeoutError):
+            future.wait(_TINY)
+        assert not future.done()
+        rref = rpc.remote(to, wait_for_gate)
+        with pytest.raises(TimeoutError):
+            rref.to_here(_TINY)
+        rpc.rpc_sync(to, open_gate)
+        rpc.rpc_sync("worker1", open_gate)
+        assert future.wait() == "open"
+        assert rref.to_here(timeout=0) == "open"
+        assert rpc.rpc_sync(to, wait_for_gate, timeout=float("inf")) == "open"
+
+
+def test_timeouts() -> None:
+    rpc_group(_timeouts, 2, options={"rpc_timeout": 7.5})
+
+
+# -- cancelling ----------------------------------------------------------------------------------
+
+
+def _cancelling(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    future = rpc.rpc_async("worker1", wait_for_gate)
+    assert future.cancel()
+    assert not future.cancel()
+    assert future.cancelled()
+    with pytest.raises(errors.CancelledError):
+        future.wait()
+    rpc.rpc_sync("worker1", open_gate)
+    done = rpc.rpc_async("worker1", none)
+    done.wait()
+    assert not done.cancel()
+
+
+def test_cancelled_calls() -> None:
+    rpc_group(_cancelling, 2)
+
+
+# -- before and after ----------------------------------------------------------------------------
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _not_initialised() -> None:
+    assert not rpc.is_initialized()
+    for call in (
+        lambda: rpc.rpc_sync("worker0", none),
+        lambda: rpc.rpc_async("worker0", none),
+        lambda: rpc.remote("worker0", none),
+        lambda: rpc.get_worker_info(),
+        lambda: rpc.get_rpc_timeout(),
+        lambda: rpc.RRef(1),
+    ):
+        with pytest.raises(errors.NotInitializedError, match="RPC has not been initialized") as caught:
+            call()
+        assert isinstance(caught.value, RuntimeError)
+    rpc.shutdown()  # torch raises here: ours may be called in any `finally`
+    rpc.shutdown(graceful=False)
+
+
+def _lives(rank: int, world_size: int, path: str) -> None:
+    _not_initialised()
+    records = _Records()
+    logging.getLogger("actorrpc").addHandler(records)
+    # One process may belong to one group after the other.
+    for life in range(3):
+        options = rpc.RpcBackendOptions(init_method=f"file://{path}{life}")
+        name = f"{'abc'[life]}-{rank}"
+        rpc.init_rpc(name, rpc.BackendType.TENSORPIPE, rank, world_size, options)
+        assert rpc.is_initialized()
+        assert rpc.get_rpc_timeout() == 60.0
+        with pytest.raises(RuntimeError, match="RPC is already initialized"):
+            rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+        for bad in (-1, "x", None, float("nan")):
+            with pytest.raises((TypeError, ValueError), match="timeout"):
+                rpc.shutdown(timeout=bad)  # type: ignore[arg-type]
+        assert rpc.is_initialized()
+        rref = rpc.remote(1 - rank, echo, (life,))
+        assert rref.to_here() == life
+        future = rpc.rpc_async(1 - rank, echo, (life,))
+        assert future.wait() == life
+        rpc.shutdown(timeout=(0, 30, 30.0)[life])
+        assert future.value() == life
+        for call in (
+            lambda rref=rref: rref.to_here(),
+            lambda rref=rref: rref.rpc_sync().bit_length(),
+            lambda rref=rref: rref.rpc_async().bit_length(),
+            lambda rref=rref: rref.remote().bit_length(),
+        ):
+            with pytest.raises(errors.RpcError):
+                call()
+        assert "RRef" in repr(rref)
+        _not_initialised()
+    assert records.texts == []
+
+
+def test_lives_of_a_process(tmp_path: Any) -> None:
+    run_group(_lives, 2, str(processes.scratch() / f"lives-{os.getpid()}-"))
+
+
+_never_done: list[rpc.Future[None]] = []
+
+
+@rpc.functions.async_execution
+def never() -> rpc.Future[None]:
+    """Give no answer, and keep no thread."""
+    _never_done.append(rpc.Future())
+    return _never_done[-1]
+
+
+def _forced(rank: int, world_size: int) -> None:
+    other = f"worker{1 - rank}"
+    future = rpc.rpc_async(other, never)
+    rpc.rpc_sync(other, none)  # now it is under way there
+    if rank == 0:
+        rpc.shutdown(graceful=False)
+        with pytest.raises(errors.ShutdownError) as caught:
+            future.wait()
+        assert caught.value.maybe_executed is True
+    else:
+        with pytest.raises(errors.PeerDiedError):
+            future.wait()
+        with pytest.raises(errors.PeerDiedError) as refused:
+            rpc.rpc_sync(other, none)
+        assert refused.value.maybe_executed is False
+
+
+def test_forced_shutdown_ends_calls_under_way() -> None:
+    rpc_group(_forced, 2)
+
+
+def _late(rank: int, world_size: int) -> None:
+    if rank == 0:
+        with pytest.raises(TimeoutError, match="worker1") as caught:
+            rpc.shutdown(timeout=_TINY)
+        assert isinstance(caught.value, RuntimeError)
+        assert not rpc.is_initialized()
+    else:
+        with pytest.raises(errors.PeerDiedError):
+            rpc.rpc_sync("worker0", never)  # serves, until it gives up waiting for this worker
+
+
+def test_graceful_shutdown_is_over_in_its_time() -> None:
+    rpc_group(_late, 2)
+
+
+def _serve(rank: int, world_size: int) -> None:
+    """A worker that has called `shutdown` serves until the others have called it, too."""
+    if rank:
+        return
+    assert rpc.rpc_sync("worker1", ping_pong, (5,)) == ["worker1", "worker0"] * 3
+    rref = rpc.remote("worker1", Account, (3,))
+    assert rref.rpc_sync().deposit(4) == 7
+
+
+def test_a_worker_in_shutdown_serves() -> None:
+    rpc_group(_serve, 2)

@@ -1,0 +1,281 @@
+"""`functions.async_execution`: functions that are answered when their future completes."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.rpc as torch_rpc
+
+from actorrpc import errors, rpc
+from actorrpc.rpc.functions import async_execution
+from tests.group import rpc_group
+
+_TINY = 0.05  # a time-out that is meant to pass
+_gate: torch.futures.Future[str] = torch.futures.Future()
+_waiting = threading.Semaphore(0)
+
+
+def done(value: Any, cls: Any = rpc.Future) -> Any:
+    future = cls()
+    future.set_result(value)
+    return future
+
+
+@async_execution
+def add_one(x: Any, cls: str = "ours") -> Any:
+    """Add one."""
+    return done(x + 1, {"ours": rpc.Future, "torch": torch.futures.Future}[cls])
+
+
+@async_execution
+def elsewhere(to: str, x: torch.Tensor, y: int) -> Any:
+    return rpc.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + 1)
+
+
+@async_execution
+def fan_out(to: str, x: torch.Tensor, num: int, step: int) -> Any:
+    futures = [rpc.rpc_async(to, torch.add, args=(x, i * step)) for i in range(num)]
+    return torch.futures.collect_all(futures).then(lambda future: [each.wait() for each in future.wait()])
+
+
+@async_execution
+def no_future(x: int) -> Any:
+    return x
+
+
+@async_execution
+def raises(text: str) -> Any:
+    raise LookupError(text)
+
+
+@async_execution
+def fails(text: str) -> Any:
+    future: Any = rpc.Future()
+    future.set_exception(LookupError(text))
+    return future
+
+
+@async_execution
+def fails_in_then(to: str) -> Any:
+    return rpc.rpc_async(to, operator.add, (1, 2)).then(lambda f: operator.truediv(f.wait(), 0))
+
+
+@async_execution
+def fails_there(to: str) -> Any:
+    return rpc.rpc_async(to, operator.truediv, (1, 0))
+
+
+@async_execution
+def unsendable() -> Any:
+    return done(threading.Lock())
+
+
+@async_execution
+def completed_by_a_thread(x: int) -> Any:
+    future: Any = rpc.Future()
+    threading.Thread(target=future.set_result, args=(x,)).start()
+    return future
+
+
+@async_execution
+def with_keywords(x: int, *, scale: int = 2) -> Any:
+    return done(x * scale)
+
+
+@async_execution
+def gated(number: int) -> Any:
+    _waiting.release()
+    return _gate.then(lambda f: (f.wait(), number))
+
+
+def open_gate(arrivals: int) -> None:
+    for _ in range(arrivals):
+        assert _waiting.acquire(timeout=30)
+    _gate.set_result("open")
+
+
+@async_execution
+def nested_async(depth: int) -> Any:
+    if depth == 0:
+        return done(0)
+    there = 1 - rpc.get_worker_info().id
+    return rpc.rpc_async(there, nested_async, (depth - 1,)).then(lambda f: f.wait() + 1)
+
+
+@torch_rpc.functions.async_execution
+def by_torchs_decorator(x: int) -> Any:
+    return done(x + 1)
+
+
+def plain_future() -> Any:
+    """Not marked: its future cannot be sent."""
+    return done(1)
+
+
+class Calculator:
+    def __init__(self, offset: int = 0) -> None:
+        self.offset = offset
+
+    @staticmethod
+    @async_execution
+    def static_add(to: str, x: Any, y: Any) -> Any:
+        return rpc.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + 1)
+
+    @classmethod
+    @async_execution
+    def class_add(cls, to: str, x: Any, y: Any) -> Any:
+        made = cls(1)
+        return rpc.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + made.offset)
+
+    @async_execution
+    def bound_add(self, to: str, x: Any, y: Any) -> Any:
+        return rpc.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + self.offset)
+
+    @async_execution
+    def bad(self) -> Any:
+        return 5
+
+    @async_execution
+    def missing(self) -> Any:
+        raise LookupError("in a method")
+
+    def plain(self) -> int:
+        return self.offset
+
+
+def styles(to: Any) -> list[Any]:
+    return [
+        lambda *args: rpc.rpc_sync(to, *args),
+        lambda *args: rpc.rpc_async(to, *args).wait(),
+        lambda *args: rpc.remote(to, *args).to_here(),
+    ]
+
+
+def raised(call: Any, types: Any, match: str) -> BaseException:
+    with pytest.raises(types, match=match) as caught:
+        call()
+    assert isinstance(caught.value, RuntimeError)
+    return caught.value
+
+
+_NO_FUTURE = "must return a torch.futures.Future object"
+
+
+def _everything(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    x = torch.ones(2, 2)
+    for to in ("worker1", "worker0"):
+        for call in styles(to):
+            assert call(add_one, (1,)) == 2
+            assert call(add_one, (1,), {"cls": "torch"}) == 2
+            assert call(with_keywords, (4,), {"scale": 5}) == 20
+            assert call(by_torchs_decorator, (1,)) == 2
+            assert call(completed_by_a_thread, (7,)) == 7
+            assert torch.equal(call(elsewhere, ("worker2", x, 1)), x + 2)
+            assert torch.equal(call(elsewhere, (to, x, 1)), x + 2)
+            found = call(fan_out, ("worker2", x, 10, 2))
+            assert all(torch.equal(each, x + 2 * i) for i, each in enumerate(found))
+            assert torch.equal(call(Calculator.static_add, ("worker2", x, 1)), x + 2)
+            assert torch.equal(call(Calculator.class_add, ("worker2", x, 1)), x + 2)
+            assert torch.equal(call(Calculator(5).bound_add, ("worker2", x, 1)), x + 6)
+            local = async_execution(lambda n: done(n + 3))
+            assert call(local, (4,)) == 7
+            # -- errors
+            raised(lambda call=call: call(no_future, (1,)), TypeError, _NO_FUTURE)
+            raised(lambda call=call: call(raises, ("in it",)), LookupError, "in it")
+            raised(lambda call=call: call(fails, ("in its future",)), LookupError, "in its future")
+            raised(lambda call=call: call(fails_in_then, ("worker2",)), ZeroDivisionError, "division")
+            raised(lambda call=call: call(fails_there, ("worker2",)), ZeroDivisionError, "division")
+            raised(lambda call=call: call(Calculator().bad), TypeError, _NO_FUTURE)
+        # Through proxies of an RRef; torch's own examples do all three.
+        rref = rpc.remote(to, Calculator, (10,))
+        for proxy in (
+            lambda rref=rref: rref.rpc_sync(),
+            lambda rref=rref: Then(rref.rpc_async(), "wait"),
+            lambda rref=rref: Then(rref.remote(), "to_here"),
+        ):
+            assert torch.equal(proxy().static_add("worker2", x, 1), x + 2)
+            assert torch.equal(proxy().class_add("worker2", x, 1), x + 2)
+            assert torch.equal(proxy().bound_add("worker2", x, 1), x + 11)
+            assert proxy().plain() == 10
+            raised(lambda proxy=proxy: proxy().bad(), TypeError, _NO_FUTURE)
+            raised(lambda proxy=proxy: proxy().missing(), LookupError, "in a method")
+        with pytest.raises(errors.SerializationError):
+            rpc.rpc_sync(to, unsendable)
+        with pytest.raises(errors.SerializationError):
+            rpc.rpc_sync(to, plain_future)
+        assert rpc.rpc_sync(to, nested_async, (30,)) == 30
+        # The call is over in its time, though the future is not.
+        raised(lambda to=to: rpc.rpc_sync(to, gated, (0,), timeout=_TINY), TimeoutError, "RPC ran for more than")
+
+
+class Then:
+    """Calls a method of a proxy and then one of what it gave."""
+
+    def __init__(self, proxy: Any, name: str) -> None:
+        self._proxy = proxy
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: getattr(getattr(self._proxy, name)(*args), self._name)()
+
+
+def test_async_execution() -> None:
+    rpc_group(_everything, 3)
+
+
+def _no_threads(rank: int, world_size: int) -> None:
+    """Twice as many calls as there may be threads are under way at once, each waiting for the last one."""
+    if rank:
+        return
+    number = 40
+    calls = [rpc.rpc_async("worker1", gated, (i,)) for i in range(number)]
+    rrefs = [rpc.remote("worker1", gated, (i,)) for i in range(number)]
+    rpc.rpc_sync("worker1", open_gate, (2 * number,))
+    assert [future.wait() for future in calls] == [("open", i) for i in range(number)]
+    assert [rref.to_here() for rref in rrefs] == [("open", i) for i in range(number)]
+
+
+def test_pending_futures_keep_no_thread() -> None:
+    rpc_group(_no_threads, 2, options={"max_threads": 8})
+
+
+def test_locally_it_is_the_function_itself() -> None:
+    assert add_one(1).wait() == 2
+    assert Calculator(5).bound_add.__name__ == "bound_add"
+    assert add_one.__name__ == "add_one"
+    assert add_one.__doc__ == "Add one."
+    assert list(inspect.signature(add_one).parameters) == ["x", "cls"]
+    # What tells torch's code that it is marked.
+    assert hasattr(add_one, "_wrapped_async_rpc_function")
+    assert rpc.functions.async_execution is async_execution
+    for wrong in (3, None, "name"):
+        with pytest.raises((TypeError, AttributeError)):
+            async_execution(wrong)  # type: ignore[type-var]
+
+
+# -- under other workers' eyes -------------------------------------------------------------------
+
+
+def _died(rank: int, world_size: int) -> None:
+    if rank == 0:
+        future = rpc.rpc_async("worker1", gated, (1,))
+        rref = rpc.remote("worker1", gated, (1,))
+        with pytest.raises(errors.PeerDiedError):
+            future.wait()
+        with pytest.raises(errors.PeerDiedError):
+            rref.to_here()
+    else:
+        for _ in range(2):
+            assert _waiting.acquire(timeout=30)
+        rpc.shutdown(graceful=False)
+
+
+def test_the_future_never_completes_as_its_worker_leaves() -> None:
+    rpc_group(_died, 2)

@@ -1,0 +1,545 @@
+"""Futures: alone, with torch's functions for futures, in asyncio, and as the outcome of calls."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import logging
+import operator
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError as StdCancelledError
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actorrpc import errors, rpc
+from actorrpc.futures import Future, collect_all, wait_all
+from tests.group import rpc_group
+
+_TINY = 0.02  # a time-out that is meant to pass
+
+
+def failed(error: BaseException) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
+def done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def look(future: torch.futures.Future[Any]) -> Any:
+    try:
+        return future.value()
+    except Exception as error:
+        return error
+
+
+# -- completing and looking ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, 0, "text", [1, 2], torch.ones(2), object(), ValueError("a value")])
+def test_a_result(value: Any) -> None:
+    future: Future[Any] = Future()
+    assert isinstance(future, torch.futures.Future)
+    assert not future.done()
+    assert "pending" in repr(future)
+    future.set_result(value)
+    assert future.done()
+    assert not future.cancelled()
+    assert future.wait() is value
+    assert future.result() is value
+    assert future.value() is value
+    assert future.wait(timeout=0) is value
+    assert future.exception() is None
+    assert "complete" in repr(future)
+
+
+def test_an_error() -> None:
+    error = KeyError("k")
+    future = failed(error)
+    assert future.done()
+    for look_at in (future.wait, future.result, future.value, lambda: future.wait(1.0)):
+        with pytest.raises(KeyError) as caught:
+            look_at()
+        assert caught.value is error
+    assert future.exception() is error
+    assert "KeyError" in repr(future)
+
+
+def test_what_is_not_there_yet() -> None:
+    future: Future[int] = Future()
+    with pytest.raises(RuntimeError, match="not complete"):
+        future.value()
+    for wait in (future.wait, future.result, future.exception):
+        for timeout in (0, _TINY):
+            with pytest.raises(errors.RpcTimeoutError) as caught:
+                wait(timeout)
+            assert isinstance(caught.value, TimeoutError)
+            assert isinstance(caught.value, RuntimeError)
+    # torch's own raise the same, apart from time-outs, which they do not have.
+    with pytest.raises(RuntimeError):
+        torch.futures.Future().value()
+
+
+@pytest.mark.parametrize("first", [lambda f: f.set_result(1), lambda f: f.set_exception(ValueError()), Future.cancel])
+@pytest.mark.parametrize("second", [lambda f: f.set_result(2), lambda f: f.set_exception(ValueError())])
+def test_completes_once(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> None:
+    future: Future[int] = Future()
+    first(future)
+    before = look(future)
+    with pytest.raises(RuntimeError, match="only be marked completed once"):
+        second(future)
+    assert not future.cancel()
+    assert look(future) is before
+
+
+def test_wrong_arguments() -> None:
+    future: Future[int] = Future()
+    for wrong in ("text", None, ValueError):
+        with pytest.raises((TypeError, AssertionError)):
+            future.set_exception(wrong)  # type: ignore[arg-type]
+    for wrong in (None, 3):
+        with pytest.raises(TypeError):
+            future.then(wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            future.add_done_callback(wrong)  # type: ignore[arg-type]
+    for wrong in ("1", [], float("nan")):
+        with pytest.raises((TypeError, ValueError)):
+            future.wait(wrong)  # type: ignore[arg-type]
+    with pytest.raises((TypeError, ValueError)):
+        done(1).wait("1")  # type: ignore[arg-type]
+    assert not future.done()
+    for copying in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match="Future"):
+            copying(future)
+
+
+def test_cancel() -> None:
+    future: Future[int] = Future()
+    seen: list[bool] = []
+    future.add_done_callback(lambda f: seen.append(f.cancelled()))
+    assert future.cancel()
+    assert future.done()
+    assert future.cancelled()
+    assert seen == [True]
+    with pytest.raises(errors.CancelledError) as caught:
+        future.wait()
+    assert isinstance(caught.value, StdCancelledError)
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_only_one_of_many_threads_completes() -> None:
+    for _ in range(20):
+        future: Future[int] = Future()
+        start = threading.Barrier(4)
+        won: list[int] = []
+
+        def attempt(number: int, future: Any = future, start: Any = start, won: Any = won) -> None:
+            start.wait()
+            try:
+                future.set_result(number)
+            except RuntimeError:
+                return
+            won.append(number)
+
+        threads = [threading.Thread(target=attempt, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert won == [future.value()]
+
+
+def test_many_threads_wait() -> None:
+    future: Future[str] = Future()
+    found: list[str] = []
+    threads = [
+        threading.Thread(target=lambda bound=bound: found.append(future.wait(bound))) for bound in [None, 30, 40, None]
+    ]
+    for thread in threads:
+        thread.start()
+    future.set_result("here")
+    for thread in threads:
+        thread.join()
+    assert found == ["here"] * 4
+
+
+def test_a_wait_can_be_interrupted() -> None:
+    future: Future[None] = Future()
+    main = threading.main_thread().ident
+    assert main is not None
+    waits = threading.Event()
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def raise_it(*_: Any) -> None:
+        raise InterruptedError("woken")
+
+    signal.signal(signal.SIGUSR1, raise_it)
+    try:
+        thread = threading.Thread(target=lambda: waits.wait() and signal.pthread_kill(main, signal.SIGUSR1))
+        thread.start()
+        with pytest.raises(InterruptedError, match="woken"):
+            waits.set()
+            future.wait()
+        thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    future.set_result(None)
+    assert future.wait() is None
+
+
+# -- callbacks -----------------------------------------------------------------------------------
+
+
+def test_callbacks_run_in_order_with_the_future() -> None:
+    future: Future[int] = Future()
+    seen: list[tuple[int, bool]] = []
+    for number in range(3):
+        future.add_done_callback(lambda f, number=number: seen.append((number, f is future and f.done())))
+    assert seen == []
+    future.set_result(1)
+    assert seen == [(0, True), (1, True), (2, True)]
+    future.add_done_callback(lambda f: seen.append((3, f is future)))
+    assert seen[-1] == (3, True)
+
+
+def test_a_callback_that_raises_is_logged_and_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    future: Future[int] = Future()
+    seen: list[int] = []
+    future.add_done_callback(lambda f: 1 / 0)
+    future.add_done_callback(lambda f: seen.append(f.value()))
+    future.set_result(5)
+    assert seen == [5]
+    assert future.wait() == 5
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_then() -> None:
+    future: Future[int] = Future()
+    doubled = future.then(lambda f: f.value() * 2)
+    text = doubled.then(lambda f: str(f.wait()))
+    assert type(doubled) is Future
+    assert not text.done()
+    future.set_result(21)
+    assert text.wait() == "42"
+    assert future.then(lambda f: f.wait() + 1).value() == 22
+    # As with torch's: a future as the value is a value.
+    inner = done(3)
+    assert future.then(lambda f: inner).value() is inner
+    assert torch_future(1).then(lambda f: f.value() + 1).value() == 2
+
+
+def torch_future(value: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def test_then_of_a_failure() -> None:
+    first: Future[int] = Future()
+    passed_on = first.then(lambda f: f.wait())
+    handled = first.then(lambda f: type(look(f)).__name__)
+    new = first.then(lambda f: operator.truediv(1, 0))
+    first.set_exception(KeyError("k"))
+    with pytest.raises(KeyError):
+        passed_on.wait()
+    assert handled.wait() == "KeyError"
+    with pytest.raises(ZeroDivisionError):
+        new.wait()
+
+
+# -- torch's functions, and ours -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("collect", [torch.futures.collect_all, collect_all])
+def test_collect_all(collect: Callable[..., Any]) -> None:
+    futures: list[Future[int]] = [Future() for _ in range(3)]
+    everything = collect(futures)
+    for number in (2, 0):
+        futures[number].set_result(number)
+        assert not everything.done()
+    futures[1].set_result(1)
+    assert [future.value() for future in everything.wait()] == [0, 1, 2]
+    assert all(mine is given for mine, given in zip(everything.wait(), futures, strict=True)) or collect is not collect_all
+
+
+@pytest.mark.parametrize("wait", [torch.futures.wait_all, wait_all])
+def test_wait_all(wait: Callable[..., Any]) -> None:
+    assert wait([done(1), done("b")]) == [1, "b"]
+    assert wait([]) == []
+    with pytest.raises(KeyError):
+        wait([done(1), failed(KeyError("k"))])
+
+
+def test_collections_of_ours() -> None:
+    assert collect_all([]).wait() == []
+    bad = failed(KeyError("k"))
+    mixed = collect_all([bad, torch_future(2), done(3)])
+    assert [type(look(future)) for future in mixed.wait()] == [KeyError, int, int]
+    assert wait_all([torch_future(2), done(3)]) == [2, 3]
+    pending: Future[int] = Future()
+    with pytest.raises(errors.RpcTimeoutError):
+        wait_all([pending, done(1)], timeout=_TINY)
+    with pytest.raises(errors.RpcTimeoutError):
+        collect_all([pending]).wait(_TINY)
+    pending.set_result(0)
+    twice = collect_all([pending, pending])
+    assert len(twice.wait()) == 2
+    for wrong in ([1], None, [None]):
+        with pytest.raises((TypeError, AttributeError)):
+            collect_all(wrong)  # type: ignore[arg-type]
+    with pytest.raises((TypeError, ValueError)):
+        wait_all([Future()], timeout="1")  # type: ignore[arg-type]
+
+
+def test_in_torchs_own_futures() -> None:
+    # A plain torch future that follows one of ours, and the other way round.
+    ours: Future[int] = Future()
+    theirs: torch.futures.Future[int] = torch.futures.Future()
+    ours.add_done_callback(lambda f: theirs.set_result(f.value() + 1))
+    following: Future[int] = Future()
+    theirs.add_done_callback(lambda f: following.set_result(f.value() + 1))
+    ours.set_result(1)
+    assert theirs.wait() == 2
+    assert following.wait() == 3
+
+
+@given(st.lists(st.sampled_from(["value", "error", "cancel"]), min_size=1, max_size=8), st.data())
+def test_order_of_completion_does_not_matter(outcomes: list[str], data: st.DataObject) -> None:
+    futures: list[Future[int]] = [Future() for _ in outcomes]
+    everything = collect_all(futures)
+    chained = [future.then(look) for future in futures]
+    order = data.draw(st.permutations(range(len(outcomes))))
+    for place, number in enumerate(order):
+        assert not everything.done()
+        future = futures[number]
+        if outcomes[number] == "value":
+            future.set_result(number)
+        elif outcomes[number] == "error":
+            future.set_exception(ValueError(number))
+        else:
+            future.cancel()
+        assert sum(f.done() for f in futures) == place + 1
+    expected = {"value": int, "error": ValueError, "cancel": errors.CancelledError}
+    assert [type(look(f)) for f in everything.wait()] == [expected[outcome] for outcome in outcomes]
+    assert [type(f.wait()) for f in chained] == [expected[outcome] for outcome in outcomes]
+
+
+# -- failures that nobody looks at ---------------------------------------------------------------
+
+
+class _Reports(logging.Handler):
+    """Waits for what is logged: reports come from a thread of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.come = threading.Semaphore(0)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        self.come.release()
+
+
+@pytest.fixture
+def reports() -> Iterator[_Reports]:
+    """What the futures' logger says."""
+    handler = _Reports()
+    logger = logging.getLogger("actorrpc.futures")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+def test_a_failure_that_nobody_looked_at_is_reported(reports: _Reports) -> None:
+    future = failed(ZeroDivisionError("nobody saw this"))
+    del future
+    gc.collect()
+    assert reports.come.acquire(timeout=20)
+    assert "nobody saw this" in reports.texts[0]
+    assert "nobody looked" in reports.texts[0]
+
+
+@pytest.mark.parametrize(
+    "see",
+    [
+        lambda f: pytest.raises(KeyError, f.wait),
+        lambda f: pytest.raises(KeyError, f.value),
+        lambda f: f.exception(),
+        lambda f: f.then(look).wait(),
+        lambda f: pytest.raises(KeyError, wait_all, [f]),
+        lambda f: pytest.raises(KeyError, asyncio.run, _await(f)),
+        lambda f: [look(each) for each in collect_all([f]).wait()],
+    ],
+    ids=["wait", "value", "exception", "then", "wait_all", "await", "collect_all"],
+)
+def test_a_failure_that_was_seen_is_not(reports: _Reports, see: Callable[[Any], Any]) -> None:
+    future = failed(KeyError("seen"))
+    see(future)
+    del future
+    gc.collect()
+    last = failed(KeyError("the last one"))  # reports come in order: none is before this one
+    del last
+    gc.collect()
+    assert reports.come.acquire(timeout=20)
+    assert "the last one" in reports.texts[0]
+
+
+# -- asyncio -------------------------------------------------------------------------------------
+
+
+async def _await(future: Any) -> Any:
+    return await future
+
+
+def test_awaiting() -> None:
+    async def main() -> list[Any]:
+        pending: Future[int] = Future()
+        threading.Timer(0, lambda: pending.set_result(1)).start()
+        found: list[Any] = [await pending, await pending, await done("b")]
+        bad: Future[int] = Future()
+        asyncio.get_running_loop().call_soon(bad.set_exception, KeyError("k"))
+        with pytest.raises(KeyError):
+            await bad
+        many: list[Future[int]] = [Future() for _ in range(5)]
+        both = asyncio.gather(*[_await(future) for future in many], _await(collect_all(many)))
+        for number, future in enumerate(many):
+            threading.Timer(0, future.set_result, (number,)).start()
+        *each, everything = await both
+        found.append(each)
+        found.append([future.value() for future in everything])
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(_await(Future()), _TINY)
+        return found
+
+    assert asyncio.run(main()) == [1, 1, "b", [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+
+
+def test_a_future_outlives_its_loop() -> None:
+    pending: Future[int] = Future()
+
+    async def give_up() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(_await(pending), _TINY)
+
+    asyncio.run(give_up())
+    pending.set_result(1)  # its waiter's loop is closed
+    assert asyncio.run(_await(pending)) == 1
+
+
+# -- of calls ------------------------------------------------------------------------------------
+
+
+def fail(text: str) -> None:
+    raise LookupError(text)
+
+
+def back_and_forth(depth: int) -> int:
+    if depth == 0:
+        return 0
+    there = 1 - rpc.get_worker_info().id
+    return rpc.rpc_async(there, back_and_forth, (depth - 1,)).then(lambda f: f.wait() + 1).wait()
+
+
+def _calls(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    for to in ("worker1", "worker0"):
+        future = rpc.rpc_async(to, operator.add, (1, 2))
+        assert type(future) is rpc.Future
+        assert future.wait() == future.result() == future.value() == 3
+        assert future.done()
+        # Calls, and waits for them, inside of callbacks, on the connection that the reply came over.
+        chained = rpc.rpc_async(to, operator.add, (1, 2)).then(
+            lambda f, to=to: rpc.rpc_sync(to, operator.mul, (f.wait(), 7))
+        )
+        assert chained.wait() == 21
+        deeper = rpc.rpc_async(to, operator.add, (0, 1))
+        for _ in range(20):
+            deeper = deeper.then(lambda f, to=to: rpc.rpc_async(to, operator.add, (f.wait(), 1)).wait())
+        assert deeper.wait() == 21
+        # What a callback raises is the error of what follows, also when a call in it raised.
+        with pytest.raises(LookupError, match="in a callback") as caught:
+            rpc.rpc_async(to, operator.add, (1, 2)).then(
+                lambda f, to=to: rpc.rpc_sync(to, fail, ("in a callback",))
+            ).wait()
+        assert isinstance(caught.value, errors.RemoteError)
+        # Callbacks of a call run on a thread of the pool, never on the one that waits.
+        threads: list[Any] = []
+        waited = rpc.rpc_async(to, operator.add, (1, 2))
+        noted = waited.then(lambda f, threads=threads: threads.append(threading.current_thread()))
+        waited.wait()
+        noted.wait()
+        assert threads[0] is not threading.main_thread() or waited.done()
+        # torch's functions and ours take them.
+        futures = [rpc.rpc_async(to, operator.mul, (i, i)) for i in range(20)]
+        assert [f.value() for f in torch.futures.collect_all(futures).wait()] == [i * i for i in range(20)]
+        futures = [rpc.rpc_async(to, operator.mul, (i, i)) for i in range(20)]
+        assert torch.futures.wait_all(futures) == [i * i for i in range(20)]
+        futures = [rpc.rpc_async(to, operator.mul, (i, i)) for i in range(20)]
+        assert wait_all(futures) == [i * i for i in range(20)]
+        total = collect_all([rpc.rpc_async(to, operator.mul, (i, i)) for i in range(20)]).then(
+            lambda f: sum(each.wait() for each in f.wait())
+        )
+        assert total.wait(30) == sum(i * i for i in range(20))
+        with pytest.raises(LookupError, match="second"):
+            wait_all([rpc.rpc_async(to, operator.add, (1, 1)), rpc.rpc_async(to, fail, ("second",))])
+        with pytest.raises(LookupError):
+            torch.futures.wait_all([rpc.rpc_async(to, fail, ("there",))])
+        assert asyncio.run(_gather(to)) == [i + 1 for i in range(50)]
+        # A result is not given twice.
+        with pytest.raises(RuntimeError, match="once"):
+            future.set_result(4)
+        assert future.value() == 3
+    assert rpc.rpc_sync("worker1", back_and_forth, (12,)) == 12
+
+
+async def _gather(to: str) -> list[int]:
+    found = list(await asyncio.gather(*[_await(rpc.rpc_async(to, operator.add, (i, 1))) for i in range(50)]))
+    try:
+        await rpc.rpc_async(to, fail, ("awaited",))
+    except LookupError as error:
+        assert error.args == ("awaited",)
+    return found
+
+
+def test_futures_of_calls() -> None:
+    rpc_group(_calls, 2)
+
+
+def _unseen(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    reports = _Reports()
+    logging.getLogger("actorrpc.futures").addHandler(reports)
+    future = rpc.rpc_async("worker1", fail, ("nobody looks",))
+    finished = threading.Event()
+    future.add_done_callback(lambda _: finished.set())
+    assert finished.wait(30)
+    del future
+    while not reports.come.acquire(timeout=0.05):  # the pool's thread may still hold the future
+        gc.collect()
+    assert "nobody looks" in reports.texts[0]
+    assert "'worker1'" in reports.texts[0]
+
+
+def test_an_unseen_failure_of_a_call_is_reported() -> None:
+    rpc_group(_unseen, 2)
+
+
+def test_names() -> None:
+    assert rpc.Future is Future
+    for name in ("wait", "value", "done", "then", "add_done_callback", "set_result", "set_exception"):
+        assert callable(getattr(Future, name))
+        assert callable(getattr(torch.futures.Future, name))
