@@ -274,18 +274,13 @@ class Agent:
             peer.check_alive(f"cannot call {label}")
         parcel = messages.Parcel(peer)
         header: dict[str, Any] | None = None
+        encoded: codec.Encoded | bytes
         if self.interceptors:
             header = {}
             for interceptor in self.interceptors:
                 interceptor.request_header(header, peer)
         try:
-            encoded = codec.encode(
-                (function, args, kwargs),
-                remote_main=peer.same_main,
-                known=peer.known,
-                device_map=peer.device_map,
-                context=parcel,
-            )
+            encoded = codec.encode_body((function, args, kwargs), peer.same_main, peer.known, peer.device_map, parcel)
             if parcel.sent:
                 header = self.announce(parcel, header)
             conn = peer.conn
@@ -326,7 +321,7 @@ class Agent:
 
     @uninterruptible
     def _dispatch(
-        self, call: Call, encoded: codec.Encoded | messages.Plain, header: dict[str, Any] | None
+        self, call: Call, encoded: codec.Encoded | bytes, header: dict[str, Any] | None
     ) -> None:
         peer = call.peer
         if peer.is_self:
@@ -335,10 +330,13 @@ class Agent:
             self._watch(call)
             if self.closed_down:
                 raise self._shut_down(call)
-            self.loop_back(frames.REQUEST, call.id, encoded, header, call.deadline, call.chain)
+            whole = messages.Plain(encoded) if type(encoded) is bytes else encoded
+            self.loop_back(frames.REQUEST, call.id, whole, header, call.deadline, call.chain)
             return
         conn = peer.conn
         if conn is None or conn.broken:
+            if self.closed_down:
+                raise self._shut_down(call)
             raise peer.died(f"cannot call {call.label}", maybe_executed=False)
         call.conn = conn
         idle = not peer.pending
@@ -348,18 +346,18 @@ class Agent:
             if self.closed_down:
                 raise self._shut_down(call)
         remaining = call.deadline - time.monotonic() if call.deadline != INFINITE else INFINITE
-        body = encoded.body
-        size = len(body)
-        if header is None and not encoded.spans and not encoded.definitions and size <= self.settings.chunk:
+        size = 0
+        if type(encoded) is bytes and header is None and len(encoded) <= self.settings.chunk:
             # What messages.send would do, without the detour: the path of most calls.
-            call.frame = _pack(size, 0, frames.REQUEST, 0, remaining, call.id, call.chain) + body
+            size = len(encoded)
+            call.frame = _pack(size, 0, frames.REQUEST, 0, remaining, call.id, call.chain) + encoded
             conn.outbox.append(call)
         elif not messages.send(
             self,
             conn,
             frames.REQUEST,
             call.id,
-            encoded,
+            messages.Plain(encoded) if type(encoded) is bytes else encoded,
             remaining=remaining,
             chain=call.chain,
             header=header,
@@ -378,7 +376,8 @@ class Agent:
                 conn.flush()
             else:
                 self.cork(conn)
-        self._watch(call)
+        if call.deadline < peer.scan_at or not self._pulse.active:
+            self._watch(call)
 
     def _watch(self, call: Call) -> None:
         """Have the clock look after the call's deadline, and after its peer's pulse."""

@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.core.interrupts import checkpoint, uninterruptible
+from actorrpc.core.interrupts import state as _interrupts
 from actorrpc.errors import CancelledError, RpcTimeoutError
 
 if TYPE_CHECKING:
@@ -173,7 +174,8 @@ class Call:
             if agent.pool.queue and agent.pool.is_member():
                 agent.pool.kick()  # what is queued must not wait for a thread that waits
             foreign = conn.read_for(self, bounded) if reads and conn is not None and not conn.broken else None
-            checkpoint()
+            if _interrupts.pending:
+                checkpoint()
             if self.done:
                 return True
             if bounded is not None and time.monotonic() >= bounded:

@@ -48,6 +48,7 @@ __all__ = [
     "decode",
     "dumps",
     "encode",
+    "encode_body",
     "loads",
     "register",
 ]
@@ -218,6 +219,68 @@ def _new_pickler() -> _FastPickler:
     return pickler
 
 
+def encode_body(
+    obj: object,
+    remote_main: bool,
+    known: Container[bytes],
+    device_map: Mapping[str, str] | None,
+    context: object,
+) -> bytes | Encoded:
+    """Do as :func:`encode` does, and return the mere body where there is nothing else. For the path of every call."""
+    pickler, encoded = message.pickler, message.spare
+    if pickler is None or message.encoding is not None or _by_value_modules or copyreg.dispatch_table != _seen:
+        return encode(obj, remote_main=remote_main, known=known, device_map=device_map, context=context)
+    if encoded is None:
+        encoded = Encoded(context, device_map, False)
+    else:
+        message.spare = None
+        encoded.context, encoded.device_map = context, device_map
+    message.encoding = encoded
+    message.pickler = None
+    chunks: list[Any] = pickler.chunks
+    try:
+        pickler.dump(obj)
+    except Exception:
+        # The pickler is lost, and what reducers did for this object is kept in ``encoded``: the careful way goes on.
+        return _encode(obj, encoded, remote_main, known, _MAX_BUFFERS)
+    finally:
+        message.encoding = None
+    pickler.clear_memo()
+    if len(chunks) == 1:
+        body: bytes = chunks[0]
+        if len(body) <= _KEEP_PICKLER and (remote_main or not _find_main(body)):
+            if encoded.outgoing is None and encoded.buffers is None and encoded.reduced is None:
+                chunks.clear()
+                message.pickler = pickler
+                message.spare = encoded
+                encoded.context = None
+                return body
+    return _finish_body(obj, encoded, chunks, pickler, remote_main, known)
+
+
+def _finish_body(
+    obj: object,
+    encoded: Encoded,
+    chunks: list[Any],
+    pickler: _FastPickler,
+    remote_main: bool,
+    known: Container[bytes],
+) -> Encoded:
+    """Go on with what has been pickled, where it is not a mere body."""
+    named: dict[bytes, bytes] | None = None
+    message.encoding = encoded
+    try:
+        if not remote_main and any(_find_main(chunk) for chunk in chunks):
+            chunks, named = _encode_by_value(obj, encoded, remote_main, None)
+        elif len(chunks) == 1 and len(chunks[0]) <= _KEEP_PICKLER:
+            message.pickler = pickler
+        _close_body(encoded, chunks, named, known, _MAX_BUFFERS)
+    finally:
+        message.encoding = None
+        encoded.reduced = None
+    return encoded
+
+
 _by_value_modules: Final[set[str]] = _cloudpickle._PICKLE_BY_VALUE_MODULES  # register_pickle_by_value's
 _find_main: Final = re.compile(b"__(?:mp_)?main__").search
 
@@ -275,17 +338,28 @@ def _encode(
                 chunks, named = _encode_by_value(obj, encoded, remote_main, None)
             elif len(chunks) == 1 and len(chunks[0]) <= _KEEP_PICKLER:
                 message.pickler = pickler
-        body = chunks.pop() if len(chunks) == 1 else b""
-        outgoing = encoded.outgoing
-        if (outgoing is not None and outgoing.pieces) or chunks or named or encoded.buffers is not None:
-            body = _with_table(body, chunks, encoded, named or {}, max_buffers)
-            if named:
-                encoded.definitions = keep_sent(named, known)
-        encoded.body = body
+        _close_body(encoded, chunks, named, known, max_buffers)
     finally:
         message.encoding = outer
         encoded.reduced = None
     return encoded
+
+
+def _close_body(
+    encoded: Encoded,
+    chunks: list[Any],
+    named: dict[bytes, bytes] | None,
+    known: Container[bytes],
+    max_buffers: int,
+) -> None:
+    """Make the body from what the pickler wrote, with a table behind it where something lies outside."""
+    body = chunks.pop() if len(chunks) == 1 else b""
+    outgoing = encoded.outgoing
+    if (outgoing is not None and outgoing.pieces) or chunks or named or encoded.buffers is not None:
+        body = _with_table(body, chunks, encoded, named or {}, max_buffers)
+        if named:
+            encoded.definitions = keep_sent(named, known)
+    encoded.body = body
 
 
 def _encode_by_value(

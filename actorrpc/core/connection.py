@@ -57,6 +57,7 @@ from actorrpc.errors import ProtocolError
 __all__ = ["Connection", "Events", "Sendable"]
 
 _ARMED: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
+_DISARMED: Final = select.EPOLLONESHOT
 _DONTWAIT: Final = socket.MSG_DONTWAIT
 _SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
@@ -185,7 +186,7 @@ class Connection:
 
     def _disarm(self) -> None:
         try:
-            self._epoll.modify(self.fd, select.EPOLLONESHOT)
+            self._epoll.modify(self.fd, _DISARMED)
         except (OSError, ValueError):
             pass
 
@@ -201,7 +202,11 @@ class Connection:
             self._failed(error)
         finally:
             self.read_lock.release()
-        self.arm()
+        if not self.broken:
+            try:
+                self._epoll.modify(self.fd, _ARMED)
+            except (OSError, ValueError):
+                pass
         return frames
 
     @uninterruptible
@@ -246,7 +251,11 @@ class Connection:
             return None
         frames: list[Frame] = []
         # Disarmed before the call is sent: otherwise the reply wakes a pool thread that has nothing to do here.
-        self._disarm()
+        modify = self._epoll.modify
+        try:
+            modify(self.fd, _DISARMED)
+        except (OSError, ValueError):
+            pass
         try:
             if self.outbox:
                 self.flush()
@@ -259,7 +268,11 @@ class Connection:
         finally:
             call.polling = None
             self.read_lock.release()
-        self.arm()
+        if not self.broken:
+            try:
+                modify(self.fd, _ARMED)
+            except (OSError, ValueError):
+                pass
         if len(frames) == 1:
             # The path of most calls, without a detour: one frame, and it is the reply.
             frame = frames[0]

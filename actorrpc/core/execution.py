@@ -23,7 +23,7 @@ from actorrpc.errors import CancelledError, DeadlockError, RpcError, RpcTimeoutE
 if TYPE_CHECKING:
     from actorrpc.core.agent import Agent
 
-__all__ = ["ASYNC_MARK", "Executor", "Later"]
+__all__ = ["ASYNC_MARK", "Executor", "Later", "future_of"]
 
 _PLAIN: Final = frozenset({int, float, bool, type(None)})  # values that need no codec
 _dumps = pickle.dumps
@@ -31,6 +31,8 @@ INFINITE: Final = float("inf")
 # The attribute that marks functions whose future is the answer; the name is torch's, whose decorator sets it
 # too.
 ASYNC_MARK: Final = "_wrapped_async_rpc_function"
+# The base of all futures: torch's `then` and `collect_all` return objects of just this class.
+_ANY_FUTURE: Final[type] = torch._C.Future
 
 
 class Later:
@@ -40,6 +42,20 @@ class Later:
 
     def __init__(self, future: torch.futures.Future[Any]) -> None:
         self.future = future
+
+
+def future_of(value: Any, function: Any) -> Any:
+    """Return what a function marked with ``async_execution`` returned.
+
+    Raises:
+        TypeError: it is not a future.
+    """
+    if not isinstance(value, _ANY_FUTURE):
+        raise TypeError(
+            "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but got "
+            f"{type(value)} from {getattr(function, '__qualname__', function)}"
+        )
+    return value
 
 
 class Executor:
@@ -142,11 +158,7 @@ class Executor:
         return value, True
 
     def _answer_later(self, conn: Any, id: int, value: Any, function: Any, execution: Execution) -> None:
-        if not isinstance(value, torch.futures.Future):
-            raise TypeError(
-                "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but got "
-                f"{type(value)} from {getattr(function, '__qualname__', function)}"
-            )
+        future_of(value, function)
 
         def ready(future: torch.futures.Future[Any]) -> None:
             token = CURRENT.set(execution)

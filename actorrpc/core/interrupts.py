@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-__all__ = ["checkpoint", "install", "pending_here", "resend", "uninstall", "uninterruptible", "wake_fd"]
+__all__ = ["checkpoint", "install", "pending_here", "resend", "state", "uninstall", "uninterruptible", "wake_fd"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,7 +39,7 @@ class _State:
         self.resend: Callable[[], None] | None = None
 
 
-_state = _State()
+state = _State()
 
 
 def uninterruptible(function: F) -> F:
@@ -50,20 +50,20 @@ def uninterruptible(function: F) -> F:
 
 def pending_here() -> bool:
     """Say whether this is the main thread and an interrupt has been put off."""
-    return _state.pending and threading.get_ident() == _main
+    return state.pending and threading.get_ident() == _main
 
 
 def checkpoint() -> None:
     """Raise an interrupt that was put off, if this is the main thread and there is one."""
-    if _state.pending and threading.get_ident() == _main:
-        _state.pending = False
+    if state.pending and threading.get_ident() == _main:
+        state.pending = False
         _quiet()
         raise KeyboardInterrupt
 
 
 def _quiet() -> None:
     try:
-        os.eventfd_read(_state.wake_fd)
+        os.eventfd_read(state.wake_fd)
     except (BlockingIOError, OSError):
         pass
 
@@ -73,33 +73,33 @@ def wake_fd() -> int:
 
     Whoever polls a connection polls it, too, so that the main thread comes out; others find nothing to do.
     """
-    return _state.wake_fd
+    return state.wake_fd
 
 
 def _handle(_signum: int, frame: FrameType | None) -> None:
-    resent, _state.resent = _state.resent, False
-    if resent and not _state.pending:
+    resent, state.resent = state.resent, False
+    if resent and not state.pending:
         return  # sent again, but a checkpoint has raised it meanwhile
     walk = frame
     while walk is not None:
         if walk.f_code in _protected:
-            _state.pending = True
-            if _state.wake_fd >= 0:
-                os.eventfd_write(_state.wake_fd, 1)
-            if _state.resend is not None:
-                _state.resend()
+            state.pending = True
+            if state.wake_fd >= 0:
+                os.eventfd_write(state.wake_fd, 1)
+            if state.resend is not None:
+                state.resend()
             return
         walk = walk.f_back
-    if _state.pending:
-        _state.pending = False
+    if state.pending:
+        state.pending = False
         _quiet()
     raise KeyboardInterrupt
 
 
 def resend() -> None:
     """Send the main thread its put-off interrupt again; called by the clock a moment after it was put off."""
-    if _state.pending and _main is not None:
-        _state.resent = True
+    if state.pending and _main is not None:
+        state.resent = True
         try:
             signal.pthread_kill(_main, signal.SIGINT)
         except (OSError, ValueError):
@@ -118,10 +118,10 @@ def install(later: Callable[[], None]) -> None:
         return
     # It is ours already in a child that was forked from a worker: then only what belonged to the parent is renewed.
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _handle):
-        _state.pending = _state.resent = False
+        state.pending = state.resent = False
         _close()
-        _state.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        _state.resend = later
+        state.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        state.resend = later
         signal.signal(signal.SIGINT, _handle)
         _installed = True
 
@@ -134,18 +134,18 @@ def uninstall() -> None:
     if signal.getsignal(signal.SIGINT) is _handle:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     _installed = False
-    _state.resend = None
+    state.resend = None
     _close()
 
 
 def _close() -> None:
-    fd, _state.wake_fd = _state.wake_fd, -1
+    fd, state.wake_fd = state.wake_fd, -1
     if fd >= 0:
         os.close(fd)
 
 
 def abandon() -> None:
     """Let go, in a forked child, of what belongs to the parent. The handler stays, and acts as Python's own."""
-    _state.pending = _state.resent = False
-    _state.resend = None
+    state.pending = state.resent = False
+    state.resend = None
     _close()

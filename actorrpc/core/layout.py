@@ -48,6 +48,7 @@ class _Message(threading.local):
     encoding: Any = None
     decoding: Any = None
     pickler: Any = None  # the thread's idle pickler
+    spare: Any = None  # the thread's unused Encoded
 
 
 message: Final = _Message()

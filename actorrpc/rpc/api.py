@@ -332,6 +332,10 @@ def rpc_sync(
         RemoteError: what the function raised, which is an instance of its own class, too.
         UnknownWorkerError: there is no such worker.
     """
+    state = _state
+    if state is not None and type(args) is tuple and kwargs is None and timeout == UNSET_RPC_TIMEOUT and callable(func):
+        agent = state.agent
+        return agent.call(agent.peer(to), func, args, {}, state.timeout).result()  # type: ignore[no-any-return]
     state, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
     return state.agent.call(peer, func, args, kwargs, seconds).result()  # type: ignore[no-any-return]
 

@@ -33,6 +33,9 @@ def async_execution(fn: F) -> F:
         TypeError: the function returned something else than a future.
     """
 
+    if not callable(fn):
+        raise TypeError(f"async_execution marks functions, not {fn!r}: on methods it goes under @staticmethod and @classmethod")
+
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)

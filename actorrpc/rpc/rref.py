@@ -21,7 +21,7 @@ import torch
 from actorrpc.core import codec, exceptions
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT, Execution
-from actorrpc.core.execution import ASYNC_MARK, Later
+from actorrpc.core.execution import ASYNC_MARK, Later, future_of
 from actorrpc.core.identity import WorkerInfo
 from actorrpc.core.messages import Parcel
 from actorrpc.core.peer import Peer
@@ -313,12 +313,7 @@ def _create(
     try:
         value = function(*args, **kwargs)
         if type(value) is not Later and getattr(function, ASYNC_MARK, None) is not None:
-            if not isinstance(value, torch.futures.Future):
-                raise TypeError(
-                    "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
-                    f"but got {type(value)}"
-                )
-            value = Later(value)
+            value = Later(future_of(value, function))
     except BaseException as error:
         _keep_error(references, rref_id, error)
         return None
@@ -368,8 +363,8 @@ def _invoke(rref_id: RRefId, name: str, args: tuple[Any, ...], kwargs: dict[str,
 def _call_method(value: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     method = getattr(value, name)
     result = method(*args, **kwargs)
-    if getattr(method, ASYNC_MARK, None) is not None and isinstance(result, torch.futures.Future):
-        return Later(result)
+    if getattr(method, ASYNC_MARK, None) is not None:
+        return Later(future_of(result, method))
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -51,9 +52,12 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable
         yield lambda: FileStore(str(tmp_path / "store"), -1)
     else:
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = server.port  # the function must not keep the server: pytest keeps the function
-        yield lambda: TCPStore("127.0.0.1", port, is_master=False)
+        # Two connections for all: torch's client looks up names, which may take seconds without a network.
+        held = [server, TCPStore("127.0.0.1", server.port, is_master=False)]
+        turns = itertools.count()
+        yield lambda: held[next(turns) % 2]
         del server
+        held.clear()  # pytest keeps the function
 
 
 @pytest.fixture

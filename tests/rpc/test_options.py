@@ -1,0 +1,313 @@
+"""Options, and what `init_rpc` says of arguments that cannot be used."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.rpc as torch_rpc
+
+from actorrpc import errors, rpc
+from actorrpc.rpc import options
+from tests import processes
+from tests.group import rpc_group, run_group
+
+_BOTH = [rpc.RpcBackendOptions, rpc.TensorPipeRpcBackendOptions]
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
+# -- the same as torch's -------------------------------------------------------------------------
+
+
+def test_parameters_and_defaults_are_torchs() -> None:
+    theirs = inspect.signature(torch_rpc.TensorPipeRpcBackendOptions.__init__).parameters
+    ours = inspect.signature(rpc.TensorPipeRpcBackendOptions.__init__).parameters
+    for name, parameter in theirs.items():
+        assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default)
+    # Those of the base are written in C++.
+    base = list(inspect.signature(rpc.RpcBackendOptions.__init__).parameters.values())[1:]
+    assert [(each.name, each.default) for each in base[:2]] == [("rpc_timeout", 60.0), ("init_method", "env://")]
+    assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in base[2:])
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {},
+        {"rpc_timeout": 5},
+        {"rpc_timeout": 0},
+        {"num_worker_threads": 3},
+        {"init_method": "tcp://localhost:1"},
+        {"device_maps": {"worker1": {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}}},
+        {"device_maps": {"worker1": {torch.device("cuda", 0): "cuda:1"}, "worker2": {"cuda:0": "cuda:0"}}},
+        {"device_maps": {"worker1": {"cpu": "cpu"}}},
+        {"devices": ["cuda:0", torch.device("cuda:1")]},
+        {"_transports": None, "_channels": None},
+    ],
+)
+def test_attributes_are_torchs(keywords: dict[str, Any]) -> None:
+    ours, theirs = rpc.TensorPipeRpcBackendOptions(**keywords), torch_rpc.TensorPipeRpcBackendOptions(**keywords)
+    for name in ("num_worker_threads", "rpc_timeout", "init_method", "device_maps", "devices"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"rpc_timeout": -1},
+        {"rpc_timeout": "5"},
+        {"rpc_timeout": None},
+        {"num_worker_threads": 0},
+        {"num_worker_threads": "4"},
+        {"init_method": 3},
+        {"device_maps": {"worker1": {"cuda:0": "cuda:0", "cuda:1": "cuda:0"}}},
+        {"device_maps": {"worker1": {"nonsense": "cuda:0"}}},
+        {"devices": ["nonsense"]},
+        {"unknown": 1},
+    ],
+)
+def test_what_torch_refuses_is_refused_with_its_type(keywords: dict[str, Any]) -> None:
+    theirs = outcome(lambda: torch_rpc.TensorPipeRpcBackendOptions(**keywords))
+    ours = outcome(lambda: rpc.TensorPipeRpcBackendOptions(**keywords))
+    assert isinstance(theirs, Exception)
+    # Ours is a ConfigError as well, and names the option.
+    assert isinstance(ours, type(theirs))
+    assert isinstance(ours, errors.ConfigError)
+    assert isinstance(ours, RuntimeError)
+    assert isinstance(ours, ValueError)
+
+
+def test_device_maps_are_merged_as_torchs() -> None:
+    ours, theirs = rpc.TensorPipeRpcBackendOptions(), torch_rpc.TensorPipeRpcBackendOptions()
+    for each in (ours, theirs):
+        each.set_device_map("worker1", {"cuda:0": "cuda:1"})
+        each.set_device_map("worker1", {"cuda:1": "cuda:2"})
+        each.set_device_map("worker2", {"cuda:0": "cuda:0"})
+        each.set_devices(["cuda:0", "cuda:1"])
+    assert ours.device_maps == theirs.device_maps
+    assert ours.devices == theirs.devices
+    for each in (ours, theirs):
+        with pytest.raises(ValueError, match="only supports 1-to-1 mapping"):
+            each.set_device_map("worker1", {"cuda:0": "cuda:3"})
+        with pytest.raises(ValueError, match="only supports 1-to-1 mapping"):
+            each.set_device_map("worker3", {"cuda:0": "cuda:0", "cuda:1": "cuda:0"})
+    assert ours.device_maps == theirs.device_maps
+    # torch's allow only CUDA devices here; other accelerators, and the CPU, do no harm.
+    ours.set_devices(["cpu"])
+    assert ours.devices == [torch.device("cpu")]
+
+
+@pytest.mark.parametrize("arguments", [(3, {}), ("worker1", 3), ("worker1", ["cuda:0"]), ("worker1", {"cuda:0": 1.5})])
+def test_wrong_device_maps(arguments: tuple[Any, Any]) -> None:
+    with pytest.raises(errors.ConfigError):
+        rpc.TensorPipeRpcBackendOptions().set_device_map(*arguments)
+
+
+@pytest.mark.parametrize("devices", [3, "cuda:0", [None], None])
+def test_wrong_devices(devices: Any) -> None:
+    with pytest.raises(errors.ConfigError):
+        rpc.TensorPipeRpcBackendOptions().set_devices(devices)
+
+
+# -- ours ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", _BOTH)
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("transport", ["auto", "unix", "tcp"], ["carrier pigeon", 3, ""]),
+        ("bind", ["127.0.0.1"], [3, ["127.0.0.1"]]),
+        ("advertise", ["localhost"], [3]),
+        ("port", [0, 65535], [-1, 65536, "80", 1.0, True]),
+        ("key", ["secret"], [b"secret", 3, ""]),
+        ("insecure", [True, False], ["yes", 1]),
+        ("max_threads", [2, 1000], [1, 0, -1, "8", 3.5]),
+        ("spin_us", [0, 50], [-1, "fast"]),
+        ("lane", [True, False], ["on", 0]),
+        ("window", [1 << 20], [0, -1, "big"]),
+        ("heartbeat", [0.1, 3], [0, -1, "often", True]),
+    ],
+)
+def test_options_that_torch_does_not_have(cls: Any, name: str, good: list[Any], bad: list[Any]) -> None:
+    cls(**{name: None})
+    for value in good:
+        made = cls(**{name: value})
+        assert (name in repr(made)) is (name != "key")
+    for value in bad:
+        with pytest.raises(errors.ConfigError, match=name):
+            cls(**{name: value})
+
+
+@pytest.mark.parametrize("cls", _BOTH)
+def test_time_outs_and_urls(cls: Any) -> None:
+    for value, kept in [(0, 0.0), (1.5, 1.5), (float("inf"), 0.0), (torch.tensor(2).numpy()[()], 2.0)]:
+        assert cls(rpc_timeout=value).rpc_timeout == kept
+    made = cls()
+    for value in (-1, "1", None, float("nan"), True, [1]):
+        with pytest.raises(errors.ConfigError, match="rpc_timeout"):
+            cls(rpc_timeout=value)
+        with pytest.raises(errors.ConfigError, match="rpc_timeout"):
+            made.rpc_timeout = value
+    for value in ("", "localhost:1234", 3, None, b"env://"):
+        with pytest.raises(errors.ConfigError, match="init_method"):
+            cls(init_method=value)
+        with pytest.raises(errors.ConfigError, match="init_method"):
+            made.init_method = value
+    made.rpc_timeout = 3
+    made.init_method = "tcp://localhost:1"
+    assert (made.rpc_timeout, made.init_method) == (3.0, "tcp://localhost:1")
+    assert "3.0" in repr(made)
+
+
+def test_a_key_is_not_shown() -> None:
+    assert "secret" not in repr(rpc.RpcBackendOptions(key="secret"))
+    assert "secret" not in str(vars(rpc.RpcBackendOptions(key="secret"))["_extra"])
+
+
+def test_an_unknown_option_is_named_with_those_that_exist() -> None:
+    with pytest.raises(errors.ConfigError, match=r"'heartbeats'.*heartbeat"):
+        rpc.TensorPipeRpcBackendOptions(heartbeats=1)
+
+
+def test_constants() -> None:
+    assert torch_rpc.constants.DEFAULT_RPC_TIMEOUT_SEC == options.DEFAULT_RPC_TIMEOUT_SEC
+    assert torch_rpc.constants.DEFAULT_INIT_METHOD == options.DEFAULT_INIT_METHOD
+    assert torch_rpc.constants.DEFAULT_NUM_WORKER_THREADS == options.DEFAULT_NUM_WORKER_THREADS
+    assert torch_rpc.constants.UNSET_RPC_TIMEOUT == options.UNSET_RPC_TIMEOUT
+    assert rpc.BackendType.TENSORPIPE.name == torch_rpc.BackendType.TENSORPIPE.name
+
+
+def test_worker_info() -> None:
+    info = rpc.WorkerInfo("worker1", 1)
+    theirs = torch_rpc.WorkerInfo("worker1", 1)
+    assert (info.name, info.id, repr(info)) == (theirs.name, theirs.id, repr(theirs))
+    assert rpc.WorkerInfo(name="worker1", id=1) == info
+    assert info != rpc.WorkerInfo("worker1", 2)
+    assert len({info, rpc.WorkerInfo("worker1", 1)}) == 1
+    for name, number in [("", 1), (3, 1), ("a b", 1), ("x" * 128, 1), ("worker1", "1"), ("worker1", None), ("é", 0)]:
+        with pytest.raises(errors.ConfigError):
+            rpc.WorkerInfo(name, number)  # type: ignore[arg-type]
+
+
+# -- init_rpc ------------------------------------------------------------------------------------
+
+
+def _refusals(path: str) -> list[tuple[str, tuple[Any, ...], dict[str, Any], type[BaseException], str]]:
+    good = rpc.RpcBackendOptions(init_method=f"file://{path}")
+    group = {"rank": 0, "world_size": 1, "rpc_backend_options": good}
+    return [
+        ("name is a number", (3,), group, ValueError, "name"),
+        ("name is empty", ("",), group, ValueError, "name"),
+        ("name is None", (None,), group, ValueError, "name"),
+        ("name has a space", ("a b",), group, ValueError, "name"),
+        ("name is too long", ("n" * 128,), group, ValueError, "name"),
+        ("rank is a str", ("a",), {**group, "rank": "0"}, TypeError, "rank"),
+        ("rank is None", ("a",), {**group, "rank": None}, TypeError, "rank"),
+        ("rank is a bool", ("a",), {**group, "rank": True}, TypeError, "rank"),
+        ("rank is too large", ("a",), {**group, "rank": 1}, ValueError, "rank"),
+        ("rank is negative", ("a",), {**group, "rank": -2}, ValueError, "rank"),
+        ("world_size is a str", ("a",), {**group, "world_size": "1"}, TypeError, "world_size"),
+        ("world_size is a float", ("a",), {**group, "world_size": 1.0}, TypeError, "world_size"),
+        ("world_size is negative", ("a",), {**group, "world_size": -3}, ValueError, "world_size"),
+        ("backend is a str", ("a", "gloo"), group, TypeError, "BackendType"),
+        ("options are a dict", ("a",), {**group, "rpc_backend_options": {}}, TypeError, "rpc_backend_options"),
+        (
+            "no such scheme",
+            ("a",),
+            {**group, "rpc_backend_options": rpc.RpcBackendOptions(init_method="carrier://pigeon")},
+            RuntimeError,
+            "carrier",
+        ),
+        (
+            "no port",
+            ("a",),
+            {**group, "rpc_backend_options": rpc.RpcBackendOptions(init_method="tcp://localhost")},
+            RuntimeError,
+            "port",
+        ),
+        (
+            "no environment",
+            ("a",),
+            {**group, "rpc_backend_options": rpc.RpcBackendOptions()},
+            RuntimeError,
+            "MASTER_ADDR",
+        ),
+    ]
+
+
+def _join_wrongly(rank: int, world_size: int, path: str) -> list[str]:
+    os.environ.pop("MASTER_ADDR", None)
+    problems = []
+    before = threading.active_count()
+    for name, arguments, keywords, kind, text in _refusals(path):
+        try:
+            rpc.init_rpc(*arguments, **keywords)
+        except Exception as error:
+            if not isinstance(error, kind) or text not in str(error):
+                problems.append(f"{name}: {type(error).__mro__} {error}")
+        else:
+            problems.append(f"{name}: no error")
+            rpc.shutdown(graceful=False)
+        if rpc.is_initialized() or threading.active_count() != before:
+            problems.append(f"{name}: something is left running")
+    # None of that has spoilt the store, or this process.
+    rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{path}"))
+    rpc.shutdown()
+    return problems
+
+
+def test_init_rpc_refuses_what_cannot_be() -> None:
+    (found,) = run_group(_join_wrongly, 1, str(processes.scratch() / f"wrong-{os.getpid()}"))
+    assert not found, "\n".join(found)
+
+
+def _join_with_torchs_options(rank: int, world_size: int, path: str) -> None:
+    theirs = torch_rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", rpc_timeout=12)
+    rpc.init_rpc(f"w{rank}", torch_rpc.BackendType.TENSORPIPE, rank, world_size, theirs)
+    assert rpc.get_rpc_timeout() == 12.0
+    assert rpc.rpc_sync(1 - rank, max, (1, 2)) == 2
+    rpc.shutdown()
+
+
+def test_torchs_own_options_are_understood() -> None:
+    run_group(_join_with_torchs_options, 2, str(processes.scratch() / f"options-{os.getpid()}"))
+
+
+def test_all_options_together() -> None:
+    """Every option has a value that is not its default; calls work."""
+    rpc_group(
+        _calls,
+        2,
+        options={
+            "rpc_timeout": 0,
+            "num_worker_threads": 2,
+            "device_maps": {"worker1": {"cuda:0": "cuda:0"}},
+            "transport": "tcp",
+            "bind": "127.0.0.1",
+            "port": 0,
+            "key": "a key",
+            "max_threads": 16,
+            "spin_us": 0,
+            "lane": False,
+            "window": 1 << 20,
+            "heartbeat": 0.5,
+        },
+    )
+
+
+def _calls(rank: int, world_size: int) -> None:
+    assert rpc.get_rpc_timeout() == 0.0
+    big = torch.arange(1 << 19)
+    assert torch.equal(rpc.rpc_sync(1 - rank, torch.neg, (big,)), -big)
