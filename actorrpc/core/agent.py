@@ -280,7 +280,9 @@ class Agent:
             for interceptor in self.interceptors:
                 interceptor.request_header(header, peer)
         try:
-            encoded = codec.encode_body((function, args, kwargs), peer.same_main, peer.known, peer.device_map, parcel)
+            encoded = codec.encode_body(
+                (function, args, kwargs), peer.same_main, peer.known, peer.device_map, parcel
+            )
             if parcel.sent:
                 header = self.announce(parcel, header)
             conn = peer.conn
@@ -320,9 +322,7 @@ class Agent:
         return call
 
     @uninterruptible
-    def _dispatch(
-        self, call: Call, encoded: codec.Encoded | bytes, header: dict[str, Any] | None
-    ) -> None:
+    def _dispatch(self, call: Call, encoded: codec.Encoded | bytes, header: dict[str, Any] | None) -> None:
         peer = call.peer
         if peer.is_self:
             peer.pending[call.id] = call
@@ -480,7 +480,9 @@ class Agent:
     def tell_cancelled(self, call: Call) -> None:
         """Tell the worker that nobody waits for a call any more."""
         if call.conn is not None:
-            if call.sent and not call.conn.broken:
+            if (
+                call.may_arrive and not call.conn.broken
+            ):  # behind the call itself, also where that is still to leave
                 call.conn.outbox.append(pack_frame(frames.CANCEL, call.id))
                 self.cork(call.conn)
         elif call.peer.is_self:

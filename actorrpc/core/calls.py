@@ -250,17 +250,32 @@ class Call:
             while not self.done:
                 time.sleep(0.0005)
             return False
+        self._withdraw()
         self.fail(self.timed_out(), self.agent.pool.submit)
         self.agent.tell_cancelled(self)
         return True
 
+    def _withdraw(self) -> None:
+        """Take a request that waits in the outbox back, if nothing else depends on its arrival."""
+        frame = self.frame
+        # No flags and no header: no shared memory, no references, no chunks that follow. The writer sets ``sent``
+        # before it takes the frame, so one of the two is seen here.
+        if frame and not self.sent and not frame[9] and frame[4:8] == b"\0\0\0\0":
+            self.frame = b""
+
+    @property
+    def may_arrive(self) -> bool:
+        """Whether the worker has been sent this call, or still will be."""
+        return self.sent or bool(self.frame)
+
     def timed_out(self) -> RpcTimeoutError:
         """Return the error of this call's time-out."""
-        ran = "it was sent and may have run" if self.sent else "it was not sent"
+        reached = self.may_arrive
+        ran = "it was sent and may have run" if reached else "it was not sent"
         return RpcTimeoutError(
             f"{self} timed out: RPC ran for more than set timeout ({self.timeout * 1e3:.0f} ms) and will now be marked "
             f"with an error; {ran}. Give a longer timeout=, or see what {self.peer.name!r} is doing.",
-            maybe_executed=self.sent,
+            maybe_executed=reached,
             worker=self.peer.name,
         )
 
@@ -269,9 +284,10 @@ class Call:
         """End the call with CancelledError and tell the worker; False if it was over."""
         if self.peer.pending.pop(self.id, None) is None:
             return False
+        self._withdraw()
         self.fail(
             CancelledError(
-                f"{self} was cancelled by its caller", maybe_executed=self.sent, worker=self.peer.name
+                f"{self} was cancelled by its caller", maybe_executed=self.may_arrive, worker=self.peer.name
             ),
             self.agent.pool.submit,
         )

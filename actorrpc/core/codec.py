@@ -35,6 +35,7 @@ from actorrpc.core.definitions import (
     path_to,
     refuse,
 )
+from actorrpc.core.holes import HOLE, Pieces, punch
 from actorrpc.core.layout import ENTRY, INLINE_BYTES, Outgoing, Span, arrive, message
 from actorrpc.errors import LimitError, ProtocolError, RpcError, SerializationError
 
@@ -53,12 +54,10 @@ __all__ = [
     "register",
 ]
 
-_LONG: Final = 64 << 10  # from here on the C pickler hands bytes and text over as they are
 _KEEP_PICKLER: Final = 8 << 10  # one that wrote more has grown its buffer, and would allocate it every time
 _MAX_BUFFERS: Final = 10_000
 _STOP: Final = 0x2E
 _MAGIC: Final = 1  # the last byte of a body with a table; a bare pickle ends with a full stop
-_HOLE: Final = struct.Struct("<QQ")  # position in the pickle as sent, length of what is missing there
 _NOTHING: Final[Mapping[bytes, bytes]] = MappingProxyType({})
 
 
@@ -228,7 +227,12 @@ def encode_body(
 ) -> bytes | Encoded:
     """Do as :func:`encode` does, and return the mere body where there is nothing else. For the path of every call."""
     pickler, encoded = message.pickler, message.spare
-    if pickler is None or message.encoding is not None or _by_value_modules or copyreg.dispatch_table != _seen:
+    if (
+        pickler is None
+        or message.encoding is not None
+        or _by_value_modules
+        or copyreg.dispatch_table != _seen
+    ):
         return encode(obj, remote_main=remote_main, known=known, device_map=device_map, context=context)
     if encoded is None:
         encoded = Encoded(context, device_map, False)
@@ -473,7 +477,7 @@ def _with_table(
     count = len(numbers) // 3
     holes: tuple[bytes, ...] = ()
     if chunks:
-        body, holes = _punch(chunks, spans, encoded.inline)
+        body, holes = punch(chunks, spans, encoded.inline)
     if len(spans) > max_buffers:
         raise LimitError(f"a message of {len(spans)} tensors and buffers: the limit is {max_buffers}")
     encoded.spans = spans
@@ -483,40 +487,6 @@ def _with_table(
     if named or holes or names:
         return b"".join((body, small, *named, *holes, names, tail))
     return b"".join((body, small, tail))
-
-
-_HEADERS: Final = {0x42: 4, 0x58: 4, 0x8E: 8, 0x8D: 8, 0x96: 8}  # opcode before long bytes -> width of length
-
-
-def _punch(chunks: list[Any], spans: list[Span], inline: bool) -> tuple[bytes, tuple[bytes, ...]]:
-    """Join what the pickler wrote, leaving long bytes and texts out: they become spans.
-
-    A chunk is taken for such a payload if the one before ends with an opcode that announces its length. To be
-    wrong does no harm, as the receiver puts the same stream together again.
-    """
-    pieces: list[Any] = []
-    holes: list[bytes] = []
-    position = 0
-    before: Any = b""
-    for chunk in chunks:
-        size = len(chunk) if isinstance(chunk, bytes) else memoryview(chunk).nbytes
-        if size >= _LONG and not inline and _announces(before, size):
-            holes.append(_HOLE.pack(position, size))
-            spans.append(Span.of(chunk))
-            before = b""
-        else:
-            pieces.append(chunk)
-            before = chunk
-        position += size
-    return b"".join(pieces), tuple(holes)
-
-
-def _announces(before: Any, size: int) -> bool:
-    for width in (8, 4):
-        if len(before) > width and _HEADERS.get(before[-1 - width]) == width:
-            if int.from_bytes(before[-width:], "little") == size:
-                return True
-    return False
 
 
 # -- decoding -----------------------------------------------------------------------------------
@@ -601,56 +571,8 @@ def _decode_table(body: bytes | memoryview, buffers: Sequence[Any], decoding: _D
             return _decode_table(body, buffers, decoding)
     if not holes:
         return loads_here(body, buffers[:direct])
-    pieces = [_HOLE.unpack_from(body, n) for n in range(holes_at, names_at, 16)]
-    return load_here(_Pieces(memoryview(body)[:length], pieces, buffers[last:]), buffers[:direct])
-
-
-class _Pieces:
-    """A file over a pickle with holes and what fills them; long bytes are read straight into their object."""
-
-    __slots__ = ("_at", "_parts")
-
-    def __init__(self, body: memoryview, holes: Sequence[tuple[int, int]], fillings: Sequence[Any]) -> None:
-        self._parts: list[memoryview] = []
-        self._at = 0
-        position = start = 0
-        for (where, size), filling in zip(holes, fillings, strict=True):
-            view = memoryview(filling).cast("B")
-            length = where - position
-            if length < 0 or start + length > len(body) or len(view) != size:
-                raise ProtocolError("the holes in a message do not fit its buffers")
-            self._parts += [body[start : start + length], view]
-            start += length
-            position = where + size
-        self._parts.append(body[start:])
-        self._parts.reverse()
-
-    def readinto(self, target: Any) -> int:
-        view = memoryview(target).cast("B")
-        done = 0
-        while done < len(view) and self._parts:
-            part = self._parts[-1]
-            step = min(len(view) - done, len(part) - self._at)
-            view[done : done + step] = part[self._at : self._at + step]
-            done += step
-            self._at += step
-            if self._at == len(part):
-                self._parts.pop()
-                self._at = 0
-        return done
-
-    def read(self, size: int) -> Any:
-        if self._parts and size <= len(self._parts[-1]) - self._at:
-            self._at += size
-            return self._parts[-1][self._at - size : self._at]
-        if size > sum(map(len, self._parts)) - self._at:
-            raise pickle.UnpicklingError("pickle data was truncated")
-        found = bytearray(size)
-        self.readinto(found)
-        return found
-
-    def readline(self) -> bytes:
-        raise pickle.UnpicklingError("a pickle of an old protocol")
+    pieces = [HOLE.unpack_from(body, n) for n in range(holes_at, names_at, 16)]
+    return load_here(Pieces(memoryview(body)[:length], pieces, buffers[last:]), buffers[:direct])
 
 
 # -- simple forms -------------------------------------------------------------------------------

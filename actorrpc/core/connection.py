@@ -33,10 +33,11 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from actorrpc.config import Settings
 from actorrpc.core import interrupts
+from actorrpc.core.events import Events, Sendable
 from actorrpc.core.frames import (
     CHUNK,
     FAILURE,
@@ -54,7 +55,7 @@ from actorrpc.core.interrupts import pending_here, uninterruptible
 from actorrpc.core.spin import Spin, spinner
 from actorrpc.errors import ProtocolError
 
-__all__ = ["Connection", "Events", "Sendable"]
+__all__ = ["Connection"]
 
 _ARMED: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 _DISARMED: Final = select.EPOLLONESHOT
@@ -63,29 +64,6 @@ _SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
 _BULK_READS: Final = 64  # reads in one turn while chunks are coming in
 _SLICE_MS: Final = 1000  # an upper bound for one sleep in poll, so that nothing depends on a single wake-up
-
-
-class Sendable(Protocol):
-    """Something in the outbox that wants to know when it has been handed to the kernel."""
-
-    frame: bytes
-    sent: bool
-
-
-class Events(Protocol):
-    """What a connection tells the rest of the agent."""
-
-    def control(self, connection: Connection, frame: Frame) -> Frame | None:
-        """Handle a control frame under the read lock; return the frame that is left to be delivered, if any."""
-
-    def deliver(self, connection: Connection, frames: list[Frame], waiting: bool) -> bool:
-        """Take the other frames, after the read lock was released; say whether any was not a reply."""
-
-    def closed(self, connection: Connection, error: BaseException | None) -> None:
-        """Take note of the end; called once, from any thread."""
-
-    def submit(self, task: Any) -> None:
-        """Run ``task()`` on a pool thread."""
 
 
 class Connection:
@@ -402,7 +380,9 @@ class Connection:
     def _sink_for(self, stream: int, position: int, length: int) -> memoryview:
         assembly = self.assemblies.get(stream)
         if assembly is None:
-            if self.main is not None:  # the stream was given up, and its other connection was faster to say so
+            if (
+                self.main is not None
+            ):  # the stream was given up, and its other connection was faster to say so
                 return memoryview(bytearray(length))
             raise ProtocolError(f"a chunk of unknown stream {stream}")
         sink: memoryview = assembly.sink(position, length)

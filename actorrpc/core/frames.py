@@ -229,7 +229,13 @@ class FrameReader:
         if count >= PREFIX_SIZE and not self._end and self._sink is None:
             # Most reads bring one whole message and nothing else.
             length, extra, kind, flags, remaining, id, chain = PREFIX.unpack_from(self._view)
-            if length + PREFIX_SIZE == count and not flags and not extra and 0 < kind <= FAILURE and remaining == remaining:
+            if (
+                length + PREFIX_SIZE == count
+                and not flags
+                and not extra
+                and 0 < kind <= FAILURE
+                and remaining == remaining
+            ):
                 self.more = False
                 body = bytes(self._view[PREFIX_SIZE:count])
                 return [_new(Frame, (kind, 0, id, remaining, chain, b"", body, None))]

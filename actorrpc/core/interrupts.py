@@ -20,7 +20,16 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-__all__ = ["checkpoint", "install", "pending_here", "resend", "state", "uninstall", "uninterruptible", "wake_fd"]
+__all__ = [
+    "checkpoint",
+    "install",
+    "pending_here",
+    "resend",
+    "state",
+    "uninstall",
+    "uninterruptible",
+    "wake_fd",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -23,6 +23,7 @@ from actorrpc.errors import ProtocolError, SerializationError
 __all__ = ["ENTRY", "INLINE_BYTES", "Outgoing", "Span", "arrive", "message", "tensor_reducers"]
 
 INLINE_BYTES: Final = 4096  # storages up to this size ride in the body: a copy is cheaper than a section
+_WASTE: Final = 64 << 10  # so many unused bytes may travel for a lone tensor's strides to stay as they are
 _ALIGN: Final = 16  # ranges start on a multiple of the widest element, so that any dtype fits on them
 
 _CONJ: Final = 1 << 8
@@ -207,7 +208,7 @@ class Outgoing:
                 raise SerializationError("a tensor's storage was freed or resized: it has no bytes to send")
             low &= -_ALIGN
             kind, size = 0, high - low
-            if lone is not None and used * 2 < size:
+            if lone is not None and used * 2 < size and size - used > _WASTE:
                 keep = _raw(lone).contiguous().cpu()
                 kind, low, size = _COMPACT, 0, used
                 address = keep.data_ptr()

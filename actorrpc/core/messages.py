@@ -31,7 +31,17 @@ if TYPE_CHECKING:
     from actorrpc.core.connection import Connection
     from actorrpc.core.peer import Peer
 
-__all__ = ["Assembly", "Parcel", "Plain", "abort_stream", "begin_stream", "discard", "open_body", "open_plain", "send"]
+__all__ = [
+    "Assembly",
+    "Parcel",
+    "Plain",
+    "abort_stream",
+    "begin_stream",
+    "discard",
+    "open_body",
+    "open_plain",
+    "send",
+]
 
 INLINE: Final = 1
 LANE: Final = 2

@@ -32,7 +32,8 @@ from actorrpc.rpc.options import (
     TensorPipeRpcBackendOptions,
     check_timeout,
 )
-from actorrpc.rpc.rref import References, RRef
+from actorrpc.rpc.references import References
+from actorrpc.rpc.rref import RRef
 
 __all__ = [
     "get_rpc_timeout",
@@ -114,7 +115,9 @@ def init_rpc(
     options = _options(rpc_backend_options)
     if isinstance(rank, bool) or not isinstance(rank, numbers.Integral):
         raise WrongTypeError(f"rank must be an int, not {rank!r}")
-    if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, numbers.Integral)):
+    if world_size is not None and (
+        isinstance(world_size, bool) or not isinstance(world_size, numbers.Integral)
+    ):
         raise WrongTypeError(f"world_size must be an int or None, not {world_size!r}")
     rank, world_size = int(rank), None if world_size is None else int(world_size)
     if world_size == -1:
@@ -143,7 +146,7 @@ def init_rpc(
             },
         )
         agent = group.agent
-        state = _State(agent, group, References(agent, lambda: state.timeout), options.rpc_timeout)
+        state = _State(agent, group, rrefs.new_references(agent, lambda: state.timeout), options.rpc_timeout)
         if settings.switch_interval is None:
             # A worker that is busy in Python would answer after several of the interpreter's 5 ms turns.
             if sys.getswitchinterval() == 0.005:
@@ -333,7 +336,13 @@ def rpc_sync(
         UnknownWorkerError: there is no such worker.
     """
     state = _state
-    if state is not None and type(args) is tuple and kwargs is None and timeout == UNSET_RPC_TIMEOUT and callable(func):
+    if (
+        state is not None
+        and type(args) is tuple
+        and kwargs is None
+        and timeout == UNSET_RPC_TIMEOUT
+        and callable(func)
+    ):
         agent = state.agent
         return agent.call(agent.peer(to), func, args, {}, state.timeout).result()  # type: ignore[no-any-return]
     state, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)

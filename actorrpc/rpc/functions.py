@@ -34,7 +34,9 @@ def async_execution(fn: F) -> F:
     """
 
     if not callable(fn):
-        raise TypeError(f"async_execution marks functions, not {fn!r}: on methods it goes under @staticmethod and @classmethod")
+        raise TypeError(
+            f"async_execution marks functions, not {fn!r}: on methods it goes under @staticmethod and @classmethod"
+        )
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

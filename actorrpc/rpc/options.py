@@ -15,6 +15,7 @@ import torch
 
 from actorrpc.config import Settings
 from actorrpc.core.identity import WrongTypeError
+from actorrpc.core.keys import Key
 from actorrpc.errors import ConfigError
 
 __all__ = [
@@ -99,8 +100,10 @@ class RpcBackendOptions:
     ) -> None:
         self.rpc_timeout = rpc_timeout
         self.init_method = init_method
-        if key is not None and (not isinstance(key, str) or not key):
-            raise WrongTypeError(f"key must be a str that is not empty, not a {type(key).__name__}")
+        if key is not None:
+            if not isinstance(key, str):
+                raise WrongTypeError(f"key must be a str, not a {type(key).__name__}")
+            Key.from_text(key)
         self._key = key
         self._extra: dict[str, Any] = {
             "transport": transport,
@@ -133,7 +136,9 @@ class RpcBackendOptions:
     @init_method.setter
     def init_method(self, value: str) -> None:
         if not isinstance(value, str):
-            raise WrongTypeError(f"init_method must be a URL such as env:// or tcp://host:port, not {value!r}")
+            raise WrongTypeError(
+                f"init_method must be a URL such as env:// or tcp://host:port, not {value!r}"
+            )
         if "://" not in value:
             raise ConfigError(
                 f"init_method must be a URL such as env://, tcp://host:port or file:///path, not {value!r}"
@@ -178,7 +183,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
     ) -> None:
         unknown = sorted(set(extra) - set(_EXTRA))
         if unknown:
-            raise ConfigError(
+            raise WrongTypeError(
                 f"unknown option {unknown[0]!r}; besides torch's there are: {', '.join(_EXTRA)}"
             )
         super().__init__(rpc_timeout, init_method, **extra)
@@ -191,7 +196,9 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.devices: list[torch.device] = []
         self.set_devices(() if devices is None else devices)
         if device_maps is not None and not isinstance(device_maps, Mapping):
-            raise WrongTypeError(f"device_maps is a dict of worker names and device maps, not {device_maps!r}")
+            raise WrongTypeError(
+                f"device_maps is a dict of worker names and device maps, not {device_maps!r}"
+            )
         for worker, device_map in (device_maps or {}).items():
             self.set_device_map(worker, device_map)
 

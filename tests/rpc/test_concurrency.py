@@ -334,6 +334,7 @@ def _full_pool(rank: int, world_size: int, directory: str) -> None:
     cancelled = [rpc.rpc_async("worker1", _hold, ("cancelled",)) for _ in range(5)]
     for each in cancelled:
         assert each.cancel()
+    _until(lambda: len(peer.pending) == 1)
     late = rpc.rpc_async("worker1", _hold, ("late",), timeout=0.05)
     with pytest.raises(TimeoutError, match="timed out") as caught:
         late.wait()

@@ -131,7 +131,7 @@ def test_wrong_devices(devices: Any) -> None:
         ("bind", ["127.0.0.1"], [3, ["127.0.0.1"]]),
         ("advertise", ["localhost"], [3]),
         ("port", [0, 65535], [-1, 65536, "80", 1.0, True]),
-        ("key", ["secret"], [b"secret", 3, ""]),
+        ("key", ["sixteen characters"], [b"sixteen characters", 3, "", "short"]),
         ("insecure", [True, False], ["yes", 1]),
         ("max_threads", [2, 1000], [1, 0, -1, "8", 3.5]),
         ("spin_us", [0, 50], [-1, "fast"]),
@@ -172,8 +172,11 @@ def test_time_outs_and_urls(cls: Any) -> None:
 
 
 def test_a_key_is_not_shown() -> None:
-    assert "secret" not in repr(rpc.RpcBackendOptions(key="secret"))
-    assert "secret" not in str(vars(rpc.RpcBackendOptions(key="secret"))["_extra"])
+    made = rpc.RpcBackendOptions(key="a secret of some length")
+    assert "secret" not in repr(made)
+    with pytest.raises(errors.ConfigError) as caught:
+        rpc.RpcBackendOptions(key="too secret")
+    assert "secret" not in str(caught.value).replace("secrets", "")
 
 
 def test_an_unknown_option_is_named_with_those_that_exist() -> None:
@@ -297,7 +300,7 @@ def test_all_options_together() -> None:
             "transport": "tcp",
             "bind": "127.0.0.1",
             "port": 0,
-            "key": "a key",
+            "key": "a key of some length",
             "max_threads": 16,
             "spin_us": 0,
             "lane": False,

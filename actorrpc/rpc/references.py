@@ -1,0 +1,232 @@
+"""The RRefs of one agent: between the protocol's state machine and the agent.
+
+The table (``forks.py``) says what to send; this room sends it, tells the table of deaths, and puts forks into the
+header of every message that carries an RRef, where they are seen even if the message is never opened. Handles end
+in ``__del__``, which only puts them into a queue: deletes leave in batches, from the pool. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from actorrpc.core.agent import Agent
+from actorrpc.core.calls import Execution
+from actorrpc.core.messages import Parcel
+from actorrpc.core.peer import Peer
+from actorrpc.errors import PeerDiedError, RpcError, RpcTimeoutError, RRefError
+from actorrpc.futures import Future
+from actorrpc.rpc.fork_messages import (
+    Message,
+    WorkerKey,
+    pack_forks,
+    pack_message,
+    unpack_forks,
+    unpack_message,
+)
+from actorrpc.rpc.forks import Effects, Handle, Pending, RRefTable
+
+__all__ = ["References"]
+
+_BATCH_S: Final = 0.05
+_RETRY_S: Final = 1.0  # messages of the protocol are sent again after this time, then 1.5 times that, ...
+_ATTEMPTS: Final = 20
+_NOTICE: Final = "rref"
+
+
+class References:
+    """The RRefs of one agent: its table, and the ways between the table and the agent. Thread-safe.
+
+    Args:
+        default_timeout: gives the time-out, in seconds, of fetches and calls that name none.
+        wrap: makes the user's object for a handle.
+        make: the function that is called on an owner to make a value there.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        default_timeout: Callable[[], float],
+        *,
+        wrap: Callable[[References, Handle], Any],
+        make: Callable[..., Any],
+    ) -> None:
+        self.agent = agent
+        self._wrap = wrap
+        self._make = make
+        self.default_timeout = default_timeout
+        self.me = WorkerKey(agent.record.rank, agent.record.incarnation)
+        self.table = RRefTable(self.me)
+        self._collecting = False
+        agent.on_notice[_NOTICE] = self._noticed
+        agent.on_peer_end.append(self._peer_ended)
+        agent.confirm = self._confirm
+        agent.roll_back = self._roll_back
+        agent.on_forks = self._forks_arrived
+        agent.refuse_forks = self._refuse
+        agent.pack_forks = pack_forks
+
+    # -- carrying out what the table asks for ------------------------------------------------------
+
+    def carry_out(self, effects: Effects) -> None:
+        """Send the messages of a step and run its callbacks. No lock is held."""
+        for to, message in effects.messages:
+            self._send(to, message)
+        for callback in effects.callbacks:
+            callback()
+
+    def _send(self, to: WorkerKey, message: Message, attempt: int = 0) -> None:
+        """Send a message of the protocol; try again for as long as its destination lives."""
+        if to == self.me:
+            self.carry_out(self.table.handle(self.me, message))
+            return
+        peer = self._peer(to)
+        if peer is None or peer.state != "alive":
+            return  # the table has been told
+        if not self.agent.notify(peer, _NOTICE, pack_message(message)) and attempt < _ATTEMPTS:
+            again = partial(self._send, to, message, attempt + 1)
+            self.agent.clock.after(_RETRY_S * 1.5**attempt, partial(self.agent.submit, again))
+
+    def _peer(self, key: WorkerKey) -> Peer | None:
+        """Return the peer of a key; if another incarnation has taken its place, the old one is dead."""
+        try:
+            peer = self.agent.peer(key.rank)
+        except RpcError:
+            return None
+        if peer.record.incarnation == key.incarnation:
+            return peer
+        error = PeerDiedError(
+            f"worker {key.rank} has ended and another one, {peer.name!r}, has taken its place",
+            maybe_executed=True,
+            worker=peer.name,
+        )
+        self.carry_out(self.table.worker_died(key, error))
+        return None
+
+    def peer_of(self, key: WorkerKey) -> Peer:
+        """Return the owner's peer.
+
+        Raises:
+            RRefError: that incarnation of the worker is gone.
+        """
+        peer = self._peer(key)
+        if peer is None:
+            raise RRefError(
+                f"the owner of this RRef, worker {key.rank}, is gone: another one has taken its place"
+            )
+        return peer
+
+    @staticmethod
+    def key_of(peer: Peer) -> WorkerKey:
+        """Return the protocol's name of a peer."""
+        return WorkerKey(peer.rank, peer.record.incarnation)
+
+    def _noticed(self, peer: Peer, body: bytes) -> None:
+        self.carry_out(self.table.handle(self.key_of(peer), unpack_message(body)))
+
+    def _peer_ended(self, peer: Peer) -> None:
+        error = peer.died("an RRef", maybe_executed=True)
+        self.carry_out(self.table.worker_died(self.key_of(peer), error))
+
+    # -- in messages ---------------------------------------------------------------------------------
+
+    def _roll_back(self, parcel: Parcel) -> None:
+        if parcel.sent:
+            sent, parcel.sent = parcel.sent, None
+            self.carry_out(self.table.rollback(sent))
+
+    def _forks_arrived(self, parcel: Parcel, packed: bytes) -> None:
+        received = self.table.receive(unpack_forks(packed), self.key_of(parcel.peer))
+        parcel.received = [received.pending, *(self._wrap(self, handle) for handle in received.handles)]
+        self.carry_out(received.effects)
+
+    def _refuse(self, peer: Peer, packed: bytes) -> None:
+        self.carry_out(self.table.refuse(unpack_forks(packed), self.key_of(peer)))
+
+    def _confirm(self, received: list[Any], execution: Execution) -> None:
+        """Wait until the owners know all RRefs that a call brought: user code may run only then."""
+        pending: Pending = received[0]
+        if pending.done:
+            return
+        done = threading.Lock()
+        done.acquire()
+        if not pending.when_done(done.release):
+            return
+        while not pending.done:
+            remaining = execution.deadline - time.monotonic()
+            if remaining <= 0:
+                raise RpcTimeoutError(
+                    "the RRefs in the arguments were not confirmed by their owners in time",
+                    maybe_executed=False,
+                )
+            if done.acquire(timeout=min(remaining, 5.0)):
+                return
+
+    # -- the end of handles --------------------------------------------------------------------------
+
+    def drop(self, handle: Handle) -> None:
+        """Queue the end of a handle. Called from ``__del__``: takes no lock."""
+        self.table.drop_later(handle)
+        if not self._collecting:
+            self._collecting = True
+            self.agent.clock.nudge(self._schedule)
+
+    def _schedule(self) -> None:
+        self.agent.clock.after(_BATCH_S, self._collect_soon)
+
+    def _collect_soon(self) -> None:
+        if not self.agent.closed_down:
+            self.agent.submit(self.collect)
+
+    def collect(self) -> None:
+        """Carry out queued ends now."""
+        self._collecting = False
+        self.carry_out(self.table.collect())
+
+    # -- creating and fetching -------------------------------------------------------------------------
+
+    def create(
+        self,
+        peer: Peer,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        label: str,
+    ) -> Any:
+        """Have a worker call a function and keep the result; return the RRef to it at once."""
+        handle = self.table.create_user(self.key_of(peer))
+        future: Future[None] = Future()
+        rref = self._wrap(self, handle)
+        rref._creation = future
+
+        def created(done: Future[None]) -> None:
+            report = done._report
+            if report is not None:
+                report.seen = True  # it is kept in the RRef and raised at its next use
+            error = done._error
+            if error is None:
+                self.carry_out(self.table.confirmed(handle))
+            else:
+                reached = getattr(error, "maybe_executed", True) is not False
+                self.carry_out(self.table.creation_failed(handle, error, reached=reached))
+
+        future.add_done_callback(created)
+        ids = (handle.rref_id, handle.fork_id)
+        try:
+            self.agent.call(
+                peer, self._make, (*ids, function, args, kwargs), {}, timeout, future=future, label=label
+            )
+        except BaseException as error:
+            if future._claim():  # otherwise the call has ended, and ``created`` knows how
+                self.carry_out(self.table.creation_failed(handle, error, reached=False))
+                future._callbacks.clear()
+                future._finish(None, error)
+                assert future._report is not None
+                future._report.seen = True
+            raise
+        self.agent.flush()
+        return rref

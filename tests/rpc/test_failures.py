@@ -1,0 +1,391 @@
+"""Workers that are killed, stopped, busy or forked; time-outs at every stage."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actorrpc import rpc
+from actorrpc.errors import NotInitializedError, PeerDiedError, RpcTimeoutError
+from tests.group import Died, rpc_group
+
+# -- what runs on workers ------------------------------------------------------------------------
+
+_for_ever = threading.Event()
+_gates: dict[str, threading.Event] = {}
+_entered: dict[str, threading.Semaphore] = {}
+_runs: list[str] = []
+_errors: list[tuple[str, bool | None]] = []
+_table = threading.Lock()
+
+
+def _gate(name: str) -> threading.Event:
+    with _table:
+        return _gates.setdefault(name, threading.Event())
+
+
+def _count(name: str) -> threading.Semaphore:
+    with _table:
+        return _entered.setdefault(name, threading.Semaphore(0))
+
+
+def _hold(name: str) -> str:
+    _count(name).release()
+    _gate(name).wait()
+    return name
+
+
+def _open(name: str) -> None:
+    _gate(name).set()
+
+
+def _await_entered(name: str) -> None:
+    _count(name).acquire()
+
+
+def _tell_and_stay(to: str, name: str) -> None:
+    """Say that this call runs, and never return."""
+    rpc.rpc_sync(to, _tell, (name,))
+    _for_ever.wait()
+
+
+def _stay() -> None:
+    _for_ever.wait()
+
+
+def _tell(name: str) -> None:
+    _count(name).release()
+
+
+def _note(name: str) -> None:
+    _runs.append(name)
+
+
+def _noted() -> list[str]:
+    return _runs
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    """Wait for something that nothing announces; bounded by the test's limit."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.005)
+
+
+def _pid(worker: str) -> int:
+    return rpc.api._require().agent.peer(worker).record.pid  # type: ignore[attr-defined, no-any-return]
+
+
+def _kill(worker: str, with_signal: int = signal.SIGKILL) -> None:
+    os.kill(_pid(worker), with_signal)
+
+
+def _await_stop(worker: str) -> None:
+    _until(lambda: Path(f"/proc/{_pid(worker)}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+
+
+def _is_blocked_in_send(thread: threading.Thread, worker: str) -> bool:
+    conn = rpc.api._require().agent.peer(worker).conn  # type: ignore[attr-defined]
+    return conn is not None and bool(conn._rest) and conn.write_lock.locked()
+
+
+# -- killed ----------------------------------------------------------------------------------------
+
+
+def _running_there() -> None:
+    future = rpc.rpc_async("worker1", _tell_and_stay, ("worker0", "one"))
+    futures = [rpc.rpc_async("worker1", _stay) for _ in range(5)]
+    _count("one").acquire()
+    _kill("worker1")
+    with pytest.raises(PeerDiedError, match="worker1") as caught:
+        future.wait()
+    assert caught.value.maybe_executed is True
+    assert isinstance(caught.value, ConnectionError)
+    for each in futures:
+        with pytest.raises(PeerDiedError):
+            each.wait()
+    with pytest.raises(PeerDiedError) as caught:
+        rpc.rpc_sync("worker1", operator.add, (1, 1))
+    assert caught.value.maybe_executed is False
+    with pytest.raises(PeerDiedError):
+        rpc.rpc_async("worker1", operator.add, (1, 1))
+    with pytest.raises(PeerDiedError):
+        rpc.remote("worker1", operator.add, (1, 1))
+
+
+def _never_called() -> None:
+    """A worker that died before there was any contact: the first call says so."""
+    os.kill(_pid("worker2"), signal.SIGKILL)
+    with pytest.raises(PeerDiedError) as caught:
+        rpc.rpc_sync("worker2", operator.add, (1, 1))
+    assert caught.value.maybe_executed is False
+
+
+def _while_fetching() -> None:
+    rref = rpc.remote("worker3", _tell_and_stay, ("worker0", "three"))
+    _count("three").acquire()
+    got: list[BaseException] = []
+
+    def fetch(function: Callable[[], Any]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            got.append(error)
+
+    threads = [
+        threading.Thread(target=fetch, args=(rref.to_here,)),
+        threading.Thread(target=fetch, args=(lambda: rref.rpc_sync().anything(),)),
+    ]
+    peer = rpc.api._require().agent.peer("worker3")  # type: ignore[attr-defined]
+    for each in threads:
+        each.start()
+    _until(lambda: len(peer.pending) == 3)
+    _kill("worker3")
+    for each in threads:
+        each.join()
+    assert [type(error) for error in got] == [PeerDiedError] * 2
+    with pytest.raises(PeerDiedError):
+        rref.to_here()
+
+
+def _during_a_large_tensor() -> None:
+    assert rpc.rpc_sync("worker4", operator.add, (1, 1)) == 2
+    _kill("worker4", signal.SIGSTOP)
+    _await_stop("worker4")
+    got: list[BaseException] = []
+
+    def send() -> None:
+        try:
+            rpc.rpc_async("worker4", torch.neg, (torch.zeros(8 << 20),), timeout=0).wait()
+        except BaseException as error:
+            got.append(error)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    _until(lambda: _is_blocked_in_send(thread, "worker4"))
+    assert rpc.rpc_sync("worker5", operator.add, (1, 1)) == 2  # others are not concerned
+    _kill("worker4")
+    thread.join()
+    assert [type(error) for error in got] == [PeerDiedError]
+
+
+def _fork_that_lives_on(directory: str) -> None:
+    """The fork of a worker does not hide the worker's death, and has no RPC."""
+    child = rpc.rpc_sync("worker5", _fork, (directory,))
+    future = rpc.rpc_async("worker5", _tell_and_stay, ("worker0", "five"))
+    _count("five").acquire()
+    assert rpc.rpc_sync("worker5", operator.add, (1, 1)) == 2  # the fork has not broken the parent
+    _kill("worker5")
+    with pytest.raises(PeerDiedError):
+        future.wait()
+    assert os.path.exists(f"/proc/{child}")
+    with open(os.path.join(directory, "end"), "wb"):
+        pass
+    with open(os.path.join(directory, "said")) as said:
+        assert said.read() == "NotInitializedError False"
+
+
+def _fork(directory: str) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        words = "nothing"
+        try:
+            rpc.rpc_sync("worker0", operator.add, (1, 1))
+        except NotInitializedError as error:
+            words = f"{type(error).__name__} {rpc.api.is_initialized()}"
+        rpc.shutdown()
+        with open(os.path.join(directory, "end"), "rb") as end:
+            end.read()
+        with open(os.path.join(directory, "said"), "w") as said:
+            said.write(words)
+    finally:
+        os._exit(0)
+
+
+def _in_the_last_barrier() -> None:
+    """Its function is over: it sits in shutdown when it is killed. Ours ends all the same."""
+    barrier = rpc.group._current.barrier  # type: ignore[attr-defined]
+    _until(lambda: "worker6" in barrier._arrived.get(0, ()))
+    _kill("worker6")
+
+
+def _victims(rank: int, world_size: int, directory: str) -> str:
+    if rank == 0:
+        _running_there()
+        _never_called()
+        _while_fetching()
+        _during_a_large_tensor()
+        _fork_that_lives_on(directory)
+        _in_the_last_barrier()
+        return "survived"
+    if rank != 6:
+        _for_ever.wait()
+    return "arrived"
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_calls_to_killed_workers_end(tmp_path: Path, transport: str) -> None:
+    os.mkfifo(tmp_path / "end")
+    os.mkfifo(tmp_path / "said")
+    options = {"lane": False, "transport": transport}
+    results = rpc_group(_victims, 7, str(tmp_path), options=options, may_die=range(1, 7))
+    assert results == ["survived", *([Died(-signal.SIGKILL)] * 6)] or results[6] == "arrived"
+    assert results[:6] == ["survived", *([Died(-signal.SIGKILL)] * 5)]
+
+
+def _first_dies(rank: int, world_size: int) -> None:
+    """Worker0, whom all ask at the end, dies while they wait for it."""
+    if rank == 0:
+        barrier = rpc.group._current.barrier  # type: ignore[attr-defined]
+        _until(lambda: len(barrier._arrived.get(0, ())) == world_size - 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_shutdown_goes_on_when_the_worker_that_is_asked_dies() -> None:
+    assert rpc_group(_first_dies, 4, may_die=[0]) == [Died(-signal.SIGKILL), None, None, None]
+
+
+# -- stopped, and busy ----------------------------------------------------------------------------
+
+
+def _hold_the_gil(seconds: float) -> str:
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    return "was busy"
+
+
+def _stopped_and_busy(rank: int, world_size: int) -> None:
+    if rank == 1:
+        _for_ever.wait()
+    if rank == 0:
+        # Five heartbeats of 0.2 s pass without an answer; but its process runs.
+        assert rpc.rpc_sync("worker2", _hold_the_gil, (2.5,)) == "was busy"
+        assert rpc.rpc_sync("worker2", operator.add, (1, 1)) == 2
+        future = rpc.rpc_async("worker1", _tell_and_stay, ("worker0", "stopped"), timeout=0)
+        _count("stopped").acquire()
+        _kill("worker1", signal.SIGSTOP)
+        with pytest.raises(PeerDiedError, match="silent") as caught:
+            future.wait()
+        assert caught.value.maybe_executed
+        _kill("worker1")
+
+
+def test_a_stopped_worker_is_declared_dead_and_a_busy_one_is_not() -> None:
+    rpc_group(_stopped_and_busy, 3, options={"heartbeat": 0.2}, may_die=[1])
+
+
+# -- time-outs ---------------------------------------------------------------------------------------
+
+
+def _nested_with_own_time(seconds: float) -> None:
+    try:
+        rpc.rpc_sync("worker2", _hold, ("nested",), timeout=seconds)
+    except BaseException as error:
+        _errors.append((type(error).__name__, getattr(error, "maybe_executed", None)))
+    _count("ended").release()
+
+
+def _nested_errors() -> list[tuple[str, bool | None]]:
+    return _errors
+
+
+def _times_out(function: Callable[[], Any]) -> RpcTimeoutError:
+    with pytest.raises(RpcTimeoutError, match="timed out|time-out|too late|in time") as caught:
+        function()
+    assert isinstance(caught.value, TimeoutError)
+    assert isinstance(caught.value, RuntimeError)
+    return caught.value
+
+
+def _timeouts() -> None:
+    hold = ("worker1", _hold, ("running",))
+    assert _times_out(lambda: rpc.rpc_sync(*hold, timeout=0.05)).maybe_executed
+    assert _times_out(lambda: rpc.rpc_async(*hold, timeout=0.05).wait()).maybe_executed
+    future = rpc.rpc_async(*hold, timeout=0.05)
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    done.wait()  # nobody waits for the future itself
+    _times_out(future.wait)
+    _times_out(lambda: rpc.rpc_sync("worker0", _hold, ("running",), timeout=0.05))
+
+    # wait(timeout) ends the wait, not the call.
+    future = rpc.rpc_async(*hold)
+    with pytest.raises(RpcTimeoutError, match="goes on"):
+        future.wait(0.01)
+    assert not future.done()
+    rpc.rpc_sync("worker1", _open, ("running",))
+    assert future.wait() == "running"
+    _open("running")
+
+    # RRefs: the fetch, and the creation.
+    rref = rpc.remote("worker1", _hold, ("value",))
+    _times_out(lambda: rref.to_here(timeout=0.05))
+    _times_out(lambda: rref.rpc_sync(timeout=0.05).upper())
+    rpc.rpc_sync("worker1", _open, ("value",))
+    assert rref.to_here() == "value"
+    late = rpc.remote("worker1", _hold, ("creation",), timeout=0.05)
+    _until(lambda: late._creation is None or late._creation.done())
+    _until(lambda: rpc.api._require().references.table.failure(late._handle))  # type: ignore[attr-defined]
+    _times_out(late.to_here)
+    rpc.rpc_sync("worker1", _open, ("creation",))
+
+    # A nested call ends with the call that it is nested in, whatever time it was given itself.
+    for seconds in (0.0, 100.0):
+        _times_out(lambda seconds=seconds: rpc.rpc_sync("worker1", _nested_with_own_time, (seconds,), timeout=0.1))
+    for _ in range(2):
+        rpc.rpc_sync("worker1", _await_entered, ("ended",))
+    names = {name for name, _ in rpc.rpc_sync("worker1", _nested_errors)}
+    assert names <= {"RpcTimeoutError", "CancelledError"}, names
+    rpc.rpc_sync("worker2", _open, ("nested",))
+
+    # A call whose time is over when the worker gets to it is not started.
+    _kill("worker1", signal.SIGSTOP)
+    _await_stop("worker1")
+    stopped = rpc.rpc_async("worker1", _note, ("late",), timeout=0.1)
+    assert _times_out(stopped.wait).maybe_executed
+    _times_out(lambda: rpc.rpc_sync("worker1", _note, ("late",), timeout=0.1))
+    # Blocked in the send of a large tensor.
+    large = torch.zeros(4 << 20)
+    _times_out(lambda: rpc.rpc_sync("worker1", torch.neg, (large,), timeout=0.2))
+    _kill("worker1", signal.SIGCONT)
+    assert rpc.rpc_sync("worker1", _noted) == []
+    assert torch.equal(rpc.rpc_sync("worker1", torch.neg, (large,)), -large)
+
+
+def _timeout_group(rank: int, world_size: int) -> None:
+    if rank == 0:
+        _timeouts()
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_time_outs(transport: str) -> None:
+    rpc_group(_timeout_group, 3, options={"lane": False, "transport": transport, "heartbeat": 30.0})
+
+
+def _striped_timeouts(rank: int, world_size: int) -> None:
+    """A message in chunks over several connections that is given up leaves the connections usable."""
+    if rank:
+        return
+    large = torch.arange(6 << 20, dtype=torch.float32)  # 24 MiB: above the threshold for stripes
+    assert torch.equal(rpc.rpc_sync("worker1", torch.neg, (large,)), -large)
+    for _ in range(3):
+        _kill("worker1", signal.SIGSTOP)
+        _await_stop("worker1")
+        _times_out(lambda: rpc.rpc_sync("worker1", torch.neg, (large,), timeout=0.2))
+        _kill("worker1", signal.SIGCONT)
+        assert rpc.rpc_sync("worker1", operator.add, (1, 1)) == 2
+    assert torch.equal(rpc.rpc_sync("worker1", torch.neg, (large,)), -large)
+
+
+def test_a_striped_message_that_is_given_up() -> None:
+    rpc_group(_striped_timeouts, 2, options={"transport": "tcp", "heartbeat": 30.0})
