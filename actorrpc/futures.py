@@ -170,7 +170,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             )
         self._finish(result, None)
 
-    def set_exception(self, result: BaseException) -> None:
+    def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
         """Complete the future with an error, which every wait then raises.
 
         Raises:

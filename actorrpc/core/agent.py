@@ -16,73 +16,47 @@ import itertools
 import logging
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgpack
 
 from actorrpc.config import Settings
-from actorrpc.core import codec, exceptions, frames, interrupts, messages
+from actorrpc.core import codec, frames, interrupts, messages
 from actorrpc.core.buffers import BufferPool
 from actorrpc.core.calls import CURRENT, Call, Execution
-from actorrpc.core.clock import Clock, Tick
+from actorrpc.core.clock import Clock
 from actorrpc.core.connection import Connection
 from actorrpc.core.execution import Executor
-from actorrpc.core.frames import Frame, pack_frame, unpack_extra
+from actorrpc.core.frames import Frame, pack_frame
 from actorrpc.core.identity import WorkerInfo, WorkerRecord, WrongTypeError
+from actorrpc.core.inbox import Inbox
+from actorrpc.core.interceptors import Interceptor
 from actorrpc.core.interrupts import uninterruptible
 from actorrpc.core.keys import Key
 from actorrpc.core.links import Links
 from actorrpc.core.peer import MAX_PENDING, Peer
 from actorrpc.core.spin import spinner
 from actorrpc.core.threads import Pool
+from actorrpc.core.upkeep import Upkeep
 from actorrpc.errors import (
     CancelledError,
     NotInitializedError,
-    ProtocolError,
     RpcError,
     ShutdownError,
     UnknownWorkerError,
 )
 from actorrpc.futures import Future
 
-__all__ = ["Agent", "Interceptor"]
+__all__ = ["Agent"]
 
 _log = logging.getLogger("actorrpc")
 INFINITE: Final = float("inf")
 _NOT_RANKS: Final = frozenset({bool, float, complex})
-_CREDIT_S: Final = 0.005
-_PAIRS: Final = struct.Struct("<QQ")
-_NUMBERS: Final = struct.Struct("<Q")
 _pack: Final = frames.PREFIX.pack
-_REPLIES: Final = (frames.REPLY, frames.FAILURE)
-
-
-class Interceptor(Protocol):
-    """Something that rides along with calls. Methods run on the thread of the call; what they raise ends it."""
-
-    def request_header(self, header: dict[str, Any], peer: Peer) -> None:
-        """Put fields into the header of a call that is about to be packed."""
-
-    def reply_header(self, header: dict[str, Any], execution: Execution) -> None:
-        """Put fields into the header of an answer that is about to be packed."""
-
-    def wrap(
-        self,
-        execution: Execution,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: Callable[[], Any],
-    ) -> Callable[[], Any]:
-        """Return what to run in place of ``call``; ``execution.header`` has the fields that came along."""
-
-    def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
-        """See, and maybe replace, a value that has come back."""
 
 
 class Agent:
@@ -133,20 +107,19 @@ class Agent:
         self.closing = False
         self.closed_down = False
         self.links = Links(self, key)
+        self.inbox = Inbox(self)
+        self.upkeep = Upkeep(self)
+        # Straight to where they live: these are on the path of every call.
+        self.submit = self.pool.submit
+        self.deliver = self.inbox.deliver
+        self.cork = self.upkeep.cork
+        self.flush = self.upkeep.flush
         self._resolve = resolve
         self.members = members
         self._device_maps = device_maps or {}
         self._lock = threading.Lock()
         self._peers: dict[Any, Peer] = {}
         self._chains = itertools.count((record.rank & 0xFFFF) << 48 | 1)
-        self._corked: dict[Connection, None] = {}
-        self._cork = Tick(self.clock, settings.cork_us * 1e-6, self._uncork)
-        self._credited: dict[Connection, None] = {}
-        self._credit = Tick(self.clock, _CREDIT_S, self._send_credit)
-        self._pulse = Tick(self.clock, settings.heartbeat, self._beat)
-        self._hand_back = Tick(self.clock, 0.05, self._hand_back_lanes)
-        self._ringing = False
-        self._trimming = Tick(self.clock, 30.0, self._trim)
         self.self_peer = self._new_peer(record)
 
     def start(self, listeners: list[socket.socket]) -> None:
@@ -217,6 +190,10 @@ class Agent:
         if old is not None:
             self.pool.submit(partial(self.peer_ended, old, "dead", "a new incarnation has taken its place"))
         return made
+
+    def known_peers(self) -> list[Peer]:
+        """As :meth:`peers`, without the lock: for hooks that may interrupt its holder."""
+        return list({id(peer): peer for peer in list(self._peers.values())}.values())
 
     def peers(self) -> list[Peer]:
         """Return every peer that there has been contact with."""
@@ -330,7 +307,7 @@ class Agent:
             self._watch(call)
             if self.closed_down:
                 raise self._shut_down(call)
-            whole = messages.Plain(encoded) if type(encoded) is bytes else encoded
+            whole = messages.Plain(encoded) if isinstance(encoded, bytes) else encoded
             self.loop_back(frames.REQUEST, call.id, whole, header, call.deadline, call.chain)
             return
         conn = peer.conn
@@ -347,7 +324,7 @@ class Agent:
                 raise self._shut_down(call)
         remaining = call.deadline - time.monotonic() if call.deadline != INFINITE else INFINITE
         size = 0
-        if type(encoded) is bytes and header is None and len(encoded) <= self.settings.chunk:
+        if isinstance(encoded, bytes) and header is None and len(encoded) <= self.settings.chunk:
             # What messages.send would do, without the detour: the path of most calls.
             size = len(encoded)
             call.frame = _pack(size, 0, frames.REQUEST, 0, remaining, call.id, call.chain) + encoded
@@ -357,7 +334,7 @@ class Agent:
             conn,
             frames.REQUEST,
             call.id,
-            messages.Plain(encoded) if type(encoded) is bytes else encoded,
+            messages.Plain(encoded) if isinstance(encoded, bytes) else encoded,
             remaining=remaining,
             chain=call.chain,
             header=header,
@@ -376,7 +353,7 @@ class Agent:
                 conn.flush()
             else:
                 self.cork(conn)
-        if call.deadline < peer.scan_at or not self._pulse.active:
+        if call.deadline < peer.scan_at or not self.upkeep.pulse.active:
             self._watch(call)
 
     def _watch(self, call: Call) -> None:
@@ -385,8 +362,8 @@ class Agent:
         if call.deadline < peer.scan_at and call.future is not None:
             peer.scan_at = call.deadline
             self.clock.at(call.deadline, lambda: self._scan(peer))
-        if not self._pulse.active and not peer.is_self:
-            self._pulse.poke()
+        if not self.upkeep.pulse.active and not peer.is_self:
+            self.upkeep.pulse.poke()
 
     def _scan(self, peer: Peer) -> None:
         """End the calls whose time is over; runs on the clock's thread."""
@@ -438,7 +415,7 @@ class Agent:
             self.pool.queue.append((None, frame, now))
             self.pool.kick()
         else:
-            self._reply(peer, frame, True)
+            self.inbox.reply(peer, frame, True)
 
     def notify(self, peer: Peer, name: str, body: bytes) -> bool:
         """Send a one-way message to the handler ``name`` of a peer; say whether there was a connection for it."""
@@ -459,24 +436,6 @@ class Agent:
         conn.flush()
         return True
 
-    @uninterruptible
-    def open_reply(self, call: Call, frame: Frame) -> Any:
-        """Return the value that a reply carries, or raise its error. Called once per reply, by whoever waits."""
-        call.keep = None
-        if frame.kind == frames.FAILURE:
-            raise exceptions.load(frame.body, loads=codec.loads)
-        if not frame.flags and not frame.extra and not self.interceptors:
-            return messages.open_plain(frame.body, call.peer)
-        parcel = messages.Parcel(call.peer)
-        if frame.extra:
-            self.arrived(parcel, frame)
-        value = messages.open_body(call.conn, frame, frame.buffers, parcel)
-        if self.interceptors:
-            header = unpack_extra(frame.extra) if frame.extra else {}
-            for interceptor in self.interceptors:
-                value = interceptor.reply_received(header, call.peer, value)
-        return value
-
     def tell_cancelled(self, call: Call) -> None:
         """Tell the worker that nobody waits for a call any more."""
         if call.conn is not None:
@@ -486,7 +445,7 @@ class Agent:
                 call.conn.outbox.append(pack_frame(frames.CANCEL, call.id))
                 self.cork(call.conn)
         elif call.peer.is_self:
-            self._cancelled(call.peer, call.id)
+            self.inbox.cancelled(call.peer, call.id)
 
     def announce(self, parcel: messages.Parcel, header: dict[str, Any] | None) -> dict[str, Any]:
         """Name the references that a message carries in its header, where they can be seen without opening it."""
@@ -495,211 +454,6 @@ class Agent:
         header["f"] = self.pack_forks(parcel.sent)
         return header
 
-    def arrived(self, parcel: messages.Parcel, frame: Frame) -> None:
-        """Take up the references that a message carries, before it is opened."""
-        forks = unpack_extra(frame.extra).get("f")
-        if isinstance(forks, bytes):
-            self.on_forks(parcel, forks)
-
-    def discard(self, conn: Connection | None, frame: Frame) -> None:
-        """Give back what a message holds that will not be opened: shared memory and references."""
-        messages.discard(conn, frame)
-        if frame.extra:
-            try:
-                forks = unpack_extra(frame.extra).get("f")
-                if isinstance(forks, bytes):
-                    self.refuse_forks(self.self_peer if conn is None else conn.peer, forks)
-            except ProtocolError as error:
-                if conn is not None:
-                    conn.close(error)
-
-    # -- corks ---------------------------------------------------------------------------------------------
-
-    def cork(self, conn: Connection) -> None:
-        """Leave what is in the outbox for a moment, so that more can leave with it."""
-        self._corked[conn] = None
-        self._cork.poke()
-
-    def flush(self) -> None:
-        """Send everything that was corked: somebody is about to wait."""
-        corked = self._corked
-        while corked:
-            try:
-                conn, _ = corked.popitem()
-            except KeyError:
-                return
-            conn.flush()
-
-    def credited(self, conn: Connection) -> None:
-        """Send the credit in the outbox soon, if no answer takes it along."""
-        self._credited[conn] = None
-        self._credit.poke()
-
-    def _send_credit(self) -> bool:
-        busy = False
-        while self._credited:
-            conn, _ = self._credited.popitem()
-            busy = True
-            if conn.outbox:
-                conn.flush()
-        return busy
-
-    def _uncork(self) -> bool:
-        busy = bool(self._corked)
-        self.flush()
-        return busy
-
-    # -- what comes in
-    # -----------------------------------------------------------------------------------------
-
-    def control(self, conn: Connection, frame: Frame) -> Frame | None:
-        """Handle a control frame under the read lock; return the frame that is left to be delivered, if any."""
-        kind = frame.kind
-        if kind == frames.REQUEST or kind in _REPLIES:
-            if frame.flags & messages.STREAM:
-                stream, assembly, striped = messages.begin_stream(self, frame)
-                self.keep_trim()
-                conn.assemblies[stream] = assembly
-                if striped:
-                    conn.outbox.append(pack_frame(frames.STREAM_READY, stream))
-                    self.pool.submit(conn.flush)
-                return None
-            return frame
-        if kind == frames.CHUNK:
-            assembly = conn.assemblies.get(frame.id)
-            if assembly is None:
-                return None
-            if assembly.arrived(frame.chain, frame.flags):
-                del conn.assemblies[frame.id]
-                whole: Frame = assembly.frame
-                return whole._replace(buffers=assembly.buffers)
-            return None
-        peer = conn.peer
-        if kind == frames.INTRO:
-            self.links.introduced(conn, frame.body)
-        elif peer is None:
-            raise ProtocolError("the peer did not introduce itself")
-        elif kind == frames.CANCEL:
-            self._cancelled(peer, frame.id)
-        elif kind == frames.CREDIT:
-            call = peer.pending.get(frame.id)
-            if call is not None:
-                peer.release(call)
-        elif kind == frames.PING:
-            conn.outbox.append(pack_frame(frames.PONG, frame.id))
-            self.pool.submit(conn.flush)
-        elif kind == frames.LANE_FREE:
-            if conn.lender is not None:
-                conn.lender.reclaim(list(_PAIRS.iter_unpack(frame.body)))
-        elif kind == frames.LANE_RETIRE:
-            if conn.borrower is not None:
-                conn.borrower.retire([number for (number,) in _NUMBERS.iter_unpack(frame.body)])
-        elif kind == frames.DEFINITION:
-            peer.definitions.add(frame.body[:16], frame.body[16:])
-        elif kind == frames.STREAM_ABORT:
-            messages.abort_stream(conn, frame.id)
-        elif kind == frames.STREAM_READY:
-            self.links.stream_ready(conn, frame.id)
-        elif kind == frames.GOODBYE:
-            conn.goodbye = True
-        elif kind == frames.NOTICE:
-            return frame
-        return None
-
-    def deliver(self, conn: Connection, batch: list[Frame], waiting: bool) -> bool:
-        """Take requests and replies, after the read lock was released.
-
-        ``waiting``: the thread is a caller that waits for a reply of its own; it executes nothing for others.
-        """
-        if conn.main is not None:
-            conn = conn.main
-        peer = conn.peer
-        if peer is None:  # a message before the introduction
-            conn.close(ProtocolError("the peer did not introduce itself"))
-            return False
-        if waiting and len(batch) == 1:
-            # The path of most calls: one reply, to whoever is reading.
-            frame = batch[0]
-            if frame[0] != frames.REQUEST and frame[0] <= frames.FAILURE:
-                self._reply(peer, frame, True, conn)
-                if conn.outbox:
-                    conn.flush()
-                return False
-        pool = self.pool
-        if not waiting and not pool.idle:
-            pool.ensure_reader()  # unpickling may run anything
-        arrived = 0.0
-        count = 0
-        for frame in batch:
-            kind = frame.kind
-            if kind in _REPLIES:
-                self._reply(peer, frame, waiting, conn)
-            else:
-                if not arrived:
-                    arrived = time.monotonic()
-                count += 1
-                if kind == frames.REQUEST:
-                    pool.queue.append((conn, frame, arrived))
-                else:
-                    self._notice(peer, frame, conn)
-        if conn.outbox:
-            conn.flush()
-        if waiting:
-            for _ in range(min(count, 4)):
-                pool.kick()
-        elif count > 1:
-            pool.hand_out()
-        return count > 0
-
-    def _reply(self, peer: Peer, frame: Frame, waiting: bool, conn: Connection | None = None) -> None:
-        call: Call | None = peer.pending.pop(frame.id, None)
-        if call is None:
-            self.discard(conn, frame)  # it was given up: too late
-            return
-        if call.charge or peer.waiting:
-            peer.release(call)
-        future = call.future
-        if future is None:
-            call.end(frame, None)
-            return
-        value: Any = None
-        error: BaseException | None = None
-        try:
-            value = self.open_reply(call, frame)
-        except BaseException as caught:
-            error = caught
-            error.__traceback__ = None
-        if future._claim():
-            # Callbacks never run here: the rest of this batch may be what they wait for. A pool thread takes them up
-            # itself when it is done with the batch.
-            future._finish(value, error, self.pool.submit if waiting else self.pool.queue.append)
-        call.end(None, None)
-        call.future = (
-            None  # the future names the call: no cycle, or values would live until the next collection
-        )
-
-    def _notice(self, peer: Peer, frame: Frame, conn: Connection) -> None:
-        try:
-            name = unpack_extra(frame.extra).get("n")
-        except ProtocolError as error:
-            conn.close(error)
-            return
-        handler = self.on_notice.get(name) if isinstance(name, str) else None
-        if handler is None:
-            _log.warning("a notice %r of %r has no handler here", name, peer.name)
-            return
-        self.pool.queue.append(lambda: handler(peer, frame.body))
-
-    def _cancelled(self, peer: Peer, id: int) -> None:
-        execution = peer.running.get(id)
-        if execution is not None:
-            # Cancelling nested calls completes futures, which may run callbacks: not under the read lock.
-            self.pool.submit(execution.cancel)
-            return
-        if len(peer.cancelled) > 1 << 17:
-            peer.cancelled.clear()
-        peer.cancelled[id] = None
-
     def reply_header(self, execution: Execution) -> dict[str, Any]:
         """Return the header of an answer, as the interceptors fill it."""
         header: dict[str, Any] = {}
@@ -707,62 +461,16 @@ class Agent:
             interceptor.reply_header(header, execution)
         return header
 
-    def submit(self, task: Callable[[], Any]) -> None:
-        """Run ``task()`` on a pool thread."""
-        self.pool.submit(task)
-
     # -- shared memory and stripes
     # -----------------------------------------------------------------------------
 
     def lender(self, conn: Connection) -> Any:
         """Return the side of the tensor lane that lends memory to a connection's peer; None where there is none."""
         lender = conn.lender
-        self.keep_trim()
+        self.upkeep.keep_trim()
         if lender is None and self.settings.lane:
             lender = self.links.open_lane(conn)
         return lender
-
-    def freed(self) -> None:
-        """Hear, in a finaliser, that borrowed memory has died; it goes back soon, with whatever is sent or by itself."""
-        if not self._ringing:
-            self._ringing = True
-            self.clock.nudge(self._hand_back.poke)
-
-    def _hand_back_lanes(self) -> bool:
-        self._ringing = False
-        for peer in self.peers():
-            for conn in list(peer.conns):
-                if not conn.broken and conn.hand_back():
-                    self.pool.submit(conn.flush)
-        return False
-
-    def keep_trim(self) -> None:
-        """See to it that memory kept for reuse is given back to the system when it is not used any more."""
-        self._trimming.poke()
-
-    def _trim(self) -> bool:
-        self.buffers.trim()
-        kept = self.buffers.stats().free_bytes
-        for peer in self.peers():
-            for conn in list(peer.conns):
-                if conn.lender is not None:
-                    conn.lender.trim(force=False)
-                    kept += conn.lender.stats().free_bytes
-        return kept > 0
-
-    def before_fork(self) -> None:
-        """Hold back the return of borrowed memory while it is unclear what a child inherits."""
-        for borrower in self._borrowers():
-            borrower.before_fork()
-
-    def after_fork_in_parent(self) -> None:
-        """End what :meth:`before_fork` began."""
-        for borrower in self._borrowers():
-            borrower.after_fork_in_parent()
-
-    def _borrowers(self) -> list[Any]:
-        peers = list({id(peer): peer for peer in list(self._peers.values())}.values())
-        return [conn.borrower for peer in peers for conn in list(peer.conns) if conn.borrower is not None]
 
     def stripes(self, conn: Connection, total: int, deadline: float) -> list[Connection]:
         """Return further connections to send a large message over; empty where there is no use for them."""
@@ -773,16 +481,7 @@ class Agent:
     # -- the ends
     # ------------------------------------------------------------------------------------------------
 
-    def closed(self, conn: Connection, error: BaseException | None) -> None:
-        """Take note that a connection is closed; see to it on a pool thread."""
-        if isinstance(error, ProtocolError):
-            _log.error(
-                "the connection to %s was closed: %s", conn.peer.name if conn.peer else "a stranger", error
-            )
-        if not self.closed_down:
-            self.pool.submit(lambda: self._lost(conn, error))
-
-    def _lost(self, conn: Connection, error: BaseException | None) -> None:
+    def lost(self, conn: Connection, error: BaseException | None) -> None:
         self.pool.forget(conn.fd)
         conn.reap()
         peer = conn.peer
@@ -827,42 +526,6 @@ class Agent:
                 tell(peer)
             except Exception:
                 _log.exception("a handler of the end of %r raised", peer.name)
-
-    def _beat(self) -> bool:
-        """Look after peers that are silent while calls to them are under way. Runs on the clock's thread."""
-        busy = False
-        now = time.monotonic()
-        settings = self.settings
-        for peer in self.peers():
-            conn = peer.conn
-            if peer.is_self or conn is None or conn.broken or not peer.pending:
-                peer.misses = 0
-                continue
-            busy = True
-            if now - conn.heard < settings.heartbeat:
-                peer.misses = 0
-                continue
-            if peer.misses >= settings.heartbeat_misses and not self._is_running(peer):
-                silent = now - conn.heard
-                self.pool.submit(
-                    partial(self.peer_ended, peer, "dead", f"it has been silent for {silent:.1f} s")
-                )
-                continue
-            peer.misses += 1
-            conn.outbox.append(pack_frame(frames.PING))
-            self.pool.submit(conn.flush)
-        return busy
-
-    @staticmethod
-    def _is_running(peer: Peer) -> bool:
-        """Say whether the peer's process, where it can be asked, is running (busy) and not stopped or a zombie."""
-        if not peer.same_host:
-            return False
-        try:
-            with open(f"/proc/{peer.record.pid}/stat", "rb") as file:
-                return file.read().rpartition(b")")[2].split()[0] not in (b"T", b"t", b"Z", b"X")
-        except OSError:
-            return False
 
     def _shut_down(self, call: Call) -> ShutdownError:
         return ShutdownError(

@@ -164,7 +164,7 @@ class Call:
     def wait(self, deadline: float | None) -> bool:
         """Wait until the call is over or the deadline has passed; say whether it is over."""
         agent = self.agent
-        if agent._corked:
+        if agent.upkeep.corked:
             agent.flush()
         until = self.deadline if deadline is None or deadline > self.deadline else deadline
         bounded = None if until == INFINITE else until
@@ -227,7 +227,7 @@ class Call:
                 self.error = None
         assert self.reply is not None
         reply, self.reply = self.reply, None
-        return self.agent.open_reply(self, reply)
+        return self.agent.inbox.open_reply(self, reply)
 
     def drive(self, deadline: float | None) -> None:
         """Make progress on behalf of the call's future until it is complete or the deadline has passed."""

@@ -133,12 +133,12 @@ class Executor:
         else:
             parcel = messages.Parcel(execution.peer)
             if frame.extra:
-                agent.arrived(parcel, frame)
+                agent.inbox.arrived(parcel, frame)
             function, args, kwargs = messages.open_body(conn, frame, frame.buffers, parcel)
             if frame.flags and conn is not None:
                 # Taken up: its bytes no longer count as unread. Leaves with the answer, or by itself soon.
                 conn.outbox.append(pack_frame(CREDIT, frame.id))
-                agent.credited(conn)
+                agent.upkeep.credited(conn)
             if parcel.received:
                 agent.confirm(parcel.received, execution)
         if agent.interceptors:
@@ -208,7 +208,7 @@ class Executor:
         self._send(conn, FAILURE, id, messages.Plain(data), None)
 
     def _refuse(self, conn: Any, frame: Frame, error: RpcError) -> None:
-        self._agent.discard(conn, frame)
+        self._agent.inbox.discard(conn, frame)
         data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps, executed=False)
         self._send(conn, FAILURE, frame.id, messages.Plain(data), None)
 

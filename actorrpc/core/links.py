@@ -224,7 +224,7 @@ class Links:
         if session.purpose is Purpose.LANE and guest.local:
             # In place before the lender can name any memory: it waits for our answer.
             main.borrower = Borrower(sock)
-            main.borrower.on_freed(self._agent.freed)
+            main.borrower.on_freed(self._agent.upkeep.freed)
             sock.setblocking(False)
             sock.send(answer)
         elif session.purpose is Purpose.BULK:
@@ -241,7 +241,12 @@ class Links:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         agent = self._agent
         return Connection(
-            sock, epoll=agent.pool.epoll, events=agent, settings=agent.settings, attach=attach, local=local
+            sock,
+            epoll=agent.pool.epoll,
+            events=agent.inbox,
+            settings=agent.settings,
+            attach=attach,
+            local=local,
         )
 
     def _register(self, conn: Connection, leftover: bytes) -> None:

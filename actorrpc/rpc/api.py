@@ -272,13 +272,13 @@ def _after_fork() -> None:
 def _before_fork() -> None:
     state = _state
     if state is not None:
-        state.agent.before_fork()
+        state.agent.upkeep.before_fork()
 
 
 def _after_fork_in_parent() -> None:
     state = _state
     if state is not None:
-        state.agent.after_fork_in_parent()
+        state.agent.upkeep.after_fork_in_parent()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)
@@ -382,7 +382,8 @@ def remote(
     """
     state, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
     label = getattr(func, "__qualname__", None) or repr(func)
-    return state.references.create(peer, func, args, kwargs, seconds, label)
+    rref: RRef[T] = state.references.create(peer, func, args, kwargs, seconds, label)
+    return rref
 
 
 # -- looking --------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar
 
 from actorrpc.core import codec, exceptions
 from actorrpc.core.agent import Agent
@@ -330,7 +330,7 @@ class RRef(Generic[T]):
 
     def __repr__(self) -> str:
         if self._handle.fork_id is None:
-            return f"OwnerRRef(RRefId = {self._handle.rref_id})"
+            return f"OwnerRRef({self._handle.rref_id})"
         return f"UserRRef(RRefId = {self._handle.rref_id}, ForkId = {self._handle.fork_id})"
 
     def __reduce__(self) -> Any:
@@ -364,6 +364,43 @@ def new_references(agent: Agent, default_timeout: Callable[[], float]) -> Refere
     return References(agent, default_timeout, wrap=RRef._wrap, make=_create)
 
 
+# What Python and its libraries look for on any object to find out how to treat it: a proxy is treated as a proxy.
+# Other special methods (`__len__`, `__getitem__`) are methods of the value like any other.
+_PROBED: Final = (
+    *(
+        "__array",
+        "__torch",
+        "__cuda_",
+        "__dlpack",
+        "__dataframe",
+        "__wrapped__",
+        "__signature__",
+        "__text_signature__",
+    ),
+    *(
+        "__get",
+        "__set",
+        "__delete__",
+        "__reduce",
+        "__copy__",
+        "__deepcopy__",
+        "__replace__",
+        "__del__",
+        "__slots__",
+    ),
+    *(
+        "__name__",
+        "__qualname__",
+        "__module__",
+        "__dict__",
+        "__weakref__",
+        "__await__",
+        "__fspath__",
+        "__index__",
+    ),
+)
+
+
 class RRefProxy:
     """Attribute access gives the methods of an RRef's value; calling one calls it on the owner.
 
@@ -383,7 +420,7 @@ class RRefProxy:
             check_timeout(timeout)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__") and name != "__call__":
+        if name.startswith(_PROBED) and name.endswith("__"):
             raise AttributeError(name)
         return _Method(self._rref, self._style, self._timeout, name)
 

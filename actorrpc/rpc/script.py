@@ -51,5 +51,5 @@ def _reduce_module(module: Any) -> tuple[Any, ...]:
 def register() -> None:
     """Have messages carry TorchScript."""
     codec.register(torch.jit.ScriptFunction, _reduce_function)
-    for cls in (torch.jit.RecursiveScriptModule, torch.jit.TopLevelTracedModule):
-        codec.register(cls, _reduce_module)
+    for name in ("RecursiveScriptModule", "TopLevelTracedModule"):  # torch.jit has them, and does not say so
+        codec.register(getattr(torch.jit, name), _reduce_module)

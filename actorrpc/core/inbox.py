@@ -1,0 +1,238 @@
+"""The inbox: what becomes of the frames that a connection has read.
+
+``control`` runs under the connection's read lock, on whichever thread reads; it is short, runs no user code and never
+unpickles. ``deliver`` runs after the lock was released: it ends the calls that were answered and queues the requests. On
+the thread of a caller that waits, it runs nothing that belongs to others.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc.core import codec, exceptions, frames, messages
+from actorrpc.core.frames import Frame, pack_frame, unpack_extra
+from actorrpc.core.interrupts import uninterruptible
+from actorrpc.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from actorrpc.core.agent import Agent
+    from actorrpc.core.calls import Call
+    from actorrpc.core.connection import Connection
+    from actorrpc.core.peer import Peer
+
+__all__ = ["Inbox"]
+
+_log = logging.getLogger("actorrpc")
+_PAIRS: Final = struct.Struct("<QQ")
+_NUMBERS: Final = struct.Struct("<Q")
+_REPLIES: Final = (frames.REPLY, frames.FAILURE)
+
+
+class Inbox:
+    """Takes what connections read, for one agent. Thread-safe: it has no state of its own."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def control(self, conn: Connection, frame: Frame) -> Frame | None:
+        """Handle a control frame under the read lock; return the frame that is left to be delivered, if any."""
+        kind = frame.kind
+        if kind == frames.REQUEST or kind in _REPLIES:
+            if frame.flags & messages.STREAM:
+                stream, assembly, striped = messages.begin_stream(self._agent, frame)
+                self._agent.upkeep.keep_trim()
+                conn.assemblies[stream] = assembly
+                if striped:
+                    conn.outbox.append(pack_frame(frames.STREAM_READY, stream))
+                    self._agent.pool.submit(conn.flush)
+                return None
+            return frame
+        if kind == frames.CHUNK:
+            begun = conn.assemblies.get(frame.id)
+            if begun is None:
+                return None
+            if begun.arrived(frame.chain, frame.flags):
+                del conn.assemblies[frame.id]
+                whole: Frame = begun.frame
+                return whole._replace(buffers=begun.buffers)
+            return None
+        peer = conn.peer
+        if kind == frames.INTRO:
+            self._agent.links.introduced(conn, frame.body)
+        elif peer is None:
+            raise ProtocolError("the peer did not introduce itself")
+        elif kind == frames.CANCEL:
+            self.cancelled(peer, frame.id)
+        elif kind == frames.CREDIT:
+            call = peer.pending.get(frame.id)
+            if call is not None:
+                peer.release(call)
+        elif kind == frames.PING:
+            conn.outbox.append(pack_frame(frames.PONG, frame.id))
+            self._agent.pool.submit(conn.flush)
+        elif kind == frames.LANE_FREE:
+            if conn.lender is not None:
+                conn.lender.reclaim(list(_PAIRS.iter_unpack(frame.body)))
+        elif kind == frames.LANE_RETIRE:
+            if conn.borrower is not None:
+                conn.borrower.retire([number for (number,) in _NUMBERS.iter_unpack(frame.body)])
+        elif kind == frames.DEFINITION:
+            peer.definitions.add(frame.body[:16], frame.body[16:])
+        elif kind == frames.STREAM_ABORT:
+            messages.abort_stream(conn, frame.id)
+        elif kind == frames.STREAM_READY:
+            self._agent.links.stream_ready(conn, frame.id)
+        elif kind == frames.GOODBYE:
+            conn.goodbye = True
+        elif kind == frames.NOTICE:
+            return frame
+        return None
+
+    def deliver(self, conn: Connection, batch: list[Frame], waiting: bool) -> bool:
+        """Take requests and replies, after the read lock was released.
+
+        ``waiting``: the thread is a caller that waits for a reply of its own; it executes nothing for others.
+        """
+        if conn.main is not None:
+            conn = conn.main
+        peer = conn.peer
+        if peer is None:  # a message before the introduction
+            conn.close(ProtocolError("the peer did not introduce itself"))
+            return False
+        if waiting and len(batch) == 1:
+            # The path of most calls: one reply, to whoever is reading.
+            frame = batch[0]
+            if frame[0] != frames.REQUEST and frame[0] <= frames.FAILURE:
+                self.reply(peer, frame, True, conn)
+                if conn.outbox:
+                    conn.flush()
+                return False
+        pool = self._agent.pool
+        if not waiting and not pool.idle:
+            pool.ensure_reader()  # unpickling may run anything
+        arrived = 0.0
+        count = 0
+        for frame in batch:
+            kind = frame.kind
+            if kind in _REPLIES:
+                self.reply(peer, frame, waiting, conn)
+            else:
+                if not arrived:
+                    arrived = time.monotonic()
+                count += 1
+                if kind == frames.REQUEST:
+                    pool.queue.append((conn, frame, arrived))
+                else:
+                    self._notice(peer, frame, conn)
+        if conn.outbox:
+            conn.flush()
+        if waiting:
+            for _ in range(min(count, 4)):
+                pool.kick()
+        elif count > 1:
+            pool.hand_out()
+        return count > 0
+
+    def reply(self, peer: Peer, frame: Frame, waiting: bool, conn: Connection | None = None) -> None:
+        call: Call | None = peer.pending.pop(frame.id, None)
+        if call is None:
+            self.discard(conn, frame)  # it was given up: too late
+            return
+        if call.charge or peer.waiting:
+            peer.release(call)
+        future = call.future
+        if future is None:
+            call.end(frame, None)
+            return
+        value: Any = None
+        error: BaseException | None = None
+        try:
+            value = self.open_reply(call, frame)
+        except BaseException as caught:
+            error = caught
+            error.__traceback__ = None
+        if future._claim():
+            # Callbacks never run here: the rest of this batch may be what they wait for. A pool thread takes them up
+            # itself when it is done with the batch.
+            future._finish(
+                value, error, self._agent.pool.submit if waiting else self._agent.pool.queue.append
+            )
+        call.end(None, None)
+        call.future = (
+            None  # the future names the call: no cycle, or values would live until the next collection
+        )
+
+    @uninterruptible
+    def open_reply(self, call: Call, frame: Frame) -> Any:
+        """Return the value that a reply carries, or raise its error. Called once per reply, by whoever waits."""
+        call.keep = None
+        if frame.kind == frames.FAILURE:
+            raise exceptions.load(frame.body, loads=codec.loads)
+        if not frame.flags and not frame.extra and not self._agent.interceptors:
+            return messages.open_plain(frame.body, call.peer)
+        parcel = messages.Parcel(call.peer)
+        if frame.extra:
+            self.arrived(parcel, frame)
+        value = messages.open_body(call.conn, frame, frame.buffers, parcel)
+        if self._agent.interceptors:
+            header = unpack_extra(frame.extra) if frame.extra else {}
+            for interceptor in self._agent.interceptors:
+                value = interceptor.reply_received(header, call.peer, value)
+        return value
+
+    def _notice(self, peer: Peer, frame: Frame, conn: Connection) -> None:
+        try:
+            name = unpack_extra(frame.extra).get("n")
+        except ProtocolError as error:
+            conn.close(error)
+            return
+        handler = self._agent.on_notice.get(name) if isinstance(name, str) else None
+        if handler is None:
+            _log.warning("a notice %r of %r has no handler here", name, peer.name)
+            return
+        self._agent.pool.queue.append(lambda: handler(peer, frame.body))
+
+    def cancelled(self, peer: Peer, id: int) -> None:
+        execution = peer.running.get(id)
+        if execution is not None:
+            # Cancelling nested calls completes futures, which may run callbacks: not under the read lock.
+            self._agent.pool.submit(execution.cancel)
+            return
+        if len(peer.cancelled) > 1 << 17:
+            peer.cancelled.clear()
+        peer.cancelled[id] = None
+
+    def arrived(self, parcel: messages.Parcel, frame: Frame) -> None:
+        """Take up the references that a message carries, before it is opened."""
+        forks = unpack_extra(frame.extra).get("f")
+        if isinstance(forks, bytes):
+            self._agent.on_forks(parcel, forks)
+
+    def discard(self, conn: Connection | None, frame: Frame) -> None:
+        """Give back what a message holds that will not be opened: shared memory and references."""
+        messages.discard(conn, frame)
+        if frame.extra:
+            try:
+                forks = unpack_extra(frame.extra).get("f")
+                if isinstance(forks, bytes):
+                    self._agent.refuse_forks(self._agent.self_peer if conn is None else conn.peer, forks)
+            except ProtocolError as error:
+                if conn is not None:
+                    conn.close(error)
+
+    def submit(self, task: Callable[[], Any]) -> None:
+        """Run ``task()`` on a pool thread."""
+        self._agent.pool.submit(task)
+
+    def closed(self, conn: Connection, error: BaseException | None) -> None:
+        """Take note that a connection is closed; see to it on a pool thread."""
+        if isinstance(error, ProtocolError):
+            _log.error(
+                "the connection to %s was closed: %s", conn.peer.name if conn.peer else "a stranger", error
+            )
+        if not self._agent.closed_down:
+            self._agent.pool.submit(lambda: self._agent.lost(conn, error))

@@ -1,0 +1,159 @@
+"""Upkeep: what an agent does when time has passed.
+
+Corked writes leave, credit goes out, silent peers are asked for a sign of life, shared memory that has died goes back
+to its lender, and memory that is kept for reuse is given back to the system. All of it runs on ticks that stop when there
+is nothing left to look after: an idle group wakes nobody. Runs on the clock's thread; what may block goes to the pool.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc.core import frames
+from actorrpc.core.clock import Tick
+from actorrpc.core.frames import pack_frame
+
+if TYPE_CHECKING:
+    from actorrpc.core.agent import Agent
+    from actorrpc.core.connection import Connection
+    from actorrpc.core.peer import Peer
+
+__all__ = ["Upkeep"]
+
+_CREDIT_S: Final = 0.005
+_HAND_BACK_S: Final = 0.05
+_TRIM_S: Final = 30.0
+
+
+class Upkeep:
+    """The ticks of one agent. Thread-safe; pokes are cheap enough for the path of every call."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        clock, settings = agent.clock, agent.settings
+        self.corked: dict[Connection, None] = {}
+        self._cork = Tick(clock, settings.cork_us * 1e-6, self._uncork)
+        self._credited: dict[Connection, None] = {}
+        self._credit = Tick(clock, _CREDIT_S, self._send_credit)
+        self.pulse = Tick(clock, settings.heartbeat, self._beat)
+        self._hand_back = Tick(clock, _HAND_BACK_S, self._hand_back_lanes)
+        self._ringing = False
+        self._trimming = Tick(clock, _TRIM_S, self._trim)
+
+    def cork(self, conn: Connection) -> None:
+        """Leave what is in the outbox for a moment, so that more can leave with it."""
+        self.corked[conn] = None
+        self._cork.poke()
+
+    def flush(self) -> None:
+        """Send everything that was corked: somebody is about to wait."""
+        corked = self.corked
+        while corked:
+            try:
+                conn, _ = corked.popitem()
+            except KeyError:
+                return
+            conn.flush()
+
+    def _uncork(self) -> bool:
+        busy = bool(self.corked)
+        self.flush()
+        return busy
+
+    def credited(self, conn: Connection) -> None:
+        """Send the credit in the outbox soon, if no answer takes it along."""
+        self._credited[conn] = None
+        self._credit.poke()
+
+    def _send_credit(self) -> bool:
+        busy = False
+        while self._credited:
+            conn, _ = self._credited.popitem()
+            busy = True
+            if conn.outbox:
+                conn.flush()
+        return busy
+
+    def freed(self) -> None:
+        """Hear, in a finaliser, that borrowed memory has died; it goes back soon, with whatever is sent or by itself."""
+        if not self._ringing:
+            self._ringing = True
+            self._agent.clock.nudge(self._hand_back.poke)
+
+    def _hand_back_lanes(self) -> bool:
+        self._ringing = False
+        for peer in self._agent.peers():
+            for conn in list(peer.conns):
+                if not conn.broken and conn.hand_back():
+                    self._agent.pool.submit(conn.flush)
+        return False
+
+    def keep_trim(self) -> None:
+        """See to it that memory kept for reuse is given back to the system when it is not used any more."""
+        self._trimming.poke()
+
+    def _trim(self) -> bool:
+        self._agent.buffers.trim()
+        kept = self._agent.buffers.stats().free_bytes
+        for peer in self._agent.peers():
+            for conn in list(peer.conns):
+                if conn.lender is not None:
+                    conn.lender.trim(force=False)
+                    kept += conn.lender.stats().free_bytes
+        return kept > 0
+
+    def before_fork(self) -> None:
+        """Hold back the return of borrowed memory while it is unclear what a child inherits."""
+        for borrower in self._borrowers():
+            borrower.before_fork()
+
+    def after_fork_in_parent(self) -> None:
+        """End what :meth:`before_fork` began."""
+        for borrower in self._borrowers():
+            borrower.after_fork_in_parent()
+
+    def _borrowers(self) -> list[Any]:
+        return [
+            conn.borrower
+            for peer in self._agent.known_peers()
+            for conn in list(peer.conns)
+            if conn.borrower is not None
+        ]
+
+    def _beat(self) -> bool:
+        """Look after peers that are silent while calls to them are under way. Runs on the clock's thread."""
+        busy = False
+        now = time.monotonic()
+        settings = self._agent.settings
+        for peer in self._agent.peers():
+            conn = peer.conn
+            if peer.is_self or conn is None or conn.broken or not peer.pending:
+                peer.misses = 0
+                continue
+            busy = True
+            if now - conn.heard < settings.heartbeat:
+                peer.misses = 0
+                continue
+            if peer.misses >= settings.heartbeat_misses and not self._is_running(peer):
+                silent = now - conn.heard
+                self._agent.pool.submit(
+                    partial(self._agent.peer_ended, peer, "dead", f"it has been silent for {silent:.1f} s")
+                )
+                continue
+            peer.misses += 1
+            conn.outbox.append(pack_frame(frames.PING))
+            self._agent.pool.submit(conn.flush)
+        return busy
+
+    @staticmethod
+    def _is_running(peer: Peer) -> bool:
+        """Say whether the peer's process, where it can be asked, is running (busy) and not stopped or a zombie."""
+        if not peer.same_host:
+            return False
+        try:
+            with open(f"/proc/{peer.record.pid}/stat", "rb") as file:
+                return file.read().rpartition(b")")[2].split()[0] not in (b"T", b"t", b"Z", b"X")
+        except OSError:
+            return False

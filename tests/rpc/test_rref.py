@@ -1,0 +1,623 @@
+"""RRefs as users see them: their methods, how they travel, and when their values go.
+
+torch's own RRefs are the oracle for what both have: one script is run over either.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import operator
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.rpc as torch_rpc
+
+from actorrpc import errors, rpc
+from tests import processes
+from tests.group import rpc_group, run_group
+
+_TINY = 0.05  # a time-out that is meant to pass
+
+# -- what RRefs refer to -------------------------------------------------------------------------
+
+
+class Value:
+    """Counts those that are alive, and can tell when none is."""
+
+    _change = threading.Condition()
+    _alive: set[int] = set()
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        self.lock = threading.Lock()  # so that it cannot travel
+        with Value._change:
+            Value._alive.add(number)
+
+    def __del__(self) -> None:
+        with Value._change:
+            Value._alive.discard(self.number)
+            Value._change.notify_all()
+
+    def get(self) -> int:
+        return self.number
+
+    def add(self, amount: int, *, times: int = 1) -> int:
+        self.number += amount * times
+        return self.number
+
+    def fail(self, text: str) -> None:
+        raise LookupError(text)
+
+    def thread_name(self) -> str:
+        return threading.current_thread().name
+
+    def same(self, rref: Any) -> bool:
+        return rref.local_value() is self
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> int:
+        return self.number + index
+
+    def __call__(self, factor: int) -> int:
+        return self.number * factor
+
+    @staticmethod
+    def static(x: int) -> int:
+        return x + 1
+
+    @classmethod
+    def cls_name(cls) -> str:
+        return cls.__name__
+
+
+def alive() -> set[int]:
+    with Value._change:
+        return set(Value._alive)
+
+
+def gone(number: int) -> bool:
+    """Wait until the value with this number is dead; False if it does not die."""
+    gc.collect()
+    with Value._change:
+        return Value._change.wait_for(lambda: number not in Value._alive, timeout=30)
+
+
+_gate = threading.Event()
+
+
+def gated(value: Any) -> Any:
+    assert _gate.wait(30)
+    return value
+
+
+def open_gate() -> None:
+    _gate.set()
+
+
+def close_gate() -> None:
+    _gate.clear()
+
+
+def fail(text: str) -> Any:
+    raise LookupError(text)
+
+
+def own(value: Any) -> Any:
+    return value
+
+
+_kept: dict[str, Any] = {}
+
+
+def keep(name: str, thing: Any) -> None:
+    _kept[name] = thing
+
+
+def kept(name: str) -> Any:
+    return _kept[name]
+
+
+def drop(name: str) -> None:
+    del _kept[name]
+    gc.collect()
+
+
+def fetch(rref: Any) -> Any:
+    return rref.to_here()
+
+
+def use(rref: Any) -> Any:
+    return rref.rpc_sync().get()
+
+
+def pass_on(rref: Any, to: list[Any], then: Callable[[Any], Any]) -> Any:
+    """Have another worker do it, by way of those in ``to``."""
+    if not to:
+        return then(rref)
+    return rpc.rpc_sync(to[0], pass_on, (rref, to[1:], then))
+
+
+def make_here(number: int) -> Any:
+    return rpc.RRef(Value(number))
+
+
+def tell(rref: Any) -> tuple[bool, str, bool]:
+    return rref.is_owner(), rref.owner_name(), rref.confirmed_by_owner()
+
+
+def make_there(number: int) -> Any:
+    return rpc.remote("worker2", Value, (number,))
+
+
+# -- the same script over torch and over ours ----------------------------------------------------
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, Any]:
+    try:
+        return "value", call()
+    except Exception as error:
+        return "error", [cls.__name__ for cls in type(error).__mro__]
+
+
+def _both(module: Any, me: int) -> dict[str, tuple[str, Any]]:
+    """What is looked at on rank 0; the first RRefs of the group, so that ids can be compared."""
+    found: dict[str, tuple[str, Any]] = {}
+
+    def note(name: str, call: Callable[[], Any]) -> None:
+        found[name] = outcome(call)
+
+    user = module.remote("worker1", torch.add, (torch.ones(2), 1))
+    note("user: repr", lambda: repr(user))
+    note("user: to_here", lambda: user.to_here().tolist())
+    note("user: confirmed", user.confirmed_by_owner)
+    note("user: is_owner", user.is_owner)
+    note("user: owner_name", user.owner_name)
+    note("user: owner", lambda: (user.owner().name, user.owner().id))
+    note("user: local_value", user.local_value)
+    owner = module.RRef([1, 2])
+    note("owner: repr", lambda: repr(owner))
+    note("owner: to_here", owner.to_here)
+    note("owner: local_value", owner.local_value)
+    note("owner: identity", lambda: owner.local_value() is owner.to_here())
+    note("owner: confirmed", owner.confirmed_by_owner)
+    note("owner: is_owner", owner.is_owner)
+    note("owner: owner", lambda: (owner.owner().name, owner.owner_name()))
+    own_remote = module.remote("worker0", operator.add, (1, 2))
+    note("remote to self: to_here", own_remote.to_here)
+    note("remote to self: is_owner", own_remote.is_owner)
+    note("remote to self: local_value", own_remote.local_value)
+    bad = module.remote("worker1", fail, ("made badly",))
+    note("failed: to_here", bad.to_here)
+    own_bad = module.remote("worker0", fail, ("made badly",))
+    note("failed here: to_here", own_bad.to_here)
+    for name, rref in (("user", module.remote("worker1", Value, (3,))), ("owner", module.RRef(Value(3)))):
+        for style, finish in (("rpc_sync", own), ("rpc_async", lambda f: f.wait()), ("remote", lambda r: r.to_here())):
+            proxy = getattr(rref, style)
+
+            def note_call(what: str, call: Callable[[], Any], style: str = style, name: str = name) -> None:
+                note(f"{name}: {style}: {what}", call)
+
+            note_call("get", lambda proxy=proxy, finish=finish: finish(proxy().get()))
+            note_call("keyword", lambda proxy=proxy, finish=finish: finish(proxy().add(2, times=3)))
+            note_call("static", lambda proxy=proxy, finish=finish: finish(proxy().static(4)))
+            note_call("class", lambda proxy=proxy, finish=finish: finish(proxy().cls_name()))
+            note_call("missing", lambda proxy=proxy, finish=finish: finish(proxy().nothing()))
+            note_call("raises", lambda proxy=proxy, finish=finish: finish(proxy().fail("it")))
+            note_call("len", lambda proxy=proxy, finish=finish: finish(proxy().__len__()))
+            note_call("item", lambda proxy=proxy, finish=finish: finish(proxy().__getitem__(2)))
+            note_call("call", lambda proxy=proxy, finish=finish: finish(proxy().__call__(2)))
+            note_call("timeout", lambda proxy=proxy, finish=finish: finish(proxy(timeout=30).get()))
+            note_call("no timeout", lambda proxy=proxy, finish=finish: finish(proxy(0).get()))
+        note(f"{name}: as an argument", lambda rref=rref: module.rpc_sync("worker1", use, (rref,)))
+        note(f"{name}: to its owner", lambda rref=rref: module.rpc_sync(rref.owner(), owners_view, (rref,)))
+        note(f"{name}: and back", lambda rref=rref: module.rpc_sync("worker1", own, (rref,)).rpc_sync().get())
+        note(f"{name}: pickled", lambda rref=rref: pickle.dumps(rref))
+        note(f"{name}: deep copy", lambda rref=rref: copy.deepcopy(rref))
+        note(f"{name}: in a container", lambda rref=rref: module.rpc_sync("worker1", in_dict, ({"k": [rref]},)))
+        note(f"{name}: twice", lambda rref=rref: module.rpc_sync("worker1", in_dict, ({"k": [rref, rref]},)))
+        note(f"{name}: on to worker2", lambda rref=rref: module.rpc_sync("worker1", relay, (rref, "worker2")))
+    tensor = module.remote("worker1", torch.ones, ((2, 3),))
+    note("tensor: size", lambda: list(tensor.rpc_sync().size()))
+    note("tensor: view", lambda: tensor.remote().view(6).to_here().tolist())
+    note("tensor: sum", lambda: tensor.rpc_async().sum().wait().item())
+    note("none", lambda: module.remote("worker1", own, (None,)).to_here())
+    note("of an RRef", lambda: module.remote("worker1", own, (owner,)).to_here().to_here())
+    return found
+
+
+def owners_view(rref: Any) -> tuple[bool, int]:
+    return rref.is_owner(), rref.local_value().get()
+
+
+def in_dict(things: dict[str, list[Any]]) -> list[Any]:
+    return [rref.rpc_sync().get() for rref in things["k"]]
+
+
+def relay(rref: Any, to: str) -> Any:
+    module = rpc if isinstance(rref, rpc.RRef) else torch_rpc
+    return module.rpc_sync(to, use, (rref,))  # type: ignore[attr-defined]
+
+
+def _over_ours(rank: int, world_size: int) -> dict[str, tuple[str, Any]]:
+    return {} if rank else _both(rpc, rank)
+
+
+def _over_torch(rank: int, world_size: int, path: str) -> dict[str, tuple[str, Any]]:
+    os.environ["TP_SOCKET_IFNAME"] = "lo"
+    given = torch_rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", num_worker_threads=4)
+    torch_rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=given)
+    try:
+        return {} if rank else _both(torch_rpc, rank)
+    finally:
+        torch_rpc.shutdown()
+
+
+def test_torchs_rrefs_are_the_oracle() -> None:
+    ours = rpc_group(_over_ours, 3)[0]
+    theirs = run_group(_over_torch, 3, str(processes.scratch() / f"rref-{os.getpid()}"), leak_wait=None)[0]
+    assert list(ours) == list(theirs)
+    problems = []
+    for name, (kind, value) in theirs.items():
+        our_kind, our_value = ours[name]
+        if kind == our_kind == "error":
+            # Ours has the type that torch raises, and is a RuntimeError in any case.
+            if value[0] not in our_value or "RuntimeError" not in our_value:
+                problems.append(f"{name}: {our_value}, torch {value}")
+        elif (our_kind, our_value) != (kind, value):
+            problems.append(f"{name}: {our_kind} {our_value!r}, torch {kind} {value!r}")
+    assert not problems, "\n".join(problems)
+
+
+# -- the rest of the interface -------------------------------------------------------------------
+
+
+def _interface(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    here = rpc.RRef(Value(1))
+    there = rpc.remote("worker1", Value, (2,))
+    # Equality: of what is referred to, not of the reference.
+    back = rpc.rpc_sync("worker1", own, (there,))
+    assert back == there
+    assert hash(back) == hash(there)
+    assert back is not there
+    assert rpc.rpc_sync("worker1", own, (here,)) == here
+    assert here != there
+    assert here != 1
+    assert rpc.RRef(1) != rpc.RRef(1)
+    assert len({here, there, back}) == 2
+    assert back.confirmed_by_owner()
+    # Types and hints.
+    assert isinstance(there, rpc.RRef)
+    typed: rpc.RRef[int] = rpc.RRef(1, type_hint=int)
+    assert typed.to_here() == 1
+    assert rpc.RRef[int] is not None
+    # Owners.
+    assert there.owner() == rpc.get_worker_info("worker1")
+    assert rpc.rpc_sync(there.owner(), Value.static, (1,)) == 2
+    assert rpc.rpc_sync("worker2", pass_on, (there, ["worker1", "worker0", "worker2"], use)) == 2
+    assert rpc.rpc_sync("worker2", pass_on, (there, ["worker1"], tell)) == (True, "worker1", True)
+    assert rpc.rpc_sync("worker2", pass_on, (here, ["worker0"], tell)) == (True, "worker0", True)
+    assert rpc.rpc_sync("worker2", tell, (here,)) == (False, "worker0", True)
+    assert rpc.rpc_sync("worker2", tell, (there,)) == (False, "worker1", True)
+    # Arriving at its owner, an RRef refers to the very object.
+    assert there.rpc_sync().same(there)
+    assert here.rpc_sync().same(here)
+    with pytest.raises(RuntimeError, match="local_value"):
+        there.local_value()
+    with pytest.raises(errors.RRefError, match="rref_id="):
+        there.local_value()
+    # A value that cannot travel stays; the error says so, and the RRef goes on working.
+    with pytest.raises(errors.SerializationError):
+        there.to_here()
+    assert there.rpc_sync().get() == 2
+    # An RRef as result, made there, or by a third worker.
+    made = rpc.rpc_sync("worker1", make_here, (11,))
+    assert tuple(tell(made)) == (False, "worker1", True)
+    assert made.rpc_sync().get() == 11
+    third = rpc.rpc_sync("worker1", make_there, (12,))
+    assert third.owner_name() == "worker2"
+    assert third.rpc_sync().get() == 12
+    nested = rpc.remote("worker1", make_there, (13,))
+    assert nested.to_here().rpc_sync().get() == 13
+    # The method of a proxy as the function, with the RRef among the arguments: the tutorial's line.
+    assert rpc.rpc_async(there.owner(), there.rpc_sync().same, args=(there,)).wait()
+    assert rpc.rpc_sync("worker2", there.rpc_sync().add, (5,), {"times": 2}) == 12
+    # Proxies.
+    assert there.rpc_sync()(3) == 36
+    for style in ("rpc_sync", "rpc_async", "remote"):
+        assert style in repr(getattr(there, style)())
+        for wrong in ("1", -2, float("nan"), None, True):
+            with pytest.raises((TypeError, ValueError), match="timeout"):
+                getattr(there, style)(timeout=wrong).get()
+    for wrong in ("1", -2, float("nan"), None, True):
+        for rref in (here, there):
+            with pytest.raises((TypeError, ValueError), match="timeout"):
+                rref.to_here(timeout=wrong)  # type: ignore[arg-type]
+    proxy = there.rpc_sync()
+    first, second = proxy.get(), proxy.get()
+    assert first == second
+    assert rpc.rpc_async("worker1", own, (there.rpc_async(),)).wait().get().wait() == first
+
+
+def test_interface() -> None:
+    rpc_group(_interface, 3)
+
+
+# -- not made yet, or badly ----------------------------------------------------------------------
+
+
+def _early(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    for to in ("worker1", "worker0"):
+        rpc.rpc_sync(to, close_gate)
+        rref = rpc.remote(to, gated, (5,))
+        assert rref.owner_name() == to
+        for call in (
+            lambda rref=rref: rref.to_here(timeout=_TINY),
+            lambda rref=rref: rref.rpc_sync(timeout=_TINY).bit_length(),
+            lambda rref=rref: rref.rpc_async(timeout=_TINY).bit_length().wait(),
+        ):
+            with pytest.raises(TimeoutError) as caught:
+                call()
+            assert isinstance(caught.value, RuntimeError)
+        # It can be sent before it is there; whoever gets it waits for it.
+        waits = rpc.rpc_async("worker2", fetch, (rref,))
+        method = rref.rpc_async().bit_length()
+        follows = rref.remote().bit_length()
+        assert not waits.done()
+        rpc.rpc_sync(to, open_gate)
+        assert waits.wait() == 5
+        assert method.wait() == 3
+        assert follows.to_here() == 3
+        assert rref.to_here() == 5
+        # -- badly
+        bad = rpc.remote(to, fail, ("no value",))
+        for call in (
+            lambda bad=bad: bad.to_here(),
+            lambda bad=bad: bad.to_here(),
+            lambda bad=bad: bad.rpc_sync().anything(),
+            lambda bad=bad: bad.rpc_async().anything().wait(),
+            lambda bad=bad: bad.remote().anything().to_here(),
+            lambda bad=bad: rpc.rpc_sync("worker2", fetch, (bad,)),
+        ):
+            with pytest.raises(LookupError, match="no value") as failed:
+                call()
+            assert isinstance(failed.value, errors.RemoteError)
+            assert failed.value.args == ("no value",)
+            assert isinstance(failed.value.__cause__, errors.RemoteTraceback)
+    unsendable = rpc.remote("worker1", threading.Lock)
+    with pytest.raises(errors.SerializationError, match="lock"):
+        unsendable.to_here()
+    assert unsendable.rpc_sync().locked() is False
+    with pytest.raises(errors.SerializationError):
+        rpc.remote("worker1", own, (threading.Lock(),))
+    with pytest.raises(LookupError, match="of a value"):
+        rpc.remote("worker1", Value, (1,)).remote().fail("of a value").to_here()
+    # After all this the worker has nothing left.
+    own_bad = rpc.remote("worker0", fail, ("local",))
+    with pytest.raises(LookupError, match="local"):
+        own_bad.local_value()
+
+
+def test_values_that_are_not_there_yet_or_never() -> None:
+    rpc_group(_early, 3)
+
+
+# -- pickling ------------------------------------------------------------------------------------
+
+
+def _pickling(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    for rref in (rpc.RRef(1), rpc.remote("worker1", own, (1,))):
+        for call in (
+            lambda rref=rref: pickle.dumps(rref),
+            lambda rref=rref: pickle.dumps({"deep": [rref]}),
+            lambda rref=rref: torch.save(rref, os.devnull),
+            lambda rref=rref: copy.deepcopy(rref),
+        ):
+            with pytest.raises(RuntimeError):
+                call()
+        assert copy.copy(rref) == rref
+    with pytest.raises(RuntimeError, match="only be pickled when using RPC"):
+        pickle.dumps(rpc.RRef(1))
+
+
+def test_rrefs_are_pickled_by_rpc_only() -> None:
+    rpc_group(_pickling, 2)
+
+
+# -- reference counting --------------------------------------------------------------------------
+
+
+def _counting(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    # One user, gone.
+    rref = rpc.remote("worker1", Value, (1,))
+    assert rref.rpc_sync().get() == 1
+    assert 1 in rpc.rpc_sync("worker1", alive)
+    del rref
+    assert rpc.rpc_sync("worker1", gone, (1,))
+    # Before it is made, already gone.
+    rpc.remote("worker1", Value, (2,))
+    assert rpc.rpc_sync("worker1", gone, (2,))
+    # G1: shared with another, it lives until both are gone; the maker may go first.
+    rref = rpc.remote("worker1", Value, (3,))
+    rpc.rpc_sync("worker2", keep, ("three", rref))
+    del rref
+    gc.collect()
+    assert rpc.rpc_sync("worker2", pass_on, (3, [], own)) == 3
+    assert rpc.rpc_sync("worker2", kept_get, ("three",)) == 3
+    rpc.rpc_sync("worker2", drop, ("three",))
+    assert rpc.rpc_sync("worker1", gone, (3,))
+    # G2: passed on along a chain, each one letting go at once.
+    rref = rpc.remote("worker1", Value, (4,))
+    future = rpc.rpc_async("worker2", pass_on, (rref, ["worker0", "worker2", "worker1", "worker2"], keep_four))
+    del rref
+    future.wait()
+    assert rpc.rpc_sync("worker2", kept_get, ("four",)) == 4
+    rpc.rpc_sync("worker2", drop, ("four",))
+    assert rpc.rpc_sync("worker1", gone, (4,))
+    # Ours: lives while we or anybody holds it.
+    mine = rpc.RRef(Value(5))
+    rpc.rpc_sync("worker1", keep, ("five", mine))
+    del mine
+    gc.collect()
+    assert 5 in alive()
+    assert rpc.rpc_sync("worker1", kept_get, ("five",)) == 5
+    rpc.rpc_sync("worker1", drop, ("five",))
+    assert gone(5)
+    # Ours, never shared.
+    mine = rpc.RRef(Value(6))
+    del mine
+    assert gone(6)
+    # Held by a call under way, and by what it gave.
+    rref = rpc.remote("worker1", Value, (7,))
+    rpc.rpc_sync("worker2", close_gate)
+    future = rpc.rpc_async("worker2", gated, (rref,))
+    del rref
+    gc.collect()
+    rpc.rpc_sync("worker2", open_gate)
+    again = future.wait()
+    assert again.rpc_sync().get() == 7
+    del future, again
+    assert rpc.rpc_sync("worker1", gone, (7,))
+    # A proxy, its methods and the futures of its calls hold it, too.
+    future = rpc.remote("worker1", Value, (8,)).rpc_async().get()
+    assert future.wait() == 8
+    method = rpc.remote("worker1", Value, (9,)).rpc_sync().get
+    assert method() == 9
+    del future, method
+    assert rpc.rpc_sync("worker1", gone, (8,))
+    assert rpc.rpc_sync("worker1", gone, (9,))
+    # In messages that were not sent, or whose call failed, no reference is lost.
+    rref = rpc.remote("worker1", Value, (10,))
+    with pytest.raises(errors.SerializationError):
+        rpc.rpc_sync("worker2", own, (rref, threading.Lock()))
+    with pytest.raises(TypeError):
+        rpc.rpc_sync("worker2", own, (rref, rref))
+    with pytest.raises(LookupError):
+        rpc.rpc_sync("worker2", fail_with, (rref,))
+    cancelled = rpc.rpc_async("worker2", own, (rref,))
+    cancelled.cancel()
+    del cancelled
+    assert rref.rpc_sync().get() == 10
+    del rref
+    assert rpc.rpc_sync("worker1", gone, (10,))
+    # Many at once, shared in all directions.
+    many = [rpc.remote(f"worker{1 + i % 2}", Value, (100 + i,)) for i in range(60)]
+    there = [rpc.rpc_async(f"worker{1 + (i + 1) % 2}", use, (each,)) for i, each in enumerate(many)]
+    assert [future.wait() for future in there] == [100 + i for i in range(60)]
+    del many, there
+    for i in range(60):
+        assert rpc.rpc_sync(f"worker{1 + i % 2}", gone, (100 + i,))
+    # In a cycle of garbage.
+    loop: list[Any] = [rpc.remote("worker1", Value, (11,))]
+    loop.append(loop)
+    del loop
+    gc.collect()
+    assert rpc.rpc_sync("worker1", gone, (11,))
+
+
+def kept_get(name: str) -> int:
+    number: int = _kept[name].rpc_sync().get()
+    return number
+
+
+def keep_four(rref: Any) -> None:
+    keep("four", rref)
+
+
+def fail_with(rref: Any) -> None:
+    raise LookupError("with an RRef in hand")
+
+
+def test_values_go_with_the_last_reference_and_not_before() -> None:
+    rpc_group(_counting, 3)
+
+
+# -- at the end ----------------------------------------------------------------------------------
+
+
+class _Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _held_at_the_end(rank: int, world_size: int) -> None:
+    warnings = _Warnings()
+    logging.getLogger("actorrpc").addHandler(warnings)
+    me, others = f"worker{rank}", [i for i in range(world_size) if i != rank]
+    keep("mine", [rpc.remote(i, Value, (rank * 10 + i,)) for i in others])
+    keep("own", rpc.RRef(Value(rank * 10 + rank)))
+    for i in others:
+        rpc.rpc_sync(i, keep, (f"from {me}", [kept("own"), *kept("mine")]))
+    rpc.shutdown()
+    assert warnings.texts == []
+    # What users still hold is dead; they say so.
+    for rref in kept("mine"):
+        with pytest.raises(errors.RpcError):
+            rref.rpc_sync().get()
+    # Values that others held are gone with the group.
+    with Value._change:
+        left = {number for number in Value._alive if number // 10 != rank}
+    assert left == set()
+    _kept.clear()
+
+
+def test_held_at_shutdown_is_let_go_and_nothing_leaks() -> None:
+    rpc_group(_held_at_the_end, 3)
+
+
+def _owner_dies(rank: int, world_size: int) -> None:
+    if rank == 1:
+        assert _gate.wait(30)
+        rpc.shutdown(graceful=False)
+        return
+    if rank == 0:
+        rref = rpc.remote("worker1", Value, (1,))
+        assert rref.rpc_sync().get() == 1
+        rpc.rpc_sync("worker2", keep, ("one", rref))
+        mine = rpc.RRef(Value(2))
+        rpc.rpc_sync("worker1", keep, ("two", mine))
+        del mine
+        rpc.rpc_sync("worker1", open_gate)
+        with pytest.raises(errors.PeerDiedError):
+            while True:
+                rref.rpc_sync().get()
+        for call in (
+            rref.to_here,
+            lambda: rref.rpc_async().get().wait(),
+            lambda: rref.remote().get().to_here(),
+            lambda: rpc.rpc_sync("worker2", fetch, (rref,)),
+        ):
+            with pytest.raises(errors.RpcError):
+                call()
+        # The reference of the one that is gone does not keep our value.
+        assert gone(2)
+        rpc.rpc_sync("worker2", open_gate)
+    else:
+        assert _gate.wait(30)
+        with pytest.raises(errors.RpcError):
+            kept("one").to_here()
+        drop("one")
+
+
+def test_an_owner_that_leaves() -> None:
+    rpc_group(_owner_dies, 3)

@@ -1,0 +1,291 @@
+"""Leaving: together, by force, by the end of the process, and by Ctrl-C in every wait."""
+
+from __future__ import annotations
+
+import operator
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actorrpc import rpc
+from actorrpc.core import keys
+from actorrpc.errors import NotInitializedError, RpcTimeoutError, ShutdownError
+from tests.group import rpc_group, run_group
+
+_gates: dict[str, threading.Event] = {}
+_table = threading.Lock()
+
+
+def _gate(name: str) -> threading.Event:
+    with _table:
+        return _gates.setdefault(name, threading.Event())
+
+
+def _hold(name: str) -> str:
+    _gate(name).wait()
+    return name
+
+
+def _open(name: str) -> None:
+    _gate(name).set()
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    """Wait for something that nothing announces; bounded by the test's limit."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.005)
+
+
+def _join(rank: int, world_size: int, store: str, **options: Any) -> None:
+    rpc.init_rpc(
+        f"worker{rank}",
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{store}", **options),
+    )
+
+
+# -- together ------------------------------------------------------------------------------------------
+
+
+def _serve_in_shutdown(rank: int, world_size: int) -> None:
+    """All but worker0 sit in shutdown at once; they serve worker0 and each other as long as it works."""
+    if rank:
+        return
+    barrier = rpc.group._current.barrier  # type: ignore[attr-defined]
+    _until(lambda: len(barrier._arrived.get(0, ())) == world_size - 1)
+    for i in range(100):
+        assert rpc.rpc_sync(f"worker{1 + i % 2}", operator.add, (i, 1)) == i + 1
+    assert rpc.rpc_sync("worker1", rpc.rpc_sync, ("worker2", operator.add, (1, 2))) == 3
+    rref = rpc.remote("worker1", torch.ones, (3,))
+    assert torch.equal(rref.to_here(), torch.ones(3))
+
+
+def test_a_worker_in_shutdown_serves_the_others() -> None:
+    rpc_group(_serve_in_shutdown, 3)
+
+
+def _states(rank: int, world_size: int, store: str) -> None:
+    # shutdown before init_rpc does nothing; after it, nothing works, and init_rpc does again.
+    rpc.shutdown()
+    for attempt in range(2):
+        _join(rank, world_size, f"{store}{attempt}")
+        assert rpc.rpc_sync(f"worker{1 - rank}", operator.add, (1, 1)) == 2
+        rpc.shutdown()
+        rpc.shutdown()
+        with pytest.raises(NotInitializedError):
+            rpc.rpc_sync("worker0", operator.add, (1, 1))
+
+    # Time-out of a graceful shutdown: the other one does not come, and this one is shut down all the same.
+    _join(rank, world_size, f"{store}late")
+    if rank == 0:
+        with pytest.raises(RpcTimeoutError, match="worker1"):
+            rpc.shutdown(timeout=0.2)
+        assert not rpc.api.is_initialized()
+        Path(f"{store}gave up").touch()
+    else:
+        _until(Path(f"{store}gave up").exists)
+        rpc.shutdown()  # the only other one has left
+
+    # By force: what is under way fails.
+    _join(rank, world_size, f"{store}force")
+    if rank == 0:
+        future = rpc.rpc_async("worker1", _hold, ("force",), timeout=0)
+        mine = rpc.rpc_async("worker0", _hold, ("force",), timeout=0)
+        callbacks: list[str] = []
+        future.add_done_callback(lambda _: callbacks.append("called"))
+        got: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                rpc.rpc_sync("worker1", _hold, ("force",), timeout=0)
+            except BaseException as error:
+                got.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        pending = rpc.api._require().agent.peer("worker1").pending  # type: ignore[attr-defined]
+        _until(lambda: len(pending) == 2)
+        _open("force")
+        assert mine.wait() == "force"
+        rpc.shutdown(graceful=False)
+        thread.join()
+        with pytest.raises(ShutdownError) as caught:
+            future.wait()
+        assert caught.value.maybe_executed
+        assert [type(error) for error in got] == [ShutdownError]
+        assert callbacks == ["called"]
+        Path(f"{store}forced").touch()
+    else:
+        _until(Path(f"{store}forced").exists)
+        _open("force")
+        rpc.shutdown(graceful=False)
+
+
+def test_shutdown_again_late_and_by_force(tmp_path: Path) -> None:
+    run_group(_states, 2, str(tmp_path / "store"))
+
+
+# -- the end of the process -------------------------------------------------------------------------------
+
+_SCRIPT = """
+import operator, os, sys, threading, signal
+from actorrpc import rpc
+rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2,
+             rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{store}"))
+def hold():
+    threading.Event().wait()
+if rank == 0:
+    assert rpc.rpc_sync("worker1", operator.add, (1, 1)) == 2
+    rref = rpc.remote("worker1", operator.add, (1, 1))
+    mine = rpc.RRef([1])
+    future = rpc.rpc_async("worker1", hold, timeout=0)
+    threading.Thread(target=rpc.rpc_sync, args=("worker1", hold), kwargs={"timeout": 0}, daemon=True).start()
+    if how == "raise":
+        raise SystemExit(3)
+    print("rank 0 ends", flush=True)
+else:
+    if how == "thread":
+        threading.Thread(target=rpc.shutdown).start()
+    else:
+        rpc.shutdown()
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "raise", "thread"])
+def test_a_process_that_ends_without_shutdown_ends(tmp_path: Path, how: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(_SCRIPT))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(tmp_path / "store"), how],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = []
+    try:
+        outputs = [run.communicate() for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+            run.communicate()
+    assert [run.returncode for run in runs] == [3 if how == "raise" else 0, 0], outputs
+    for _, errors in outputs:
+        assert "Traceback" not in errors.replace("ShutdownError", ""), errors
+        assert "Fatal" not in errors
+    keys.sweep()
+
+
+# -- Ctrl-C -------------------------------------------------------------------------------------------------
+
+
+def _interrupt_in(function: Callable[[], Any], inside: tuple[str, ...]) -> None:
+    """Run `function` on this, the main, thread; Ctrl-C comes when it is in one of these functions of ours."""
+    main = threading.main_thread().ident
+    assert main is not None
+    caught = threading.Event()
+
+    def interrupt() -> None:
+        while not caught.is_set():
+            frame = sys._current_frames().get(main)
+            while frame is not None:
+                if frame.f_code.co_name in inside and "actorrpc" in frame.f_code.co_filename:
+                    signal.pthread_kill(main, signal.SIGINT)
+                    return
+                frame = frame.f_back
+            caught.wait(0.002)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        function()
+    except KeyboardInterrupt:
+        pass
+    else:
+        raise AssertionError("was not interrupted")
+    finally:
+        caught.set()
+        thread.join()
+
+
+def _interrupts(rank: int, world_size: int, store: str) -> None:
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if rank == 0:
+        # In init_rpc, while the other one is still to come.
+        _interrupt_in(lambda: _join(0, 2, f"{store}0"), ("poll", "_wait", "_apart"))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert not rpc.api.is_initialized()
+    _join(rank, world_size, f"{store}1", lane=False, heartbeat=30.0)
+    if rank == 0:
+        agent = rpc.api._require().agent  # type: ignore[attr-defined]
+        pid = agent.peer("worker1").record.pid
+        waits = ("_park", "_receive_patiently", "wait_for_room")
+        _interrupt_in(lambda: rpc.rpc_sync("worker1", _hold, ("c",), timeout=0), waits)
+        future = rpc.rpc_async("worker1", _hold, ("c",), timeout=0)
+        _interrupt_in(future.wait, waits)
+        assert not future.done()
+        _interrupt_in(lambda: rpc.rpc_sync("worker0", _hold, ("c",), timeout=0), waits)
+        rref = rpc.remote("worker1", _hold, ("c",), timeout=0)
+        _interrupt_in(rref.to_here, waits)
+        own = rpc.remote("worker0", _hold, ("c",), timeout=0)
+        _interrupt_in(own.to_here, waits)
+        _interrupt_in(own.local_value, waits)
+
+        # Blocked in send: the connection is in order afterwards.
+        large = torch.ones(16 << 20)
+        os.kill(pid, signal.SIGSTOP)
+        _interrupt_in(lambda: rpc.rpc_sync("worker1", torch.neg, (large,), timeout=0), ("_wait_writable",))
+        _interrupt_in(
+            lambda: rpc.rpc_async("worker1", torch.neg, (large,), timeout=0).wait(), ("_wait_writable",)
+        )
+        os.kill(pid, signal.SIGCONT)
+        assert torch.equal(rpc.rpc_sync("worker1", torch.neg, (large,)), -large)
+
+        # Waiting for room.
+        peer = agent.peer("worker1")
+        peer.window = 1
+        held = rpc.rpc_async("worker1", _first, ("c", torch.ones(64)), timeout=0)
+        peer.charged += 1
+        _interrupt_in(lambda: rpc.rpc_sync("worker1", operator.add, (1, 1), timeout=0), waits)
+        peer.charged -= 1
+        peer.window = 64 << 20
+
+        rpc.rpc_sync("worker1", _open, ("c",))
+        _open("c")
+        assert future.wait() == "c"
+        assert held.wait() == "c"
+        assert rref.to_here() == own.to_here() == "c"
+
+        # In the barrier of shutdown: this worker is shut down all the same.
+        _interrupt_in(rpc.shutdown, waits)
+        assert not rpc.api.is_initialized()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        Path(f"{store}done").touch()
+    else:
+        _until(Path(f"{store}done").exists)
+        rpc.shutdown()
+
+
+def _first(name: str, _: torch.Tensor) -> str:
+    return _hold(name)
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_ctrl_c_ends_every_wait(tmp_path: Path, transport: str) -> None:
+    run_group(_interrupts, 2, str(tmp_path / "store"), env={"ACTORRPC_TRANSPORT": transport})
