@@ -92,7 +92,9 @@ def test_what_is_not_there_yet() -> None:
         torch.futures.Future().value()
 
 
-@pytest.mark.parametrize("first", [lambda f: f.set_result(1), lambda f: f.set_exception(ValueError()), Future.cancel])
+@pytest.mark.parametrize(
+    "first", [lambda f: f.set_result(1), lambda f: f.set_exception(ValueError()), Future.cancel]
+)
 @pytest.mark.parametrize("second", [lambda f: f.set_result(2), lambda f: f.set_exception(ValueError())])
 def test_completes_once(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> None:
     future: Future[int] = Future()
@@ -165,7 +167,8 @@ def test_many_threads_wait() -> None:
     future: Future[str] = Future()
     found: list[str] = []
     threads = [
-        threading.Thread(target=lambda bound=bound: found.append(future.wait(bound))) for bound in [None, 30, 40, None]
+        threading.Thread(target=lambda bound=bound: found.append(future.wait(bound)))
+        for bound in [None, 30, 40, None]
     ]
     for thread in threads:
         thread.start()
@@ -271,7 +274,10 @@ def test_collect_all(collect: Callable[..., Any]) -> None:
         assert not everything.done()
     futures[1].set_result(1)
     assert [future.value() for future in everything.wait()] == [0, 1, 2]
-    assert all(mine is given for mine, given in zip(everything.wait(), futures, strict=True)) or collect is not collect_all
+    assert (
+        all(mine is given for mine, given in zip(everything.wait(), futures, strict=True))
+        or collect is not collect_all
+    )
 
 
 @pytest.mark.parametrize("wait", [torch.futures.wait_all, wait_all])

@@ -212,11 +212,11 @@ class Loans(Generic[T]):
 
     __slots__ = ("pid", "returned", "ring")
 
-    def __init__(self) -> None:
+    def __init__(self, ring: Callable[[], None] | None = None) -> None:
         self.pid = os.getpid()
         self.returned: deque[T] = deque()
         #: called after each return, where a finaliser runs: it may take no lock and must not raise
-        self.ring: Callable[[], None] | None = None
+        self.ring = ring
 
     def lend(self, memory: object, address: int, size: int, tag: T) -> memoryview:
         """Return a writable view of ``size`` bytes at ``address``; its last user's death returns ``tag``.

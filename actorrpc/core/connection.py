@@ -154,19 +154,13 @@ class Connection:
         """Put the connection into the epoll, armed: from now on the pool reads it."""
         self._epoll.register(self.fd, _ARMED)
 
-    def arm(self) -> None:
-        """Let the kernel wake a pool thread for the next bytes. Harmless when it is armed already or closed."""
+    def _watch(self, mask: int) -> None:
+        """Arm (the kernel wakes a pool thread for the next bytes) or disarm. Harmless when closed."""
         if not self.broken:
             try:
-                self._epoll.modify(self.fd, _ARMED)
+                self._epoll.modify(self.fd, mask)
             except (OSError, ValueError):
                 pass
-
-    def _disarm(self) -> None:
-        try:
-            self._epoll.modify(self.fd, _DISARMED)
-        except (OSError, ValueError):
-            pass
 
     @uninterruptible
     def turn(self) -> list[Frame] | None:
@@ -203,14 +197,14 @@ class Connection:
         try:
             if not self.read_lock.acquire(False):
                 return None
-            self._disarm()
+            self._watch(_DISARMED)
             try:
                 hit = self._spin(frames)
             except BaseException as error:
                 self._failed(error)
             finally:
                 self.read_lock.release()
-            self.arm()
+            self._watch(_ARMED)
         finally:
             spinner.release()
         # Compared with sleeping, which is noted as a long wait: a hit counts for spinning, a miss against it.

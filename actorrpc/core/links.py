@@ -223,8 +223,7 @@ class Links:
             return
         if session.purpose is Purpose.LANE and guest.local:
             # In place before the lender can name any memory: it waits for our answer.
-            main.borrower = Borrower(sock)
-            main.borrower.on_freed(self._agent.upkeep.freed)
+            main.borrower = Borrower(sock, on_freed=self._agent.upkeep.freed)
             sock.setblocking(False)
             sock.send(answer)
         elif session.purpose is Purpose.BULK:

@@ -402,6 +402,7 @@ class Borrower:
         max_buffers: int = 10_000,
         max_segments: int = 4096,
         max_bytes: int = 1 << 42,
+        on_freed: Callable[[], None] | None = None,
     ) -> None:
         self._sock = sock
         self._max_buffers = max_buffers
@@ -410,13 +411,9 @@ class Borrower:
         self._fetch_lock = threading.RLock()
         self._lock = threading.RLock()
         self._segments: dict[int, _Mapped] = {}
-        self._loans: Loans[tuple[int, int]] = Loans()
+        self._loans: Loans[tuple[int, int]] = Loans(on_freed)
         self._closed = False
         self._forks: ForkGuard[tuple[int, int]] = ForkGuard()
-
-    def on_freed(self, ring: Callable[[], None]) -> None:
-        """Have ``ring`` called when a loan dies: in a finaliser, so it may take no lock."""
-        self._loans.ring = ring
 
     @property
     def freed(self) -> bool:

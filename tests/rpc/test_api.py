@@ -232,7 +232,9 @@ def _table() -> list[Scenario]:
         Scenario("torch.matmul", torch.matmul, (ones, ones.t())),
         Scenario("torch.zeros", torch.zeros, (2, 2), torch="torch finds no schema for it"),
         Scenario("torch.zeros of a shape", torch.zeros, ((2, 2),)),
-        Scenario("torch.split", torch.split, (torch.arange(10), 4), torch="torch's operators give lists for tuples"),
+        Scenario(
+            "torch.split", torch.split, (torch.arange(10), 4), torch="torch's operators give lists for tuples"
+        ),
         Scenario("torch.nn.functional", torch.nn.functional.relu, (counting - 3,)),
         Scenario("method of a tensor", ones.mul, (2,)),
         Scenario("unbound method of a tensor", torch.Tensor.view, (counting, 3, 2)),
@@ -265,7 +267,9 @@ def _table() -> list[Scenario]:
         Scenario("arguments of an exception", throw_detailed, (4, "look"), torch=kept),
         Scenario("StopAsyncIteration", throw, (StopAsyncIteration, 3), torch=kept),
         Scenario("group", throw, (ExceptionGroup, "g", [ValueError(1), KeyError(2)]), torch=kept),
-        Scenario("SystemExit", throw, (SystemExit, 3), torch="torch's agent does not answer a call that ends so"),
+        Scenario(
+            "SystemExit", throw, (SystemExit, 3), torch="torch's agent does not answer a call that ends so"
+        ),
         Scenario("KeyboardInterrupt", throw, (KeyboardInterrupt,), torch="torch's agent does not answer"),
         # -- by value
         Scenario("lambda", lambda a: a * 2, (21,), torch=by_value),
@@ -403,7 +407,9 @@ def _run_table(module: Any, targets: list[Any], with_all: bool) -> dict[tuple[st
                 # Each call has fresh arguments: some change what they are called with.
                 again = next(each for each in _table() if each.name == scenario.name)
                 outcome = _outcome(
-                    lambda call=call, to=to, s=again: call(to, s.func, s.args, dict(s.kwargs)), local, local_error
+                    lambda call=call, to=to, s=again: call(to, s.func, s.args, dict(s.kwargs)),
+                    local,
+                    local_error,
                 )
                 found[scenario.name, style, number] = outcome
     return found
@@ -447,7 +453,9 @@ def test_scenarios_agree_with_torch_and_with_a_local_call(tmp_path: Any) -> None
 # -- signatures ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["init_rpc", "rpc_sync", "rpc_async", "remote", "shutdown", "get_worker_info"])
+@pytest.mark.parametrize(
+    "name", ["init_rpc", "rpc_sync", "rpc_async", "remote", "shutdown", "get_worker_info"]
+)
 def test_functions_have_torchs_parameters_and_defaults(name: str) -> None:
     ours, theirs = inspect.signature(getattr(rpc, name)), inspect.signature(getattr(torch_rpc, name))
 
@@ -476,7 +484,9 @@ def test_methods_of_rref_have_torchs_parameters_and_defaults(name: str) -> None:
     found = list(inspect.signature(getattr(rpc.RRef, name)).parameters.values())[1:]
     assert [(each.name, each.default) for each in found] == _METHODS[name]
     # torch's are written in C++: what they take stands in their docstrings.
-    theirs = (getattr(torch_rpc.RRef, name).__doc__ or getattr(torch_rpc.PyRRef, name).__doc__).splitlines()[0]
+    theirs = (getattr(torch_rpc.RRef, name).__doc__ or getattr(torch_rpc.PyRRef, name).__doc__).splitlines()[
+        0
+    ]
     for parameter, default in _METHODS[name]:
         assert f"{parameter}: " in theirs
         assert default is inspect.Parameter.empty or f"= {default}" in theirs
@@ -485,7 +495,13 @@ def test_methods_of_rref_have_torchs_parameters_and_defaults(name: str) -> None:
 def test_public_names_are_those_of_torch() -> None:
     # The rest of torch's list is for writing backends, or was never documented.
     left_out = {
-        *("AllGatherStates", "BackendValue", "backend_registered", "construct_rpc_backend_options", "init_backend"),
+        *(
+            "AllGatherStates",
+            "BackendValue",
+            "backend_registered",
+            "construct_rpc_backend_options",
+            "init_backend",
+        ),
         *("method_factory", "new_method", "register_backend", "is_available"),
     }
     documented = set(torch_rpc.__all__) - left_out
@@ -509,7 +525,9 @@ def counted() -> int:
     return _counted
 
 
-def _bad(to: Any = "worker1", func: Any = count, args: Any = None, kwargs: Any = None, timeout: Any = -1.0) -> Any:
+def _bad(
+    to: Any = "worker1", func: Any = count, args: Any = None, kwargs: Any = None, timeout: Any = -1.0
+) -> Any:
     return to, func, args, kwargs, timeout
 
 

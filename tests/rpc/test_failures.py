@@ -350,7 +350,9 @@ def _timeouts() -> None:
 
     # A nested call ends with the call that it is nested in, whatever time it was given itself.
     for seconds in (0.0, 100.0):
-        _times_out(lambda seconds=seconds: rpc.rpc_sync("worker1", _nested_with_own_time, (seconds,), timeout=0.1))
+        _times_out(
+            lambda seconds=seconds: rpc.rpc_sync("worker1", _nested_with_own_time, (seconds,), timeout=0.1)
+        )
     for _ in range(2):
         rpc.rpc_sync("worker1", _await_entered, ("ended",))
     names = {name for name, _ in rpc.rpc_sync("worker1", _nested_errors)}

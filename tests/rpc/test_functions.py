@@ -212,7 +212,9 @@ def _everything(rank: int, world_size: int) -> None:
             rpc.rpc_sync(to, plain_future)
         assert rpc.rpc_sync(to, nested_async, (30,)) == 30
         # The call is over in its time, though the future is not.
-        raised(lambda to=to: rpc.rpc_sync(to, gated, (0,), timeout=_TINY), TimeoutError, "RPC ran for more than")
+        raised(
+            lambda to=to: rpc.rpc_sync(to, gated, (0,), timeout=_TINY), TimeoutError, "RPC ran for more than"
+        )
 
 
 class Then:

@@ -37,7 +37,10 @@ def test_parameters_and_defaults_are_torchs() -> None:
         assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default)
     # Those of the base are written in C++.
     base = list(inspect.signature(rpc.RpcBackendOptions.__init__).parameters.values())[1:]
-    assert [(each.name, each.default) for each in base[:2]] == [("rpc_timeout", 60.0), ("init_method", "env://")]
+    assert [(each.name, each.default) for each in base[:2]] == [
+        ("rpc_timeout", 60.0),
+        ("init_method", "env://"),
+    ]
     assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in base[2:])
 
 
@@ -57,7 +60,10 @@ def test_parameters_and_defaults_are_torchs() -> None:
     ],
 )
 def test_attributes_are_torchs(keywords: dict[str, Any]) -> None:
-    ours, theirs = rpc.TensorPipeRpcBackendOptions(**keywords), torch_rpc.TensorPipeRpcBackendOptions(**keywords)
+    ours, theirs = (
+        rpc.TensorPipeRpcBackendOptions(**keywords),
+        torch_rpc.TensorPipeRpcBackendOptions(**keywords),
+    )
     for name in ("num_worker_threads", "rpc_timeout", "init_method", "device_maps", "devices"):
         assert getattr(ours, name) == getattr(theirs, name), name
 
@@ -108,7 +114,9 @@ def test_device_maps_are_merged_as_torchs() -> None:
     assert ours.devices == [torch.device("cpu")]
 
 
-@pytest.mark.parametrize("arguments", [(3, {}), ("worker1", 3), ("worker1", ["cuda:0"]), ("worker1", {"cuda:0": 1.5})])
+@pytest.mark.parametrize(
+    "arguments", [(3, {}), ("worker1", 3), ("worker1", ["cuda:0"]), ("worker1", {"cuda:0": 1.5})]
+)
 def test_wrong_device_maps(arguments: tuple[Any, Any]) -> None:
     with pytest.raises(errors.ConfigError):
         rpc.TensorPipeRpcBackendOptions().set_device_map(*arguments)
@@ -199,7 +207,15 @@ def test_worker_info() -> None:
     assert rpc.WorkerInfo(name="worker1", id=1) == info
     assert info != rpc.WorkerInfo("worker1", 2)
     assert len({info, rpc.WorkerInfo("worker1", 1)}) == 1
-    for name, number in [("", 1), (3, 1), ("a b", 1), ("x" * 128, 1), ("worker1", "1"), ("worker1", None), ("é", 0)]:
+    for name, number in [
+        ("", 1),
+        (3, 1),
+        ("a b", 1),
+        ("x" * 128, 1),
+        ("worker1", "1"),
+        ("worker1", None),
+        ("é", 0),
+    ]:
         with pytest.raises(errors.ConfigError):
             rpc.WorkerInfo(name, number)  # type: ignore[arg-type]
 
@@ -225,7 +241,13 @@ def _refusals(path: str) -> list[tuple[str, tuple[Any, ...], dict[str, Any], typ
         ("world_size is a float", ("a",), {**group, "world_size": 1.0}, TypeError, "world_size"),
         ("world_size is negative", ("a",), {**group, "world_size": -3}, ValueError, "world_size"),
         ("backend is a str", ("a", "gloo"), group, TypeError, "BackendType"),
-        ("options are a dict", ("a",), {**group, "rpc_backend_options": {}}, TypeError, "rpc_backend_options"),
+        (
+            "options are a dict",
+            ("a",),
+            {**group, "rpc_backend_options": {}},
+            TypeError,
+            "rpc_backend_options",
+        ),
         (
             "no such scheme",
             ("a",),
@@ -266,7 +288,9 @@ def _join_wrongly(rank: int, world_size: int, path: str) -> list[str]:
         if rpc.is_initialized() or threading.active_count() != before:
             problems.append(f"{name}: something is left running")
     # None of that has spoilt the store, or this process.
-    rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{path}"))
+    rpc.init_rpc(
+        "a", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{path}")
+    )
     rpc.shutdown()
     return problems
 

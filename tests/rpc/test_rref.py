@@ -200,7 +200,11 @@ def _both(module: Any, me: int) -> dict[str, tuple[str, Any]]:
     own_bad = module.remote("worker0", fail, ("made badly",))
     note("failed here: to_here", own_bad.to_here)
     for name, rref in (("user", module.remote("worker1", Value, (3,))), ("owner", module.RRef(Value(3)))):
-        for style, finish in (("rpc_sync", own), ("rpc_async", lambda f: f.wait()), ("remote", lambda r: r.to_here())):
+        for style, finish in (
+            ("rpc_sync", own),
+            ("rpc_async", lambda f: f.wait()),
+            ("remote", lambda r: r.to_here()),
+        ):
             proxy = getattr(rref, style)
 
             def note_call(what: str, call: Callable[[], Any], style: str = style, name: str = name) -> None:
@@ -222,7 +226,9 @@ def _both(module: Any, me: int) -> dict[str, tuple[str, Any]]:
         note(f"{name}: and back", lambda rref=rref: module.rpc_sync("worker1", own, (rref,)).rpc_sync().get())
         note(f"{name}: pickled", lambda rref=rref: pickle.dumps(rref))
         note(f"{name}: deep copy", lambda rref=rref: copy.deepcopy(rref))
-        note(f"{name}: in a container", lambda rref=rref: module.rpc_sync("worker1", in_dict, ({"k": [rref]},)))
+        note(
+            f"{name}: in a container", lambda rref=rref: module.rpc_sync("worker1", in_dict, ({"k": [rref]},))
+        )
         note(f"{name}: twice", lambda rref=rref: module.rpc_sync("worker1", in_dict, ({"k": [rref, rref]},)))
         note(f"{name}: on to worker2", lambda rref=rref: module.rpc_sync("worker1", relay, (rref, "worker2")))
     tensor = module.remote("worker1", torch.ones, ((2, 3),))
@@ -464,7 +470,9 @@ def _counting(rank: int, world_size: int) -> None:
     assert rpc.rpc_sync("worker1", gone, (3,))
     # G2: passed on along a chain, each one letting go at once.
     rref = rpc.remote("worker1", Value, (4,))
-    future = rpc.rpc_async("worker2", pass_on, (rref, ["worker0", "worker2", "worker1", "worker2"], keep_four))
+    future = rpc.rpc_async(
+        "worker2", pass_on, (rref, ["worker0", "worker2", "worker1", "worker2"], keep_four)
+    )
     del rref
     future.wait()
     assert rpc.rpc_sync("worker2", kept_get, ("four",)) == 4

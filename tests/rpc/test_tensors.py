@@ -80,8 +80,11 @@ def by_layout() -> Iterator[tuple[str, torch.Tensor]]:
     yield "bsc", dense.to_sparse_bsc((2, 2))
     yield "csr of ints", torch.eye(50, dtype=torch.int64).to_sparse_csr()
     yield "quantised", torch.quantize_per_tensor(dense, 0.5, 3, torch.qint8)
-    yield "quantised by channel", torch.quantize_per_channel(
-        dense, torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.zeros(4, dtype=torch.int64), 0, torch.quint8
+    yield (
+        "quantised by channel",
+        torch.quantize_per_channel(
+            dense, torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.zeros(4, dtype=torch.int64), 0, torch.quint8
+        ),
     )
     yield "mkldnn", dense.to_mkldnn()
     yield "meta", torch.empty(3, 4, device="meta")
@@ -122,9 +125,15 @@ def describe(t: torch.Tensor) -> dict[str, Any]:
         d["coalesced"] = t.is_coalesced()
         return {**d, "parts": [describe(bare._indices()), describe(bare._values())]}
     if t.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return {**d, "parts": [describe(each) for each in (bare.crow_indices(), bare.col_indices(), bare.values())]}
+        return {
+            **d,
+            "parts": [describe(each) for each in (bare.crow_indices(), bare.col_indices(), bare.values())],
+        }
     if t.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return {**d, "parts": [describe(each) for each in (bare.ccol_indices(), bare.row_indices(), bare.values())]}
+        return {
+            **d,
+            "parts": [describe(each) for each in (bare.ccol_indices(), bare.row_indices(), bare.values())],
+        }
     if t.layout is not torch.strided:
         return {**d, "parts": [describe(bare.to_dense())]}
     d["stride"] = t.stride()
@@ -145,7 +154,9 @@ def describe(t: torch.Tensor) -> dict[str, Any]:
 
 
 # What arrives otherwise, and why.
-_COMPACTED = "of a large storage of which less than half is used only the elements travel: they arrive contiguous"
+_COMPACTED = (
+    "of a large storage of which less than half is used only the elements travel: they arrive contiguous"
+)
 
 
 def differences(name: str, sent: torch.Tensor, got: dict[str, Any]) -> list[str]:
@@ -155,7 +166,11 @@ def differences(name: str, sent: torch.Tensor, got: dict[str, Any]) -> list[str]
         got = {**got, "stride": wanted["stride"]}
     if sent.layout is torch.strided and sent._is_zerotensor():
         got = {**got, "stride": wanted["stride"]}
-    return [f"{name}: {key} {got.get(key)!r:.200} against {wanted[key]!r:.200}" for key in wanted if got.get(key) != wanted[key]]
+    return [
+        f"{name}: {key} {got.get(key)!r:.200} against {wanted[key]!r:.200}"
+        for key in wanted
+        if got.get(key) != wanted[key]
+    ]
 
 
 def see(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
@@ -216,7 +231,9 @@ def _over_torch(rank: int, world_size: int, path: str) -> dict[str, dict[str, An
     found: dict[str, dict[str, Any]] = {}
     try:
         if rank == 0:
-            found = {name: describe(torch_rpc.rpc_sync("worker1", back, (t,))) for name, t in _compared().items()}
+            found = {
+                name: describe(torch_rpc.rpc_sync("worker1", back, (t,))) for name, t in _compared().items()
+            }
     finally:
         torch_rpc.shutdown()
     return found
@@ -303,7 +320,9 @@ def _share(rank: int, world_size: int) -> None:
         assert tied[0].weight is tied[1].weight
         tied = rpc.rpc_sync(to, back, (tied,))
         assert tied[0].weight is tied[1].weight
-        assert all(isinstance(p, torch.nn.Parameter) and p.requires_grad and p.is_leaf for p in tied.parameters())
+        assert all(
+            isinstance(p, torch.nn.Parameter) and p.requires_grad and p.is_leaf for p in tied.parameters()
+        )
 
 
 def test_tensors_that_share_memory_share_it_there() -> None:
