@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -41,10 +42,10 @@ class _Unretrieved:
     def __init__(self, error: BaseException, label: object) -> None:
         self.error = error
         self.label = label
-        self.seen = False
+        self.seen = type(error) is CancelledError  # whoever cancels knows
 
     def __del__(self) -> None:
-        if not self.seen:
+        if not self.seen and not sys.is_finalizing():  # then no thread starts any more, and waits for it never end
             # Logging takes locks, and this may run anywhere: a thread of its own reports it.
             _reporter.report(f"{self.label} failed and nobody looked at the error: {self.error!r}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import gc
 import logging
@@ -119,8 +120,6 @@ def test_wrong_arguments() -> None:
     for wrong in ("1", [], float("nan")):
         with pytest.raises((TypeError, ValueError)):
             future.wait(wrong)  # type: ignore[arg-type]
-    with pytest.raises((TypeError, ValueError)):
-        done(1).wait("1")  # type: ignore[arg-type]
     assert not future.done()
     for copying in (pickle.dumps, copy.deepcopy):
         with pytest.raises(TypeError, match="Future"):
@@ -192,9 +191,13 @@ def test_a_wait_can_be_interrupted() -> None:
     try:
         thread = threading.Thread(target=lambda: waits.wait() and signal.pthread_kill(main, signal.SIGUSR1))
         thread.start()
-        with pytest.raises(InterruptedError, match="woken"):
+
+        def wait() -> None:
             waits.set()
             future.wait()
+
+        with pytest.raises(InterruptedError, match="woken"):
+            wait()
         thread.join()
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -377,22 +380,31 @@ def test_a_failure_that_nobody_looked_at_is_reported(reports: _Reports) -> None:
     assert "nobody looked" in reports.texts[0]
 
 
+def test_a_cancelled_future_is_not_reported(reports: _Reports) -> None:
+    Future().cancel()
+    failed(KeyError("the last one"))
+    gc.collect()
+    assert reports.come.acquire(timeout=20)
+    assert "the last one" in reports.texts[0]
+
+
 @pytest.mark.parametrize(
     "see",
     [
-        lambda f: pytest.raises(KeyError, f.wait),
-        lambda f: pytest.raises(KeyError, f.value),
+        lambda f: f.wait(),
+        lambda f: f.value(),
         lambda f: f.exception(),
         lambda f: f.then(look).wait(),
-        lambda f: pytest.raises(KeyError, wait_all, [f]),
-        lambda f: pytest.raises(KeyError, asyncio.run, _await(f)),
+        lambda f: wait_all([f]),
+        lambda f: asyncio.run(_await(f)),
         lambda f: [look(each) for each in collect_all([f]).wait()],
     ],
     ids=["wait", "value", "exception", "then", "wait_all", "await", "collect_all"],
 )
 def test_a_failure_that_was_seen_is_not(reports: _Reports, see: Callable[[Any], Any]) -> None:
     future = failed(KeyError("seen"))
-    see(future)
+    with contextlib.suppress(KeyError):
+        see(future)
     del future
     gc.collect()
     last = failed(KeyError("the last one"))  # reports come in order: none is before this one
@@ -513,10 +525,8 @@ def _calls(rank: int, world_size: int) -> None:
 
 async def _gather(to: str) -> list[int]:
     found = list(await asyncio.gather(*[_await(rpc.rpc_async(to, operator.add, (i, 1))) for i in range(50)]))
-    try:
+    with pytest.raises(LookupError, match="awaited"):
         await rpc.rpc_async(to, fail, ("awaited",))
-    except LookupError as error:
-        assert error.args == ("awaited",)
     return found
 
 

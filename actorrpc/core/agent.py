@@ -191,14 +191,9 @@ class Agent:
             self.pool.submit(partial(self.peer_ended, old, "dead", "a new incarnation has taken its place"))
         return made
 
-    def known_peers(self) -> list[Peer]:
-        """As :meth:`peers`, without the lock: for hooks that may interrupt its holder."""
-        return list({id(peer): peer for peer in list(self._peers.values())}.values())
-
     def peers(self) -> list[Peer]:
-        """Return every peer that there has been contact with."""
-        with self._lock:
-            return list({id(peer): peer for peer in self._peers.values()}.values())
+        """Return every peer that there has been contact with. Takes no lock: fork hooks may interrupt its holder."""
+        return list({id(peer): peer for peer in list(self._peers.values())}.values())
 
     # -- calling -----------------------------------------------------------------------------------------
 
@@ -294,6 +289,8 @@ class Agent:
             if parcel.sent:
                 self.roll_back(parcel)
             raise
+        if call.done:
+            interrupts.checkpoint()  # Ctrl-C has cut the sending short: raised here, not as a CancelledError
         if current is not None and current.cancelled:
             call.cancel()  # the cancellation came between the look above and the entry in the list
         return call
@@ -564,6 +561,7 @@ class Agent:
         for conn in {*conns, *self.links.connections()}:
             conn.close()
             conn.reap()
+        self._fail_pending()
         self.links.close()
         self.buffers.close()
         spinner.close()

@@ -285,7 +285,7 @@ class FrameReader:
         self._start = start
         if start == end:
             self._start = self._end = 0
-        elif self._sink is None:
+        elif self._sink is None and not self.more:  # what is behind a frame that has more is not checked yet
             self._make_room()
         return frames
 

@@ -91,7 +91,8 @@ def _handle(_signum: int, frame: FrameType | None) -> None:
         return  # sent again, but a checkpoint has raised it meanwhile
     walk = frame
     while walk is not None:
-        if walk.f_code in _protected:
+        # What a finaliser raises is lost, this included.
+        if walk.f_code in _protected or walk.f_code.co_name == "__del__":
             state.pending = True
             if state.wake_fd >= 0:
                 os.eventfd_write(state.wake_fd, 1)

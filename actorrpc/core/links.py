@@ -34,7 +34,14 @@ from actorrpc.core.identity import WorkerRecord
 from actorrpc.core.interrupts import checkpoint, pending_here, uninterruptible
 from actorrpc.core.keys import Key
 from actorrpc.core.tensor_lane import Borrower, Lender
-from actorrpc.errors import AuthenticationError, PeerDiedError, ProtocolError, RpcError, RpcTimeoutError
+from actorrpc.errors import (
+    AuthenticationError,
+    PeerDiedError,
+    ProtocolError,
+    RpcError,
+    RpcTimeoutError,
+    ShutdownError,
+)
 
 if TYPE_CHECKING:
     from actorrpc.core.agent import Agent
@@ -372,7 +379,14 @@ class Links:
         conn = self._connection(sock, attach, local)
         conn.outbox.append(pack_frame(INTRO, body=self._agent.record.to_bytes()))
         self._join(peer, conn)
-        self._register(conn, leftover)
+        try:
+            self._register(conn, leftover)
+        except ValueError:  # the epoll is closed
+            pass
+        if self._agent.closed_down:  # looked at when it can be found by whoever closes the agent
+            conn.close()
+            conn.reap()
+            raise ShutdownError(f"worker {self._agent.name!r} has shut down", maybe_executed=False)
         conn.flush()
         return conn
 

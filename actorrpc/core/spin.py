@@ -19,7 +19,7 @@ __all__ = ["Spin", "spinner"]
 _LONG: Final = 2e-3  # waits are counted as at most this long: beyond it, spinning can make no difference
 _PROBE_MIN: Final = 64
 _PROBE_MAX: Final = 4096
-_CROWD_PERIOD: Final = 0.02
+_CROWD_PERIOD: Final = 0.005
 
 
 class Spin:
@@ -68,6 +68,7 @@ class _Spinner:
         self._processors = os.cpu_count() or 1
         self._checked = 0.0
         self._crowded = False
+        self._runnable = 1.0
         self._fd = -1
 
     def acquire(self) -> bool:
@@ -90,7 +91,9 @@ class _Spinner:
             runnable = int(os.pread(self._fd, 128, 0).split()[3].split(b"/")[0])
         except (OSError, ValueError, IndexError):
             return False
-        return runnable > self._processors
+        # A mean over some tens of milliseconds: one passer-by is no crowd.
+        self._runnable += 0.25 * (runnable - self._runnable)
+        return self._runnable > self._processors + 0.6
 
     def close(self) -> None:
         """Close the file that is looked at."""

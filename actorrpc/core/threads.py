@@ -80,6 +80,7 @@ class Pool:
         self._since = 0.0
         self._seen_finished = 0
         self._helpers = 0
+        self._forsaken = False
         self._helped = 0.0
 
     # -- what threads wait for -------------------------------------------------------------------
@@ -210,8 +211,7 @@ class Pool:
                             _log.exception("reading failed")
         finally:
             idle.discard(me)
-            with self._lock:
-                self.threads.pop(me, None)
+            self._leave(me)
 
     def _retire(self, me: int) -> bool:
         with self._lock:
@@ -289,9 +289,8 @@ class Pool:
                 self._helped = time.monotonic()
                 self._run(task)
         finally:
-            with self._lock:
-                self._helpers -= 1
-                self.threads.pop(me, None)
+            self._helpers -= 1
+            self._leave(me)
 
     def _take_internal(self) -> Any:
         for task in list(self.queue):
@@ -330,10 +329,26 @@ class Pool:
             for _ in left:
                 os.eventfd_write(self._kick_fd, 1)
             left[0].join(0.02)
-        if not left:
-            self.epoll.close()
-            os.close(self._kick_fd)
+        with self._lock:
+            # Where threads are left in user code, the last of them closes what they all use.
+            self._forsaken = True
+            last = not self.threads
+        if last:
+            self._close_descriptors()
         return left
+
+    def _leave(self, me: int) -> None:
+        with self._lock:
+            self.threads.pop(me, None)
+            last = self._forsaken and not self.threads
+        if last:
+            self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        self.epoll.close()
+        fd, self._kick_fd = self._kick_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child, which has none of the threads."""

@@ -117,7 +117,7 @@ class Upkeep:
     def _borrowers(self) -> list[Any]:
         return [
             conn.borrower
-            for peer in self._agent.known_peers()
+            for peer in self._agent.peers()
             for conn in list(peer.conns)
             if conn.borrower is not None
         ]

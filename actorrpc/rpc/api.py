@@ -158,6 +158,7 @@ def init_rpc(
         rrefs.set_runtime(state.references)
         groups.set_current(group)
         _state = state
+        group.start()
 
 
 def _options(given: Any) -> RpcBackendOptions:
@@ -235,7 +236,8 @@ def _end_together(state: _State, timeout: float) -> None:
     group.wait_for_all(0, left())
     # Nobody works any more: let go of every reference, and see that the owners know.
     references.carry_out(references.table.delete_all_users())
-    settle = min(until, time.monotonic() + _SETTLE_S)
+    # Half of the time, so that others who wait for this worker do not give up on it.
+    settle = min(until, time.monotonic() + _SETTLE_S / 2)
     pause = 0.0005
     while not references.table.pending_counts().idle and time.monotonic() < settle:
         references.collect()
@@ -382,6 +384,10 @@ def remote(
     """
     state, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
     label = getattr(func, "__qualname__", None) or repr(func)
+    conn = peer.conn
+    if (conn is None or conn.broken) and not peer.is_self:
+        # Here, where Ctrl-C can come: it cannot while the reference is being made.
+        state.agent.links.connect(peer, time.monotonic() + (seconds or _JOIN_TIMEOUT), label)
     rref: RRef[T] = state.references.create(peer, func, args, kwargs, seconds, label)
     return rref
 

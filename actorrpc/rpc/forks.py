@@ -227,7 +227,9 @@ class RRefTable:
         with self._lock:
             entry = self._values.entries.get(rref_id)
             if entry is None:
-                if self._closed or self._values.gone(rref_id):
+                if self._closed:
+                    return Outcome(error=ShutdownError("the owner of this RRef was shut down"))
+                if self._values.gone(rref_id):
                     return Outcome(error=released(rref_id))
                 entry = self._values.expect(rref_id)
             if entry.outcome is None:

@@ -80,8 +80,15 @@ class _Barrier:
 class Group:
     """This worker's membership in one group."""
 
-    def __init__(self, agent: Agent, rendezvous: Rendezvous, table: dict[str, WorkerRecord] | None) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        rendezvous: Rendezvous,
+        table: dict[str, WorkerRecord] | None,
+        listeners: list[socket.socket],
+    ) -> None:
         self.agent = agent
+        self._listeners = listeners
         self.rendezvous = rendezvous
         self.is_fixed = table is not None
         self._table = table or {}
@@ -90,6 +97,10 @@ class Group:
 
     def _names(self) -> set[str]:
         return set(self._table)
+
+    def start(self) -> None:
+        """Serve calls from now on. Others may have called long ago: all that answers them must be in place."""
+        self.agent.start(self._listeners)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -275,7 +286,7 @@ def join(
     timeout: float,
     device_maps: dict[str, dict[str, str]],
 ) -> Group:
-    """Join the group that meets at ``store``, and start the agent.
+    """Join the group that meets at ``store``; :meth:`Group.start` is still to be called.
 
     Raises:
         RendezvousError, AuthenticationError, ConfigError: as their messages say; nothing is left running.
@@ -321,5 +332,4 @@ def join(
     agent = Agent(
         record, settings=settings, key=key, resolve=resolve, members=members, device_maps=device_maps
     )
-    agent.start(doors.sockets)
-    return Group(agent, rendezvous, table if world_size is not None else None)
+    return Group(agent, rendezvous, table if world_size is not None else None, doors.sockets)

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import Execution
+from actorrpc.core.interrupts import uninterruptible
 from actorrpc.core.messages import Parcel
 from actorrpc.core.peer import Peer
 from actorrpc.errors import PeerDiedError, RpcError, RpcTimeoutError, RRefError
@@ -188,6 +189,7 @@ class References:
 
     # -- creating and fetching -------------------------------------------------------------------------
 
+    @uninterruptible
     def create(
         self,
         peer: Peer,
@@ -197,7 +199,10 @@ class References:
         timeout: float,
         label: str,
     ) -> Any:
-        """Have a worker call a function and keep the result; return the RRef to it at once."""
+        """Have a worker call a function and keep the result; return the RRef to it at once.
+
+        Ctrl-C comes where this waits, or when it is over: an RRef that is half made would never go away.
+        """
         handle = self.table.create_user(self.key_of(peer))
         future: Future[None] = Future()
         rref = self._wrap(self, handle)

@@ -367,37 +367,11 @@ def new_references(agent: Agent, default_timeout: Callable[[], float]) -> Refere
 # What Python and its libraries look for on any object to find out how to treat it: a proxy is treated as a proxy.
 # Other special methods (`__len__`, `__getitem__`) are methods of the value like any other.
 _PROBED: Final = (
-    *(
-        "__array",
-        "__torch",
-        "__cuda_",
-        "__dlpack",
-        "__dataframe",
-        "__wrapped__",
-        "__signature__",
-        "__text_signature__",
-    ),
-    *(
-        "__get",
-        "__set",
-        "__delete__",
-        "__reduce",
-        "__copy__",
-        "__deepcopy__",
-        "__replace__",
-        "__del__",
-        "__slots__",
-    ),
-    *(
-        "__name__",
-        "__qualname__",
-        "__module__",
-        "__dict__",
-        "__weakref__",
-        "__await__",
-        "__fspath__",
-        "__index__",
-    ),
+    # beginnings of names, in groups: arrays, functions, pickling and copying, descriptors and classes
+    *("__array", "__torch", "__cuda_", "__dlpack", "__dataframe"),
+    *("__wrapped__", "__signature__", "__text_signature__", "__name__", "__qualname__", "__module__"),
+    *("__getstate__", "__setstate__", "__getnewargs", "__getinitargs__", "__reduce", "__copy__", "__deepcopy__", "__replace__"),
+    *("__get__", "__set__", "__set_name__", "__delete__", "__del__", "__slots__", "__dict__", "__weakref__"),
 )
 
 

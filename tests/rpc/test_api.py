@@ -25,6 +25,8 @@ import torch
 import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
+from actorrpc.rpc import rref
+from actorrpc.rpc.group import Group
 from tests import processes
 from tests.group import rpc_group, run_group
 
@@ -889,20 +891,23 @@ def test_lives_of_a_process(tmp_path: Any) -> None:
 
 
 _never_done: list[rpc.Future[None]] = []
+_asked = threading.Semaphore(0)
 
 
 @rpc.functions.async_execution
 def never() -> rpc.Future[None]:
     """Give no answer, and keep no thread."""
     _never_done.append(rpc.Future())
+    _asked.release()
     return _never_done[-1]
 
 
 def _forced(rank: int, world_size: int) -> None:
     other = f"worker{1 - rank}"
     future = rpc.rpc_async(other, never)
-    rpc.rpc_sync(other, none)  # now it is under way there
     if rank == 0:
+        rpc.rpc_sync(other, none)  # now ours is under way there, and
+        assert _asked.acquire(timeout=30)  # theirs here
         rpc.shutdown(graceful=False)
         with pytest.raises(errors.ShutdownError) as caught:
             future.wait()
@@ -945,3 +950,22 @@ def _serve(rank: int, world_size: int) -> None:
 
 def test_a_worker_in_shutdown_serves() -> None:
     rpc_group(_serve, 2)
+
+
+def _first_call(rank: int, world_size: int, path: str) -> None:
+    start = Group.start
+
+    def check(group: Group) -> None:
+        assert rpc.is_initialized()
+        assert rref.runtime().agent is group.agent
+        start(group)
+
+    Group.start = check  # type: ignore[method-assign]
+    options = rpc.RpcBackendOptions(init_method=f"file://{path}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+    rpc.shutdown()
+
+
+def test_calls_are_served_only_when_all_is_in_place() -> None:
+    """Others may call, or arrive at their end, before this worker's `init_rpc` has returned."""
+    run_group(_first_call, 2, str(processes.scratch() / f"first-{os.getpid()}"))

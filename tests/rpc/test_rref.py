@@ -13,7 +13,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ class Value:
     """Counts those that are alive, and can tell when none is."""
 
     _change = threading.Condition()
-    _alive: set[int] = set()
+    _alive: ClassVar[set[int]] = set()
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
@@ -87,6 +87,11 @@ def alive() -> set[int]:
 def gone(number: int) -> bool:
     """Wait until the value with this number is dead; False if it does not die."""
     gc.collect()
+    return dead(number)
+
+
+def dead(number: int) -> bool:
+    """The same, for what is no part of a cycle."""
     with Value._change:
         return Value._change.wait_for(lambda: number not in Value._alive, timeout=30)
 
@@ -178,7 +183,11 @@ def _both(module: Any, me: int) -> dict[str, tuple[str, Any]]:
     user = module.remote("worker1", torch.add, (torch.ones(2), 1))
     note("user: repr", lambda: repr(user))
     note("user: to_here", lambda: user.to_here().tolist())
-    note("user: confirmed", user.confirmed_by_owner)
+    # Soon: the owner's word may come after the value.
+    note(
+        "user: confirmed",
+        lambda: any(user.confirmed_by_owner() or user.rpc_sync().sum() < 0 for _ in range(9999)),
+    )
     note("user: is_owner", user.is_owner)
     note("user: owner_name", user.owner_name)
     note("user: owner", lambda: (user.owner().name, user.owner().id))
@@ -267,6 +276,15 @@ def _over_torch(rank: int, world_size: int, path: str) -> dict[str, tuple[str, A
         torch_rpc.shutdown()
 
 
+# What is meant to differ, and why.
+_BETTER = {
+    "owner: identity": (
+        "value",
+        True,
+    ),  # torch makes a new list each time: `local_value()` is the value itself
+}
+
+
 def test_torchs_rrefs_are_the_oracle() -> None:
     ours = rpc_group(_over_ours, 3)[0]
     theirs = run_group(_over_torch, 3, str(processes.scratch() / f"rref-{os.getpid()}"), leak_wait=None)[0]
@@ -274,6 +292,9 @@ def test_torchs_rrefs_are_the_oracle() -> None:
     problems = []
     for name, (kind, value) in theirs.items():
         our_kind, our_value = ours[name]
+        if name in _BETTER:
+            assert ours[name] == _BETTER[name] != (kind, value)
+            continue
         if kind == our_kind == "error":
             # Ours has the type that torch raises, and is a RuntimeError in any case.
             if value[0] not in our_value or "RuntimeError" not in our_value:
@@ -350,6 +371,9 @@ def _interface(rank: int, world_size: int) -> None:
             with pytest.raises((TypeError, ValueError), match="timeout"):
                 rref.to_here(timeout=wrong)  # type: ignore[arg-type]
     proxy = there.rpc_sync()
+    for name in ("__array__", "__wrapped__", "__torch_function__", "__setstate__", "__name__"):
+        assert not hasattr(proxy, name)
+    assert copy.copy(proxy).get() == proxy.get()
     first, second = proxy.get(), proxy.get()
     assert first == second
     assert rpc.rpc_async("worker1", own, (there.rpc_async(),)).wait().get().wait() == first
@@ -529,8 +553,9 @@ def _counting(rank: int, world_size: int) -> None:
     there = [rpc.rpc_async(f"worker{1 + (i + 1) % 2}", use, (each,)) for i, each in enumerate(many)]
     assert [future.wait() for future in there] == [100 + i for i in range(60)]
     del many, there
+    gc.collect()
     for i in range(60):
-        assert rpc.rpc_sync(f"worker{1 + i % 2}", gone, (100 + i,))
+        assert rpc.rpc_sync(f"worker{1 + i % 2}", dead, (100 + i,))
     # In a cycle of garbage.
     loop: list[Any] = [rpc.remote("worker1", Value, (11,))]
     loop.append(loop)
@@ -593,6 +618,15 @@ def test_held_at_shutdown_is_let_go_and_nothing_leaks() -> None:
     rpc_group(_held_at_the_end, 3)
 
 
+def last_error(call: Callable[[], Any]) -> Exception:
+    """Call until it fails."""
+    while True:
+        try:
+            call()
+        except Exception as error:
+            return error
+
+
 def _owner_dies(rank: int, world_size: int) -> None:
     if rank == 1:
         assert _gate.wait(30)
@@ -605,10 +639,9 @@ def _owner_dies(rank: int, world_size: int) -> None:
         mine = rpc.RRef(Value(2))
         rpc.rpc_sync("worker1", keep, ("two", mine))
         del mine
-        rpc.rpc_sync("worker1", open_gate)
-        with pytest.raises(errors.PeerDiedError):
-            while True:
-                rref.rpc_sync().get()
+        rpc.rpc_async("worker1", open_gate).exception()  # it may be gone before it has answered
+        error = last_error(rref.rpc_sync().get)
+        assert isinstance(error, errors.PeerDiedError | errors.ShutdownError), repr(error)
         for call in (
             rref.to_here,
             lambda: rref.rpc_async().get().wait(),

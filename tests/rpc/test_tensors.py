@@ -399,7 +399,7 @@ def _storages(rank: int, world_size: int) -> None:
             assert bytes(untyped) == bytes(t.untyped_storage())
             tensor, storage = rpc.rpc_sync(to, pair, (t, t.untyped_storage()))
             assert tensor.untyped_storage().data_ptr() == storage.data_ptr()
-    with pytest.raises(errors.SerializationError, match="torch.func"):
+    with pytest.raises(errors.SerializationError, match=r"torch\.func"):
         torch.func.vmap(lambda x: rpc.rpc_sync("worker1", back, (x,)))(torch.ones(3))
     assert rpc.rpc_sync("worker1", back, (torch.ones(1),)).item() == 1
     attributed = torch.ones(2)

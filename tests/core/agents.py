@@ -1,0 +1,118 @@
+"""Agents without a rendezvous, several in one process, and strangers that speak to them in bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from actorrpc.config import Settings
+from actorrpc.core import keys
+from actorrpc.core.agent import Agent
+from actorrpc.core.frames import INTRO, Frame, FrameReader, pack_frame
+from actorrpc.core.handshake import Dialler, Purpose
+from actorrpc.core.identity import WorkerRecord, host_identity, new_incarnation
+from actorrpc.core.keys import Key
+
+KEY = Key.from_text("the key of these tests")
+__all__ = ["KEY", "Stranger", "agents", "record"]
+
+
+def record(name: str, rank: int, path: str | None = None) -> WorkerRecord:
+    """Describe a worker of this process."""
+    return WorkerRecord(
+        name=name,
+        rank=rank,
+        incarnation=new_incarnation(),
+        host=host_identity(),
+        unix_path=path,
+        pid=os.getpid(),
+    )
+
+
+@contextlib.contextmanager
+def agents(count: int, key: Key = KEY, **settings: Any) -> Iterator[list[Agent]]:
+    """Run agents named a0, a1, ... that know each other."""
+    records: dict[str | int, WorkerRecord] = {}
+    made: list[Agent] = []
+    with contextlib.ExitStack() as stack:
+        for rank in range(count):
+            path = keys.socket_path(keys.runtime_directory())
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            listener.bind(path)
+            listener.listen(16)
+            mine = records[rank] = records[f"a{rank}"] = record(f"a{rank}", rank, path)
+            agent = Agent(
+                mine,
+                settings=Settings(**settings),
+                key=key,
+                resolve=records.get,
+                members=lambda: [each for name, each in records.items() if isinstance(name, str)],
+            )
+            stack.callback(agent.close)
+            agent.start([listener])
+            made.append(agent)
+        yield made
+
+
+class Stranger:
+    """Speaks to an agent over a raw socket, with the key or without."""
+
+    def __init__(self, to: Agent, key: Key = KEY, name: str = "stranger", **dialler: Any) -> None:
+        path = to.record.unix_path
+        assert path is not None
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.connect(path)
+        self.record = record(name, 77)
+        self._reader = FrameReader(max_frame=1 << 22, max_chunk=1 << 20)
+        options: dict[str, Any] = {
+            "name": name,
+            "incarnation": self.record.incarnation,
+            "purpose": Purpose.MAIN,
+            "attach": bytes(range(16)),
+            "peer_name": to.record.name,
+            "peer_incarnation": to.record.incarnation,
+        }
+        self._dialler = Dialler(key=key.reveal(), **(options | dialler))
+
+    def shake_hands(self) -> None:
+        """Prove the key, or raise what the handshake says."""
+        data = self._dialler.start()
+        while True:
+            if data:
+                self.sock.sendall(data)
+            if self._dialler.done:
+                return
+            received = self.sock.recv(4096)
+            if not received:
+                raise ConnectionResetError("closed during the handshake")
+            data = self._dialler.feed(received)
+
+    def introduce(self) -> None:
+        """Say who this is."""
+        self.sock.sendall(pack_frame(INTRO, body=self.record.to_bytes()))
+
+    def frames(self) -> list[Frame]:
+        """Read until there is a whole frame; an empty list at the end of the connection."""
+        while True:
+            target = self._reader.target()
+            try:
+                count = self.sock.recv_into(target[0])
+            except ConnectionError:
+                return []
+            if not count:
+                return []
+            found = self._reader.fed(count)
+            if found:
+                return found
+
+    def read_to_the_end(self) -> None:
+        """Read until the other side has closed."""
+        while self.frames():
+            pass
+
+    def close(self) -> None:
+        """Hang up."""
+        self.sock.close()
