@@ -29,6 +29,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 _log = logging.getLogger("actorrpc.futures")
+_SLICE_S = 1.0
 _base_init = torch._C.Future.__init__
 _base_set_result = torch._C.Future.set_result
 _base_set_unwrap = torch._C.Future._set_unwrap_func
@@ -273,10 +274,11 @@ class Future(torch.futures.Future[T], Generic[T]):
         self._waiters.append(lock)
         # Looking again after the append closes the race with a completion that saw an empty list.
         while not self._done:
-            remaining = -1.0 if deadline is None else deadline - time.monotonic()
-            if deadline is not None and remaining <= 0:
+            remaining = _SLICE_S if deadline is None else deadline - time.monotonic()
+            if remaining <= 0:
                 break
-            if lock.acquire(timeout=min(remaining, threading.TIMEOUT_MAX) if deadline is not None else -1):
+            # In slices: a signal that comes just before the lock sleeps does not wake it.
+            if lock.acquire(timeout=min(remaining, _SLICE_S)):
                 break
         try:
             self._waiters.remove(lock)

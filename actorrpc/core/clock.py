@@ -48,24 +48,29 @@ class Tick:
     tick is one attribute look-up, which is what makes it cheap enough for the path of every call.
     """
 
-    __slots__ = ("_clock", "_interval", "_look", "active")
+    __slots__ = ("_clock", "_due", "_interval", "_look", "active", "late")
 
     def __init__(self, clock: Clock, interval: float, look: Callable[[], bool]) -> None:
         self._clock = clock
         self._interval = interval
         self._look = look
+        self._due = 0.0
         self.active = False
+        #: how late the last look was, in seconds
+        self.late = 0.0
 
     @uninterruptible
     def poke(self) -> None:
         """Make sure that ``look`` is called within the interval."""
         if not self.active:
             self.active = True
-            self._clock.after(self._interval, self._run)
+            self._due = self._clock.now() + self._interval
+            self._clock.at(self._due, self._run)
 
     def _run(self) -> None:
         # Inactive first, then look: a poke from now on starts the tick again, so nothing can be missed.
         self.active = False
+        self.late = self._clock.now() - self._due
         if self._look() and not self.active:
             self.poke()
 

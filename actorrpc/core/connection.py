@@ -23,7 +23,6 @@ uninterruptible: Ctrl-C waits for their end, and any other exception in one of t
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import socket
@@ -73,6 +72,7 @@ class Connection:
         "__weakref__",
         "_epoll",
         "_events",
+        "_flushing",
         "_poller",
         "_reader",
         "_rest",
@@ -132,6 +132,7 @@ class Connection:
         self.write_lock = threading.Lock()
         self.outbox: deque[bytes | Sendable] = deque()
         self._rest: list[memoryview] = []
+        self._flushing = False
         self._epoll = epoll
         self._events = events
         self._settings = settings
@@ -264,7 +265,7 @@ class Connection:
         """End the sleep of whoever polls this connection for a reply."""
         try:
             os.eventfd_write(self._wake_fd, 1)
-        except OSError:
+        except (OSError, ValueError):  # closed meanwhile, or just now
             pass
 
     def _receive_patiently(self, frames: list[Frame], call: Any, deadline: float | None) -> None:
@@ -408,7 +409,9 @@ class Connection:
             finally:
                 self.write_lock.release()
             if not done:
-                self._events.submit(self.flush_waiting)
+                if not self._flushing:  # one thread that waits for the peer to read is enough
+                    self._flushing = True
+                    self._events.submit(self.flush_waiting)
                 return False
         return True
 
@@ -433,6 +436,8 @@ class Connection:
     def flush_waiting(self) -> None:
         """Send everything, on a pool thread that may sleep meanwhile."""
         self.flush(wait=True)
+        self._flushing = False
+        self.flush()  # what was left by somebody who saw the mark
 
     def _drain(self) -> bool:
         """Send until the outbox is empty (True) or the kernel takes no more (False). Under the write lock."""
@@ -551,8 +556,6 @@ class Connection:
 
     def _failed(self, error: BaseException) -> None:
         """Take a failed read or write as the end of the connection."""
-        if isinstance(error, OSError) and error.errno == errno.EINTR:
-            return
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:

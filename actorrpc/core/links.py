@@ -306,6 +306,9 @@ class Links:
             self._introducing.pop(conn, None)
         for stripe in list(conn.stripes):
             stripe.close()
+            if self._agent.closed_down:  # then nobody else sees to it any more
+                self._agent.pool.forget(stripe.fd)
+                stripe.reap()
         if conn.main is not None and conn in conn.main.stripes:
             conn.main.stripes.remove(conn)
 
@@ -381,8 +384,8 @@ class Links:
         self._join(peer, conn)
         try:
             self._register(conn, leftover)
-        except ValueError:  # the epoll is closed
-            pass
+        except (OSError, ValueError):  # the epoll, or this very connection, was closed meanwhile
+            conn.close()
         if self._agent.closed_down:  # looked at when it can be found by whoever closes the agent
             conn.close()
             conn.reap()

@@ -35,6 +35,9 @@ _log = logging.getLogger("actorrpc.threads")
 _KEPT: Final = 8  # idle threads beyond this many end
 _SLOW_S: Final = 200e-6  # calls that take longer than this on average are spread over threads at once
 _HELPED_S: Final = 0.1  # a helper that has been at one task for this long needs a helper itself
+_FLOWING: Final = 4  # calls that end between two ticks: work that flows needs no more threads
+_COMPETED_S: Final = 300e-6  # a tick that is later than this had to wait for the interpreter
+_PATIENCE_S: Final = 0.1  # how often a thread is brought in all the same
 _STUCK_S: Final = 5.0  # with every thread blocked for this long, queued calls are refused
 
 
@@ -79,6 +82,9 @@ class Pool:
         self._oldest: Any = None
         self._since = 0.0
         self._seen_finished = 0
+        self._seen = 0
+        self._asked = 0.0
+        self._crowded = False
         self._helpers = 0
         self._forsaken = False
         self._helped = 0.0
@@ -105,6 +111,8 @@ class Pool:
                 os.eventfd_write(self._kick_fd, 1)
             except BlockingIOError:  # the counter is full after 2^64 kicks: start over
                 os.eventfd_read(self._kick_fd)
+            except (OSError, ValueError):  # the pool was closed just now
+                pass
         else:
             self._start()
 
@@ -116,10 +124,9 @@ class Pool:
 
     def hand_out(self) -> None:
         """See to the queue, after messages were put there by a thread that will itself run the first of them."""
-        if self._mean > _SLOW_S:
+        if self._mean > _SLOW_S and not self._crowded:
             self.kick()
-        else:
-            self._starvation.poke()
+        self._starvation.poke()
 
     # -- keeping a reader ------------------------------------------------------------------------
 
@@ -188,6 +195,7 @@ class Pool:
                         # Wake-ups may merge into one: the tick sees to what is left if this task blocks.
                         self._starvation.poke()
                     self._run(task)
+                    task = None  # an idle thread keeps no arguments, results or futures alive
                     continue
                 idle.add(me)
                 if queue and not reading_only:
@@ -245,12 +253,18 @@ class Pool:
             self._oldest = None
             return False
         now = time.monotonic()
+        # The clock's own delay tells whether the threads that run compete for the interpreter (then one more
+        # makes everything slower) or are blocked (then one more is what is needed).
+        self._crowded = self._starvation.late > _COMPETED_S
+        done, self._seen = self.finished - self._seen, self.finished
         if oldest is not self._oldest:
             self._oldest = oldest
-            self._since = now
+            self._since = self._asked = now
             self._seen_finished = self.finished
-        elif now - self._since >= self._starvation_s:
-            self.kick()
+        elif now - self._since >= self._starvation_s and done < _FLOWING:
+            if not self._crowded or now - self._asked >= _PATIENCE_S:
+                self._asked = now
+                self.kick()
             if not self._can_grow():
                 self._help(now)
                 if now - self._since > _STUCK_S and self.finished == self._seen_finished:

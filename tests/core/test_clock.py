@@ -23,7 +23,10 @@ def clock() -> Iterator[Clock]:
 # -- virtual time ------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=30), st.lists(st.integers(0, 20), min_size=1, max_size=6))
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=30),
+    st.lists(st.integers(0, 20), min_size=1, max_size=6),
+)
 def test_timers_run_in_order_and_on_time(timers: list[tuple[int, bool]], steps: list[int]) -> None:
     clock = VirtualClock()
     ran: list[tuple[float, int]] = []

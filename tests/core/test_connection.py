@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import pickle
 import random
@@ -32,7 +33,8 @@ def pair() -> Iterator[list[Agent]]:
 def _works(pair: list[Agent]) -> bool:
     """Whether the two still talk to each other."""
     return all(
-        bool(pair[i].call(pair[i].peer(f"a{1 - i}"), operator.add, (i, 1), {}, 0).result() == i + 1) for i in (0, 1)
+        bool(pair[i].call(pair[i].peer(f"a{1 - i}"), operator.add, (i, 1), {}, 0).result() == i + 1)
+        for i in (0, 1)
     )
 
 
@@ -82,10 +84,9 @@ def test_a_name_that_was_not_proved_is_refused(pair: list[Agent]) -> None:
 def test_side_connections_need_a_main_one(pair: list[Agent]) -> None:
     for purpose in (1, 2):
         stranger = Stranger(pair[0], purpose=purpose, attach=random.Random(1).randbytes(16))
-        with pytest.raises((ProtocolError, ConnectionError)):
+        with contextlib.suppress(ProtocolError, ConnectionError):
             stranger.shake_hands()
             stranger.read_to_the_end()
-            raise ConnectionResetError
         stranger.close()
     assert _works(pair)
 
@@ -181,12 +182,24 @@ def test_a_request_that_cannot_be_opened_fails_alone(pair: list[Agent]) -> None:
     stranger = Stranger(pair[0])
     stranger.shake_hands()
     stranger.introduce()
-    bodies = [b"", b"\x80", b"nonsense", pickle.dumps(5), pickle.dumps((1, 2, 3)), b"\x80\x05cnowhere\nnothing\n."]
+    bodies = [
+        b"",
+        b"\x80",
+        b"nonsense",
+        pickle.dumps(5),
+        pickle.dumps((1, 2, 3)),
+        b"\x80\x05cnowhere\nnothing\n.",
+    ]
     for number, body in enumerate(bodies):
         stranger.sock.sendall(pack_frame(frames.REQUEST, number, body))
         got = stranger.frames()
         assert [(frame.kind, frame.id) for frame in got] == [(frames.FAILURE, number)]
-    for flags, extra in ((1, b""), (1, msgpack.packb({"b": [99]})), (2, msgpack.packb({"p": b"junk"})), (0, b"\xc1")):
+    for flags, extra in (
+        (1, b""),
+        (1, msgpack.packb({"b": [99]})),
+        (2, msgpack.packb({"p": b"junk"})),
+        (0, b"\xc1"),
+    ):
         stranger.sock.sendall(pack_frame(frames.REQUEST, 50, b"body", flags=flags, extra=extra))
         got = stranger.frames()
         kinds = [frame.kind for frame in got if frame.kind != frames.CREDIT]
@@ -206,7 +219,15 @@ def test_random_frames_never_harm_others(pair: list[Agent]) -> None:
         stranger.shake_hands()
         stranger.introduce()
         data = b"".join(
-            PREFIX.pack(len(body), 0, rng.choice([2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 14, 15, 16]), 0, 1.0, rng.getrandbits(8), 0)
+            PREFIX.pack(
+                len(body),
+                0,
+                rng.choice([2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 14, 15, 16]),
+                0,
+                1.0,
+                rng.getrandbits(8),
+                0,
+            )
             + body
             for body in (rng.randbytes(rng.choice([0, 8, 16, 33])) for _ in range(rng.randrange(1, 6)))
         )

@@ -161,7 +161,7 @@ def test_frames_up_to_the_limit_and_the_buffer_grows_once() -> None:
 def test_nonsense_is_refused_at_its_prefix(prefix: tuple[int, int, int, int, float, int, int]) -> None:
     sinks = _Sinks()
     reader = _reader(sinks)
-    with pytest.raises(ProtocolError, match="limit|not a frame"):
+    with pytest.raises(ProtocolError, match=r"limit|not a frame"):
         _feed(reader, PREFIX.pack(*prefix) + bytes(10), [])
     assert not sinks.got
     assert sum(len(part) for part in reader.target()) <= 1 << 12
@@ -244,7 +244,17 @@ def test_a_header_over_its_limit_is_not_packed() -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", [b"", b"\xc1", b"\x01", b"\x90", b"\x81\x01\x01", b"\x82\xa1a\x01", b"\x80\x80", struct.pack("<Q", 2**63)]
+    "extra",
+    [
+        b"",
+        b"\xc1",
+        b"\x01",
+        b"\x90",
+        b"\x81\x01\x01",
+        b"\x82\xa1a\x01",
+        b"\x80\x80",
+        struct.pack("<Q", 2**63),
+    ],
 )
 def test_headers_that_are_no_maps_are_refused(extra: bytes) -> None:
     with pytest.raises(ProtocolError):

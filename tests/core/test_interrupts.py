@@ -62,7 +62,6 @@ def test_without_a_checkpoint_it_is_sent_again(resends: list[None]) -> None:
     section()
     with pytest.raises(KeyboardInterrupt):
         interrupts.resend()
-        threading.Event().wait(0)
     interrupts.resend()  # it has been raised
     interrupts.checkpoint()
 
@@ -145,7 +144,9 @@ def _storm(rank: int, world_size: int, storm: int, large: bool) -> int | None:
                 value = (calls, tensor + calls) if calls % 8 == 0 else (calls, "x" * (calls % 3000))
                 got = rpc.rpc_sync("worker1", _echo, (value,))
                 same = got[0] == calls and (
-                    torch.equal(got[1], value[1]) if isinstance(value[1], torch.Tensor) else got[1] == value[1]
+                    torch.equal(got[1], value[1])
+                    if isinstance(value[1], torch.Tensor)
+                    else got[1] == value[1]
                 )
                 if not same:
                     wrong.append((got, value))

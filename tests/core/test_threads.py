@@ -159,7 +159,9 @@ def test_calls_that_no_thread_can_take_are_refused(
     done.wait()
 
 
-def test_a_task_that_raises_ends_nothing(build: Callable[[int], _House], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_task_that_raises_ends_nothing(
+    build: Callable[[int], _House], caplog: pytest.LogCaptureFixture
+) -> None:
     house = build(3)
     for _ in range(10):
         house.call(lambda: 1 / 0)

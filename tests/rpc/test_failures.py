@@ -309,7 +309,7 @@ def _nested_errors() -> list[tuple[str, bool | None]]:
 
 
 def _times_out(function: Callable[[], Any]) -> RpcTimeoutError:
-    with pytest.raises(RpcTimeoutError, match="timed out|time-out|too late|in time") as caught:
+    with pytest.raises(RpcTimeoutError, match=r"timed out|time-out|too late|in time") as caught:
         function()
     assert isinstance(caught.value, TimeoutError)
     assert isinstance(caught.value, RuntimeError)
