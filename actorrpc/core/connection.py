@@ -147,7 +147,7 @@ class Connection:
             self._poller.register(interrupts.wake_fd(), select.POLLIN)
         self._writer_poller: select.poll | None = None
         self._wait_spin = Spin()
-        self._turn_spin = Spin()
+        self._turn_spin = Spin(off=2e-3)
 
     # -- the pool's side of reading -------------------------------------------------------------
 
@@ -188,10 +188,7 @@ class Connection:
         spin = self._turn_spin
         if not self._settings.spin_us:
             return None
-        if not spin.choose():
-            spin.note(False, 1.0)
-            return None
-        if not spinner.acquire():
+        if not spin.choose() or not spinner.acquire():
             return None
         frames: list[Frame] = []
         hit = False
@@ -286,7 +283,7 @@ class Connection:
         for fd, _ in self._poller.poll(wait_ms):
             if fd == self.fd:
                 self._receive(frames)
-                if spin is not None:
+                if spin is not None and (spun or spin.due):
                     spin.note(spun, time.monotonic() - begun)
             elif fd == self._wake_fd:
                 try:

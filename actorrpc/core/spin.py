@@ -27,10 +27,11 @@ class Spin:
 
     __slots__ = ("_count", "_off", "_on", "_probe", "use")
 
-    def __init__(self) -> None:
+    def __init__(self, off: float = -1.0) -> None:
+        """``off``: what a wait without spinning counts as, where it is not measured."""
         self.use = False
         self._on = -1.0
-        self._off = -1.0
+        self._off = off
         self._count = 0
         self._probe = _PROBE_MIN
 
@@ -41,6 +42,11 @@ class Spin:
             self._count = 0
             return not self.use
         return self.use
+
+    @property
+    def due(self) -> bool:
+        """Whether the wait that now begins without spinning is one of those that are measured."""
+        return not self._count & 7
 
     def note(self, spun: bool, waited: float) -> None:
         """Take note of how long a wait took, in seconds, with or without spinning."""

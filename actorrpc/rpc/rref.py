@@ -370,7 +370,8 @@ _PROBED: Final = (
     # beginnings of names, in groups: arrays, functions, pickling and copying, descriptors and classes
     *("__array", "__torch", "__cuda_", "__dlpack", "__dataframe"),
     *("__wrapped__", "__signature__", "__text_signature__", "__name__", "__qualname__", "__module__"),
-    *("__getstate__", "__setstate__", "__getnewargs", "__getinitargs__", "__reduce", "__copy__", "__deepcopy__", "__replace__"),
+    *("__getstate__", "__setstate__", "__getnewargs", "__getinitargs__", "__reduce"),
+    *("__copy__", "__deepcopy__", "__replace__"),
     *("__get__", "__set__", "__set_name__", "__delete__", "__del__", "__slots__", "__dict__", "__weakref__"),
 )
 
