@@ -33,6 +33,7 @@ __all__ = [
     "ShutdownError",
     "UnknownWorkerError",
     "VersionError",
+    "WrongTypeError",
 ]
 
 
@@ -179,6 +180,10 @@ class RRefError(RpcError):
 
 class ConfigError(RpcError, ValueError):
     """An option or an ``ACTORRPC_*`` variable has a value that cannot be used."""
+
+
+class WrongTypeError(ConfigError, TypeError):
+    """An argument has a type that cannot be used. torch raises now ValueError, now TypeError: this is both."""
 
 
 class PlatformError(RpcError, ImportError):

@@ -46,7 +46,9 @@ class _Unretrieved:
         self.seen = type(error) is CancelledError  # whoever cancels knows
 
     def __del__(self) -> None:
-        if not self.seen and not sys.is_finalizing():  # then no thread starts any more, and waits for it never end
+        if (
+            not self.seen and not sys.is_finalizing()
+        ):  # then no thread starts any more, and waits for it never end
             # Logging takes locks, and this may run anywhere: a thread of its own reports it.
             _reporter.report(f"{self.label} failed and nobody looked at the error: {self.error!r}")
 

@@ -32,7 +32,7 @@ from actorrpc.core.clock import Clock
 from actorrpc.core.connection import Connection
 from actorrpc.core.execution import Executor
 from actorrpc.core.frames import Frame, pack_frame
-from actorrpc.core.identity import WorkerInfo, WorkerRecord, WrongTypeError
+from actorrpc.core.identity import WorkerInfo, WorkerRecord
 from actorrpc.core.inbox import Inbox
 from actorrpc.core.interceptors import Interceptor
 from actorrpc.core.interrupts import uninterruptible
@@ -48,6 +48,7 @@ from actorrpc.errors import (
     RpcError,
     ShutdownError,
     UnknownWorkerError,
+    WrongTypeError,
 )
 from actorrpc.futures import Future
 
@@ -469,17 +470,17 @@ class Agent:
             lender = self.links.open_lane(conn)
         return lender
 
-    def stripes(self, conn: Connection, total: int, deadline: float) -> list[Connection]:
-        """Return further connections to send a large message over; empty where there is no use for them."""
-        if conn.local or total < self.settings.stripe_threshold or self.settings.stripes < 2:
-            return []
-        return self.links.stripes(conn, deadline)
-
     # -- the ends
     # ------------------------------------------------------------------------------------------------
 
     def lost(self, conn: Connection, error: BaseException | None) -> None:
+        """See to what a connection that has ended leaves behind. Runs on a pool thread."""
         self.pool.forget(conn.fd)
+        if not conn.goodbye and not self.closed_down:
+            # A failed write is no proof of death: what the peer said last may lie there unread.
+            last = conn.read_rest()
+            if last:
+                self.deliver(conn, last, False)
         conn.reap()
         peer = conn.peer
         self.links.forget(conn)

@@ -272,8 +272,9 @@ class Call:
         """Return the error of this call's time-out."""
         reached = self.may_arrive
         ran = "it was sent and may have run" if reached else "it was not sent"
+        bound = f"{self.timeout * 1e3:.0f} ms" if self.timeout else "what was left of the call that made it"
         return RpcTimeoutError(
-            f"{self} timed out: RPC ran for more than set timeout ({self.timeout * 1e3:.0f} ms) and will now be marked "
+            f"{self} timed out: RPC ran for more than set timeout ({bound}) and will now be marked "
             f"with an error; {ran}. Give a longer timeout=, or see what {self.peer.name!r} is doing.",
             maybe_executed=reached,
             worker=self.peer.name,

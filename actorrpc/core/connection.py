@@ -68,38 +68,6 @@ _SLICE_MS: Final = 1000  # an upper bound for one sleep in poll, so that nothing
 class Connection:
     """One connected, authenticated stream socket."""
 
-    __slots__ = (
-        "__weakref__",
-        "_epoll",
-        "_events",
-        "_flushing",
-        "_poller",
-        "_reader",
-        "_rest",
-        "_settings",
-        "_turn_spin",
-        "_wait_spin",
-        "_wake_fd",
-        "_writer_poller",
-        "assemblies",
-        "attach",
-        "borrower",
-        "broken",
-        "fd",
-        "goodbye",
-        "heard",
-        "lane_failed",
-        "lender",
-        "local",
-        "main",
-        "outbox",
-        "peer",
-        "read_lock",
-        "sock",
-        "stripes",
-        "write_lock",
-    )
-
     def __init__(
         self,
         sock: socket.socket,
@@ -566,6 +534,18 @@ class Connection:
             pass
         self.wake()
         self._events.closed(self, error)
+
+    @uninterruptible
+    def read_rest(self) -> list[Frame]:
+        """Return what had arrived before the connection ended."""
+        frames: list[Frame] = []
+        with self.read_lock:
+            try:
+                while True:
+                    target = self._reader.target()
+                    self._take(self.sock.recvmsg_into(target, 0, _DONTWAIT)[0], frames)
+            except (OSError, EOFError, ProtocolError):
+                return frames
 
     def reap(self) -> None:
         """Close the descriptors, once nobody reads or writes any more. Runs on a pool thread or at the very end."""

@@ -26,7 +26,6 @@ __all__ = [
     "MAX_NAME",
     "WorkerInfo",
     "WorkerRecord",
-    "WrongTypeError",
     "check_name",
     "host_identity",
     "main_identity",
@@ -44,10 +43,6 @@ _MAX_RECORD = 16 << 10
 _MAX_ADDRESSES = 64
 # Only used where the kernel does not say which boot this is: then no other process is "on this host".
 _UNKNOWN_BOOT = secrets.token_hex(16)
-
-
-class WrongTypeError(ConfigError, TypeError):
-    """An argument has a type that cannot be used. torch raises now ValueError, now TypeError: this is both."""
 
 
 def check_name(name: object) -> str:

@@ -470,8 +470,11 @@ class Links:
             conn.lender = lender
             return lender
 
-    def stripes(self, conn: Connection, deadline: float) -> list[Connection]:
-        """Return the stripes of a main connection, making them at first use."""
+    def stripes(self, conn: Connection, total: int, deadline: float) -> list[Connection]:
+        """Return further connections for a message of ``total`` bytes, made at first use; none where they are of no use."""
+        settings = self._agent.settings
+        if conn.local or total < settings.stripe_threshold or settings.stripes < 2:
+            return []
         if conn.stripes or conn.lane_failed:
             return list(conn.stripes)
         peer: Peer = conn.peer

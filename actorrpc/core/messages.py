@@ -194,7 +194,7 @@ def send(
     stream = next(conn.peer.streams)
     header["b"] = sizes
     header["s"] = stream
-    striped = agent.stripes(conn, total, deadline)
+    striped = agent.links.stripes(conn, total, deadline)
     ready = None
     if striped:
         header["r"] = 1  # say when you are ready: chunks come over other connections as well

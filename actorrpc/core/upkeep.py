@@ -37,6 +37,8 @@ class Upkeep:
         self._cork = Tick(clock, settings.cork_us * 1e-6, self._uncork)
         self._credited: dict[Connection, None] = {}
         self._credit = Tick(clock, _CREDIT_S, self._send_credit)
+        #: ask every connected peer for a sign of life, not only those with calls under way
+        self.watching = False
         self.pulse = Tick(clock, settings.heartbeat, self._beat)
         self._hand_back = Tick(clock, _HAND_BACK_S, self._hand_back_lanes)
         self._ringing = False
@@ -129,7 +131,7 @@ class Upkeep:
         settings = self._agent.settings
         for peer in self._agent.peers():
             conn = peer.conn
-            if peer.is_self or conn is None or conn.broken or not peer.pending:
+            if peer.is_self or conn is None or conn.broken or not (peer.pending or self.watching):
                 peer.misses = 0
                 continue
             busy = True

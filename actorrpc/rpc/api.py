@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 from actorrpc.config import Settings
 from actorrpc.core.agent import Agent
-from actorrpc.core.identity import WorkerInfo, WrongTypeError
+from actorrpc.core.identity import WorkerInfo
 from actorrpc.core.rendezvous import open_store
-from actorrpc.errors import ConfigError, NotInitializedError
+from actorrpc.errors import ConfigError, NotInitializedError, WrongTypeError
 from actorrpc.futures import Future
 from actorrpc.rpc import group as groups
 from actorrpc.rpc import rref as rrefs
@@ -40,6 +40,7 @@ __all__ = [
     "get_worker_info",
     "get_worker_infos",
     "init_rpc",
+    "is_available",
     "is_initialized",
     "remote",
     "rpc_async",
@@ -81,6 +82,11 @@ def _require() -> _State:
             "RPC has not been initialized in this process (a fork of a worker is not one). Call init_rpc first."
         )
     return state
+
+
+def is_available() -> bool:
+    """Say whether RPC can be used in this build: always."""
+    return True
 
 
 def is_initialized() -> bool:

@@ -104,7 +104,7 @@ class Group:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def wait_for_all(self, stage: int, timeout: float, settled: Callable[[], Any] = lambda: None) -> None:
+    def wait_for_all(self, stage: int, timeout: float) -> None:
         """Wait until every live worker of a fixed group has come to this stage of its shutdown.
 
         Raises:
@@ -121,9 +121,9 @@ class Group:
                 continue
             if peer.is_self:
                 self._watch_all()
-            remaining = until - time.monotonic()
-            if remaining <= 0:
-                break
+                agent.upkeep.watching = True
+                agent.upkeep.pulse.poke()
+            remaining = max(0.0, until - time.monotonic())
             future: Future[None] = Future()
             try:
                 agent.call(peer, _arrive, (stage, agent.name), {}, 0.0, future=future, label="shutdown")

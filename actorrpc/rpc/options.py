@@ -14,9 +14,8 @@ from typing import Any, Final
 import torch
 
 from actorrpc.config import Settings
-from actorrpc.core.identity import WrongTypeError
 from actorrpc.core.keys import Key
-from actorrpc.errors import ConfigError
+from actorrpc.errors import ConfigError, WrongTypeError
 
 __all__ = [
     "DEFAULT_INIT_METHOD",
