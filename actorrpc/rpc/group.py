@@ -23,12 +23,13 @@ from actorrpc.core.execution import Later
 from actorrpc.core.identity import WorkerRecord, host_identity, main_identity, new_incarnation
 from actorrpc.core.keys import Key
 from actorrpc.core.rendezvous import Rendezvous
-from actorrpc.errors import ConfigError, PeerDiedError, RpcError, RpcTimeoutError
+from actorrpc.errors import ConfigError, DeadlockError, PeerDiedError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
 
 __all__ = ["Group", "join"]
 
 _log = logging.getLogger("actorrpc.group")
+_AGAIN_S: Final = 0.1
 _LOOPBACK: Final = ("127.", "::1", "localhost")
 
 
@@ -115,22 +116,25 @@ class Group:
         agent = self.agent
         until = time.monotonic() + timeout if timeout else float("inf")
         order = sorted(self._table)
-        for leader in order:
+        while order:
+            leader = order[0]
             peer = agent.peer(leader)
             if peer.state != "alive":
+                del order[0]
                 continue
             if peer.is_self:
                 self._watch_all()
                 agent.upkeep.watching = True
                 agent.upkeep.pulse.poke()
-            remaining = max(0.0, until - time.monotonic())
             future: Future[None] = Future()
             try:
                 agent.call(peer, _arrive, (stage, agent.name), {}, 0.0, future=future, label="shutdown")
-                future.wait(None if until == float("inf") else remaining)
+                future.wait(None if until == float("inf") else max(0.0, until - time.monotonic()))
                 return
             except PeerDiedError:
-                continue
+                del order[0]
+            except DeadlockError:
+                time.sleep(_AGAIN_S)  # all its threads are blocked at present: that may pass
             except RpcTimeoutError:
                 future.cancel()
                 missing = ", ".join(self.barrier.missing(stage)) if peer.is_self else "some"
