@@ -132,17 +132,18 @@ class Executor:
             function, args, kwargs = messages.open_plain(frame.body, execution.peer)
         else:
             parcel = messages.Parcel(execution.peer)
-            if frame.extra:
-                agent.inbox.arrived(parcel, frame)
-            function, args, kwargs = messages.open_body(conn, frame, frame.buffers, parcel)
-            if frame.flags and conn is not None:
+            header = execution.header = unpack_extra(frame.extra) if frame.extra else {}
+            agent.inbox.arrived(parcel, header)
+            function, args, kwargs = messages.open_body(conn, frame, header, parcel)
+            if conn is not None and (frame.flags & ~messages.INLINE or len(frame.body) >= messages.CHARGED):
                 # Taken up: its bytes no longer count as unread. Leaves with the answer, or by itself soon.
                 conn.outbox.append(pack_frame(CREDIT, frame.id))
                 agent.upkeep.credited(conn)
             if parcel.received:
                 agent.confirm(parcel.received, execution)
         if agent.interceptors:
-            execution.header = unpack_extra(frame.extra) if frame.extra else {}
+            if execution.header is None:
+                execution.header = {}
             call: Callable[[], Any] = lambda: function(*args, **kwargs)  # noqa: E731
             for interceptor in reversed(agent.interceptors):
                 call = interceptor.wrap(execution, function, args, kwargs, call)

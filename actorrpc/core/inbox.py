@@ -175,13 +175,11 @@ class Inbox:
         if not frame.flags and not frame.extra and not self._agent.interceptors:
             return messages.open_plain(frame.body, call.peer)
         parcel = messages.Parcel(call.peer)
-        if frame.extra:
-            self.arrived(parcel, frame)
-        value = messages.open_body(call.conn, frame, frame.buffers, parcel)
-        if self._agent.interceptors:
-            header = unpack_extra(frame.extra) if frame.extra else {}
-            for interceptor in self._agent.interceptors:
-                value = interceptor.reply_received(header, call.peer, value)
+        header = unpack_extra(frame.extra) if frame.extra else {}
+        self.arrived(parcel, header)
+        value = messages.open_body(call.conn, frame, header, parcel)
+        for interceptor in self._agent.interceptors:
+            value = interceptor.reply_received(header, call.peer, value)
         return value
 
     def _notice(self, peer: Peer, frame: Frame, conn: Connection) -> None:
@@ -206,9 +204,9 @@ class Inbox:
             peer.cancelled.clear()
         peer.cancelled[id] = None
 
-    def arrived(self, parcel: messages.Parcel, frame: Frame) -> None:
+    def arrived(self, parcel: messages.Parcel, header: dict[str, Any]) -> None:
         """Take up the references that a message carries, before it is opened."""
-        forks = unpack_extra(frame.extra).get("f")
+        forks = header.get("f")
         if isinstance(forks, bytes):
             self._agent.on_forks(parcel, forks)
 

@@ -43,6 +43,7 @@ __all__ = [
     "send",
 ]
 
+CHARGED: Final = 16 << 10  # smaller messages are bounded by their number
 INLINE: Final = 1
 LANE: Final = 2
 STREAM: Final = frames.STREAM
@@ -162,7 +163,7 @@ def send(
     _check(encoded, settings)
     header = dict(header) if header else {}
     total = len(body) + sum(span.nbytes for span in spans)
-    if call is not None:
+    if call is not None and total >= CHARGED:
         conn.peer.charge(call, total)
     if total < settings.lane_threshold:
         header["b"] = [span.nbytes for span in spans]
@@ -280,8 +281,8 @@ def open_plain(body: bytes, peer: Peer) -> Any:
     return codec.decode(body, (), definitions=peer.definitions, context=Parcel(peer))
 
 
-def open_body(conn: Connection | None, frame: Frame, buffers: Any, parcel: Parcel) -> Any:
-    """Return the object that a message carries, and its header.
+def open_body(conn: Connection | None, frame: Frame, header: dict[str, Any], parcel: Parcel) -> Any:
+    """Return the object that a message carries.
 
     Raises:
         ProtocolError: it makes no sense.
@@ -290,17 +291,19 @@ def open_body(conn: Connection | None, frame: Frame, buffers: Any, parcel: Parce
     body, flags = frame.body, frame.flags
     views: Sequence[memoryview] = ()
     if flags:
-        views, body = _buffers(conn, frame, buffers)
+        views, body = _buffers(conn, frame, header)
     peer = parcel.peer
     return codec.decode(body, views, definitions=peer.definitions, context=parcel)
 
 
-def _buffers(conn: Connection | None, frame: Frame, buffers: Any) -> tuple[Sequence[memoryview], Any]:
+def _buffers(
+    conn: Connection | None, frame: Frame, header: dict[str, Any]
+) -> tuple[Sequence[memoryview], Any]:
+    buffers = frame.buffers
     if buffers is not None:
         if frame.flags & BODY:
             return buffers[:-1], buffers[-1]
         return buffers, frame.body
-    header = unpack_extra(frame.extra)
     if frame.flags & LANE:
         assert conn is not None
         if conn.borrower is None:
@@ -328,6 +331,6 @@ def discard(conn: Connection | None, frame: Frame) -> None:
     """Hand back what a message holds that nobody will open."""
     if frame.flags & LANE and conn is not None and conn.borrower is not None:
         try:
-            _buffers(conn, frame, None)
+            _buffers(conn, frame, unpack_extra(frame.extra))
         except ProtocolError:
             pass

@@ -18,7 +18,7 @@ __all__ = ["Spin", "spinner"]
 
 _LONG: Final = 2e-3  # waits are counted as at most this long: beyond it, spinning can make no difference
 _PROBE_MIN: Final = 64
-_PROBE_MAX: Final = 4096
+_PROBE_MAX: Final = 256
 _CROWD_PERIOD: Final = 0.005
 
 
