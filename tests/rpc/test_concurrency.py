@@ -147,9 +147,10 @@ def _callbacks() -> None:
     # A callback may wait for what the waiter does next.
     released = threading.Event()
     after = threading.Event()
-    future = rpc.rpc_async("worker1", operator.add, (5, 5))
+    future = rpc.rpc_async("worker1", _hold, ("next",))  # not over before the callback is there
     future.add_done_callback(lambda _: (released.wait(), after.set()))
-    assert future.wait() == 10
+    rpc.rpc_sync("worker1", _open, ("next",))
+    assert future.wait() == "next"
     released.set()
     after.wait()
 
