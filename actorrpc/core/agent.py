@@ -56,6 +56,7 @@ __all__ = ["Agent"]
 
 _log = logging.getLogger("actorrpc")
 INFINITE: Final = float("inf")
+_GOODBYE_S: Final = 0.5
 _NOT_RANKS: Final = frozenset({bool, float, complex})
 _pack: Final = frames.PREFIX.pack
 
@@ -550,7 +551,11 @@ class Agent:
         conns = [conn for peer in self.peers() for conn in list(peer.conns)]
         for conn in conns:
             conn.outbox.append(pack_frame(frames.GOODBYE))
-            conn.flush()
+        until = time.monotonic() + _GOODBYE_S
+        for conn in conns:
+            # Another thread may be sending: without the goodbye, the peer would take this for a death.
+            while not conn.flush() and not conn.broken and time.monotonic() < until:
+                time.sleep(0.001)
         self.closed_down = True
         self._fail_pending()
         for conn in conns:

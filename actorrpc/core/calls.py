@@ -32,6 +32,7 @@ __all__ = ["CURRENT", "Call", "Execution"]
 
 _log = logging.getLogger("actorrpc.calls")
 INFINITE: Final = float("inf")
+_SLICE_S: Final = 1.0
 
 
 class Execution:
@@ -194,7 +195,7 @@ class Call:
         future = self.future
         if future is not None:
             # Several threads may wait for one future: it gives each a lock of its own.
-            future._park(time.monotonic() + 60.0 if until is None else until)
+            future._park(time.monotonic() + _SLICE_S if until is None else until)
             return
         lock = self.lock
         if lock is None:
@@ -203,12 +204,10 @@ class Call:
             self.lock = lock
         if self.done:
             return
-        if until is None:
-            lock.acquire(timeout=60.0)
-        else:
-            remaining = until - time.monotonic()
-            if remaining > 0:
-                lock.acquire(timeout=min(remaining, 60.0))
+        # In slices: a signal that comes just before the lock sleeps is not seen until it wakes.
+        remaining = _SLICE_S if until is None else until - time.monotonic()
+        if remaining > 0:
+            lock.acquire(timeout=min(remaining, _SLICE_S))
 
     def result(self) -> Any:
         """Wait for the reply of a call without a future and return its value, or raise its error."""
