@@ -573,12 +573,8 @@ class Agent:
         spinner.close()
         interrupts.uninstall()
         if left:
-            _log.warning(
-                "%d threads of %r are still in user code after shutdown: %s",
-                len(left),
-                self.name,
-                ", ".join(t.name for t in left),
-            )
+            names = ", ".join(thread.name for thread in left)
+            _log.warning("threads of %r are still in user code after shutdown: %s", self.name, names)
 
     def abandon(self) -> None:
         """Let go of everything in a forked child: descriptors are closed, nothing is sent, no lock is taken."""
