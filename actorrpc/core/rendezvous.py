@@ -165,6 +165,10 @@ class Rendezvous:
         except RendezvousError:
             pass
 
+    def release(self) -> None:
+        """Let go of the store: its socket closes with the last reference, and our holder may be part of a cycle."""
+        self._store = _Released()
+
     def own_address(self) -> str | None:
         """Return the local address that the kernel would use to reach the store's host.
 
@@ -450,6 +454,13 @@ class Rendezvous:
                 f"the store through which the workers meet failed: {first_line(error)}. The process that "
                 "serves it (rank 0, or torchrun) may have ended"
             ) from error
+
+
+class _Released:
+    """Stands in for a store that was let go of."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("this worker has left")
 
 
 def _pack(*parts: Any) -> bytes:

@@ -167,6 +167,7 @@ class Group:
                 _log.info("the store is gone: %s", error)
         self.agent.close()
         self.rendezvous.close()
+        self.rendezvous.release()
 
 
 _current: Group | None = None
