@@ -460,8 +460,7 @@ class Agent:
             interceptor.reply_header(header, execution)
         return header
 
-    # -- shared memory and stripes
-    # -----------------------------------------------------------------------------
+    # -- shared memory ----------------------------------------------------------------------------------
 
     def lender(self, conn: Connection) -> Any:
         """Return the side of the tensor lane that lends memory to a connection's peer; None where there is none."""
@@ -471,8 +470,7 @@ class Agent:
             lender = self.links.open_lane(conn)
         return lender
 
-    # -- the ends
-    # ------------------------------------------------------------------------------------------------
+    # -- the ends ---------------------------------------------------------------------------------------
 
     def lost(self, conn: Connection, error: BaseException | None) -> None:
         """See to what a connection that has ended leaves behind. Runs on a pool thread."""
