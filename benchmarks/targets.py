@@ -15,7 +15,8 @@ __all__ = ["TARGETS", "Target", "Verdict", "judge"]
 
 HOST, TCP = "same host", "TCP"
 
-# Why figures are missed, from timing each piece by itself on an idle machine (Python 3.11, us a call).
+# Why figures are missed: from timing each piece by itself on a nearly idle machine (Python 3.11, us a call), and from cProfile.
+# The last one is a guess that one experiment supports: with 200 us of spin the example takes 1.2 to 1.4 times as many steps.
 _PYTHON = (
     "the interpreter: API and pickling 7, sending and reading the reply 8, the callee's reading 3, execution 4, answer 1, "
     "around nine system calls; raw is two calls of one instruction each"
@@ -23,7 +24,7 @@ _PYTHON = (
 _ISSUE = "one thread makes the calls and shares the interpreter with the one that takes the replies: about 10 us a call"
 _TENSOR = "some 60 us of Python on each side for one tensor (pickling 8 + 8, placing 12, headers), beside 50-90 us of copying"
 _ONE_TCP = "sender and receiver share the processor; a chunk's header and hand-over cost what the second processor hides"
-_SPIN = "a step keeps the callee busy for longer than the 100 us that a thread may spin: each of two calls pays a wake-up"
+_SPIN = "a step probably keeps the callee busy for longer than the 100 us that a thread may spin: each of two calls pays a wake-up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
