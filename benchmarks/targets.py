@@ -24,7 +24,7 @@ _PYTHON = (
 _ISSUE = "one thread makes the calls and shares the interpreter with the one that takes the replies: about 10 us a call"
 _TENSOR = "some 60 us of Python on each side for one tensor (pickling 8 + 8, placing 12, headers), beside 50-90 us of copying"
 _ONE_TCP = "sender and receiver share the processor; a chunk's header and hand-over cost what the second processor hides"
-_SPIN = "a step probably keeps the callee busy for longer than the 100 us that a thread may spin: each of two calls pays a wake-up"
+_SPIN = "a step probably keeps the callee busy for longer than the 100 us that a thread may spin: both calls pay a wake-up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
