@@ -106,7 +106,7 @@ class Agent:
         self.on_forks: Callable[[messages.Parcel, bytes], None] = lambda parcel, forks: None
         self.refuse_forks: Callable[[Peer, bytes], None] = lambda peer, forks: None
         self.pack_forks: Callable[[list[Any]], bytes] = lambda sent: b""
-        self.closing = False
+        self._closing = False
         self.closed_down = False
         self.links = Links(self, key)
         self.inbox = Inbox(self)
@@ -229,7 +229,7 @@ class Agent:
             SerializationError, LimitError: before anything is sent.
             PeerDiedError, BackpressureError, ShutdownError: nothing was executed.
         """
-        if self.closing and self.closed_down:
+        if self.closed_down:
             raise ShutdownError(f"worker {self.name!r} has shut down", maybe_executed=False)
         current = CURRENT.get()
         deadline = time.monotonic() + timeout if timeout else INFINITE
@@ -348,7 +348,12 @@ class Agent:
                 call.cancel()  # Ctrl-C cut it short
             return
         if call.future is not None:  # without one, whoever waits for it sends it
-            if idle or size > 2048 or len(conn.outbox) >= self.settings.cork_frames:
+            settings = self.settings
+            if (
+                idle
+                or size * settings.cork_frames > settings.cork_bytes
+                or len(conn.outbox) >= settings.cork_frames
+            ):
                 conn.flush()
             else:
                 self.cork(conn)
@@ -542,9 +547,9 @@ class Agent:
     def close(self, timeout: float = 2.0) -> None:
         """End everything: connections are closed with a goodbye, threads end, waits fail with ShutdownError. Idempotent."""
         with self._lock:
-            if self.closed_down:
+            if self._closing:
                 return
-            self.closing = True
+            self._closing = True
         self.links.stop_listening()
         conns = [conn for peer in self.peers() for conn in list(peer.conns)]
         for conn in conns:
@@ -576,14 +581,8 @@ class Agent:
 
     def abandon(self) -> None:
         """Let go of everything in a forked child: descriptors are closed, nothing is sent, no lock is taken."""
-        self.closing = self.closed_down = True
+        self.closed_down = True
         self.pool.abandon()
-        for peer in {id(p): p for p in self._peers.values()}.values():
-            for conn in [*peer.conns, *peer.stripes]:
-                conn.abandon()
-                for lane in (conn.lender, conn.borrower):
-                    if lane is not None:
-                        lane.abandon()
         self.links.abandon()
         self.buffers.abandon()
         interrupts.abandon()

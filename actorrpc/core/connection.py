@@ -574,3 +574,6 @@ class Connection:
                 close()
             except OSError:
                 pass
+        for lane in (self.lender, self.borrower):
+            if lane is not None:
+                lane.abandon()

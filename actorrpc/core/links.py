@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import secrets
 import select
 import socket
@@ -32,7 +31,7 @@ from actorrpc.core.frames import INTRO, STREAM_ABORT, pack_frame
 from actorrpc.core.handshake import Acceptor, Dialler, Purpose, Session
 from actorrpc.core.identity import WorkerRecord
 from actorrpc.core.interrupts import checkpoint, pending_here, uninterruptible
-from actorrpc.core.keys import Key
+from actorrpc.core.keys import Key, remove_file
 from actorrpc.core.tensor_lane import Borrower, Lender
 from actorrpc.errors import (
     AuthenticationError,
@@ -568,9 +567,8 @@ class Links:
 
     def connections(self) -> list[Connection]:
         """Return all connections that are not forgotten, also those whose peer is still to introduce itself."""
-        with self._lock:
-            mains = list(self._mains.values())
-        return [conn for main in mains for conn in (main, *main.stripes)]
+        # Without the lock: in a forked child, a thread that does not exist there may hold it.
+        return [conn for main in list(self._mains.values()) for conn in (main, *main.stripes)]
 
     def stop_listening(self) -> None:
         """Accept no more."""
@@ -583,10 +581,7 @@ class Links:
             path = sock.getsockname() if sock.family == socket.AF_UNIX else None
             sock.close()
             if path:
-                try:
-                    os.unlink(path)
-                except OSError:
-                    pass
+                remove_file(path)
         self._listeners = []
         for guest in list(self._guests.values()):
             guest.sock.close()
@@ -598,3 +593,5 @@ class Links:
             sock.close()
         for guest in self._guests.values():
             guest.sock.close()
+        for conn in self.connections():
+            conn.abandon()

@@ -42,7 +42,6 @@ class Peer:
         self.cause = ""
         self.conn: Connection | None = None
         self.conns: list[Connection] = []
-        self.stripes: list[Connection] = []
         self.pending: dict[int, Any] = {}
         self.running: dict[int, Any] = {}
         self.cancelled: dict[int, None] = {}
@@ -52,7 +51,6 @@ class Peer:
         self.definitions = definitions
         self.dial_lock = threading.Lock()
         self.scan_at = float("inf")
-        self.heard = time.monotonic()
         self.misses = 0
         self.device_map: dict[str, str] | None = None
         # -- back-pressure

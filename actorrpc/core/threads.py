@@ -163,11 +163,6 @@ class Pool:
         """Say whether the calling thread belongs to the pool."""
         return threading.get_ident() in self.threads
 
-    def blocking(self) -> None:
-        """Say that this thread is about to block: whatever is queued must not wait for it."""
-        if self.queue:
-            self.kick()
-
     def _loop(self) -> None:
         me = threading.get_ident()
         idle, queue, poll, sources = self.idle, self.queue, self.epoll.poll, self._sources

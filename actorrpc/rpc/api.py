@@ -421,8 +421,3 @@ def get_worker_infos() -> list[WorkerInfo]:
 def get_rpc_timeout() -> float:
     """Return the default time-out of calls of this worker, in seconds; 0 means none."""
     return _require().timeout
-
-
-def set_rpc_timeout(timeout: float) -> None:
-    """Change the default time-out of calls of this worker."""
-    _require().timeout = check_timeout(timeout)

@@ -274,10 +274,7 @@ class _Doors:
         for sock in self.sockets:
             sock.close()
         if self.unix_path is not None:
-            try:
-                os.unlink(self.unix_path)
-            except OSError:
-                pass
+            keys.remove_file(self.unix_path)
 
 
 def join(
