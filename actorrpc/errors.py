@@ -11,16 +11,22 @@ This module knows nothing of the rest of the package and does nothing but define
 from __future__ import annotations
 
 import concurrent.futures
+from typing import Any
 
 __all__ = [
+    "ActorDiedError",
+    "ActorError",
+    "ActorUnavailableError",
     "AuthenticationError",
     "BackpressureError",
     "CancelledError",
     "ConfigError",
     "DeadlockError",
     "LimitError",
+    "NameTakenError",
     "NotInitializedError",
     "PeerDiedError",
+    "PendingCallsLimitExceeded",
     "PlatformError",
     "ProtocolError",
     "RRefError",
@@ -31,6 +37,7 @@ __all__ = [
     "RpcTimeoutError",
     "SerializationError",
     "ShutdownError",
+    "UnknownActorError",
     "UnknownWorkerError",
     "VersionError",
     "WrongTypeError",
@@ -130,6 +137,88 @@ class ShutdownError(_CallEnded):
 class DeadlockError(_CallEnded):
     """The call cannot be served: it waits, directly or through others, for itself, or every thread
     that the worker may have is blocked. The message names what is blocked."""
+
+
+class ActorError(_CallEnded):
+    """Base of what can be wrong with an actor (not of what its methods raise, which is a RemoteError).
+
+    Attributes:
+        actor: how the actor is called in messages: its class and its name.
+        method: the method that was called, where there was one.
+        report: what is known of the end of its process (exit code or signal, last lines of stderr, peak
+            memory, uptime), or ``None``.
+        cause: what the constructor raised, or kept the process from starting, where that is why; also
+            ``__cause__``, below which the traceback of the other worker is printed.
+    """
+
+    actor: str | None = None
+    method: str | None = None
+    report: object = None
+    cause: BaseException | None = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        maybe_executed: bool | None = None,
+        worker: str | None = None,
+        actor: str | None = None,
+        method: str | None = None,
+        report: object = None,
+        cause: BaseException | None = None,
+    ) -> None:
+        super().__init__(message, maybe_executed=maybe_executed, worker=worker)
+        if actor is not None:
+            self.actor = actor
+        if method is not None:
+            self.method = method
+        if report is not None:
+            self.report = report
+        if cause is not None:
+            self.cause = self.__cause__ = cause
+
+    def __reduce__(self) -> tuple[object, ...]:
+        cause = self.cause
+        below = cause.__cause__ if cause is not None else None
+        known = {
+            "maybe_executed": self.maybe_executed,
+            "worker": self.worker,
+            "actor": self.actor,
+            "method": self.method,
+            "report": self.report,
+            "cause": cause,
+        }
+        # ``__cause__`` does not travel by itself.
+        return (_rebuild_actor, (type(self), self.args[0], known, getattr(below, "text", None)))
+
+
+def _rebuild_actor(
+    cls: type[ActorError], message: str, known: dict[str, Any], traceback: str | None
+) -> ActorError:
+    error = cls(message, **known)
+    if error.cause is not None and traceback is not None:
+        error.cause.__cause__ = RemoteTraceback(traceback)
+    return error
+
+
+class ActorDiedError(ActorError):
+    """The actor is dead and does not come back: its process ended, its constructor raised, it was killed or it exited."""
+
+
+class ActorUnavailableError(ActorError):
+    """The actor cannot be reached now but may come back: it is being restarted. Call again later."""
+
+
+class PendingCallsLimitExceeded(ActorError):  # noqa: N818 (Ray's name)
+    """More calls are waiting for the actor than ``max_pending_calls`` allows; this one was not made."""
+
+
+class UnknownActorError(ActorError, ValueError):
+    """No actor of this name is alive in the namespace. The message lists names that look alike."""
+
+
+class NameTakenError(ActorError, ValueError):
+    """There is an actor of this name in the namespace already."""
 
 
 class NotInitializedError(RpcError):

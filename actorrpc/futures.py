@@ -17,13 +17,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
 from actorrpc.errors import CancelledError, RpcTimeoutError
 
-__all__ = ["Future", "collect_all", "wait_all"]
+__all__ = ["WAITING", "Future", "Station", "collect_all", "wait_all"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -33,6 +33,33 @@ _SLICE_S = 1.0
 _base_init = torch._C.Future.__init__
 _base_set_result = torch._C.Future.set_result
 _base_set_unwrap = torch._C.Future._set_unwrap_func
+
+
+class Station(Protocol):
+    """What a thread of an actor does besides waiting: calls that descend from the one that waits run meanwhile.
+
+    The thread that waits calls all of it; ``stir`` may be called by any thread.
+    """
+
+    work: Any  # true where something may run
+
+    def begin_wait(self, stir: Callable[[], None]) -> None:
+        """Note that the thread is about to wait; ``stir()`` makes it look at ``work``."""
+
+    def end_wait(self) -> None:
+        """Note that it waits no more."""
+
+    def serve(self) -> None:
+        """Run what may run, on this thread."""
+
+
+class _Waiting(threading.local):
+    """This thread's station, if it belongs to an actor."""
+
+    station: Station | None = None
+
+
+WAITING = _Waiting()
 
 
 class _Unretrieved:
@@ -145,6 +172,8 @@ class Future(torch.futures.Future[T], Generic[T]):
                 self._waiters.pop().release()
             except IndexError:
                 break
+            except RuntimeError:  # its station has stirred it in this moment
+                pass
         if self._callbacks:
             if submit is None:
                 self._run_callbacks()
@@ -274,18 +303,35 @@ class Future(torch.futures.Future[T], Generic[T]):
         lock = threading.Lock()
         lock.acquire()
         self._waiters.append(lock)
-        # Looking again after the append closes the race with a completion that saw an empty list.
-        while not self._done:
-            remaining = _SLICE_S if deadline is None else deadline - time.monotonic()
-            if remaining <= 0:
-                break
-            # In slices: a signal that comes just before the lock sleeps does not wake it.
-            if lock.acquire(timeout=min(remaining, _SLICE_S)):
-                break
+        station = WAITING.station
+        if station is not None:
+
+            def stir() -> None:
+                try:
+                    lock.release()
+                except RuntimeError:
+                    pass
+
+            station.begin_wait(stir)
         try:
-            self._waiters.remove(lock)
-        except ValueError:
-            pass
+            # Looking again after the append closes the race with a completion that saw an empty list.
+            while not self._done:
+                if station is not None and station.work:
+                    station.serve()
+                    continue
+                remaining = _SLICE_S if deadline is None else deadline - time.monotonic()
+                if remaining <= 0:
+                    break
+                # In slices: a signal that comes just before the lock sleeps does not wake it.
+                if lock.acquire(timeout=min(remaining, _SLICE_S)) and station is None:
+                    break
+        finally:
+            if station is not None:
+                station.end_wait()
+            try:
+                self._waiters.remove(lock)
+            except ValueError:
+                pass
 
     # -- callbacks ---------------------------------------------------------------------------
 

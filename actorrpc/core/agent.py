@@ -37,6 +37,7 @@ from actorrpc.core.inbox import Inbox
 from actorrpc.core.interceptors import Interceptor
 from actorrpc.core.interrupts import uninterruptible
 from actorrpc.core.keys import Key
+from actorrpc.core.letters import Letter, NoMail, PostOffice
 from actorrpc.core.links import Links
 from actorrpc.core.peer import MAX_PENDING, Peer
 from actorrpc.core.spin import spinner
@@ -101,6 +102,7 @@ class Agent:
         self.interceptors: list[Interceptor] = []
         self.on_notice: dict[str, Callable[[Peer, bytes], None]] = {}
         self.on_peer_end: list[Callable[[Peer], None]] = []
+        self.post: PostOffice = NoMail(self)
         self.confirm: Callable[[list[Any], Execution], None] = lambda received, execution: None
         self.roll_back: Callable[[messages.Parcel], None] = lambda parcel: None
         self.on_forks: Callable[[messages.Parcel, bytes], None] = lambda parcel, forks: None
@@ -217,10 +219,12 @@ class Agent:
         future: Future[Any] | None = None,
         keep: Any = None,
         label: str | None = None,
+        letter: Letter | None = None,
     ) -> Call:
         """Make a call; it is on its way, or in the outbox, when this returns.
 
         Args:
+            letter: names a mailbox over there; what travels then is ``(args, kwargs)`` alone, ``function`` is not used.
             timeout: seconds; 0 means no bound but that of the call that this one is nested in.
             future: completed with the outcome; without one, the caller waits with ``Call.result``.
             keep: kept alive until the call is over.
@@ -249,13 +253,19 @@ class Agent:
         parcel = messages.Parcel(peer)
         header: dict[str, Any] | None = None
         encoded: codec.Encoded | bytes
+        if current is not None and len(current.path) > 1:
+            header = {"w": current.path[:-1]}
         if self.interceptors:
-            header = {}
+            header = header or {}
             for interceptor in self.interceptors:
                 interceptor.request_header(header, peer)
         try:
             encoded = codec.encode_body(
-                (function, args, kwargs), peer.same_main, peer.known, peer.device_map, parcel
+                (function, args, kwargs) if letter is None else (args, kwargs),
+                peer.same_main,
+                peer.known,
+                peer.device_map,
+                parcel,
             )
             if parcel.sent:
                 header = self.announce(parcel, header)
@@ -281,7 +291,7 @@ class Agent:
                 current.nested = [each for each in current.nested if not each.done]
             current.nested.append(call)
         try:
-            self._dispatch(call, encoded, header)
+            self._dispatch(call, encoded, header, letter)
         except KeyboardInterrupt:
             call.cancel()  # it comes after the dispatch, never in it
             raise
@@ -298,16 +308,27 @@ class Agent:
         return call
 
     @uninterruptible
-    def _dispatch(self, call: Call, encoded: codec.Encoded | bytes, header: dict[str, Any] | None) -> None:
+    def _dispatch(
+        self, call: Call, encoded: codec.Encoded | bytes, header: dict[str, Any] | None, letter: Letter | None
+    ) -> None:
         peer = call.peer
+        extra, flags = b"", 0
+        if letter is not None:
+            flags = frames.LETTER
+            if header is None:
+                extra = letter.packed
+            else:
+                header.update(letter.header)
         if peer.is_self:
             peer.pending[call.id] = call
             call.sent = True
-            self._watch(call)
+            self.upkeep.watch(call)
             if self.closed_down:
                 raise self._shut_down(call)
             whole = messages.Plain(encoded) if isinstance(encoded, bytes) else encoded
-            self.loop_back(frames.REQUEST, call.id, whole, header, call.deadline, call.chain)
+            if letter is not None and header is None:
+                header = letter.header
+            self.loop_back(frames.REQUEST, call.id, whole, header, call.deadline, call.chain, flags)
             return
         conn = peer.conn
         if conn is None or conn.broken:
@@ -326,7 +347,11 @@ class Agent:
         if isinstance(encoded, bytes) and header is None and len(encoded) <= self.settings.chunk:
             # What messages.send would do, without the detour: the path of most calls.
             size = len(encoded)
-            call.frame = _pack(size, 0, frames.REQUEST, 0, remaining, call.id, call.chain) + encoded
+            call.frame = (
+                _pack(size + len(extra), len(extra), frames.REQUEST, flags, remaining, call.id, call.chain)
+                + extra
+                + encoded
+            )
             conn.outbox.append(call)
         elif not messages.send(
             self,
@@ -336,9 +361,10 @@ class Agent:
             messages.Plain(encoded) if isinstance(encoded, bytes) else encoded,
             remaining=remaining,
             chain=call.chain,
-            header=header,
+            header=header if header is not None or letter is None else letter.header,
             call=call,
             deadline=call.deadline,
+            flags=flags,
         ):
             if conn.broken:
                 return  # the end of the connection ends the call
@@ -358,35 +384,7 @@ class Agent:
             else:
                 self.cork(conn)
         if call.deadline < peer.scan_at or not self.upkeep.pulse.active:
-            self._watch(call)
-
-    def _watch(self, call: Call) -> None:
-        """Have the clock look after the call's deadline, and after its peer's pulse."""
-        peer = call.peer
-        if call.deadline < peer.scan_at and call.future is not None:
-            peer.scan_at = call.deadline
-            self.clock.at(call.deadline, lambda: self._scan(peer))
-        if not self.upkeep.pulse.active and not peer.is_self:
-            self.upkeep.pulse.poke()
-
-    def _scan(self, peer: Peer) -> None:
-        """End the calls whose time is over; runs on the clock's thread."""
-        now = time.monotonic()
-        peer.scan_at = INFINITE
-        earliest = INFINITE
-        late: list[Call] = []
-        for call in list(peer.pending.values()):
-            if call.future is None:
-                continue
-            if call.deadline <= now:
-                late.append(call)
-            elif call.deadline < earliest:
-                earliest = call.deadline
-        if earliest < peer.scan_at:
-            peer.scan_at = earliest
-            self.clock.at(earliest, lambda: self._scan(peer))
-        if late:
-            self.pool.submit(lambda: [call.expire() for call in late])
+            self.upkeep.watch(call)
 
     def loop_back(
         self,
@@ -396,6 +394,7 @@ class Agent:
         header: dict[str, Any] | None,
         deadline: float,
         chain: int,
+        flags: int = 0,
     ) -> None:
         """Deliver a message of this worker to itself. Memory is copied, as it would be on the way to another."""
         peer = self.self_peer
@@ -407,7 +406,7 @@ class Agent:
         now = time.monotonic()
         frame = Frame(
             kind,
-            messages.STREAM if buffers else 0,
+            flags | messages.STREAM if buffers else flags,
             id,
             deadline - now,
             chain,
@@ -415,7 +414,9 @@ class Agent:
             encoded.body,
             buffers if buffers else None,
         )
-        if kind == frames.REQUEST:
+        if flags & frames.LETTER:
+            self.post.take(None, peer, frame)
+        elif kind == frames.REQUEST:
             self.pool.queue.append((None, frame, now))
             self.pool.kick()
         else:

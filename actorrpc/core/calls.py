@@ -20,18 +20,20 @@ from typing import TYPE_CHECKING, Any, Final
 from actorrpc.core.interrupts import checkpoint, uninterruptible
 from actorrpc.core.interrupts import state as _interrupts
 from actorrpc.errors import CancelledError, RpcTimeoutError
+from actorrpc.futures import WAITING
 
 if TYPE_CHECKING:
     from actorrpc.core.agent import Agent
     from actorrpc.core.connection import Connection
     from actorrpc.core.frames import Frame
     from actorrpc.core.peer import Peer
-    from actorrpc.futures import Future
+    from actorrpc.futures import Future, Station
 
-__all__ = ["CURRENT", "Call", "Execution"]
+__all__ = ["CURRENT", "FRAME_BIT", "Call", "Execution"]
 
 _log = logging.getLogger("actorrpc.calls")
 INFINITE: Final = float("inf")
+FRAME_BIT: Final = 63  # set in the chain of what descends from an execution that holds a mailbox
 _SLICE_S: Final = 1.0
 
 
@@ -45,9 +47,12 @@ class Execution:
         chain: the chain of nested calls that it belongs to.
         cancelled: the caller has given it up; its nested calls are cancelled.
         header: what interceptors put along, or ``None``.
+        path: the mailbox executions (of actors) that it descends from, outermost first; ``chain`` is the last of
+            them where there is one.
+        actor: whose mailbox it came through, or ``None`` for a plain call.
     """
 
-    __slots__ = ("cancelled", "chain", "deadline", "header", "id", "nested", "peer")
+    __slots__ = ("actor", "cancelled", "chain", "deadline", "header", "id", "nested", "path", "peer")
 
     def __init__(self, peer: Peer, id: int, deadline: float, chain: int) -> None:
         self.peer = peer
@@ -57,6 +62,8 @@ class Execution:
         self.cancelled = False
         self.nested: list[Call] | None = None
         self.header: dict[str, Any] | None = None
+        self.path: tuple[int, ...] = (chain,) if chain >> FRAME_BIT else ()
+        self.actor: Any = None
 
     def cancel(self) -> None:
         """Take note that the caller gave up, and give up the calls that this one waits for."""
@@ -94,6 +101,7 @@ class Call:
         "polling",
         "reply",
         "sent",
+        "stirred",
         "timeout",
     )
 
@@ -121,6 +129,7 @@ class Call:
         self.sent = False
         self.done = False
         self.polling: Connection | None = None
+        self.stirred = False
         self.lock: threading.Lock | None = None
         self.reply: Frame | None = None
         self.error: BaseException | None = None
@@ -169,9 +178,25 @@ class Call:
             agent.flush()
         until = self.deadline if deadline is None or deadline > self.deadline else deadline
         bounded = None if until == INFINITE else until
+        station = WAITING.station
+        if station is not None and not self.done:
+            station.begin_wait(self.stir)
+            try:
+                return self._wait(bounded, station)
+            finally:
+                station.end_wait()
+        return self._wait(bounded, None)
+
+    def _wait(self, bounded: float | None, station: Station | None) -> bool:
+        agent = self.agent
         conn = self.conn
         reads = conn is not None
         while not self.done:
+            if station is not None:
+                self.stirred = False
+                if station.work:
+                    station.serve()
+                    continue
             if agent.pool.queue and agent.pool.is_member():
                 agent.pool.kick()  # what is queued must not wait for a thread that waits
             foreign = conn.read_for(self, bounded) if reads and conn is not None and not conn.broken else None
@@ -191,6 +216,19 @@ class Call:
                 reads = False
         return True
 
+    def stir(self) -> None:
+        """Have the thread that waits look around: there is something else for it to do."""
+        self.stirred = True
+        polling = self.polling
+        if polling is not None:
+            polling.wake()
+        lock = self.lock
+        if lock is not None:
+            try:
+                lock.release()
+            except RuntimeError:
+                pass
+
     def _park(self, until: float | None) -> None:
         future = self.future
         if future is not None:
@@ -202,7 +240,7 @@ class Call:
             lock = threading.Lock()
             lock.acquire()
             self.lock = lock
-        if self.done:
+        if self.done or self.stirred:
             return
         # In slices: a signal that comes just before the lock sleeps is not seen until it wakes.
         remaining = _SLICE_S if until is None else until - time.monotonic()

@@ -42,6 +42,7 @@ from actorrpc.core.frames import (
     FAILURE,
     LANE_FREE,
     LANE_RETIRE,
+    LETTER,
     REQUEST,
     STREAM,
     STREAM_ABORT,
@@ -61,6 +62,7 @@ _DISARMED: Final = select.EPOLLONESHOT
 _DONTWAIT: Final = socket.MSG_DONTWAIT
 _SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
+_LOOKED_AT: Final = STREAM | LETTER
 _BULK_READS: Final = 64  # reads in one turn while chunks are coming in
 _SLICE_MS: Final = 1000  # an upper bound for one sleep in poll, so that nothing depends on a single wake-up
 
@@ -199,7 +201,7 @@ class Connection:
                 self.flush()
             # A completion by another thread either sees ``polling`` and wakes us, or is seen here.
             call.polling = self
-            if not call.done:
+            if not call.done and not call.stirred:
                 self._receive_patiently(frames, call, deadline)
         except BaseException as error:
             self._failed(error)
@@ -314,8 +316,8 @@ class Connection:
         reader = self._reader
         while True:
             for frame in reader.fed(count):
-                # Whole messages pass; what controls the connection, or comes in chunks, is looked at.
-                if frame[0] <= FAILURE and not frame[1] & STREAM:
+                # Whole messages pass; what controls the connection, comes in chunks or is for a mailbox is looked at.
+                if frame[0] <= FAILURE and not frame[1] & _LOOKED_AT:
                     frames.append(frame)
                     continue
                 left = self._events.control(self, frame)

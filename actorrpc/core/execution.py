@@ -16,14 +16,21 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from actorrpc.core import codec, exceptions, messages
-from actorrpc.core.calls import CURRENT, Execution
+from actorrpc.core.calls import CURRENT, FRAME_BIT, Execution
 from actorrpc.core.frames import CREDIT, FAILURE, REPLY, Frame, pack_frame, unpack_extra
-from actorrpc.errors import CancelledError, DeadlockError, RpcError, RpcTimeoutError, SerializationError
+from actorrpc.errors import (
+    CancelledError,
+    DeadlockError,
+    ProtocolError,
+    RpcError,
+    RpcTimeoutError,
+    SerializationError,
+)
 
 if TYPE_CHECKING:
     from actorrpc.core.agent import Agent
 
-__all__ = ["ASYNC_MARK", "Executor", "Later", "future_of"]
+__all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "path_of"]
 
 _PLAIN: Final = frozenset({int, float, bool, type(None)})  # values that need no codec
 _dumps = pickle.dumps
@@ -33,6 +40,20 @@ INFINITE: Final = float("inf")
 ASYNC_MARK: Final = "_wrapped_async_rpc_function"
 # The base of all futures: torch's `then` and `collect_all` return objects of just this class.
 _ANY_FUTURE: Final[type] = torch._C.Future
+
+
+def path_of(header: dict[str, Any], chain: int) -> tuple[int, ...]:
+    """Return the mailbox executions that a request descends from.
+
+    Raises:
+        ProtocolError: the header makes no sense.
+    """
+    path = header.get("w", ())
+    if not chain >> FRAME_BIT:
+        return ()
+    if not isinstance(path, (list, tuple)) or not all(isinstance(each, int) for each in path):
+        raise ProtocolError("the path of a request cannot be read")
+    return (*path, chain)
 
 
 class Later:
@@ -86,7 +107,7 @@ class Executor:
         id = frame.id
         deadline = arrived + frame.remaining
         if deadline != INFINITE and time.monotonic() > deadline:
-            self._refuse(
+            self.refuse(
                 conn,
                 frame,
                 RpcTimeoutError(
@@ -102,7 +123,7 @@ class Executor:
         if peer.cancelled and id in peer.cancelled:
             peer.cancelled.pop(id, None)
             peer.running.pop(id, None)
-            self._refuse(
+            self.refuse(
                 conn,
                 frame,
                 CancelledError(
@@ -133,6 +154,8 @@ class Executor:
         else:
             parcel = messages.Parcel(execution.peer)
             header = execution.header = unpack_extra(frame.extra) if frame.extra else {}
+            if "w" in header:
+                execution.path = path_of(header, frame.chain)
             agent.inbox.arrived(parcel, header)
             function, args, kwargs = messages.open_body(conn, frame, header, parcel)
             if conn is not None and (frame.flags & ~messages.INLINE or len(frame.body) >= messages.CHARGED):
@@ -180,8 +203,18 @@ class Executor:
 
     # -- answering -----------------------------------------------------------------------------------
 
-    def answer(self, conn: Any, id: int, value: Any, execution: Execution) -> None:
-        """Send a value back; if it cannot travel, send that error back."""
+    def answer(
+        self,
+        conn: Any,
+        id: int,
+        value: Any,
+        execution: Execution,
+        keep: Callable[[Any, int], Any] | None = None,
+    ) -> None:
+        """Send a value back; if it cannot travel, send that error back.
+
+        ``keep(value, size)`` may give something else to be sent in place of a value of ``size`` packed bytes.
+        """
         agent = self._agent
         if type(value) in _PLAIN and conn is not None and not agent.interceptors:
             conn.outbox.append(pack_frame(REPLY, id, _dumps(value, 5)))
@@ -190,6 +223,12 @@ class Executor:
         try:
             header = agent.reply_header(execution) if agent.interceptors else None
             encoded = agent.encode(value, parcel)
+            if keep is not None:
+                kept = keep(value, encoded.nbytes)
+                if kept is not value:
+                    agent.roll_back(parcel)
+                    parcel = messages.Parcel(execution.peer)
+                    encoded = agent.encode(kept, parcel)
             if parcel.sent:
                 header = agent.announce(parcel, header)
         except BaseException as error:
@@ -208,7 +247,8 @@ class Executor:
         data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps)
         self._send(conn, FAILURE, id, messages.Plain(data), None)
 
-    def _refuse(self, conn: Any, frame: Frame, error: RpcError) -> None:
+    def refuse(self, conn: Any, frame: Frame, error: RpcError) -> None:
+        """Answer a request that is not executed with an error. Never raises."""
         self._agent.inbox.discard(conn, frame)
         data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps, executed=False)
         self._send(conn, FAILURE, frame.id, messages.Plain(data), None)
@@ -216,7 +256,7 @@ class Executor:
     def refuse_stuck(self, task: tuple[Any, Frame, float], threads: int) -> None:
         """Answer a request that no thread will ever take: every one that may exist is blocked."""
         conn, frame, _ = task
-        self._refuse(
+        self.refuse(
             conn,
             frame,
             DeadlockError(

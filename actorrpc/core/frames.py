@@ -36,6 +36,7 @@ __all__ = [
     "INTRO",
     "LANE_FREE",
     "LANE_RETIRE",
+    "LETTER",
     "NOTICE",
     "PING",
     "PONG",
@@ -82,6 +83,7 @@ _new: Final[Any] = tuple.__new__
 
 
 STREAM: Final = 4  # flag of a message whose buffers come in chunks
+LETTER: Final = 16  # flag of a request that is for a mailbox, which is entered in the order of the wire
 
 
 class Frame(NamedTuple):

@@ -46,9 +46,14 @@ class Inbox:
                 stream, assembly, striped = messages.begin_stream(self._agent, frame)
                 self._agent.upkeep.keep_trim()
                 conn.assemblies[stream] = assembly
+                if frame.flags & frames.LETTER:
+                    self._agent.post.announce(conn, self._sender(conn), frame)
                 if striped:
                     conn.outbox.append(pack_frame(frames.STREAM_READY, stream))
                     self._agent.pool.submit(conn.flush)
+                return None
+            if frame.flags & frames.LETTER:
+                self._agent.post.take(conn, self._sender(conn), frame)
                 return None
             return frame
         if kind == frames.CHUNK:
@@ -58,7 +63,12 @@ class Inbox:
             if begun.arrived(frame.chain, frame.flags):
                 del conn.assemblies[frame.id]
                 whole: Frame = begun.frame
-                return whole._replace(buffers=begun.buffers)
+                whole = whole._replace(buffers=begun.buffers)
+                if whole.flags & frames.LETTER:
+                    main = conn.main or conn
+                    self._agent.post.take(main, self._sender(main), whole)
+                    return None
+                return whole
             return None
         peer = conn.peer
         if kind == frames.INTRO:
@@ -83,7 +93,10 @@ class Inbox:
         elif kind == frames.DEFINITION:
             peer.definitions.add(frame.body[:16], frame.body[16:])
         elif kind == frames.STREAM_ABORT:
+            begun = conn.assemblies.get(frame.id)
             messages.abort_stream(conn, frame.id)
+            if begun is not None and begun.frame is not None and begun.frame.flags & frames.LETTER:
+                self._agent.post.abandon(peer, begun.frame.id)
         elif kind == frames.STREAM_READY:
             self._agent.links.stream_ready(conn, frame.id)
         elif kind == frames.GOODBYE:
@@ -91,6 +104,13 @@ class Inbox:
         elif kind == frames.NOTICE:
             return frame
         return None
+
+    @staticmethod
+    def _sender(conn: Connection) -> Peer:
+        peer: Peer | None = conn.peer
+        if peer is None:
+            raise ProtocolError("the peer did not introduce itself")
+        return peer
 
     def deliver(self, conn: Connection, batch: list[Frame], waiting: bool) -> bool:
         """Take requests and replies, after the read lock was released.

@@ -144,6 +144,7 @@ def send(
     header: dict[str, Any] | None,
     call: Any = None,
     deadline: float = float("inf"),
+    flags: int = 0,
 ) -> bool:
     """Send a message, or put it into the outbox where it is small. The caller flushes.
 
@@ -158,7 +159,9 @@ def send(
     settings = agent.settings
     if not spans and len(body) <= settings.chunk:
         extra = _packb(header) if header else b""
-        _post(conn, pack_frame(kind, id, body, remaining=remaining, chain=chain, extra=extra), call)
+        _post(
+            conn, pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=extra), call
+        )
         return True
     _check(encoded, settings)
     header = dict(header) if header else {}
@@ -170,7 +173,13 @@ def send(
         parts = [body]
         parts.extend(bytes(span.view()) for span in spans)
         frame = pack_frame(
-            kind, id, b"".join(parts), flags=INLINE, remaining=remaining, chain=chain, extra=_packb(header)
+            kind,
+            id,
+            b"".join(parts),
+            flags=flags | INLINE,
+            remaining=remaining,
+            chain=chain,
+            extra=_packb(header),
         )
         _post(conn, frame, call)
         return True
@@ -180,11 +189,11 @@ def send(
         if placement is not None:
             header["p"] = placement.pack()
             frame = pack_frame(
-                kind, id, body, flags=LANE, remaining=remaining, chain=chain, extra=_packb(header)
+                kind, id, body, flags=flags | LANE, remaining=remaining, chain=chain, extra=_packb(header)
             )
             _post(conn, frame, call)
             return True
-    flags = STREAM
+    flags |= STREAM
     buffers = [(index, span.view()) for index, span in enumerate(spans)]
     sizes = [span.nbytes for span in spans]
     if len(body) > settings.chunk:
@@ -252,6 +261,7 @@ class _Aborted:
     """Takes the place of a striped message that was given up: chunks of it may still come over other connections."""
 
     __slots__ = ()
+    frame = None
 
     def sink(self, position: int, length: int) -> memoryview:
         return memoryview(bytearray(length))
@@ -290,7 +300,7 @@ def open_body(conn: Connection | None, frame: Frame, header: dict[str, Any], par
     """
     body, flags = frame.body, frame.flags
     views: Sequence[memoryview] = ()
-    if flags:
+    if flags & ~frames.LETTER:
         views, body = _buffers(conn, frame, header)
     peer = parcel.peer
     return codec.decode(body, views, definitions=peer.definitions, context=parcel)

@@ -17,11 +17,13 @@ from actorrpc.core.frames import pack_frame
 
 if TYPE_CHECKING:
     from actorrpc.core.agent import Agent
+    from actorrpc.core.calls import Call
     from actorrpc.core.connection import Connection
     from actorrpc.core.peer import Peer
 
 __all__ = ["Upkeep"]
 
+INFINITE: Final = float("inf")
 _CREDIT_S: Final = 0.005
 _HAND_BACK_S: Final = 0.05
 _TRIM_S: Final = 30.0
@@ -123,6 +125,34 @@ class Upkeep:
             for conn in list(peer.conns)
             if conn.borrower is not None
         ]
+
+    def watch(self, call: Call) -> None:
+        """Have the clock look after the call's deadline, and after its peer's pulse."""
+        peer = call.peer
+        if call.deadline < peer.scan_at and call.future is not None:
+            peer.scan_at = call.deadline
+            self._agent.clock.at(call.deadline, lambda: self._scan(peer))
+        if not self.pulse.active and not peer.is_self:
+            self.pulse.poke()
+
+    def _scan(self, peer: Peer) -> None:
+        """End the calls whose time is over; runs on the clock's thread."""
+        now = time.monotonic()
+        peer.scan_at = INFINITE
+        earliest = INFINITE
+        late: list[Call] = []
+        for call in list(peer.pending.values()):
+            if call.future is None:
+                continue
+            if call.deadline <= now:
+                late.append(call)
+            elif call.deadline < earliest:
+                earliest = call.deadline
+        if earliest < peer.scan_at:
+            peer.scan_at = earliest
+            self._agent.clock.at(earliest, lambda: self._scan(peer))
+        if late:
+            self._agent.pool.submit(lambda: [call.expire() for call in late])
 
     def _beat(self) -> bool:
         """Look after peers that are silent while calls to them are under way. Runs on the clock's thread."""

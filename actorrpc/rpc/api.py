@@ -57,16 +57,34 @@ _JOIN_TIMEOUT = 300.0  # how long workers wait for each other at the rendezvous,
 _SETTLE_S = 30.0  # how long shutdown waits for the last references, once every live worker has come to it
 
 
+#: Called with a new agent and its references before the first call is served; what each returns is called at the
+#: end, the last one first, with whether the end is a graceful one. For the floors above.
+on_start: list[Callable[[Agent, References], Callable[[bool], None]]] = []
+
+
 class _State:
     """What is in force in this process."""
 
-    __slots__ = ("agent", "group", "references", "timeout")
+    __slots__ = ("agent", "ends", "group", "namespace", "references", "stop", "timeout", "what")
 
-    def __init__(self, agent: Agent, group: Group, references: References, timeout: float) -> None:
-        self.agent = agent
+    def __init__(self, group: Group, timeout: float, what: str, namespace: str) -> None:
+        self.agent = group.agent
         self.group = group
-        self.references = references
         self.timeout = timeout
+        self.what = what
+        self.namespace = namespace
+        self.references = rrefs.new_references(group.agent, lambda: self.timeout)
+        self.ends: list[Callable[[bool], None]] = []
+        self.stop: Callable[[bool, float], None] | None = None
+
+    def end(self, graceful: bool) -> None:
+        """Tell the floors above that it is over; once."""
+        while self.ends:
+            end = self.ends.pop()
+            try:
+                end(graceful)
+            except Exception:
+                _log.exception("the end of a part of this worker raised")
 
 
 _state: _State | None = None
@@ -117,7 +135,6 @@ def init_rpc(
         AuthenticationError: this worker has no key, or not that of the others.
         RuntimeError: RPC is initialised already.
     """
-    global _state, _before
     options = _options(rpc_backend_options)
     if isinstance(rank, bool) or not isinstance(rank, numbers.Integral):
         raise WrongTypeError(f"rank must be an int, not {rank!r}")
@@ -133,16 +150,15 @@ def init_rpc(
             f"rank {rank} and world_size {world_size} do not go together: ranks are 0..world_size-1"
         )
     _check_backend(backend)
-    with _lock:
-        if is_initialized():
-            raise RuntimeError("RPC is already initialized")
+
+    def make() -> Group:
         settings = Settings.from_environment(**options._extra)
-        store, rank, world_size = open_store(options.init_method, rank, world_size, _JOIN_TIMEOUT)
+        store, own_rank, size = open_store(options.init_method, rank, world_size, _JOIN_TIMEOUT)
         maps = options.device_maps if isinstance(options, TensorPipeRpcBackendOptions) else {}
-        group = groups.join(
+        return groups.join(
             name,
-            rank,
-            world_size,
+            own_rank,
+            size,
             store,
             settings=settings,
             key_text=options._key,
@@ -151,20 +167,84 @@ def init_rpc(
                 to: {str(here): str(there) for here, there in each.items()} for to, each in maps.items()
             },
         )
-        agent = group.agent
-        state = _State(agent, group, rrefs.new_references(agent, lambda: state.timeout), options.rpc_timeout)
-        if settings.switch_interval is None:
-            # A worker that is busy in Python would answer after several of the interpreter's 5 ms turns.
-            if sys.getswitchinterval() == 0.005:
-                sys.setswitchinterval(0.0005)
-                _before = 0.005
-        else:
-            _before = sys.getswitchinterval()
-            sys.setswitchinterval(settings.switch_interval)
-        rrefs.set_runtime(state.references)
-        groups.set_current(group)
-        _state = state
-        group.start()
+
+    install(make, options.rpc_timeout, "a worker of an init_rpc group")
+
+
+def install(
+    make: Callable[[], Group],
+    timeout: float,
+    what: str,
+    *,
+    namespace: str = "",
+    ready: Callable[[Agent], None] | None = None,
+    stop: Callable[[bool, float], None] | None = None,
+) -> None:
+    """Put a group in force in this process, start the floors above, and serve calls. For those who found groups.
+
+    Args:
+        make: joins the group.
+        timeout: the default time-out of calls, in seconds; 0 means none.
+        what: what this process is then, in words for messages.
+        namespace: where actors that say none look for names.
+        ready: called when all is in place, before the first call is served.
+        stop: called at the end, before the agent is closed, with whether that is a graceful one and how many
+            seconds are left for it (0: as many as it thinks right).
+
+    Raises:
+        RuntimeError: RPC is initialised already.
+        Exception: what ``make``, ``ready`` or the floors above raise; nothing is in force then.
+    """
+    global _state, _before
+    with _lock:
+        if _state is not None:
+            raise RuntimeError(f"RPC is already initialized: this process is {_state.what}")
+        group = make()
+        state: _State | None = None
+        try:
+            state = _State(group, timeout, what, namespace)
+            settings = group.agent.settings
+            if settings.switch_interval is None:
+                # A worker that is busy in Python would answer after several of the interpreter's 5 ms turns.
+                if sys.getswitchinterval() == 0.005:
+                    sys.setswitchinterval(0.0005)
+                    _before = 0.005
+            else:
+                _before = sys.getswitchinterval()
+                sys.setswitchinterval(settings.switch_interval)
+            rrefs.set_runtime(state.references)
+            groups.set_current(group)
+            _state = state
+            state.stop = stop
+            for start in on_start:
+                state.ends.append(start(group.agent, state.references))
+            if ready is not None:
+                ready(group.agent)
+            group.start()
+        except BaseException:
+            if state is not None:
+                _close(state)
+            else:
+                group.close()
+            raise
+
+
+def _close(state: _State, seconds: float = 0.0) -> None:
+    """End everything at once, what has been ended already excepted. Under ``_lock``."""
+    global _state
+    if _state is state:
+        _state = None
+    _restore()
+    try:
+        state.end(False)
+        stop, state.stop = state.stop, None
+        if stop is not None:
+            stop(False, seconds)
+    finally:
+        state.references.carry_out(state.references.table.close())
+        state.group.close()
+        rrefs.set_runtime(None)
+        groups.set_current(None)
 
 
 def _options(given: Any) -> RpcBackendOptions:
@@ -191,13 +271,14 @@ def _check_backend(backend: Any) -> None:
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
-    """Leave the group and stop this worker. Does nothing where RPC is not initialised.
+    """Leave the group, or end the embedded cluster, and stop this worker. Does nothing where neither is in force.
 
     Args:
         graceful: serve calls until every live worker of a fixed group has called ``shutdown``, then let go of
-            all RRefs. Otherwise end at once: calls under way fail with ShutdownError.
-        timeout: seconds for all of it; 0 waits for live workers as long as they work, and for at most 30 s
-            more.
+            all RRefs. In the embedded cluster: let actors and processes end by themselves. Otherwise end at
+            once: calls under way fail with ShutdownError.
+        timeout: seconds for all of it. 0 waits for live workers of a group as long as they work, and for at most
+            30 s more; in the embedded cluster, for 5 s. What has not ended by then is ended by force.
 
     Raises:
         RpcTimeoutError: others did not come in time. This worker is shut down all the same.
@@ -211,18 +292,14 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         rrefs.set_runtime(None)
         return
     seconds = check_timeout(timeout)
+    until = time.monotonic() + seconds if seconds else float("inf")
     try:
         if graceful:
-            _end_together(state, seconds)
+            _end_together(state, until)
     finally:
         with _lock:
             if _state is state:
-                _state = None
-                _restore()
-                state.references.carry_out(state.references.table.close())
-                state.group.close()
-                rrefs.set_runtime(None)
-                groups.set_current(None)
+                _close(state)
 
 
 def _restore() -> None:
@@ -232,15 +309,19 @@ def _restore() -> None:
         _before = 0.0
 
 
-def _end_together(state: _State, timeout: float) -> None:
-    until = time.monotonic() + timeout if timeout else float("inf")
-
+def _end_together(state: _State, until: float) -> None:
     def left() -> float:
         return 0.0 if until == float("inf") else max(0.001, until - time.monotonic())
 
     group, references = state.group, state.references
     group.wait_for_all(0, left())
-    # Nobody works any more: let go of every reference, and see that the owners know.
+    # Nobody works any more.
+    state.end(True)
+    stop, state.stop = state.stop, None
+    if stop is not None:
+        stop(True, left())
+        return  # all others have ended: there is nobody to settle anything with
+    # Let go of every reference, and see that the owners know.
     references.carry_out(references.table.delete_all_users())
     # Half of the time, so that others who wait for this worker do not give up on it.
     settle = min(until, time.monotonic() + _SETTLE_S / 2)
@@ -258,13 +339,10 @@ def _end_together(state: _State, timeout: float) -> None:
 @atexit.register
 def _at_exit() -> None:
     """End what a program that exits without shutdown has left: quickly, and without waiting for anybody."""
-    global _state
     state = _state
     if state is not None and os.getpid() == state.agent.pid:
-        _state = None
-        rrefs.set_runtime(None)
-        state.references.carry_out(state.references.table.close())
-        state.group.close()
+        # Without the lock: whoever holds it may be a thread that never comes back.
+        _close(state)
 
 
 def _after_fork() -> None:
@@ -416,6 +494,17 @@ def get_worker_info(worker_name: str | WorkerInfo | None = None) -> WorkerInfo:
 def get_worker_infos() -> list[WorkerInfo]:
     """Return the WorkerInfo of every worker of the group, by rank."""
     return sorted((WorkerInfo(r.name, r.rank) for r in _require().agent.members()), key=lambda info: info.id)
+
+
+def namespace() -> str:
+    """Return the namespace in which actors of this process look for names, unless they are told another one."""
+    return _require().namespace
+
+
+def what() -> str | None:
+    """Say in words what this process is, if RPC is initialised in it."""
+    state = _state
+    return None if state is None else state.what
 
 
 def get_rpc_timeout() -> float:

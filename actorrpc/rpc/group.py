@@ -1,7 +1,8 @@
 """The group: how this process joins one, waits for the others at its end, and leaves.
 
-Joining binds the sockets, agrees on the key and the table of workers through torch's store, and starts the
-agent. Leaving gracefully is a barrier: every worker asks the first live one (by name) to say when all have
+Joining binds the sockets, agrees on the key and the table of workers, and starts the agent: through torch's store
+(:func:`join`), or through a directory that one of the workers keeps (:func:`enter`, the embedded cluster).
+Leaving a fixed group gracefully is a barrier: every worker asks the first live one (by name) to say when all have
 arrived. It serves calls meanwhile, for as long as others work. A worker that dies counts as arrived; if the
 first one dies, the next takes over.
 """
@@ -14,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from actorrpc.config import Settings
 from actorrpc.core import keys
@@ -26,7 +27,7 @@ from actorrpc.core.rendezvous import Rendezvous
 from actorrpc.errors import ConfigError, DeadlockError, PeerDiedError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
 
-__all__ = ["Group", "join"]
+__all__ = ["Directory", "Group", "Membership", "enter", "join"]
 
 _log = logging.getLogger("actorrpc.group")
 _AGAIN_S: Final = 0.1
@@ -78,19 +79,43 @@ class _Barrier:
                 future._finish(None, None)
 
 
+class Membership(Protocol):
+    """What keeps a worker in its group: a rendezvous in a store, or the directory of a cluster."""
+
+    def leave(self) -> None:
+        """Take this worker off the list of a group that workers may leave at any time."""
+
+    def close(self) -> None:
+        """Let go of what is needed to be found. Idempotent."""
+
+    def release(self) -> None:
+        """Let go of what others might still have needed."""
+
+
+class Directory(Membership, Protocol):
+    """A membership that also says who is there."""
+
+    def resolve(self, to: str | int) -> WorkerRecord | None:
+        """Return the record of a worker by name or rank; None if there is none."""
+
+    def members(self) -> list[WorkerRecord]:
+        """Return the records of all workers."""
+
+
 class Group:
     """This worker's membership in one group."""
 
     def __init__(
         self,
         agent: Agent,
-        rendezvous: Rendezvous,
+        membership: Membership,
         table: dict[str, WorkerRecord] | None,
-        listeners: list[socket.socket],
+        doors: _Doors,
     ) -> None:
         self.agent = agent
-        self._listeners = listeners
-        self.rendezvous = rendezvous
+        self._doors = doors
+        self._started = False
+        self.membership = membership
         self.is_fixed = table is not None
         self._table = table or {}
         self.barrier = _Barrier(self._names)
@@ -101,7 +126,8 @@ class Group:
 
     def start(self) -> None:
         """Serve calls from now on. Others may have called long ago: all that answers them must be in place."""
-        self.agent.start(self._listeners)
+        self._started = True
+        self.agent.start(self._doors.sockets)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -162,12 +188,14 @@ class Group:
         """Leave: close the agent and take this worker's traces out of the store."""
         if not self.is_fixed:
             try:
-                self.rendezvous.leave()
+                self.membership.leave()
             except RpcError as error:
                 _log.info("the store is gone: %s", error)
         self.agent.close()
-        self.rendezvous.close()
-        self.rendezvous.release()
+        if not self._started:  # else the agent had them
+            self._doors.close()
+        self.membership.close()
+        self.membership.release()
 
 
 _current: Group | None = None
@@ -334,4 +362,34 @@ def join(
     agent = Agent(
         record, settings=settings, key=key, resolve=resolve, members=members, device_maps=device_maps
     )
-    return Group(agent, rendezvous, table if world_size is not None else None, doors.sockets)
+    return Group(agent, rendezvous, table if world_size is not None else None, doors)
+
+
+def enter(name: str, rank: int, directory: Directory, *, settings: Settings, key: Key) -> Group:
+    """Enter the group that a directory lists; :meth:`Group.start` is still to be called.
+
+    The directory is not told: who makes the group knows how. Workers listen as the settings say.
+
+    Raises:
+        ConfigError: no socket can be made.
+    """
+    doors = _Doors()
+    try:
+        doors.open(settings, None, True)
+        record = WorkerRecord(
+            name=name,
+            rank=rank,
+            incarnation=new_incarnation(),
+            host=host_identity(),
+            unix_path=doors.unix_path,
+            tcp=doors.tcp,
+            pid=os.getpid(),
+            main=main_identity(),
+        )
+        agent = Agent(
+            record, settings=settings, key=key, resolve=directory.resolve, members=directory.members
+        )
+    except BaseException:
+        doors.close()
+        raise
+    return Group(agent, directory, None, doors)

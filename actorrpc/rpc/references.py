@@ -189,6 +189,26 @@ class References:
 
     # -- creating and fetching -------------------------------------------------------------------------
 
+    def promise(self, future: Future[Any]) -> Any:
+        """Return an RRef of this worker to what a future will be completed with."""
+        handle = self.table.create_user(self.me)
+        # No call is under way that could bring the value: nothing but its holders keeps the entry.
+        self.carry_out(self.table.confirmed(handle))
+        rref = self._wrap(self, handle)
+        rref_id = handle.rref_id
+
+        def fulfil(done: Future[Any]) -> None:
+            error = done._error
+            if error is None:
+                self.carry_out(self.table.set_value(rref_id, done._value))
+            else:
+                if done._report is not None:
+                    done._report.seen = True  # by whoever holds the RRef
+                self.carry_out(self.table.set_error(rref_id, error))
+
+        future.add_done_callback(fulfil)
+        return rref
+
     @uninterruptible
     def create(
         self,

@@ -17,6 +17,7 @@ from actorrpc.core import codec, exceptions
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT
 from actorrpc.core.execution import ASYNC_MARK, Later, future_of
+from actorrpc.core.holder import Holder
 from actorrpc.core.identity import WorkerInfo
 from actorrpc.core.messages import Parcel
 from actorrpc.errors import (
@@ -68,12 +69,13 @@ def _timeout(timeout: float) -> float:
 # -- what runs on the owner ------------------------------------------------------------------------
 
 
-def _wait_outcome(references: References, rref_id: RRefId) -> Future[Any]:
+def _wait_outcome(references: References, rref_id: RRefId, future: Future[Any] | None = None) -> Future[Any]:
     """Return a future for an owned value; it completes at once, or when the creation does.
 
     Inside a call it also ends, with RpcTimeoutError, at the deadline of that call.
     """
-    future: Future[Any] = Future()
+    if future is None:
+        future = Future()
     future.label = f"the value of {rref_id}"
 
     def settle(outcome: Outcome) -> None:
@@ -298,6 +300,35 @@ class RRef(Generic[T]):
         )
         return call.result()  # type: ignore[no-any-return]
 
+    def _to_future(self, future: Future[Any] | None = None) -> Future[T]:
+        """Start to fetch the value, as :meth:`to_here` does, without a time-out of its own. Never raises.
+
+        Args:
+            future: the one to complete; a new one by default. It keeps the reference until it is complete.
+        """
+        if future is None:
+            future = Future()
+        references, handle = self._references, self._handle
+        if self.is_owner():
+            future.add_done_callback(lambda _, kept=self: None)  # type: ignore[misc]
+            return _wait_outcome(references, handle.rref_id, future)
+        try:
+            self._check()
+            references.agent.call(
+                references.peer_of(handle.owner),
+                _fetch,
+                (handle.rref_id,),
+                {},
+                0,
+                future=future,
+                keep=self,
+                label="RRef.to_here",
+            )
+        except Exception as error:
+            if future._claim():
+                future._finish(None, error.with_traceback(None))
+        return future
+
     def _check(self) -> None:
         """Raise what has happened to this reference, if anything has."""
         error = self._references.table.failure(self._handle)
@@ -345,6 +376,8 @@ class RRef(Generic[T]):
 
 def _reduce(rref: RRef[Any]) -> tuple[Any, ...]:
     parcel = codec.current_encoding()
+    if isinstance(parcel, Holder):
+        return parcel.hold(rref)
     if not isinstance(parcel, Parcel):
         return rref.__reduce__()  # type: ignore[no-any-return]
     rref._check()

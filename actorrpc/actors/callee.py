@@ -1,0 +1,403 @@
+"""How a resident's calls are run and answered: on its stations, and on its event loop.
+
+Answering is claimed by taking the entry out of its caller's table of running calls, one atomic step: a method that
+was given up on (killed, cancelled) may come to its end, and finds that it has been answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc.actors.streams import aproduce, produce
+
+from actorrpc.actors.crew import Interrupted, Station
+from actorrpc.actors.exits import ActorExit
+from actorrpc.actors.letter_entry import LetterEntry
+from actorrpc.actors.mailbox import Entry, Lane
+from actorrpc.actors.object_ref import Kept
+from actorrpc.actors.reports import send_checkpoint
+from actorrpc.actors.snapshot import Snapshot
+from actorrpc.core import messages
+from actorrpc.core.calls import CURRENT, FRAME_BIT, Execution
+from actorrpc.core.execution import ASYNC_MARK, Later, future_of
+from actorrpc.core.frames import CREDIT, LETTER, pack_frame
+from actorrpc.errors import ActorDiedError, CancelledError, RpcError, RpcTimeoutError
+from actorrpc.rpc.rref import RRef
+
+if TYPE_CHECKING:
+    from actorrpc.actors.resident import Resident
+
+__all__ = ["KEPT_BYTES", "Callee", "died"]
+
+_log = logging.getLogger("actorrpc.actors")
+INFINITE: Final = float("inf")
+KEPT_BYTES: Final = 64 << 10  # larger results stay with their actor until somebody fetches them
+_MAX_DEPTH: Final = 60  # calls nested on one thread
+_NOTHING: Final = object()
+_executions = itertools.count(int.from_bytes(os.urandom(4), "little") << 24)
+
+
+def _new_execution() -> int:
+    return next(_executions) & ((1 << FRAME_BIT) - 1) | 1 << FRAME_BIT
+
+
+def died(resident: Resident, why: str) -> ActorDiedError:
+    """Return the error of a call that was running when its actor ended."""
+    error = ActorDiedError(
+        f"actor {resident.title} on worker {resident.agent.name!r} has ended: {why}; this call was running",
+        maybe_executed=True,
+        worker=resident.agent.name,
+    )
+    error.actor = resident.title
+    return error
+
+
+class Callee:
+    """Runs the calls of one resident. Thread-safe: what it keeps belongs to the resident."""
+
+    def __init__(self, resident: Resident) -> None:
+        self.resident = resident
+        self.runtime = resident.runtime
+        self.agent = resident.agent
+        self.mailbox = resident.mailbox
+        self._instance_rref: Any = None
+
+    def run(self, entry: Entry, station: Station) -> None:
+        """Run one call on a station, answer it, and see what came meanwhile. Never raises."""
+        assert isinstance(entry, LetterEntry)
+        station.depth += 1
+        try:
+            self._run(entry, station)
+        except BaseException as error:
+            self.fail(entry, error)
+        finally:
+            station.depth -= 1
+        conn = entry.conn
+        if conn is None:
+            return
+        if conn.outbox:
+            conn.flush(True)
+        if (
+            station.depth == 0
+            and not self.agent.pool.queue
+            and not conn.broken
+            and not self.mailbox.lanes[""].waiting
+        ):
+            frames = conn.linger()
+            if frames:
+                self.agent.deliver(conn, frames, True)
+
+    def _run(self, entry: LetterEntry, station: Station) -> None:
+        frame, peer = entry.frame, entry.peer
+        if not self._may_start(entry):
+            return
+        if station.depth > _MAX_DEPTH:
+            raise RecursionError(
+                f"actor {self.resident.title}: calls that descend from each other are nested {_MAX_DEPTH} deep in it"
+            )
+        id = _new_execution()
+        execution = entry.execution = Execution(peer, frame.id, entry.deadline, id)
+        execution.path = (*entry.path, id)
+        execution.actor = self
+        execution.header = entry.header
+        token = CURRENT.set(execution)
+        self.mailbox.begin(id, station)
+        try:
+            try:
+                station.enter(entry)
+                value = self._call(entry, execution)
+            finally:
+                station.leave()
+                self.mailbox.end(id)
+            if value is not _NOTHING:
+                self.answer(entry, value)
+        except ActorExit as exit:
+            self.resident.exited(entry, str(exit))
+        except Interrupted:
+            self.fail(entry, CancelledError(f"{self.label(entry)} was interrupted: its call was cancelled"))
+        except BaseException as error:
+            self.fail(entry, error)
+        finally:
+            CURRENT.reset(token)
+            entry.opened = None
+
+    def _may_start(self, entry: LetterEntry) -> bool:
+        if entry.deadline != INFINITE and time.monotonic() > entry.deadline:
+            self.refuse(
+                entry,
+                RpcTimeoutError(
+                    f"{self.label(entry)} reached its turn too late to be started",
+                    maybe_executed=False,
+                    worker=self.agent.name,
+                ),
+            )
+            return False
+        return True
+
+    def label(self, entry: LetterEntry) -> str:
+        return f"the call of {self.resident.title}.{entry.header.get('m', '__init__')}()"
+
+    def open(self, entry: LetterEntry) -> Any:
+        """Return ``(args, kwargs)`` of a letter."""
+        frame, conn, agent = entry.frame, entry.conn, self.agent
+        if frame.flags == LETTER and "f" not in entry.header:
+            return messages.open_plain(frame.body, entry.peer)
+        parcel = messages.Parcel(entry.peer)
+        agent.inbox.arrived(parcel, entry.header)
+        opened = messages.open_body(conn, frame, entry.header, parcel)
+        if conn is not None and (
+            frame.flags & ~(messages.INLINE | LETTER) or len(frame.body) >= messages.CHARGED
+        ):
+            conn.outbox.append(pack_frame(CREDIT, frame.id))
+            agent.upkeep.credited(conn)
+        if parcel.received:
+            execution = entry.execution or Execution(entry.peer, frame.id, entry.deadline, frame.chain)
+            agent.confirm(parcel.received, execution)
+        return opened
+
+    def arguments(self, entry: LetterEntry) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        opened, entry.opened = entry.opened, None
+        if opened is None:
+            opened = self.open(entry)
+        elif isinstance(opened, BaseException):
+            raise opened
+        args, kwargs = opened
+        return args, kwargs
+
+    def _call(self, entry: LetterEntry, execution: Execution) -> Any:
+        """Run the method; return its result, or ``_NOTHING`` where the answer comes later or has been given."""
+        header = entry.header
+        name = header.get("m")
+        if name is None:
+            return self.resident.make(entry)
+        args, kwargs = self.arguments(entry)
+        self.resident.calls += 1
+        method, kind = self._method(name)
+        call: Callable[[], Any] = lambda: method(*args, **kwargs)  # noqa: E731
+        for interceptor in reversed(self.agent.interceptors):
+            call = interceptor.wrap(execution, method, args, kwargs, call)
+        if kind == "generator":
+            self._stream(entry, call())
+            return _NOTHING
+        if kind.startswith("async"):
+            # An async method that has come to a thread: the actor has no loop of its own.
+            raise TypeError(f"{self.resident.title}.{name} is async and cannot be run here")
+        value = call()
+        if type(value) is Later:
+            self._answer_later(entry, value.future)
+            return _NOTHING
+        if getattr(method, ASYNC_MARK, None) is not None:
+            self._answer_later(entry, future_of(value, method))
+            return _NOTHING
+        self._save()
+        return value
+
+    def _method(self, name: str) -> tuple[Any, str]:
+        assert self.resident.spec is not None
+        info = self.resident.spec.info.methods.get(name)
+        if info is not None:
+            return getattr(self.resident.instance, name), info.kind
+        if name == "__call_function__":
+            return self._call_function, "sync"
+        if name == "__getattr__":
+            return self._attribute, "sync"
+        if name == "__rref__":
+            return self._reference, "sync"
+        raise AttributeError(f"actor {self.resident.title} has no method {name!r}")
+
+    def _call_function(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(self.resident.instance, *args, **kwargs)
+
+    def _attribute(self, name: str) -> Any:
+        return getattr(self.resident.instance, name)
+
+    def _reference(self) -> Any:
+        if self._instance_rref is None:
+            self._instance_rref = RRef(self.resident.instance)
+        return self._instance_rref
+
+    def _stream(self, entry: LetterEntry, generator: Any) -> None:
+        producer = self.runtime.streams.open(int(entry.header.get("q", 16)), entry.peer)
+        if not self.answer(entry, producer.ticket(), keep=False):
+            producer.close()
+            generator.close()
+            return
+        if entry.conn is not None:
+            entry.conn.flush(True)
+        produce(generator, producer)
+        self._save()
+
+    def _answer_later(self, entry: LetterEntry, future: Any) -> None:
+        def ready(done: Any) -> None:
+            execution = entry.execution
+            token = CURRENT.set(execution)
+            try:
+                try:
+                    value = done.value()
+                except BaseException as error:
+                    self.fail(entry, error)
+                else:
+                    self.answer(entry, value)
+            finally:
+                CURRENT.reset(token)
+            if entry.conn is not None:
+                entry.conn.flush()
+
+        future.add_done_callback(ready)
+
+    def _start(self, entry: LetterEntry, lane: Lane) -> None:
+        loop = self.resident.loop
+        if loop is None or not self._may_start(entry):
+            self.resident.finished(lane, self.mailbox.done(lane))
+            return
+        id = _new_execution()
+        execution = entry.execution = Execution(entry.peer, entry.frame.id, entry.deadline, id)
+        execution.path = (*entry.path, id)
+        execution.actor = self
+        execution.header = entry.header
+        context = contextvars.copy_context()
+        context.run(CURRENT.set, execution)
+        self.mailbox.begin(id, None)
+        task = loop.task(self._run_async(entry, execution), context)
+        entry.task = task
+
+        def over(_: Any) -> None:
+            entry.task = None
+            entry.opened = None
+            self.mailbox.end(id)
+            if entry.conn is not None and entry.conn.outbox:
+                entry.conn.flush()
+            self.resident.finished(lane, self.mailbox.done(lane))
+            self.pump(lane)
+
+        task.add_done_callback(over)
+
+    async def _run_async(self, entry: LetterEntry, execution: Execution) -> None:
+        try:
+            args, kwargs = self.arguments(entry)
+            self.resident.calls += 1
+            method, kind = self._method(entry.header["m"])
+            call: Callable[[], Any] = lambda: method(*args, **kwargs)  # noqa: E731
+            for interceptor in reversed(self.agent.interceptors):
+                call = interceptor.wrap(execution, method, args, kwargs, call)
+            if kind == "async_generator":
+                producer = self.runtime.streams.open(int(entry.header.get("q", 16)), entry.peer)
+                generator = call()
+                if self.answer(entry, producer.ticket(), keep=False):
+                    if entry.conn is not None:
+                        entry.conn.flush()
+                    await aproduce(generator, producer)
+                else:
+                    producer.close()
+                    await generator.aclose()
+                self._save()
+                return
+            value = await call()
+            self._save()
+            self.answer(entry, value)
+        except ActorExit as exit:
+            self.resident.exited(entry, str(exit))
+        except asyncio.CancelledError:
+            self.fail(entry, CancelledError(f"{self.label(entry)} was cancelled"))
+        except BaseException as error:
+            self.fail(entry, error)
+
+    def answer(self, entry: LetterEntry, value: Any, *, keep: bool = True) -> bool:
+        """Send a result back, once; say whether it was still wanted."""
+        if not self._claim(entry):
+            return False
+        header = entry.header
+        execution = entry.execution
+        assert execution is not None
+        count = header.get("nr", 1)
+        if count != 1:
+            try:
+                value = self._split(entry, value, count, bool(header.get("k")))
+            except BaseException as error:
+                self.agent.executor.fail(entry.conn, entry.frame.id, error, execution)
+                return True
+        wants_kept = self._keep if keep and header.get("k") else None
+        self.agent.executor.answer(entry.conn, entry.frame.id, value, execution, wants_kept)
+        return True
+
+    def _split(self, entry: LetterEntry, value: Any, count: int, keeps: bool) -> list[Any]:
+        name = f"{self.resident.title}.{entry.header.get('m')}"
+        try:
+            values = list(value)
+        except TypeError:
+            raise TypeError(f"{name} has num_returns={count}, but returned {type(value).__name__}") from None
+        if len(values) != count:
+            raise ValueError(f"{name} has num_returns={count}, but returned {len(values)} values")
+        if not keeps:
+            return values
+        found = []
+        for each in values:
+            snapshot = Snapshot.of(each)
+            found.append(Kept(RRef(snapshot.open_once())) if snapshot.nbytes > KEPT_BYTES else each)
+        return found
+
+    @staticmethod
+    def _keep(value: Any, size: int) -> Any:
+        """Have a large result stay here, as it is now: the method's object may change with the next call."""
+        if size <= KEPT_BYTES:
+            return value
+        return Kept(RRef(Snapshot.of(value).open_once()))
+
+    def fail(self, entry: LetterEntry, error: BaseException) -> None:
+        if not self._claim(entry):
+            return
+        execution = entry.execution or Execution(
+            entry.peer, entry.frame.id, entry.deadline, entry.frame.chain
+        )
+        if error.__traceback__ is not None:
+            error.__traceback__ = _users_part(error.__traceback__)
+        self.agent.executor.fail(entry.conn, entry.frame.id, error, execution)
+
+    def refuse(self, entry: LetterEntry, error: RpcError) -> None:
+        if self._claim(entry):
+            self.agent.executor.refuse(entry.conn, entry.frame, error)
+            if entry.conn is not None:
+                entry.conn.flush()
+
+    def _claim(self, entry: LetterEntry) -> bool:
+        return entry.peer.running.pop(entry.frame.id, None) is entry
+
+    def _save(self) -> None:
+        """Send the supervisor the actor's state, where the class keeps one, before the answer leaves."""
+        spec = self.resident.spec
+        if spec is None or not spec.info.has_checkpoint or self.resident.state != "alive":
+            return
+        every = spec.options.checkpoint_every
+        if not every or self.resident.calls % every:
+            return
+        try:
+            state = Snapshot.of(self.resident.instance.checkpoint())
+            send_checkpoint(self.runtime, spec, state)
+        except Exception:
+            _log.exception("the state of actor %s could not be kept", self.resident.title)
+
+    def pump(self, lane: Lane) -> None:
+        """Start what the lane has. Runs on the loop's thread."""
+        while True:
+            entry, _ = self.mailbox.take(lane)
+            if entry is None:
+                entry = self.mailbox.take_descendant(lane)
+            if entry is None:
+                return
+            assert isinstance(entry, LetterEntry)
+            self._start(entry, lane)
+
+
+def _users_part(traceback: Any) -> Any:
+    """Cut our own frames off the top of a traceback."""
+    cut = traceback
+    while cut is not None and cut.tb_frame.f_code.co_filename == __file__:
+        cut = cut.tb_next
+    return cut if cut is not None else traceback

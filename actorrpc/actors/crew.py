@@ -1,0 +1,230 @@
+"""The crew: the threads that run an actor's sync methods, and what they do while they wait.
+
+A serial actor has one :class:`Station`, which runs everything, its constructor included: renderers, database
+connections and event loops are used from the thread that made them. A station that waits in one of our waits runs
+the calls that descend from its own meanwhile, nested on the same thread.
+
+Stations park on a lock of their own. A worker keeps at most ``MAX_STATIONS``; beyond that, the station that has been
+idle longest ends, and its actor gets a new one with its next call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from actorrpc.actors.mailbox import Entry, Lane, Todo
+from actorrpc.futures import WAITING
+
+if TYPE_CHECKING:
+    from actorrpc.actors.resident import Resident
+
+__all__ = ["MAX_STATIONS", "Interrupted", "Station", "Stations"]
+
+_log = logging.getLogger("actorrpc.actors")
+MAX_STATIONS: Final = 256
+_AGAIN_S: Final = 0.02  # how soon an interruption is tried again on a thread that is in our own code
+_set_async_exc: Final = ctypes.pythonapi.PyThreadState_SetAsyncExc
+_PACKAGE: Final = __name__.partition(".")[0] + "."
+
+
+class Interrupted(BaseException):
+    """Raised in a running method whose call was cancelled. Not an Exception: ``except Exception`` lets it pass."""
+
+
+class Stations:
+    """All stations of this process. ``_lock`` guards the table and is a leaf."""
+
+    def __init__(self, most: int = MAX_STATIONS) -> None:
+        self._lock = threading.RLock()
+        self._all: dict[Station, None] = {}
+        self._most = most
+
+    def add(self, station: Station) -> None:
+        """Take note of a new station; if there are too many, let the one that has been idle longest end."""
+        with self._lock:
+            self._all[station] = None
+            crowded = len(self._all) > self._most
+            others = sorted(self._all, key=lambda each: each.idle_since or float("inf")) if crowded else []
+        for each in others:
+            if each is not station and each.idle_since and each.retire():
+                return
+
+    def remove(self, station: Station) -> None:
+        """Take note that a station has ended."""
+        with self._lock:
+            self._all.pop(station, None)
+
+
+class Station:
+    """A thread of an actor, for one lane. Made by its resident; ends when it is told to."""
+
+    def __init__(self, resident: Resident, lane: Lane) -> None:
+        self.work: deque[Entry] = deque()
+        self.idle_since = 0.0
+        self.depth = 0
+        self.ident = 0
+        self.running: Entry | None = None
+        self._resident = resident
+        self._lane = lane
+        self._ending = False
+        self._last: Callable[[], None] | None = None
+        self._stirs: list[Callable[[], None]] = []
+        self._parked = threading.Lock()
+        self._parked.acquire()
+        # Guards the delivery of an interruption against the end of what it is for; leaf.
+        self._interrupts = threading.Lock()
+        self._interrupted: Entry | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._resident.crew.append(self)
+        self._resident.stations.add(self)
+        name = f"actorrpc-actor-{self._resident.title}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the thread is in one of our waits."""
+        return bool(self._stirs)
+
+    def wake(self) -> None:
+        """Have the thread look for work, whether it is parked or waits for something."""
+        stirs = self._stirs
+        if stirs:
+            try:
+                stirs[-1]()
+                return
+            except IndexError:
+                pass
+        try:
+            self._parked.release()
+        except RuntimeError:
+            pass
+
+    def retire(self) -> bool:
+        """End the thread if it is idle."""
+        if not self._resident.mailbox.leave(self._lane, self):
+            return False
+        self.end()
+        return True
+
+    def end(self, last: Callable[[], None] | None = None) -> None:
+        """End the thread when it has nothing to do; ``last()`` is the last thing that it does."""
+        if last is not None:
+            self._last = last
+        self._ending = True
+        self.wake()
+
+    def _run(self) -> None:
+        self.ident = threading.get_ident()
+        WAITING.station = self
+        resident, lane, mailbox = self._resident, self._lane, self._resident.mailbox
+        try:
+            while True:
+                entry, todo = mailbox.take(lane, self)
+                if todo is not None:
+                    resident.carry_out(todo)
+                if entry is None:
+                    if self._ending:
+                        return
+                    self.idle_since = time.monotonic()
+                    self._parked.acquire()
+                    self.idle_since = 0.0
+                    continue
+                resident.callee.run(entry, self)
+                entry = None
+                resident.finished(lane, mailbox.done(lane, self))
+        finally:
+            mailbox.leave(lane, self)
+            resident.stations.remove(self)
+            resident.crew.remove(self)
+            last, self._last = self._last, None
+            if last is not None:
+                last()
+            WAITING.station = None
+
+    # -- while it waits ----------------------------------------------------------------------------
+
+    def begin_wait(self, stir: Callable[[], None]) -> None:
+        """See futures.Station."""
+        self._stirs.append(stir)
+        if self._lane.yielding and len(self._stirs) == 1:
+            todo = self._resident.mailbox.rest(self._lane)
+            if todo is not None:
+                self._resident.carry_out(todo)
+
+    def end_wait(self) -> None:
+        """See futures.Station."""
+        self._stirs.pop()
+        if self._lane.yielding and not self._stirs:
+            self._resident.mailbox.resume(self._lane)
+
+    def serve(self) -> None:
+        """See futures.Station."""
+        entry = self._resident.mailbox.take_nested(self)
+        if entry is None:
+            return
+        outer, stirs = self.running, self._stirs
+        # What waits below is not stirred by what runs above it; a wait up there brings its own.
+        self._stirs = []
+        try:
+            self._resident.callee.run(entry, self)
+        finally:
+            self._stirs = stirs
+            self.running = outer
+
+    # -- interruption ------------------------------------------------------------------------------
+
+    def interrupt(self, entry: Entry, again: Callable[[float, Callable[[], None]], object]) -> None:
+        """Raise :class:`Interrupted` in the method that runs ``entry``, if it (still) does.
+
+        Not while the thread is in our own code, which must not be cut in two: then it is tried again a little
+        later (``again(delay, run)``), for as long as the entry runs.
+        """
+        time.sleep(0)  # a fresh turn of the interpreter: the thread cannot move between the look and the blow
+        with self._interrupts:
+            if self.running is not entry or self._interrupted is not None:
+                return
+            frame = sys._current_frames().get(self.ident)
+            module = frame.f_globals.get("__name__", "") if frame is not None else ""
+            if frame is not None and not module.startswith(_PACKAGE) and module not in ("threading", "queue"):
+                self._interrupted = entry
+                _set_async_exc(ctypes.c_ulong(self.ident), ctypes.py_object(Interrupted))
+                return
+        again(_AGAIN_S, lambda: self.interrupt(entry, again))
+
+    def enter(self, entry: Entry) -> None:
+        """Note that the thread runs ``entry`` from now on: it may be interrupted."""
+        self.running = entry
+
+    def leave(self) -> None:
+        """Note that the entry is over. An interruption that was on its way for it arrives here or never."""
+        try:
+            with self._interrupts:
+                self.running = None
+                if self._interrupted is not None:
+                    # Not delivered yet, or just now: take it back.
+                    _set_async_exc(ctypes.c_ulong(self.ident), None)
+                    self._interrupted = None
+        except Interrupted:
+            self.running = None
+            self._interrupted = None
+
+    def stack(self) -> str:
+        """Return what the thread is doing, as a traceback."""
+        frame = sys._current_frames().get(self.ident)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "(the thread is gone)"
+
+
+def wake_all(todo: Todo) -> None:
+    """Wake the stations that a step has named."""
+    for station in todo.wake:
+        station.wake()

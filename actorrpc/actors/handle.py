@@ -1,0 +1,534 @@
+"""Handles: what callers hold of an actor, and the ways to call its methods.
+
+Ray's way is ``handle.method.remote(...)``, torch's ``handle.rpc_sync().method(...)``; both go through the actor's
+mailbox. Everything a class defines wins over what a handle has by itself: that is found last, and each part of it is
+also a function of the package.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, ParamSpec, TypeVar
+
+from actorrpc.actors.methods import MethodInfo
+from actorrpc.actors.object_ref import ObjectRef
+from actorrpc.actors.options import CallOptions
+from actorrpc.actors.runtime import runtime
+from actorrpc.actors.ref_generator import ObjectRefGenerator
+from actorrpc.core import codec
+from actorrpc.core.holder import Holder
+from actorrpc.errors import ConfigError, NotInitializedError, RpcError, SerializationError
+from actorrpc.futures import Future
+from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
+
+if TYPE_CHECKING:
+    from actorrpc.actors.route import Route
+    from actorrpc.actors.spec import Card
+    from actorrpc.rpc.rref import RRef
+
+__all__ = ["ActorHandle", "ActorMethod", "ActorProxy", "call_function", "offer", "shaped"]
+
+C = TypeVar("C")
+P = ParamSpec("P")
+Out = TypeVar("Out")
+Style = Literal["rpc_sync", "rpc_async", "remote"]
+
+# What the runtime itself asks of an actor, through its mailbox.
+_GETATTR: Final = MethodInfo.anything("__getattr__", "getattr")
+_RREF: Final = MethodInfo.anything("__rref__", "rref")
+
+# What every handle offers, as far as its class has no methods of these names: name -> function of a handle.
+_offered: dict[str, Callable[..., Any]] = {}
+_offered_values: dict[str, Callable[[Any], Any]] = {}
+
+
+def offer(name: str, function: Callable[..., Any], *, value: bool = False) -> None:
+    """Put a function of a handle onto all handles, as a method, or (``value``) as an attribute."""
+    (_offered_values if value else _offered)[name] = function
+
+
+class ActorMethod(Generic[P, Out]):
+    """A method of an actor, as its callers have it. Thread-safe, cheap, and keeps the actor alive.
+
+    Typed by what it takes, and by what ``remote`` returns.
+    """
+
+    __slots__ = ("_card", "_info", "_options", "_route", "_sent", "_simple")
+
+    def __init__(self, card: Card, route: Route, info: MethodInfo, options: CallOptions) -> None:
+        self._card = card  # with the anchor in it
+        self._route = route
+        self._info = info
+        self._options = options
+        self._sent = (
+            options if options.num_returns else options.merged(num_returns=1)
+        )  # then nobody looks at it
+        self._simple = options.num_returns == 1 and not info.streams
+
+    if TYPE_CHECKING:
+
+        def remote(self, *args: P.args, **kwargs: P.kwargs) -> Out:
+            """Call the method."""
+            raise AssertionError
+    else:
+
+        def remote(self, *args, **kwargs):
+            """Call the method; return an ObjectRef to its result at once.
+
+            ObjectRefs among the arguments are replaced by their values before the method runs; inside of containers
+            they stay what they are.
+
+            Returns:
+                ObjectRef, a list of them with ``num_returns`` above 1, None with 0, or an ObjectRefGenerator of a
+                generator.
+
+            Raises:
+                TypeError: the method does not take these arguments. Nothing was sent.
+                SerializationError: an argument cannot be sent.
+                PendingCallsLimitExceeded: too many calls wait for the actor.
+            """
+            info = self._info
+            info.check(args, kwargs)
+            future = self._route.call(info, self._sent, args, kwargs, refs=True)
+            if self._simple:
+                return ObjectRef(future)
+            return shaped(future, info, self._options)
+
+    def options(self, **options: Any) -> ActorMethod[P, Any]:
+        """Return the method with other options of its calls: see :class:`~actorrpc.actors.options.CallOptions`.
+
+        Raises:
+            ConfigError: an option is unknown, or its value is wrong.
+        """
+        merged = self._options.merged(**options)
+        _check_group(merged, self._card)
+        return ActorMethod(self._card, self._route, self._info, merged)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: remote methods are called with ``remote``.
+
+        Raises:
+            TypeError: always.
+        """
+        name = self._info.name
+        raise TypeError(
+            f"a method of an actor cannot be called directly: instead of handle.{name}(...) write handle.{name}.remote(...), "
+            f"or handle.rpc_sync().{name}(...) to wait for the result"
+        )
+
+    def __repr__(self) -> str:
+        return f"<remote method {self._info.signature.title} of {self._card.title}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ActorMethod._rebuild, (ActorHandle(self._card, self._route), self._info, self._options)
+
+    @staticmethod
+    def _rebuild(handle: ActorHandle[Any], info: MethodInfo, options: CallOptions) -> ActorMethod[..., Any]:
+        state = handle.__dict__
+        return ActorMethod(state["_actorrpc_card"], state["_actorrpc_route"], info, options)
+
+
+def shaped(future: Future[Any], info: MethodInfo, options: CallOptions, label: object = None) -> Any:
+    """Return what ``remote`` gives for a call: an ObjectRef, several, none, or a stream."""
+    count = options.num_returns
+    if count == "streaming" or info.streams:
+        return ObjectRefGenerator(future)
+    if count == 1:
+        return ObjectRef(future, label=label)
+    return [ObjectRef(each, label=label) for each in _split(future, count)] if count else None
+
+
+class _Whole:
+    """What the parts of one result wait for: progress on any is progress on the call."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def drive(self, deadline: float | None) -> None:
+        """Make progress on the call."""
+        source = self._future._source
+        if source is not None:
+            source.drive(deadline)
+
+    def flush(self) -> None:
+        """Send the call."""
+        source = self._future._source
+        if source is not None:
+            source.flush()
+
+    def cancel(self) -> bool:
+        """Give the call up, and with it all parts."""
+        return self._future.cancel()
+
+
+def _split(future: Future[Any], count: int) -> list[Future[Any]]:
+    """Return one future for each value that the call returns."""
+    parts: list[Future[Any]] = [Future() for _ in range(count)]
+    source = _Whole(future)
+    for at, part in enumerate(parts):
+        part.label = f"value {at} of {future.label}"
+        part._source = source
+
+    def done(whole: Future[Any]) -> None:
+        error: BaseException | None = None
+        values: list[Any] = [None] * count
+        try:
+            result = whole.value()
+            if isinstance(result, (tuple, list)) and len(result) == count:
+                values = list(result)
+            else:
+                shown = len(result) if isinstance(result, (tuple, list)) else f"one {type(result).__name__}"
+                error = ValueError(
+                    f"{whole.label} was to return {count} values (num_returns), but returned {shown}"
+                )
+        except BaseException as raised:
+            error = raised
+        for part, value in zip(parts, values, strict=True):
+            if part._claim():
+                part._finish(None if error is not None else value, error)
+
+    future.add_done_callback(done)
+    return parts
+
+
+def _check_group(options: CallOptions, card: Card) -> None:
+    group = options.concurrency_group
+    if group is None or card.options is None:
+        return
+    groups = card.options.concurrency_groups or {}
+    if group not in groups:
+        raise ConfigError(
+            f"{card.title} has no concurrency group {group!r}; it has: {', '.join(map(repr, groups)) or 'none'}"
+        )
+
+
+# -- the handle -----------------------------------------------------------------------------------------------
+
+
+class ActorHandle(Generic[C]):
+    """A reference to an actor, usable on every worker. Thread-safe.
+
+    ``handle.method.remote(...)`` calls a method and gives an ObjectRef; ``handle.rpc_sync().method(...)`` waits for the
+    result, ``handle.rpc_async().method(...)`` gives a Future; all of them go through the actor's mailbox. On a proxy,
+    what is not a method is read: ``handle.rpc_sync().attribute``.
+
+    As far as the class has no methods of these names, a handle also has ``rpc_sync``, ``rpc_async``, ``remote``, ``options``
+    (the same handle with other options of its calls), ``rref`` (torch's reference to the instance), ``actor_id``, and
+    the package's functions of handles: ``ready``, ``is_alive``, ``kill``, ``monitor``, ``call``.
+
+    The actor lives as long as there is a handle somewhere; those that were got by name do not count. Handles are
+    equal when they mean the same actor, and travel in arguments and results.
+    """
+
+    _is_actor_handle = True  # for those who cannot import this module
+
+    def __init__(self, card: Card, route: Route, given: dict[str, Any] | None = None) -> None:
+        state = self.__dict__
+        state["_actorrpc_card"] = card
+        state["_actorrpc_route"] = route
+        state["_actorrpc_given"] = given
+
+    if TYPE_CHECKING:
+        actor_id: int
+        rref: RRef[C]
+
+        def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> C:
+            """Return a proxy whose methods wait for their results."""
+            raise AssertionError
+
+        def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+            """Return a proxy whose methods give Futures."""
+
+        def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+            """Return a proxy whose methods give ObjectRefs."""
+
+        def options(self, **options: Any) -> ActorHandle[C]:
+            """Return the same handle with other options of its calls."""
+
+        def ready(self) -> ObjectRef[None]:
+            """See :func:`actorrpc.ready`."""
+
+        def is_alive(self, timeout: float = 10.0) -> bool:
+            """See :func:`actorrpc.is_alive`."""
+
+        def kill(self, no_restart: bool = True) -> None:
+            """See :func:`actorrpc.kill`."""
+
+        def monitor(self, callback: Callable[[BaseException], Any] | None = None) -> Future[Any]:
+            """See :func:`actorrpc.monitor`."""
+
+        def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> ObjectRef[Any]:
+            """See :func:`actorrpc.call`."""
+
+        # Full types of all methods come from actorrpc.mypy_plugin.
+        def __getattr__(self, name: str) -> ActorMethod[..., Any]: ...
+
+    else:
+
+        def __getattr__(self, name):
+            state = self.__dict__
+            card = state.get("_actorrpc_card")
+            if card is None:  # a handle that is only half made: by copy, or by an error in its making
+                raise AttributeError(name)
+            info = card.info.methods.get(name)
+            if info is not None:
+                found = state[name] = _method(card, state["_actorrpc_route"], info, state["_actorrpc_given"])
+                return found
+            if name in _offered:
+                return _Offered(self, _offered[name], name)
+            if name in _offered_values:
+                return _offered_values[name](self)
+            raise AttributeError(_missing(card, name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"cannot set {name!r} on a handle: the actor is elsewhere; give {_card(self).info.name} a method for it, or use "
+            f"actorrpc.call(handle, setattr, {name!r}, value)"
+        )
+
+    def __dir__(self) -> list[str]:
+        return sorted({*_card(self).info.methods, *_offered, *_offered_values})
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ActorHandle):
+            return NotImplemented
+        return _card(self).actor_id == _card(other).actor_id
+
+    def __hash__(self) -> int:
+        return hash(_card(self).actor_id)
+
+    def __repr__(self) -> str:
+        card = _card(self)
+        named = f" {card.name!r}" if card.name else ""
+        return f"<ActorHandle of {card.info.name}{named} {card.actor_id:016x}>"
+
+    def __copy__(self) -> ActorHandle[C]:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActorHandle[C]:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise SerializationError(
+            f"{self!r} can only be pickled by RPC: send it in an argument or a result, or give the actor a name= and find it "
+            "with actorrpc.get_actor()"
+        )
+
+
+def _card(handle: ActorHandle[Any]) -> Card:
+    card: Card = handle.__dict__["_actorrpc_card"]
+    return card
+
+
+def _method(
+    card: Card, route: Route, info: MethodInfo, given: dict[str, Any] | None
+) -> ActorMethod[..., Any]:
+    # It knows the route, not the handle, which keeps it: no cycle holds a handle, whose end ends the actor.
+    return ActorMethod(card, route, info, _options_of(card, info, given))
+
+
+def _options_of(card: Card, info: MethodInfo, given: dict[str, Any] | None) -> CallOptions:
+    options = info.options if card.options is None else info.options_of(card.options.for_calls())
+    return options.merged(**given) if given else options
+
+
+def _missing(card: Card, name: str) -> str:
+    methods = [each for each in card.info.methods if not each.startswith("_")]
+    close = difflib.get_close_matches(name, [*card.info.methods, *_offered, *_offered_values], n=3)
+    if close:
+        hint = f"did you mean {' or '.join(map(repr, close))}?"
+    else:
+        hint = f"its methods are: {', '.join(methods[:20]) or 'none'}"
+    return (
+        f"{card.info.name} has no method {name!r}; {hint} (attributes are read with handle.rpc_sync().{name})"
+    )
+
+
+class _Offered:
+    """One of our functions on a handle."""
+
+    __slots__ = ("_function", "_handle", "_name")
+
+    def __init__(self, handle: ActorHandle[Any], function: Callable[..., Any], name: str) -> None:
+        self._handle = handle
+        self._function = function
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._handle, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "remote":
+            raise AttributeError(
+                f"{_card(self._handle).info.name} has no method {self._name!r}: this is the handle's own, which is called "
+                f"directly, as handle.{self._name}(...)"
+            )
+        raise AttributeError(name)
+
+    def __repr__(self) -> str:
+        return f"<{self._name} of {self._handle!r}>"
+
+
+# -- travelling -------------------------------------------------------------------------------------------------
+
+
+def _reduce(handle: ActorHandle[Any]) -> tuple[Any, ...]:
+    context = codec.current_encoding()
+    if isinstance(context, Holder):
+        return context.hold(handle)
+    card = _card(handle)
+    if context is None and card.anchor is not None:
+        return handle.__reduce__()
+    state = handle.__dict__
+    # The anchor in it is an RRef: its reducer makes the fork that keeps the actor alive over there.
+    return _rebuild, (state["_actorrpc_route"].card, state["_actorrpc_given"])
+
+
+def _rebuild(card: Card, given: dict[str, Any] | None = None) -> ActorHandle[Any]:
+    return ActorHandle(card, runtime().routes.of(card), given)
+
+
+codec.register(ActorHandle, _reduce)
+
+
+# -- torch's ways ---------------------------------------------------------------------------------------------
+
+
+class ActorProxy:
+    """What ``handle.rpc_sync()`` and its like return: methods are called as if they were here. Thread-safe.
+
+    A name that is no method of the class is read as an attribute of the instance: at once with ``rpc_sync``, as a
+    Future with ``rpc_async``, as an ObjectRef with ``remote``. A method of a proxy may be sent as a function to call.
+    """
+
+    __slots__ = ("_actorrpc_handle", "_actorrpc_style", "_actorrpc_timeout")
+
+    def __init__(self, handle: ActorHandle[Any], style: Style, timeout: float) -> None:
+        self._actorrpc_handle = handle
+        self._actorrpc_style: Style = style
+        self._actorrpc_timeout = timeout
+        if timeout != UNSET_RPC_TIMEOUT:
+            CallOptions.check({"timeout": timeout})
+
+    def __getattr__(self, name: str) -> Any:
+        handle = self._actorrpc_handle
+        if name in _card(handle).info.methods:
+            return _ProxyMethod(handle, self._actorrpc_style, self._actorrpc_timeout, name)
+        if (name.startswith("__") and name.endswith("__")) or name.startswith(("_ipython_", "_repr_")):
+            raise AttributeError(name)  # what Python and its tools look for on any object
+        return _send(handle, self._actorrpc_style, self._actorrpc_timeout, _GETATTR, (name,), {})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the instance itself: its ``__call__``."""
+        handle = self._actorrpc_handle
+        if "__call__" not in _card(handle).info.methods:
+            raise TypeError(f"{_card(handle).info.name} is not callable: it has no __call__")
+        return _ProxyMethod(handle, self._actorrpc_style, self._actorrpc_timeout, "__call__")(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<{self._actorrpc_style} proxy of {self._actorrpc_handle!r}>"
+
+
+class _ProxyMethod:
+    """One method of a proxy. Travels, with its handle."""
+
+    __slots__ = ("_handle", "_name", "_style", "_timeout")
+
+    def __init__(self, handle: ActorHandle[Any], style: Style, timeout: float, name: str) -> None:
+        self._handle = handle
+        self._style: Style = style
+        self._timeout = timeout
+        self._name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ProxyMethod, (self._handle, self._style, self._timeout, self._name)
+
+    def __repr__(self) -> str:
+        return f"<{self._style} method {self._name} of {self._handle!r}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        info = getattr(self._handle, self._name)._info  # and the method is kept on the handle from now on
+        info.check(args, kwargs)
+        return _send(self._handle, self._style, self._timeout, info, args, kwargs)
+
+
+def _send(
+    handle: ActorHandle[Any],
+    style: Style,
+    timeout: float,
+    info: MethodInfo,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    state = handle.__dict__
+    card, route = state["_actorrpc_card"], state["_actorrpc_route"]
+    # The very object that other calls of the method use: the route has prepared what goes with it.
+    known = state.get(info.name)
+    options = known._options if known is not None else _options_of(card, info, state["_actorrpc_given"])
+    seconds = None if timeout == UNSET_RPC_TIMEOUT else timeout
+    if style == "remote" or info.streams or options.num_returns == "streaming":
+        future = route.call(info, options, args, kwargs, refs=True, timeout=seconds)
+        return shaped(future, info, options)
+    if options.num_returns != 1:
+        options = options.merged(num_returns=1)  # torch knows no such thing: the value is what it returns
+    future = route.call(info, options, args, kwargs, refs=False, timeout=seconds)
+    return future.wait() if style == "rpc_sync" else future
+
+
+def call_function(
+    handle: ActorHandle[Any], kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ObjectRef[Any]:
+    """Run ``args[0](instance, *args[1:])`` in the actor."""
+    info = MethodInfo.anything("__call_function__", getattr(args[0], "__qualname__", "call"), kind)
+    found: ObjectRef[Any] = _send(handle, "remote", UNSET_RPC_TIMEOUT, info, args, kwargs)
+    return found
+
+
+# -- what every handle has ----------------------------------------------------------------------------------------
+
+
+def _rpc_sync(handle: ActorHandle[Any], timeout: float = UNSET_RPC_TIMEOUT) -> ActorProxy:
+    return ActorProxy(handle, "rpc_sync", timeout)
+
+
+def _rpc_async(handle: ActorHandle[Any], timeout: float = UNSET_RPC_TIMEOUT) -> ActorProxy:
+    return ActorProxy(handle, "rpc_async", timeout)
+
+
+def _remote(handle: ActorHandle[Any], timeout: float = UNSET_RPC_TIMEOUT) -> ActorProxy:
+    return ActorProxy(handle, "remote", timeout)
+
+
+def _options(handle: ActorHandle[Any], **options: Any) -> ActorHandle[Any]:
+    state = handle.__dict__
+    given = {**(state["_actorrpc_given"] or {}), **CallOptions.check(options)}
+    _check_group(CallOptions(**given), state["_actorrpc_card"])
+    return ActorHandle(state["_actorrpc_card"], state["_actorrpc_route"], given)
+
+
+def _actor_id(handle: ActorHandle[Any]) -> int:
+    return _card(handle).actor_id
+
+
+def _rref(handle: ActorHandle[Any]) -> Any:
+    found = handle.__dict__.get("_actorrpc_rref")
+    if found is not None:
+        try:
+            found._check()
+        except RpcError:
+            found = None  # of an incarnation that has died
+    if found is None:
+        found = _send(handle, "rpc_sync", UNSET_RPC_TIMEOUT, _RREF, (), {})
+        handle.__dict__["_actorrpc_rref"] = found
+    return found
+
+
+offer("rpc_sync", _rpc_sync)
+offer("rpc_async", _rpc_async)
+offer("remote", _remote)
+offer("options", _options)
+offer("actor_id", _actor_id, value=True)
+offer("rref", _rref, value=True)

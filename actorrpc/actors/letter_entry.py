@@ -1,0 +1,68 @@
+"""A call in a mailbox: the letter that brought it, and what has become of it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from actorrpc.actors.mailbox import Entry
+from actorrpc.core.execution import path_of
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from actorrpc.actors.resident import Resident
+    from actorrpc.core.calls import Execution
+    from actorrpc.core.frames import Frame
+    from actorrpc.core.peer import Peer
+
+__all__ = ["LetterEntry"]
+
+
+class LetterEntry(Entry):
+    """A call in a mailbox.
+
+    Attributes:
+        whole: all of it is here; otherwise its larger part is still coming.
+        opened: ``(args, kwargs)`` where they had to be looked at before their turn, or the error of an argument.
+    """
+
+    __slots__ = (
+        "arrived",
+        "conn",
+        "deadline",
+        "execution",
+        "frame",
+        "header",
+        "office",
+        "opened",
+        "peer",
+        "task",
+        "whole",
+    )
+
+    def __init__(self, conn: Any, peer: Peer, frame: Frame, header: dict[str, Any], whole: bool) -> None:
+        Entry.__init__(
+            self,
+            peer,
+            path=path_of(header, frame.chain),
+            priority=int(header.get("y", 0)),
+            ready=whole and "u" not in header,
+            loose=bool(header.get("o")),
+        )
+        self.conn = conn
+        self.peer = peer
+        self.frame = frame
+        self.header = header
+        self.arrived = time.monotonic()
+        self.deadline = self.arrived + frame.remaining
+        self.execution: Execution | None = None
+        self.opened: Any = None  # (args, kwargs), or the error of an argument
+        self.task: asyncio.Task[Any] | None = None
+        self.office: Resident | None = None
+        self.whole = whole
+
+    def cancel(self) -> None:
+        """Give the call up: its caller wants it no more. Runs on a pool thread."""
+        if self.office is not None:
+            self.office.cancel(self)

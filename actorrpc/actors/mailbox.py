@@ -1,0 +1,445 @@
+"""The mailbox: which call of an actor runs next, and where. A state machine that runs nothing itself.
+
+A :class:`Mailbox` has a :class:`Lane` for each concurrency group, and one more for each group's ``async def`` methods.
+A lane hands out its entries in order:
+
+* higher priority first; within a priority, in the order of arrival;
+* the calls of one caller (of one priority) never overtake each other, also where the arguments of one are still on
+  their way: then only that caller's calls wait;
+* at most ``limit`` at a time.
+
+**Descendants.** An entry that descends from an execution which is under way here (its id is in the entry's path)
+does not queue: it goes to the station that runs that execution, which runs it nested while it waits. What is left
+there when the execution ends comes back into its lane, in order.
+
+Each method that changes something returns what is to be done about it: stations to be woken, and how many to be
+started, after the lock has been released. The lock guards everything here; it is re-entrant, because the garbage
+collector may run a finaliser that makes a call to this very actor at any allocation, and it is a leaf.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections import deque
+from typing import Any, Final, Protocol
+
+__all__ = ["Entry", "Lane", "Mailbox", "Seat", "Todo"]
+
+NEW: Final = "new"  # in a queue
+TAKEN: Final = "taken"  # handed out
+OVER: Final = "over"  # cancelled, or finished
+
+
+class Seat(Protocol):
+    """Where executions of a lane run: a station (a thread), as far as the mailbox knows it."""
+
+    work: deque[Entry]
+
+
+class Entry:
+    """One call in a mailbox.
+
+    Attributes:
+        caller: who called; calls of equal callers keep their order.
+        path: the executions that it descends from.
+        ready: its arguments are here.
+        loose: it may overtake, and be overtaken by, other calls of its caller while its arguments are on their way.
+        payload: whatever runs it.
+    """
+
+    __slots__ = (
+        "caller",
+        "lane",
+        "loose",
+        "number",
+        "parked",
+        "path",
+        "payload",
+        "priority",
+        "ready",
+        "seat",
+        "state",
+    )
+
+    def __init__(
+        self,
+        caller: object,
+        payload: Any = None,
+        *,
+        path: tuple[int, ...] = (),
+        priority: int = 0,
+        ready: bool = True,
+        loose: bool = False,
+    ) -> None:
+        self.caller = caller
+        self.payload = payload
+        self.path = path
+        self.priority = priority
+        self.ready = ready
+        self.loose = loose
+        self.number = 0
+        self.state = NEW
+        self.parked = False
+        self.lane: Lane | None = None
+        self.seat: Seat | None = None
+
+    def __lt__(self, other: Entry) -> bool:
+        return (-self.priority, self.number) < (-other.priority, other.number)
+
+
+class Todo:
+    """What a step leaves to be done, without the lock: stations to wake, and lanes that want one more."""
+
+    __slots__ = ("start", "wake")
+
+    def __init__(self) -> None:
+        self.wake: list[Any] = []
+        self.start: list[Lane] = []
+
+
+class Lane:
+    """The queue of one concurrency group. Its mailbox's lock guards it.
+
+    Args:
+        limit: how many of its calls run at a time.
+        yielding: those that wait in one of our waits do not count.
+    """
+
+    def __init__(self, name: str, limit: int, *, yielding: bool = False, is_async: bool = False) -> None:
+        self.name = name
+        self.limit = limit
+        self.yielding = yielding
+        self.is_async = is_async
+        self.running = 0
+        self.seats = 0  # stations that exist, or are being started
+        self.idle: list[Any] = []
+        self._fresh: deque[Entry] = deque()
+        self._heap: list[Entry] = []  # what is not in the plain order any more
+        self._held: dict[tuple[object, int], deque[Entry]] = {}
+        self._parked: dict[int, Entry] = {}
+        self.waiting = 0  # entries in here that have neither been handed out nor cancelled
+
+    def put(self, entry: Entry) -> None:
+        """Put in an entry that has just come."""
+        entry.lane = self
+        self.waiting += 1
+        if entry.priority:
+            heapq.heappush(self._heap, entry)
+        else:
+            self._fresh.append(entry)
+
+    def put_back(self, entry: Entry) -> None:
+        """Put in an entry that came earlier than others which are here."""
+        entry.lane = self
+        self.waiting += 1
+        heapq.heappush(self._heap, entry)
+
+    def _pop(self) -> Entry | None:
+        fresh, heap = self._fresh, self._heap
+        if heap and (not fresh or heap[0] < fresh[0]):
+            return heapq.heappop(heap)
+        return fresh.popleft() if fresh else None
+
+    def next(self) -> Entry | None:
+        """Take out the next entry that can run; None if there is none."""
+        while True:
+            entry = self._pop()
+            if entry is None:
+                return None
+            if entry.state is not NEW or entry.seat is not None:
+                continue  # over, or moved to a station
+            if self._held and not entry.loose:
+                held = self._held.get((entry.caller, entry.priority))
+                if held is not None:
+                    held.append(entry)
+                    continue
+            if entry.ready:
+                entry.state = TAKEN
+                self.waiting -= 1
+                return entry
+            if entry.loose:
+                entry.parked = True  # comes back when it is ready
+                self._parked[entry.number] = entry
+            else:
+                self._held[entry.caller, entry.priority] = deque((entry,))
+
+    def release(self, entry: Entry) -> None:
+        """Note that an entry which was not ready now is, or is over: what waited for it goes on."""
+        key = (entry.caller, entry.priority)
+        held = self._held.get(key)
+        if held is not None and held[0] is entry:
+            del self._held[key]
+            for each in held:
+                if each.state is NEW:
+                    heapq.heappush(self._heap, each)
+        elif entry.parked:
+            entry.parked = False
+            del self._parked[entry.number]
+            if entry.state is NEW:
+                heapq.heappush(self._heap, entry)
+
+    def entries(self) -> list[Entry]:
+        """Return what waits here, in order."""
+        everything = itertools.chain(self._fresh, self._heap, *self._held.values(), self._parked.values())
+        return sorted(entry for entry in everything if entry.state is NEW and entry.seat is None)
+
+    def drain(self) -> list[Entry]:
+        """Take everything out, in order."""
+        everything = self.entries()
+        for queue in (self._fresh, self._heap, self._held, self._parked):
+            queue.clear()
+        self.waiting = 0
+        return everything
+
+
+class Mailbox:
+    """All lanes of one actor. Thread-safe.
+
+    Args:
+        limits: concurrency group -> how many of its calls run at a time; ``""`` is the default group.
+        async_limits: the same for ``async def`` methods; empty for an actor that has none.
+        reentrant: calls that descend from a running one run within it.
+        yielding: calls that wait do not count against the limits.
+    """
+
+    def __init__(
+        self,
+        limits: dict[str, int],
+        async_limits: dict[str, int] | None = None,
+        *,
+        reentrant: bool = True,
+        yielding: bool = False,
+    ) -> None:
+        self.lanes = {name: Lane(name, limit, yielding=yielding) for name, limit in limits.items()}
+        self.async_lanes = {
+            name: Lane(name, limit, is_async=True) for name, limit in (async_limits or {}).items()
+        }
+        self.reentrant = reentrant
+        self.closed = False
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(1)
+        self._running: dict[int, Seat | None] = {}  # execution -> where; None: on the event loop
+
+    def configure(
+        self, limits: dict[str, int], async_limits: dict[str, int], *, reentrant: bool, yielding: bool
+    ) -> None:
+        """Set the lanes of an actor that has been constructed; the default lane stays the one that it is."""
+        with self._lock:
+            self.reentrant = reentrant
+            for name, limit in limits.items():
+                lane = self.lanes.setdefault(name, Lane(name, limit))
+                lane.limit, lane.yielding = limit, yielding
+            for name, limit in async_limits.items():
+                self.async_lanes[name] = Lane(name, limit, is_async=True)
+
+    # -- putting in --------------------------------------------------------------------------------
+
+    def number(self) -> int:
+        """Return the next number of arrival, for an entry that is put in later."""
+        return next(self._numbers)
+
+    def put(self, entry: Entry, lane: Lane) -> Todo | None:
+        """Put an entry in. Returns None if the mailbox is closed: it is then the caller's to refuse."""
+        with self._lock:
+            if self.closed:
+                return None
+            if not entry.number:
+                entry.number = next(self._numbers)
+            todo = Todo()
+            if entry.path and self.reentrant and entry.ready:
+                seat = self._seat_of(entry, lane)
+                if seat is not None:
+                    entry.lane = lane
+                    entry.seat = seat
+                    seat.work.append(entry)
+                    todo.wake.append(seat)
+                    return todo
+            lane.put(entry)
+            self._look(lane, todo)
+            return todo
+
+    def _seat_of(self, entry: Entry, lane: Lane) -> Seat | None:
+        """Return the station that runs what the entry descends from."""
+        if lane.is_async or (lane.running + lane.waiting < lane.limit):
+            return None  # another thread of the actor is free for it
+        for execution in reversed(entry.path):
+            seat = self._running.get(execution)
+            if seat is not None:
+                return seat
+        return None
+
+    def _descends(self, entry: Entry) -> bool:
+        return any(execution in self._running for execution in entry.path)
+
+    def ready(self, entry: Entry) -> Todo:
+        """Note that an entry's arguments are here."""
+        todo = Todo()
+        with self._lock:
+            if entry.ready or entry.state is not NEW:
+                return todo
+            entry.ready = True
+            lane = entry.lane
+            if lane is None:
+                return todo
+            seat = self._seat_of(entry, lane) if entry.path and self.reentrant else None
+            if seat is not None:
+                entry.seat = seat
+                lane.waiting -= 1
+                seat.work.append(entry)
+                todo.wake.append(seat)
+            lane.release(entry)
+            self._look(lane, todo)
+        return todo
+
+    def cancel(self, entry: Entry) -> Todo | None:
+        """Take an entry out that has not been handed out; None if it is too late for that."""
+        todo = Todo()
+        with self._lock:
+            if entry.state is not NEW:
+                return None
+            entry.state = OVER
+            lane = entry.lane
+            if lane is not None:
+                if entry.seat is None:
+                    lane.waiting -= 1
+                lane.release(entry)
+                self._look(lane, todo)
+        return todo
+
+    # -- handing out -------------------------------------------------------------------------------
+
+    def _look(self, lane: Lane, todo: Todo) -> None:
+        """See whether the lane could run more than it does, and whom that needs."""
+        if lane.running >= lane.limit and not (lane.is_async and self.reentrant and self._running):
+            return
+        if lane.is_async:
+            todo.start.append(lane)
+        elif lane.idle:
+            todo.wake.append(lane.idle.pop())
+        elif lane.yielding or (lane.seats < lane.limit and lane.seats <= lane.running):
+            # Otherwise a station that is neither idle nor running is about to look for itself.
+            lane.seats += 1
+            todo.start.append(lane)
+
+    def take(self, lane: Lane, seat: Any = None) -> tuple[Entry | None, Todo | None]:
+        """Hand out the lane's next entry to a station (or to the event loop); None: there is nothing to do now.
+
+        A station that gets nothing is idle from then on and is named in a later ``Todo.wake``.
+        """
+        with self._lock:
+            if lane.running < lane.limit:
+                entry = lane.next()
+                if entry is not None:
+                    lane.running += 1
+                    todo = None
+                    if seat is not None and lane.waiting and lane.running < lane.limit:
+                        todo = Todo()
+                        self._look(lane, todo)
+                    return entry, todo
+            if seat is not None and seat not in lane.idle and not self.closed:
+                lane.idle.append(seat)
+            return None, None
+
+    def take_descendant(self, lane: Lane) -> Entry | None:
+        """Hand out an entry of an async lane that descends from a running execution, over the limit."""
+        with self._lock:
+            if not self.reentrant or not self._running:
+                return None
+            for entry in lane.entries():
+                if entry.ready and entry.path and self._descends(entry):
+                    entry.state = TAKEN
+                    lane.waiting -= 1
+                    lane.running += 1
+                    return entry
+        return None
+
+    def take_nested(self, seat: Seat) -> Entry | None:
+        """Hand out to a station that waits an entry that may run within what it runs."""
+        with self._lock:
+            while seat.work:
+                entry = seat.work.popleft()
+                if entry.state is NEW:
+                    entry.state = TAKEN
+                    return entry
+        return None
+
+    def begin(self, execution: int, seat: Seat | None) -> None:
+        """Note that an execution has begun; what descends from it may run within it."""
+        self._running[execution] = seat
+
+    def end(self, execution: int) -> None:
+        """Note that an execution is over."""
+        self._running.pop(execution, None)
+
+    def done(self, lane: Lane, seat: Seat | None = None) -> Todo:
+        """Note that an entry which :meth:`take` gave is over: others may run. What was left for it goes back."""
+        todo = Todo()
+        with self._lock:
+            lane.running -= 1
+            if seat is not None and seat.work:
+                left = list(seat.work)
+                seat.work.clear()
+                for entry in left:
+                    if entry.state is NEW and entry.lane is not None:
+                        entry.seat = None
+                        entry.lane.put_back(entry)
+                        if entry.lane is not lane:
+                            self._look(entry.lane, todo)
+        return todo
+
+    def rest(self, lane: Lane) -> Todo | None:
+        """Note that an entry of a yielding lane waits: another one may run."""
+        todo = Todo()
+        with self._lock:
+            lane.running -= 1
+            if lane.waiting:
+                self._look(lane, todo)
+        return todo
+
+    def resume(self, lane: Lane) -> None:
+        """Note that an entry of a yielding lane goes on."""
+        with self._lock:
+            lane.running += 1
+
+    def leave(self, lane: Lane, seat: Any) -> bool:
+        """Let an idle station end; False if it is wanted."""
+        with self._lock:
+            if seat not in lane.idle:
+                return False
+            lane.idle.remove(seat)
+            lane.seats -= 1
+            return True
+
+    # -- looking and ending ------------------------------------------------------------------------
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many entries wait and how many run."""
+        with self._lock:
+            lanes = [*self.lanes.values(), *self.async_lanes.values()]
+            nested = sum(len(seat.work) for seat in set(self._running.values()) if seat is not None)
+            return sum(lane.waiting for lane in lanes) + nested, sum(lane.running for lane in lanes)
+
+    def waiting(self) -> list[Entry]:
+        """Return the entries that wait in lanes."""
+        with self._lock:
+            return [e for lane in (*self.lanes.values(), *self.async_lanes.values()) for e in lane.entries()]
+
+    def close(self) -> tuple[list[Entry], list[Any]]:
+        """Take no more. Returns what was waiting, in order, and the idle stations."""
+        with self._lock:
+            self.closed = True
+            entries: list[Entry] = []
+            seats: list[Any] = []
+            for lane in (*self.lanes.values(), *self.async_lanes.values()):
+                entries.extend(lane.drain())
+                seats.extend(lane.idle)
+                lane.idle.clear()
+            for seat in set(self._running.values()):
+                if seat is not None:
+                    entries.extend(entry for entry in seat.work if entry.state is NEW)
+                    seat.work.clear()
+            for entry in entries:
+                entry.state = OVER
+            return sorted(entries), seats

@@ -1,0 +1,99 @@
+"""Processes for actors: what is asked of whoever starts them, and what is known of one that has ended.
+
+A :class:`Spawner` is put into the runtime by a floor above (the embedded cluster); actors only know these words.
+"""
+
+from __future__ import annotations
+
+import signal as signals
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from actorrpc.core.identity import WorkerInfo
+from actorrpc.futures import Future
+
+__all__ = ["DeathReport", "ProcessSpec", "Spawner"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """A process to be started as a worker of the group.
+
+    Attributes:
+        label: what its output is marked with, and part of its worker name: the actor's class.
+        num_cpus: how many threads torch may use in it; None leaves one.
+        num_gpus: how many devices it sees; None hides none and reserves none.
+        env: environment variables, over those of the driver.
+        working_dir: where it runs; None for the driver's directory.
+    """
+
+    label: str
+    num_cpus: float | None = None
+    num_gpus: float | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    working_dir: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeathReport:
+    """What is known of a process that has ended.
+
+    Attributes:
+        exit_code: what it returned; None where a signal ended it, or where nobody knows.
+        signal: the number of the signal that ended it.
+        stderr: the last lines that it wrote to its standard error.
+        peak_memory: the most memory it ever had resident, in bytes; 0 where unknown.
+        uptime: how long it lived, in seconds; 0 where unknown.
+    """
+
+    worker: str
+    pid: int = 0
+    exit_code: int | None = None
+    signal: int | None = None
+    stderr: tuple[str, ...] = ()
+    peak_memory: int = 0
+    uptime: float = 0.0
+
+    def describe(self) -> str:
+        """Return it in words: one line, and behind it the last lines of standard error where there are any."""
+        who = f"the process of worker {self.worker!r}" + (f" (pid {self.pid})" if self.pid else "")
+        if self.signal is not None:
+            try:
+                how = f"was ended by {signals.Signals(self.signal).name}"
+            except ValueError:
+                how = f"was ended by signal {self.signal}"
+            if self.signal == signals.SIGKILL:
+                how += " (kill -9, or out of memory)"
+        elif self.exit_code is not None:
+            how = f"exited with code {self.exit_code}"
+        else:
+            how = "ended"
+        facts = []
+        if self.uptime:
+            facts.append(f"up {self.uptime:.1f} s")
+        if self.peak_memory:
+            facts.append(f"peak memory {self.peak_memory / (1 << 20):.0f} MB")
+        text = f"{who} {how}" + (f" ({', '.join(facts)})" if facts else "")
+        if self.stderr:
+            text += "; its last lines on stderr:\n    " + "\n    ".join(self.stderr)
+        return text
+
+
+class Spawner(Protocol):
+    """Starts and ends worker processes. Thread-safe; nothing in it blocks."""
+
+    def spawn(self, spec: ProcessSpec) -> Future[WorkerInfo]:
+        """Start a process; the future completes when it has joined the group, or fails saying why."""
+
+    def release(self, worker: str) -> None:
+        """Let a process end by itself, once nothing that lives in it is referenced any more."""
+
+    def kill(self, worker: str) -> None:
+        """End a process at once (SIGKILL)."""
+
+    def report(self, worker: str) -> Future[DeathReport]:
+        """Return how a process ended; completes when it has. Fails with UnknownWorkerError if it is not ours."""
+
+    def owns(self, worker: str) -> bool:
+        """Say whether this spawner has started the worker."""

@@ -1,0 +1,369 @@
+"""A resident: an actor where it lives. Its instance, its mailbox, its threads, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc.actors.arguments import resolve
+from actorrpc.actors.callee import Callee, died
+from actorrpc.actors.crew import Station, Stations, wake_all
+from actorrpc.actors.letter_entry import LetterEntry
+from actorrpc.actors.loop import EventLoop
+from actorrpc.actors.mailbox import Entry, Lane, Mailbox, Todo
+from actorrpc.actors.reports import send_ended
+from actorrpc.actors.spec import ActorSpec, ResidentGoneError
+from actorrpc.core.frames import Frame
+from actorrpc.errors import CancelledError
+from actorrpc.futures import Future
+
+if TYPE_CHECKING:
+    from actorrpc.actors.runtime import Runtime
+
+__all__ = ["Resident"]
+
+_log = logging.getLogger("actorrpc.actors")
+_BLOCKED_S: Final = 5.0
+_ASYNC_LIMIT: Final = 1000  # coroutines of one actor at a time, by default (as Ray's)
+
+
+class Resident:
+    """One actor that lives in this worker. Thread-safe.
+
+    ``_lock`` guards the state and the letters that came before the actor was there; the mailbox's lock is taken
+    under it, nothing else.
+    """
+
+    def __init__(self, runtime: Runtime, resident_id: int, stations: Stations) -> None:
+        self.runtime = runtime
+        self.agent = runtime.agent
+        self.id = resident_id
+        self.stations = stations
+        self.crew: list[Station] = []
+        self.mailbox = Mailbox({"": 1})
+        self.callee = Callee(self)
+        self.instance: Any = None
+        self.spec: ActorSpec | None = None
+        self.title = f"{resident_id & 0xFFFF:04x}"
+        self.state = "constructing"  # -> alive -> ending -> over
+        self.why = ""
+        self.over: Future[None] = Future()
+        self.calls = 0
+        self.begun = time.monotonic()
+        self._lock = threading.RLock()
+        self._intake: list[LetterEntry] | None = []
+        self.loop: EventLoop | None = None
+        self._plans: dict[str, Lane] = {}
+        self._ending: Callable[[], None] | None = None
+
+    # -- letters -----------------------------------------------------------------------------------
+
+    def post(self, entry: LetterEntry) -> None:
+        """Put a letter into the mailbox. Called in the order of the wire, maybe under a connection's read lock."""
+        entry.office = self
+        entry.peer.running[entry.frame.id] = entry
+        if self._intake is not None:
+            with self._lock:
+                if self._intake is not None:
+                    self._intake.append(entry)
+                    return
+        self._put(entry)
+
+    def construct(self, entry: LetterEntry) -> None:
+        """Put the letter that makes the actor into the mailbox, before all others."""
+        entry.office = self
+        entry.peer.running[entry.frame.id] = entry
+        todo = self.mailbox.put(entry, self.mailbox.lanes[""])
+        if todo is not None:
+            self.carry_out(todo)
+
+    def _put(self, entry: LetterEntry) -> None:
+        header = entry.header
+        name = header.get("m", "")
+        lane = self._plans.get(name)
+        if lane is None or "g" in header:
+            lane = self._lane_of(name, header.get("g"))
+        todo = self.mailbox.put(entry, lane)
+        if todo is None:
+            self._refuse_gone(entry)
+            return
+        if todo.wake or todo.start:
+            self.carry_out(todo)
+        if entry.seat is not None and not entry.seat.waiting:  # type: ignore[attr-defined]
+            self.agent.clock.after(_BLOCKED_S, partial(self._look_after, entry))
+        if entry.whole and "u" in header:
+            self.agent.submit(partial(self._resolve, entry))
+
+    def _lane_of(self, name: str, group: str | None) -> Lane:
+        assert self.spec is not None
+        method = self.spec.info.methods.get(name)
+        is_async = method is not None and method.kind.startswith("async") and bool(self.mailbox.async_lanes)
+        lanes = self.mailbox.async_lanes if is_async else self.mailbox.lanes
+        if group is None:
+            group = (method.options.concurrency_group if method is not None else None) or ""
+            lane = lanes.get(group) or lanes[""]
+            self._plans[name] = lane
+            return lane
+        return lanes.get(group) or lanes[""]
+
+    def arrived(self, entry: LetterEntry, conn: Any, frame: Frame) -> None:
+        """Take the rest of a letter that had been announced."""
+        entry.frame = frame
+        entry.conn = conn
+        if self._intake is not None:
+            with self._lock:
+                if self._intake is not None:
+                    entry.whole = True
+                    entry.ready = "u" not in entry.header
+                    return
+        if "u" in entry.header:
+            self.agent.submit(partial(self._resolve, entry))
+        else:
+            self.carry_out(self.mailbox.ready(entry))
+
+    def _resolve(self, entry: LetterEntry) -> None:
+        """Open a letter and fetch what its arguments refer to; it is ready when all of that is here."""
+
+        def ready(future: Future[Any]) -> None:
+            error = future._error
+            if error is not None and future._report is not None:
+                future._report.seen = True
+            entry.opened = future._value if error is None else error
+            self.carry_out(self.mailbox.ready(entry))
+
+        try:
+            args, kwargs = self.callee.open(entry)
+            future = resolve(args, kwargs)
+        except BaseException as error:
+            entry.opened = error
+            self.carry_out(self.mailbox.ready(entry))
+            return
+        if future is None:
+            entry.opened = (args, kwargs)
+            self.carry_out(self.mailbox.ready(entry))
+        else:
+            future.add_done_callback(ready)
+
+    def carry_out(self, todo: Todo) -> None:
+        """Wake and start what a step of the mailbox has named. Starts nothing on this thread."""
+        if todo.wake:
+            wake_all(todo)
+        for lane in todo.start:
+            if lane.is_async:
+                loop = self.loop
+                if loop is not None:
+                    loop.submit(partial(self.callee.pump, lane))
+            else:
+                self.agent.submit(Station(self, lane).start)
+
+    def finished(self, lane: Lane, todo: Todo) -> None:
+        """Go on after an entry of a lane is over."""
+        if todo.wake or todo.start:
+            self.carry_out(todo)
+        ending = self._ending
+        if ending is not None:
+            ending()
+
+    def _look_after(self, entry: LetterEntry) -> None:
+        """Report a call that waits for its own ancestor, which blocks where we cannot run it. On the clock's thread."""
+        seat = entry.seat
+        if entry.state != "new" or seat is None or seat.waiting:  # type: ignore[attr-defined]
+            return
+        _log.warning(
+            "a call of %s on actor %s has waited for %.0f s for a call that it descends from, which blocks outside of actorrpc's "
+            "waits: it can run only when that is over, or waits with get(). What that one is doing:\n%s",
+            entry.header.get("m"),
+            self.title,
+            _BLOCKED_S,
+            seat.stack(),  # type: ignore[attr-defined]
+        )
+
+    def _refuse_gone(self, entry: LetterEntry) -> None:
+        self.agent.submit(partial(self.callee.refuse, entry, ResidentGoneError(self.id, self.why)))
+
+    # -- giving up -----------------------------------------------------------------------------------
+
+    def cancel(self, entry: LetterEntry) -> None:
+        """Give up a call: one that waits never runs, one that runs is interrupted."""
+        todo = self.mailbox.cancel(entry)
+        if todo is not None:
+            self.callee.refuse(
+                entry, CancelledError(f"{self.callee.label(entry)} was cancelled before it started")
+            )
+            self.carry_out(todo)
+            return
+        execution = entry.execution
+        if execution is not None:
+            execution.cancel()
+        lane = entry.lane
+        if lane is not None and lane.is_async:
+            task, loop = entry.task, self.loop
+            if task is not None and loop is not None:
+                loop.submit(task.cancel)
+            return
+        self.interrupt(entry)
+
+    def interrupt(self, entry: Entry) -> None:
+        """Interrupt the station that runs an entry, if one does."""
+        for station in list(self.crew):
+            if station.running is entry:
+                station.interrupt(
+                    entry, lambda delay, run: self.agent.clock.after(delay, partial(self.agent.submit, run))
+                )
+
+    # -- construction --------------------------------------------------------------------------------
+
+    def make(self, entry: LetterEntry) -> Any:
+        """Make the instance. Runs on the actor's own station."""
+        try:
+            (spec,), _ = self.callee.arguments(entry)
+            self.spec = spec
+            self.title = spec.card.title
+            cls = spec.cls.open()
+            args, kwargs = spec.arguments.open()
+            resolved = resolve(args, kwargs)
+            if resolved is not None:
+                args, kwargs = resolved.wait()
+            instance = cls(*args, **kwargs)
+            if spec.state is not None:
+                instance.restore(spec.state.open())
+        except BaseException as error:
+            self.why = f"its constructor raised {type(error).__name__}: {error}"
+            self._close("over")
+            raise
+        self.instance = instance
+        self._open_mailbox(spec)
+        return {"pid": os.getpid()}
+
+    def _open_mailbox(self, spec: ActorSpec) -> None:
+        options, info = spec.options, spec.info
+        groups = dict(options.concurrency_groups or {})
+        most = options.max_concurrency
+        limits = {"": (1 if info.is_async else most or 1), **groups}
+        async_limits = {"": most or _ASYNC_LIMIT, **groups} if info.is_async else {}
+        if info.is_async:
+            self.loop = EventLoop(self.title)
+        self.mailbox.configure(
+            limits, async_limits, reentrant=options.reentrant, yielding=getattr(options, "yielding", False)
+        )
+        with self._lock:
+            if self.state == "constructing":
+                self.state = "alive"
+            # Others see that there is no intake any more when what came before them is in the mailbox.
+            for entry in self._intake or ():
+                self._put(entry)
+            self._intake = None
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def exited(self, entry: LetterEntry, why: str) -> None:
+        """End the actor because the call that ``entry`` brought has called exit_actor()."""
+        why = why or "exit_actor() was called in it"
+        self.callee.fail(entry, died(self, why))
+        self.agent.submit(partial(self.end_itself, why))
+
+    def end_itself(self, why: str) -> None:
+        """Leave of its own will, and tell the supervisor."""
+        _ = self.end("now", why)
+        if self.spec is not None:
+            send_ended(self.runtime, self.spec, "exit", why)
+
+    def end(self, how: str, why: str) -> Future[None]:
+        """End the actor: ``"drain"`` lets what waits run before, ``"now"`` does not. Completes when it is over."""
+        with self._lock:
+            if self.state in ("over", "closing"):
+                return self.over
+            self.why = self.why or why
+            if how == "drain" and self.state in ("alive", "constructing"):
+                self.state = "ending"
+                self._ending = self._end_if_idle
+        if how == "drain":
+            self._end_if_idle()
+        else:
+            self._end_now()
+        return self.over
+
+    def _end_if_idle(self) -> None:
+        waiting, running = self.mailbox.counts()
+        if waiting or running or self._intake is not None:
+            return
+        self._end_now()
+
+    def _end_now(self) -> None:
+        with self._lock:
+            if self.state in ("over", "closing"):
+                return
+            self.state = "closing"
+            self._ending = None
+        crew = list(self.crew)
+        running = self._close("closing")
+        for entry in running:
+            self.callee.fail(entry, died(self, self.why))
+            self.interrupt(entry)
+        self.runtime.residents.forget(self)
+        # The last hooks run where everything ran. A station that is still in a method comes to them later.
+        if crew:
+            crew[0].end(self._wind_up)
+        else:
+            self.agent.submit(self._wind_up)
+        if running and self.over._claim():
+            self.over._finish(None, None)
+
+    def _close(self, state: str) -> list[LetterEntry]:
+        """Refuse what waits, and everything from now on; return what is running."""
+        entries, stations = self.mailbox.close()
+        with self._lock:
+            self.state = state
+            intake, self._intake = self._intake or [], None
+        for entry in [*entries, *intake]:
+            self.callee.refuse(entry, ResidentGoneError(self.id, self.why))  # type: ignore[arg-type]
+        for station in stations:
+            station.end()
+        running = []
+        for station in list(self.crew):
+            station.end()
+            if isinstance(station.running, LetterEntry):
+                running.append(station.running)
+        if state == "over":
+            self.runtime.residents.forget(self)
+            if self.over._claim():
+                self.over._finish(None, None)
+        return running
+
+    def _wind_up(self) -> None:
+        """Run the actor's last hooks. On a pool thread."""
+        instance, self.instance = self.instance, None
+        if instance is not None:
+            hook = getattr(type(instance), "on_stop", None)
+            if hook is not None:
+                try:
+                    result = hook(instance)
+                    if asyncio.iscoroutine(result):
+                        asyncio.run(result)
+                except BaseException:
+                    _log.exception("on_stop of actor %s raised", self.title)
+        instance = None
+        loop, self.loop = self.loop, None
+
+        def over(_: Any) -> None:
+            self.state = "over"
+            if self.over._claim():
+                self.over._finish(None, None)
+
+        if loop is not None:
+            loop.close().add_done_callback(over)
+        else:
+            over(None)
+
+    # -- looking -----------------------------------------------------------------------------------------
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many calls wait and how many run."""
+        waiting, running = self.mailbox.counts()
+        return waiting + len(self._intake or ()), running

@@ -1,0 +1,189 @@
+"""The residents of a worker: the actors that live here, and the office that drops letters into their mailboxes.
+
+The office runs under the read lock of the connection that brings a letter: it looks at the header, never at the
+pickle, and hands everything else to the pool. ``_lock`` guards the table of actors; nothing is called under it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from actorrpc.actors.crew import Stations
+from actorrpc.actors.letter_entry import LetterEntry
+from actorrpc.actors.resident import Resident
+from actorrpc.actors.runtime import current, runtime
+from actorrpc.actors.spec import ResidentGoneError
+from actorrpc.core.execution import Later
+from actorrpc.core.frames import Frame, unpack_extra
+from actorrpc.errors import ProtocolError
+from actorrpc.futures import Future, collect_all
+from actorrpc.rpc.fork_messages import WorkerKey
+
+if TYPE_CHECKING:
+    from actorrpc.actors.runtime import Runtime
+    from actorrpc.core.connection import Connection
+    from actorrpc.core.peer import Peer
+
+__all__ = ["ResidentState", "Residents", "end", "states"]
+
+_REMEMBERED = 1000  # residents that have ended, with the reason
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentState:
+    """What a worker says of an actor that lives there."""
+
+    actor_id: int
+    resident_id: int
+    state: str
+    waiting: int
+    running: int
+    calls: int
+    uptime: float
+
+
+class Residents:
+    """The actors that live in this process. Thread-safe."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._agent = runtime.agent
+        self._lock = threading.RLock()
+        self._table: dict[int, Resident] = {}
+        self._ended: dict[int, str] = {}
+        self._stations = Stations()
+        self._closed = False
+        self._agent.post = self
+        self._agent.on_peer_end.append(self._peer_ended)
+
+    # -- the office (core.letters.PostOffice) ------------------------------------------------------
+
+    def take(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
+        """See core.letters.PostOffice."""
+        announced = peer.running.get(frame.id)
+        if type(announced) is LetterEntry and not announced.whole:
+            announced.whole = True
+            if announced.office is not None:
+                announced.office.arrived(announced, conn, frame)
+            return
+        self._drop(conn, peer, frame, True)
+
+    def announce(self, conn: Connection, peer: Peer, frame: Frame) -> None:
+        """See core.letters.PostOffice."""
+        self._drop(conn, peer, frame, False)
+
+    def abandon(self, peer: Peer, id: int) -> None:
+        """See core.letters.PostOffice."""
+        entry = peer.running.get(id)
+        if type(entry) is LetterEntry:
+            self._agent.submit(entry.cancel)
+
+    def _drop(self, conn: Connection | None, peer: Peer, frame: Frame, whole: bool) -> None:
+        header = unpack_extra(frame.extra)
+        resident_id = header.get("a")
+        if not isinstance(resident_id, int):
+            raise ProtocolError("a letter names no actor")
+        entry = LetterEntry(conn, peer, frame, header, whole)
+        resident = self._table.get(resident_id)
+        if resident is not None:
+            resident.post(entry)
+            return
+        if header.get("c"):
+            with self._lock:
+                if not self._closed:
+                    resident = self._table[resident_id] = Resident(self._runtime, resident_id, self._stations)
+            if resident is not None:
+                resident.construct(entry)
+                return
+        if whole:
+            error = ResidentGoneError(resident_id, self._ended.get(resident_id, ""))
+            self._agent.submit(partial(self._refuse, conn, frame, error))
+
+    def _refuse(self, conn: Connection | None, frame: Frame, error: ResidentGoneError) -> None:
+        self._agent.executor.refuse(conn, frame, error)
+        if conn is not None:
+            conn.flush()
+
+    # -- who is here -------------------------------------------------------------------------------
+
+    def get(self, resident_id: int) -> Resident | None:
+        """Return the actor of this incarnation; None if it is not here."""
+        return self._table.get(resident_id)
+
+    def all(self) -> list[Resident]:
+        """Return the actors that live here."""
+        with self._lock:
+            return list(self._table.values())
+
+    def forget(self, resident: Resident) -> None:
+        """Take out an actor that has ended."""
+        with self._lock:
+            if self._table.pop(resident.id, None) is not None:
+                self._ended[resident.id] = resident.why
+                while len(self._ended) > _REMEMBERED:
+                    self._ended.pop(next(iter(self._ended)))
+
+    def states(self) -> list[ResidentState]:
+        """Return what there is to say of the actors here."""
+        found = []
+        now = time.monotonic()
+        for resident in self.all():
+            if resident.spec is None:
+                continue
+            waiting, running = resident.counts()
+            found.append(
+                ResidentState(
+                    resident.spec.actor_id,
+                    resident.id,
+                    resident.state,
+                    waiting,
+                    running,
+                    resident.calls,
+                    now - resident.begun,
+                )
+            )
+        return found
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _peer_ended(self, peer: Peer) -> None:
+        """End the actors whose creator is gone, unless they are detached."""
+        key = WorkerKey(peer.rank, peer.record.incarnation)
+        for resident in self.all():
+            spec = resident.spec
+            if spec is not None and spec.card.supervisor == key and spec.options.lifetime != "detached":
+                _ = resident.end("now", f"its creator, worker {peer.name!r}, is gone")
+
+    def close(self, graceful: bool) -> None:
+        """End all actors here; waits for their last hooks for a few seconds where ``graceful``."""
+        with self._lock:
+            self._closed = True
+        over: list[Future[None]] = [
+            resident.end("now", f"worker {self._agent.name!r} shut down") for resident in self.all()
+        ]
+        if over:
+            try:
+                collect_all(over).wait(5.0 if graceful else 0.5)
+            except TimeoutError:
+                pass
+
+
+# -- called by supervisors, on the worker where the actor lives -----------------------------------------
+
+
+def end(resident_id: int, how: str, why: str) -> Any:
+    """End an actor here (``"drain"`` or ``"now"``); answers when it is over."""
+    found = current()
+    resident = found.residents.get(resident_id) if found is not None else None
+    if resident is None:
+        return None
+    return Later(resident.end(how, why))
+
+
+def states() -> list[ResidentState]:
+    """Return what there is to say of the actors here."""
+    return runtime().residents.states()

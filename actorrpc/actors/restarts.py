@@ -1,0 +1,80 @@
+"""When a dead actor may be made again. Pure: it is told the time and does nothing.
+
+Restarts are counted in a sliding window. The first one in a row comes at once; each further one waits, at first
+``backoff_s`` and then twice as long each time, up to :data:`MAX_BACKOFF_S`. A row ends when the actor has lived
+longer than :data:`QUIET_S` (and than the last wait).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+__all__ = ["MAX_BACKOFF_S", "QUIET_S", "Restarts"]
+
+MAX_BACKOFF_S: Final = 10.0
+QUIET_S: Final = 10.0
+
+
+class Restarts:
+    """Decides on one actor's restarts. Not thread-safe: its owner sees to that.
+
+    Args:
+        limit: how many restarts within the window; -1: for ever; 0: none.
+        window_s: seconds; None: over the whole life of the actor.
+        backoff_s: the wait before the second restart in a row, in seconds.
+    """
+
+    __slots__ = ("_backoff", "_in_row", "_last_wait", "_lived_since", "_times", "count", "limit", "window_s")
+
+    def __init__(self, limit: int = 0, window_s: float | None = None, backoff_s: float = 0.1) -> None:
+        self.limit = limit
+        self.window_s = window_s
+        #: how many restarts there have been
+        self.count = 0
+        self._backoff = backoff_s
+        self._times: deque[float] = deque()
+        self._in_row = 0
+        self._last_wait = 0.0
+        self._lived_since: float | None = None
+
+    def came_to_life(self, now: float) -> None:
+        """Take note that the actor lives (again)."""
+        self._lived_since = now
+
+    def next(self, now: float) -> float | None:
+        """Return in how many seconds the actor, which has died at ``now``, is to be made again; None: never.
+
+        A number returned counts as a restart.
+        """
+        lived, self._lived_since = self._lived_since, None
+        if self.limit == 0:
+            return None
+        if self.limit > 0:
+            if self.window_s is None:
+                if self.count >= self.limit:
+                    return None
+            else:
+                while self._times and self._times[0] <= now - self.window_s:
+                    self._times.popleft()
+                if len(self._times) >= self.limit:
+                    return None
+                self._times.append(now)
+        if lived is not None and now - lived > max(QUIET_S, self._last_wait):
+            self._in_row = 0
+        wait = 0.0
+        if self._in_row:
+            # The exponent is bounded: 2.0 ** 1024 is an error.
+            wait = min(self._backoff * 2.0 ** min(self._in_row - 1, 60), max(MAX_BACKOFF_S, self._backoff))
+        self._in_row += 1
+        self._last_wait = wait
+        self.count += 1
+        return wait
+
+    def why_not(self) -> str:
+        """Say, for a message, why there is no further restart."""
+        if self.limit == 0:
+            return "it is not restarted (max_restarts is 0)"
+        within = "" if self.window_s is None else f" within {self.window_s:g} s"
+        times = "once" if self.limit == 1 else f"{self.limit} times"
+        return f"it has been restarted {times}{within} already (max_restarts={self.limit})"

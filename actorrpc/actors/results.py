@@ -1,0 +1,224 @@
+"""The futures of calls to actors, and what is kept of a call that may have to be sent later, or again.
+
+A :class:`ResultFuture` hears of its call's failure before anybody else does. Where the failure is the actor's (its
+process died, it has moved), its line takes it over: the future is pending again, and ends when the call was made
+again, or when it is known what has become of the actor.
+
+No lock guards a :class:`Trip`: who may send, cancel or expire it is decided by deleting a slot, one atomic step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextvars import Context, copy_context
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc.actors.snapshot import Snapshot
+from actorrpc.core.calls import CURRENT
+from actorrpc.errors import CancelledError, RpcTimeoutError
+from actorrpc.futures import Future
+
+if TYPE_CHECKING:
+    from actorrpc.actors.line import Line, Plan
+    from actorrpc.actors.route import Route
+    from actorrpc.core.clock import Timer
+
+__all__ = ["ResultFuture", "Trip"]
+
+INFINITE: Final = float("inf")
+_ATOMS: Final = frozenset({int, float, bool, str, bytes, type(None), complex})
+_init: Final = Future.__init__
+_finish: Final = Future._finish
+
+
+class ResultFuture(Future[Any]):
+    """The result of a call of an actor's method. Thread-safe, as every Future."""
+
+    __slots__ = ("_number", "_plan", "_route", "_trip")
+
+    def __init__(self, route: Route, plan: Plan, number: int) -> None:
+        _init(self)
+        # Holds the anchor, so that the actor lives as long as the call is under way. Nothing is held after that.
+        self._route: Route | None = route
+        self._plan: Plan | None = plan
+        self._number = number
+        self._trip: Trip | None = None
+
+    def _finish(
+        self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
+    ) -> None:
+        route = self._route
+        if route is not None:
+            line = route._line
+            if error is not None and line.caught(self, error):
+                return
+            self._route = self._plan = self._trip = None
+            line.flying.pop(self._number, None)
+            if line.barrier is not None:
+                line.passed(self._number)
+        _finish(self, value, error, submit)
+
+    def conclude(self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None) -> bool:
+        """End a future that is not on the way; False if it is over, or somebody else is ending it."""
+        if not self._claim():
+            return False
+        trip, self._route, self._plan, self._trip = self._trip, None, None, None
+        if trip is not None:
+            trip.forget()
+        _finish(self, value, error, submit)
+        return True
+
+
+class Trip:
+    """All that is needed to send a call, as of the moment when it was made. It is its future's source while it waits.
+
+    Attributes:
+        arguments: ``(args, kwargs)``, a Snapshot of that, or None where the call can be sent only once.
+        unresolved: there are ObjectRefs at top level that the actor's side has to fetch.
+        deadline: on the monotonic clock; what is nested in a call inherits that call's.
+        tries: how often it may be made again where it may have run; -1: for ever.
+        may_have_run: an earlier try may have.
+        context: what the caller's context variables were.
+    """
+
+    __slots__ = (
+        "_free",
+        "arguments",
+        "context",
+        "deadline",
+        "future",
+        "may_have_run",
+        "seconds",
+        "timer",
+        "tries",
+        "unresolved",
+        "unwanted",
+    )
+
+    def __init__(
+        self, future: ResultFuture, arguments: Any, unresolved: bool, seconds: float, tries: int
+    ) -> None:
+        self.future: ResultFuture | None = future
+        self.arguments = arguments
+        self.unresolved = unresolved
+        self.seconds = seconds
+        self.tries = tries
+        self.may_have_run = False
+        self.unwanted = False
+        self.timer: Timer | None = None
+        self.context: Context = copy_context()
+        current = CURRENT.get()
+        route = future._route
+        now = time.monotonic() if route is None else route._line.agent.clock.now()
+        deadline = now + seconds if seconds else INFINITE
+        self.deadline = deadline if current is None else min(deadline, current.deadline)
+        future._trip = self
+
+    @staticmethod
+    def hold(args: tuple[Any, ...], kwargs: dict[str, Any], *, cheaply: bool = False) -> Any:
+        """Return what :attr:`arguments` is to be; with ``cheaply`` None, where that takes a copy.
+
+        Raises:
+            SerializationError: an argument cannot be sent.
+        """
+        for each in args:
+            if type(each) not in _ATOMS:
+                break
+        else:
+            for each in kwargs.values():
+                if type(each) not in _ATOMS:
+                    break
+            else:
+                return args, dict(kwargs) if kwargs else kwargs
+        return (
+            None if cheaply else Snapshot.of((args, kwargs), remote_main=True)
+        )  # opened here, and only here
+
+    def open(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, to be sent once more."""
+        held = self.arguments
+        if type(held) is tuple:
+            return held
+        # Where it cannot be made again, the copy itself may go.
+        opened: tuple[tuple[Any, ...], dict[str, Any]] = held.open()
+        return opened
+
+    # -- who may do what with a call that waits --------------------------------------------------------
+
+    def rest(self) -> None:
+        """Let it wait: it may be sent, cancelled and expire from now on."""
+        self._free = None
+
+    def take(self) -> bool:
+        """Win the right to send a waiting call, or to end it; exactly one caller does."""
+        try:
+            del self._free
+        except AttributeError:
+            return False
+        return True
+
+    def forget(self) -> None:
+        """Let go of everything: the call is over."""
+        timer, self.timer = self.timer, None
+        if timer is not None:
+            timer.cancel()
+        self.future = None
+        self.arguments = None
+
+    # -- as a future's source -----------------------------------------------------------------------------
+
+    def drive(self, _deadline: float | None) -> None:
+        """Do nothing: whoever waits sleeps until it is over."""
+        future = self.future
+        route = None if future is None else future._route
+        if route is not None:
+            route._line.agent.flush()
+
+    def flush(self) -> None:
+        """Do nothing: nothing of it is gathered anywhere."""
+
+    def cancel(self) -> bool:
+        """End the call, which has not been sent; False if it is over."""
+        future = self.future
+        if future is None:
+            return False
+        if not self.take():  # it is being sent in this moment
+            self.unwanted = True
+            source = future._source
+            return not future.done() if source is self or source is None else bool(source.cancel())
+        plan = future._plan
+        what = plan.label if plan is not None else "the call"
+        return self._end(
+            CancelledError(
+                f"the call of {what} was cancelled by its caller before it was sent",
+                maybe_executed=self.may_have_run,
+            )
+        )
+
+    def expire(self) -> None:
+        """End the call, which has not been sent, because its time is over."""
+        future = self.future
+        if future is None or not self.take():
+            return
+        plan, route = future._plan, future._route
+        what = plan.label if plan is not None else "a call"
+        where = route._line.waits_for() if route is not None else "the actor"
+        bound = f"{self.seconds:g} s" if self.seconds else "what was left of the call that made it"
+        self._end(
+            RpcTimeoutError(
+                f"the call of {what} timed out ({bound}) while it waited for {where}; "
+                + ("an earlier try may have run" if self.may_have_run else "it was not sent"),
+                maybe_executed=self.may_have_run,
+            )
+        )
+
+    def _end(self, error: BaseException) -> bool:
+        future = self.future
+        route = None if future is None else future._route
+        if future is None or route is None:
+            return False
+        line = route._line
+        ended = future.conclude(None, error, line.agent.submit)
+        line.swept()
+        return ended

@@ -1,0 +1,262 @@
+"""Routes: the caller's side of an actor. Every handle has one; calls go through it.
+
+There are at most two routes to an actor in a process: one that keeps the actor alive (it has the anchor) and one that
+does not (for handles got by name). Both share a :class:`~actorrpc.actors.line.Line`, which knows where the actor is
+and keeps its calls in order.
+
+:meth:`Route.call` is on the path of every call: where the actor is known to live and nothing special was asked for, it
+takes no lock and costs a fraction of what sending the call does.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from actorrpc.actors.arguments import has_refs, pack_arguments
+from actorrpc.actors.line import Line
+from actorrpc.actors.results import ResultFuture, Trip
+from actorrpc.actors.spec import Card, Location
+from actorrpc.actors.supervisor import ask
+from actorrpc.core.calls import CURRENT
+from actorrpc.errors import ActorDiedError, PeerDiedError, PendingCallsLimitExceeded
+from actorrpc.futures import Future
+
+if TYPE_CHECKING:
+    from actorrpc.actors.methods import ClassInfo, MethodInfo
+    from actorrpc.actors.options import CallOptions
+    from actorrpc.actors.runtime import Runtime
+    from actorrpc.rpc.rref import RRef
+
+__all__ = ["Route", "Routes"]
+
+
+class Route:
+    """The way to one actor. Thread-safe. The actor lives at least as long as a route with an anchor.
+
+    Attributes:
+        anchor: the RRef that keeps the actor alive, or None.
+        actor_id: the actor's, for ever.
+        title: what messages call the actor.
+        info: what is known of its class.
+    """
+
+    __slots__ = ("__weakref__", "_card", "_line", "actor_id", "anchor", "info", "title")
+
+    def __init__(self, line: Line, card: Card) -> None:
+        self._line = line
+        self._card = card
+        self.anchor: RRef[Any] | None = card.anchor
+        self.actor_id = card.actor_id
+        self.info: ClassInfo = card.info
+        self.title = card.title
+
+    @property
+    def card(self) -> Card:
+        """What a handle travels as: the actor's card, with its present location as far as it is known."""
+        location, card = self._line.location, self._card
+        if card.location is not location:
+            card = self._card = replace(card, location=location)
+        return card
+
+    @property
+    def pending(self) -> int:
+        """How many calls of this process are under way, or wait."""
+        return self._line.pending
+
+    # -- calling -----------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        method: MethodInfo,
+        options: CallOptions,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        refs: bool,
+        timeout: float | None = None,
+    ) -> ResultFuture:
+        """Call a method. The arguments are taken as they are now.
+
+        Args:
+            options: how; the same object for equal calls, which are the faster for it.
+            refs: a large result may stay with the actor: the future's value is then a ``Kept``.
+            timeout: seconds; None: that of the options, and if that is None, none for ``refs`` and the group's for
+                others; 0: none.
+
+        Returns:
+            A future, which fails with ActorDiedError or ActorUnavailableError where the actor does not answer.
+
+        Raises:
+            SerializationError, LimitError: an argument cannot be sent.
+            PendingCallsLimitExceeded: more calls wait than ``max_pending_calls`` allows.
+            BackpressureError, ShutdownError, CancelledError: nothing was sent.
+        """
+        line = self._line
+        plan = (line.kept_plans if refs else line.plans).get(method.name)
+        if (
+            plan is None
+            or plan.options is not options
+            or not plan.plain
+            or ((args or kwargs) and has_refs(args, kwargs))
+        ):
+            return self._call_carefully(method, options, args, kwargs, refs, timeout)
+        number = line.next_number()
+        future = ResultFuture(self, plan, number)
+        line.flying[number] = future
+        try:
+            line.send(
+                plan.peer,
+                None,
+                args,
+                kwargs,
+                plan.seconds if timeout is None else timeout,
+                future=future,
+                label=plan.label,
+                letter=plan.letter,
+            )
+        except PeerDiedError:
+            # Its actor cannot come back (else the plan were not plain): this is for the line to put into words.
+            line.bounced(future)
+        except BaseException:
+            line.dropped(future)
+            raise
+        return future
+
+    def _call_carefully(
+        self,
+        method: MethodInfo,
+        options: CallOptions,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        refs: bool,
+        timeout: float | None,
+    ) -> ResultFuture:
+        line = self._line
+        line.agent.check_process()
+        plan = line.plan_of(method, options, refs)
+        if 0 <= line.max_pending <= line.pending:
+            raise PendingCallsLimitExceeded(
+                f"{plan.label}: {line.pending} calls of this process wait for {self.title} already, as many as "
+                f"max_pending_calls={line.max_pending} allows; this one was not made. Wait for results first, or give a "
+                "higher limit",
+                maybe_executed=False,
+                actor=self.title,
+                method=method.name,
+            )
+        number = line.next_number()
+        future = ResultFuture(self, plan, number)
+        future.label = f"the call of {plan.label}"
+        unresolved = False
+        if (args or kwargs) and has_refs(args, kwargs):
+            try:
+                args, kwargs, unresolved = pack_arguments(args, kwargs)
+            except BaseException as error:
+                future.conclude(None, error, None)
+                return future
+        if line.death is not None:
+            future.conclude(None, line.died(plan, maybe_executed=False), None)
+            return future
+        seconds = plan.seconds if timeout is None else timeout
+        waits = plan.peer is None
+        if waits or plan.tries or line.restarts:
+            held = Trip.hold(args, kwargs, cheaply=not waits and not plan.tries)
+            if held is not None:
+                Trip(future, held, unresolved, seconds, plan.tries)
+        if waits:
+            line.enqueue(future)
+        else:
+            line.launch(future, plan, args, kwargs, seconds, unresolved)
+        return future
+
+    # -- where and whether it is --------------------------------------------------------------------------
+
+    def located(self) -> Future[Location]:
+        """Return a future for where the actor lives: complete when it has been constructed (again).
+
+        It fails with ActorDiedError if the actor is dead, with the constructor's error as ``cause`` where that is why.
+        """
+        return self._line.located()
+
+    def alive(self) -> Future[bool]:
+        """Return a future that says whether the actor lives, or is being made or restarted, as its supervisor knows it."""
+        answer: Future[bool] = Future()
+        answer.label = f"whether {self.title} is alive"
+
+        def ready(done: Future[Any]) -> None:
+            if done._report is not None:
+                done._report.seen = True
+            # A supervisor that is gone takes its actors along.
+            answer.set_result(done._error is None and bool(done._value))
+
+        self._ask("alive").add_done_callback(ready)
+        return answer
+
+    def kill(self, no_restart: bool = True) -> Future[None]:
+        """End the actor at once; the future completes when its supervisor has taken note. Idempotent."""
+        return self._ask("kill", no_restart)
+
+    def watch(self) -> Future[ActorDiedError]:
+        """Return a future that completes, with the error as its value, when the actor is dead for good.
+
+        Each such future completes exactly once, also where the actor is dead already.
+        """
+        answer: Future[ActorDiedError] = Future()
+        answer.label = f"the end of {self.title}"
+        line = self._line
+
+        def ready(done: Future[Any]) -> None:
+            if done._report is not None:
+                done._report.seen = True
+            answer.set_result(done._value if done._error is None else line.orphaned(done._error))
+
+        # It outlives the call that it is asked for in.
+        token = CURRENT.set(None)
+        try:
+            asked = self._ask("watch")
+        finally:
+            CURRENT.reset(token)
+        asked.add_done_callback(ready)
+        return answer
+
+    def _ask(self, what: str, *args: Any) -> Future[Any]:
+        line = self._line
+        return ask(line.runtime, line.supervisor, line.supervisor_name, what, self.actor_id, *args)
+
+    def __repr__(self) -> str:
+        return f"<{'Route' if self.anchor is not None else 'Weak route'} to {self.title}>"
+
+
+class Routes:
+    """The routes of one process. Thread-safe.
+
+    ``_lock`` guards both tables; it is re-entrant, as the collector may run there. The tables hold nothing alive.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._lock = threading.RLock()
+        self._lines: weakref.WeakValueDictionary[int, Line] = weakref.WeakValueDictionary()
+        self._routes: weakref.WeakValueDictionary[tuple[int, bool], Route] = weakref.WeakValueDictionary()
+
+    def of(self, card: Card) -> Route:
+        """Return the route to the actor of a card: the one with an anchor if the card has one."""
+        key = (card.actor_id, card.anchor is not None)
+        route = self._routes.get(key)
+        if route is not None:
+            return route
+        with self._lock:
+            line = self._lines.get(card.actor_id)
+            if line is None:
+                line = self._lines[card.actor_id] = Line(self._runtime, card)
+            route = self._routes.get(key)
+            if route is None:
+                route = self._routes[key] = Route(line, card)
+        return route
+
+    def close(self) -> None:
+        """Fail every call that waits, with ShutdownError: this process leaves the group."""
+        for line in list(self._lines.values()):
+            line.close()

@@ -1,0 +1,150 @@
+"""Snapshots: an object as it was at one moment, to be made again later, here or on another worker.
+
+What waits before it is sent (the arguments of a call to an actor that is being restarted, an item that a
+generator has yielded, a result that stays with its actor) is kept as a snapshot: changing the object
+afterwards changes nothing, and an object that cannot travel is refused at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from actorrpc.actors.runtime import current
+from actorrpc.core import buffers as memory
+from actorrpc.core import codec
+from actorrpc.core.holder import Holder
+from actorrpc.core.messages import Parcel
+from actorrpc.errors import RpcError
+
+__all__ = ["Snapshot"]
+
+_OUT_OF_BAND: Final = 4096  # the codec leaves shorter buffers in the pickle
+_ATTEMPTS: Final = 4
+
+_find_main: Final = re.compile(b"__(?:mp_)?main__").search
+
+# Definitions that came with snapshots, so that what is opened again and again is loaded once. They are in the
+# snapshots as well, and put back from there after they were pushed out.
+_definitions: Final = codec.DefinitionStore()
+
+
+class Snapshot:
+    """A copy of an object that stands by itself.
+
+    Tensors, arrays and long bytes are copied once, into memory of its own; functions and classes that others
+    cannot import are in it. RRefs, ObjectRefs and handles of actors are held: they are references, and every opening
+    gives the same ones. Thread-safe; never changes, but for :meth:`open_once`.
+
+    Snapshots travel in messages, their memory beside the pickle. What they hold becomes references of
+    the receiver. What is in the main module goes by name to workers that run the same program, and by value to others.
+    """
+
+    __slots__ = ("_body", "_buffers", "_definitions", "_held", "nbytes")
+
+    def __init__(
+        self,
+        body: bytes | memoryview,
+        buffers: Sequence[Any],
+        definitions: Mapping[bytes, bytes],
+        held: Sequence[Any],
+    ) -> None:
+        self._body = body
+        self._buffers: list[memoryview] | None = [memoryview(each).cast("B") for each in buffers]
+        self._definitions = definitions
+        self._held = held
+        #: its size in bytes
+        self.nbytes: int = (
+            len(body)
+            + sum(each.nbytes for each in self._buffers)
+            + sum(len(each) for each in definitions.values())
+        )
+
+    @classmethod
+    def of(cls, obj: object, *, remote_main: bool = True) -> Snapshot:
+        """Copy an object as it is now.
+
+        Args:
+            remote_main: False copies what is in the main module by value even for workers that run the same program.
+
+        Raises:
+            SerializationError: a part cannot be copied; the message says which.
+        """
+        holder = Holder()
+        encoded = codec.encode(obj, remote_main=remote_main, context=holder)
+        copies = [_copy_of(span) for span in encoded.spans]
+        return cls(encoded.body, copies, dict(encoded.definitions), holder.objects)
+
+    def open(self) -> Any:
+        """Make the object again: a new one each time, which shares no memory with others.
+
+        Raises:
+            SerializationError: it cannot be rebuilt here.
+            RuntimeError: :meth:`open_once` has used it up.
+        """
+        return self._decode([_copy_of(codec.Span.of(each)) for each in self._whole()])
+
+    def open_once(self) -> Any:
+        """Make the object from the snapshot's own memory, without a copy; the snapshot is used up.
+
+        Raises: as :meth:`open`.
+        """
+        buffers = self._whole()
+        self._buffers = None
+        return self._decode(buffers)
+
+    def _whole(self) -> list[memoryview]:
+        buffers = self._buffers
+        if buffers is None:
+            raise RuntimeError("this snapshot was opened for the last time already")
+        return buffers
+
+    def _decode(self, buffers: Sequence[memoryview]) -> Any:
+        definitions = self._definitions
+        holder = Holder(self._held)
+        if not definitions:
+            return codec.decode(self._body, buffers, definitions=None, context=holder)
+        store = _definitions
+        for attempt in range(_ATTEMPTS):
+            if attempt == _ATTEMPTS - 1:
+                store = codec.DefinitionStore()  # others push ours out as fast as we put them in
+            for key in store.missing(definitions):
+                store.add(key, definitions[key])
+            try:
+                return codec.decode(self._body, buffers, definitions=store, context=holder)
+            except codec.UnknownDefinitionError:
+                pass  # pushed out by others since; nothing has been unpickled yet
+        raise RpcError("the definitions in a snapshot do not stay loaded: it has more than can be kept")
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        context = codec.current_encoding()
+        if isinstance(context, Parcel) and not context.peer.same_main and self._names_main():
+            return Snapshot.of(self.open(), remote_main=False).__reduce_ex__(protocol)
+        body: Any = self._body
+        if len(body) > _OUT_OF_BAND:
+            body = pickle.PickleBuffer(body)
+        elif not isinstance(body, bytes):
+            body = bytes(body)
+        buffers = tuple(pickle.PickleBuffer(each) for each in self._whole())
+        return Snapshot, (body, buffers, dict(self._definitions), tuple(self._held))
+
+    def _names_main(self) -> bool:
+        return any(_find_main(each) is not None for each in (self._body, *self._definitions.values()))
+
+    def __repr__(self) -> str:
+        return f"<Snapshot of {self.nbytes} bytes>"
+
+
+def _copy_of(span: codec.Span) -> memoryview:
+    """Copy memory to where nobody else writes."""
+    nbytes = span.nbytes
+    runtime = current()
+    # Pages that were used before are several times faster to fill than fresh ones.
+    target = runtime.agent.buffers.take(nbytes) if runtime is not None else memoryview(bytearray(nbytes))
+    if nbytes:
+        source = memory.Span(span.address, nbytes, span.keep)
+        memory.copy(ctypes.addressof(ctypes.c_char.from_buffer(target)), source)
+    return target

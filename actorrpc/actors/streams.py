@@ -1,0 +1,435 @@
+"""Streams: what generator methods yield, on its way to whoever called them.
+
+The consumer pulls. A stream's :class:`Producer` lets its generator run at most ``limit`` items ahead of those that the
+consumer has taken; a pull says how many that are, and its answer brings what has been produced since. One pull is under
+way while the consumer works on what it has. An item is packed when it is yielded: changing the object afterwards changes
+nothing. Pulls are plain calls, served by pool threads, never behind the actor's work.
+
+An :class:`ObjectRefGenerator` that is closed or dropped tells the producer, whose generator is then closed where it
+stands (GeneratorExit at its yield). The end of a consumer's worker has the same effect.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Generator
+from typing import Any, Final
+
+from actorrpc.actors.runtime import runtime
+from actorrpc.actors.snapshot import Snapshot
+from actorrpc.core import codec, exceptions
+from actorrpc.core.agent import Agent
+from actorrpc.core.calls import CURRENT
+from actorrpc.core.execution import Later
+from actorrpc.core.peer import Peer
+from actorrpc.errors import RpcError, ShutdownError
+from actorrpc.futures import Future
+
+__all__ = [
+    "DONE",
+    "Batch",
+    "Producer",
+    "StreamTicket",
+    "Streams",
+    "aproduce",
+    "close_stream",
+    "produce",
+    "pull",
+]
+
+_log = logging.getLogger("actorrpc.actors")
+
+_BATCH_BYTES: Final = 1 << 20  # one answer brings at least one item, and no more of them than this
+_INLINE_BYTES: Final = 64 << 10  # what the producing thread sends itself
+_PLAIN: Final = frozenset({int, float, bool, type(None), complex})
+_PLAIN_BYTES: Final = 4096
+
+DONE: Final = b""
+"""The end of a stream whose generator has returned; other ends are packed errors."""
+
+#: What a pull brings: items, and the end of the stream if they are the last.
+Batch = tuple[list[Any], bytes | None]
+
+
+class StreamTicket:
+    """What a streaming call returns: where its items can be pulled.
+
+    Attributes:
+        stream: names the stream in its worker.
+        limit: so many items are produced ahead at most.
+    """
+
+    __slots__ = ("limit", "stream")
+
+    def __init__(self, stream: int, limit: int) -> None:
+        self.stream = stream
+        self.limit = limit
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StreamTicket, (self.stream, self.limit)
+
+
+class Producer:
+    """The producing end of one stream. Thread-safe; one thread or coroutine puts items in.
+
+    ``_lock`` guards all that changes here. It is re-entrant, as the collector may run under it; no user code runs under it,
+    and futures are completed after it was released.
+    """
+
+    __slots__ = (
+        "_agent",
+        "_asked",
+        "_closed",
+        "_end",
+        "_error",
+        "_items",
+        "_lock",
+        "_produced",
+        "_room",
+        "_streams",
+        "_taken",
+        "limit",
+        "peer",
+        "stream",
+    )
+
+    def __init__(self, streams: Streams, agent: Agent, stream: int, limit: int, peer: Peer | None) -> None:
+        self.stream = stream
+        self.limit = limit
+        self.peer = peer
+        self._streams = streams
+        self._agent = agent
+        self._lock = threading.RLock()
+        self._items: deque[tuple[Any, int]] = deque()  # with their sizes
+        self._produced = 0
+        self._taken = 0  # by the consumer, of all that were produced
+        self._end: bytes | None = None
+        self._closed = False  # nobody wants more
+        self._error: ShutdownError | None = None
+        self._room: Future[None] | None = None  # the producing side waits for it
+        self._asked: Future[Batch] | None = None  # the pull that waits for items
+
+    def ticket(self) -> StreamTicket:
+        """Return what the consumer needs to pull."""
+        return StreamTicket(self.stream, self.limit)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nobody wants more items."""
+        return self._closed
+
+    # -- the producing side -----------------------------------------------------------------------------
+
+    def room(self) -> Future[None] | None:
+        """Return None where another item may be produced (or nobody wants any), and else a future to wait for."""
+        with self._lock:
+            if self._closed or self._produced - self._taken < self.limit:
+                return None
+            room = self._room
+            if room is None or room._done:
+                room = self._room = Future()
+                room.label = "the consumer of a stream"
+            return room
+
+    def put(self, item: Any) -> None:
+        """Take an item as it is now. Where the stream is closed, nothing happens.
+
+        Raises:
+            SerializationError: it cannot be sent.
+        """
+        kind = type(item)
+        if kind in _PLAIN or ((kind is str or kind is bytes) and len(item) <= _PLAIN_BYTES):
+            packed, size = item, 64
+        else:
+            packed = Snapshot.of(item)
+            size = packed.nbytes
+        with self._lock:
+            if self._closed or self._end is not None:
+                return
+            self._produced += 1
+            self._items.append((packed, size))
+        self._answer()
+
+    def end(self) -> None:
+        """Say that there are no more items."""
+        self._finish(DONE)
+
+    def fail(self, error: BaseException) -> None:
+        """End the stream with an error, which the consumer gets behind the items that are there."""
+        self._finish(exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps))
+
+    def _finish(self, end: bytes) -> None:
+        with self._lock:
+            if self._closed or self._end is not None:
+                return
+            self._end = end
+        self._answer()
+
+    def close(self, error: ShutdownError | None = None) -> None:
+        """Want no more: items are dropped, and the generator is closed at its yield. Idempotent.
+
+        Args:
+            error: why, where it is not the consumer's wish.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._error = error
+            dropped = list(self._items)
+            self._items.clear()
+            room, self._room = self._room, None
+            asked, self._asked = self._asked, None
+        del dropped
+        self._streams.forget(self)
+        if room is not None and room._claim():
+            room._finish(None, None)
+        if asked is not None and asked._claim():
+            asked._finish(None, error or _gone(self.stream))
+
+    def check(self) -> None:
+        """Raise ShutdownError if that is why the stream was closed."""
+        if self._error is not None:
+            raise self._error
+
+    # -- the pulling side -------------------------------------------------------------------------------
+
+    def pull(self, taken: int) -> Future[Batch] | Batch:
+        """Return the next items, or a future for them where there are none yet.
+
+        Args:
+            taken: how many items the consumer has taken in all.
+        """
+        waits: Future[Batch] | None = None
+        with self._lock:
+            if self._closed:
+                raise self._error or _gone(self.stream)
+            self._taken = max(self._taken, taken)
+            room = None
+            if self._produced - self._taken < self.limit:
+                room, self._room = self._room, None
+            batch, _ = self._batch()
+            if batch is None:
+                waits = self._asked = Future()
+                waits.label = "the next item of a stream"
+        if room is not None and room._claim():
+            room._finish(None, None)
+        if batch is None:
+            assert waits is not None
+            return waits
+        self._sent(batch)
+        return batch
+
+    def _batch(self) -> tuple[Batch | None, int]:
+        """Take out what one answer brings. Under the lock."""
+        items = self._items
+        if not items and self._end is None:
+            return None, 0
+        found: list[Any] = []
+        size = 0
+        while items and (not found or size + items[0][1] <= _BATCH_BYTES):
+            packed, nbytes = items.popleft()
+            found.append(packed)
+            size += nbytes
+        return (found, None if items else self._end), size
+
+    def _answer(self) -> None:
+        """Give what there is to the pull that waits for it."""
+        with self._lock:
+            asked = self._asked
+            if asked is None:
+                return
+            batch, size = self._batch()
+            if batch is None:
+                return
+            self._asked = None
+        if asked._claim():
+            # The answer leaves on this thread where it is small: large ones may wait for the socket.
+            callbacks_elsewhere = self._agent.submit if size > _INLINE_BYTES else None
+            asked._finish(batch, None, callbacks_elsewhere)
+        self._sent(batch)
+
+    def _sent(self, batch: Batch) -> None:
+        if batch[1] is not None:
+            with self._lock:
+                self._closed = True
+            self._streams.forget(self)
+
+
+class Streams:
+    """The streams that are produced in this process. Thread-safe: the table changes by single atomic steps."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._numbers = itertools.count(int.from_bytes(os.urandom(6), "big") << 16)
+        self._producers: dict[int, Producer] = {}
+        self._over = False
+        agent.on_peer_end.append(self._peer_ended)
+
+    def __len__(self) -> int:
+        return len(self._producers)
+
+    def open(self, limit: int, peer: Peer | None = None) -> Producer:
+        """Begin a stream.
+
+        Args:
+            limit: how many items may be produced and not yet taken, at least 1.
+            peer: whose it is: the stream ends with it. By default the caller of the call that is being executed.
+        """
+        if peer is None:
+            execution = CURRENT.get()
+            peer = None if execution is None else execution.peer
+        producer = Producer(self, self._agent, next(self._numbers), max(1, limit), peer)
+        self._producers[producer.stream] = producer
+        if self._over:
+            producer.close(_shut_down())
+        elif peer is not None and peer.state != "alive":
+            producer.close()
+        return producer
+
+    def get(self, stream: int) -> Producer:
+        """Return a stream's producer.
+
+        Raises:
+            RpcError: it is over, or was closed.
+        """
+        producer = self._producers.get(stream)
+        if producer is None:
+            raise _gone(stream)
+        return producer
+
+    def find(self, stream: int) -> Producer | None:
+        """Return a stream's producer, or None."""
+        return self._producers.get(stream)
+
+    def forget(self, producer: Producer) -> None:
+        """Note that a stream is over."""
+        self._producers.pop(producer.stream, None)
+
+    def close(self) -> None:
+        """End all streams: who produces or pulls gets ShutdownError. Later ones are closed from the start."""
+        self._over = True
+        for producer in list(self._producers.values()):
+            producer.close(_shut_down())
+        try:
+            self._agent.on_peer_end.remove(self._peer_ended)
+        except ValueError:
+            pass
+
+    def _peer_ended(self, peer: Peer) -> None:
+        for producer in list(self._producers.values()):
+            if producer.peer is peer:
+                producer.close()
+
+
+def _shut_down() -> ShutdownError:
+    return ShutdownError("the worker that produces this stream was shut down", maybe_executed=True)
+
+
+def _gone(stream: int) -> RpcError:
+    return RpcError(f"stream {stream:x} is not there any more: its actor has ended, or the stream was closed")
+
+
+# -- what consumers call on the producer's worker ------------------------------------------------------------
+
+
+def pull(stream: int, taken: int) -> Any:
+    """Return the next items of a stream, when there are some (called by RPC)."""
+    found = runtime().streams.get(stream).pull(taken)
+    return Later(found) if isinstance(found, Future) else found
+
+
+def close_stream(stream: int) -> None:
+    """Close a stream: nobody wants its items (called by RPC). Without effect where it is over."""
+    producer = runtime().streams.find(stream)
+    if producer is not None:
+        producer.close()
+
+
+# -- running generators --------------------------------------------------------------------------------------
+
+
+def produce(generator: Generator[Any, Any, Any], producer: Producer) -> None:
+    """Run a generator on this thread until it is over or nobody wants more; what it raises goes to the consumer.
+
+    The thread waits through futures, so that calls which descend from this one can run meanwhile.
+
+    Raises:
+        ShutdownError: this worker shuts down.
+        BaseException: what the generator raised, where that is no Exception (KeyboardInterrupt, SystemExit); the consumer
+            has been told.
+    """
+    try:
+        while True:
+            room = producer.room()
+            if room is not None:
+                room.wait()
+                continue
+            if producer.closed:
+                break
+            try:
+                item = next(generator)
+            except StopIteration:
+                producer.end()
+                return
+            producer.put(item)
+    except BaseException as error:
+        producer.fail(_without_our_frame(error))
+        if not isinstance(error, Exception):
+            raise
+    finally:
+        _close(generator, producer)
+    producer.check()
+
+
+def _close(generator: Generator[Any, Any, Any], producer: Producer) -> None:
+    try:
+        generator.close()
+    except Exception:
+        _log.exception("a generator raised while it was closed; nobody reads stream %x any more", producer.stream)
+
+
+async def aproduce(generator: AsyncGenerator[Any, Any], producer: Producer) -> None:
+    """Run an async generator until it is over or nobody wants more. As :func:`produce`, but no thread waits."""
+    try:
+        while True:
+            room = producer.room()
+            if room is not None:
+                await room
+                continue
+            if producer.closed:
+                break
+            try:
+                item = await anext(generator)
+            except StopAsyncIteration:
+                producer.end()
+                return
+            producer.put(item)
+    except BaseException as error:
+        producer.fail(_without_our_frame(error))
+        if not isinstance(error, Exception):
+            raise
+    finally:
+        try:
+            await generator.aclose()
+        except Exception:
+            _log.exception(
+                "an async generator raised while it was closed; nobody reads stream %x any more", producer.stream
+            )
+    producer.check()
+
+
+def _without_our_frame(error: BaseException) -> BaseException:
+    """Cut this module's frame off the top of the traceback: users look for theirs."""
+    traceback = error.__traceback__
+    if traceback is not None and traceback.tb_next is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        error.__traceback__ = traceback.tb_next
+    return error
+
+
+#: What a route says of an error that ended a pull: the error to raise, or a future that fails with it.
+Translate = Callable[[BaseException], "BaseException | Future[Any]"]

@@ -1,0 +1,43 @@
+"""Wiring: puts the actor layer on top of an agent when the process joins a group, and takes it off again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from actorrpc.actors.streams import Streams
+from actorrpc.actors.supervisor import Supervisor
+
+from actorrpc.actors.names import Names
+from actorrpc.actors.residents import Residents
+from actorrpc.actors.route import Routes
+from actorrpc.actors.runtime import Runtime, set_runtime
+from actorrpc.core.agent import Agent
+from actorrpc.rpc import api
+from actorrpc.rpc.references import References
+
+__all__ = ["start"]
+
+
+def start(agent: Agent, references: References) -> Callable[[bool], None]:
+    """Bring the actor layer into force in this process; returns what ends it."""
+    made = Runtime(agent, references)
+    made.names = Names(made)
+    made.streams = Streams(made)
+    made.residents = Residents(made)
+    made.routes = Routes(made)
+    made.supervisor = Supervisor(made)
+    set_runtime(made)
+
+    def end(graceful: bool) -> None:
+        try:
+            made.supervisor.close(graceful)
+            made.residents.close(graceful)
+            made.routes.close()
+            made.streams.close()
+        finally:
+            set_runtime(None)
+
+    return end
+
+
+api.on_start.append(start)

@@ -1,0 +1,153 @@
+"""A worker process of the cluster, from its fork to its exit.
+
+:func:`main` runs on the main thread of a process that was forked a moment ago. It dresses the process (seeds, variables,
+directory), joins the group, and waits for the end. The user's ``__main__`` is not imported here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import random
+import sys
+import traceback
+from typing import Any, Final, NoReturn
+
+import torch
+
+from actorrpc.actors import runtime
+from actorrpc.cluster import processes
+from actorrpc.cluster.leaving import Leaver, set_leaver
+from actorrpc.cluster.remote import RemoteDirectory, RemoteSpawner
+from actorrpc.config import Settings
+from actorrpc.core.agent import Agent
+from actorrpc.core.calls import CURRENT
+from actorrpc.core.identity import WorkerRecord
+from actorrpc.core.keys import Key
+from actorrpc.core.peer import Peer
+from actorrpc.errors import RpcError
+from actorrpc.rpc import api, group, rref
+
+__all__ = ["main"]
+
+_JOIN_S: Final = 30.0
+_LEAVE_S: Final = 4.0
+
+
+def main(job: dict[str, Any]) -> NoReturn:
+    """Be a worker; ends the process."""
+    code = 1
+    try:
+        faulthandler.enable(file=2)  # a crash in C shows where it was, in the death report
+        _work(job)
+        code = 0
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _exit(code)
+
+
+def _work(job: dict[str, Any]) -> None:
+    _reseed()
+    torch.set_num_threads(job["threads"])
+    driver = WorkerRecord.from_bytes(job["driver"])
+    directory = RemoteDirectory(driver)
+    entered = group.enter(  # before the variables are set: its socket lies where the driver's does
+        job["name"],
+        job["rank"],
+        directory,
+        settings=Settings(**job["settings"]),
+        key=Key(job["key"]),
+    )
+    agent = entered.agent
+    directory.attach(agent)
+    try:
+        _dress(job)
+    except BaseException:
+        entered.close()
+        raise
+    leavers: list[Leaver] = []
+
+    def ready(agent: Agent) -> None:
+        leaver = Leaver(agent, rref.runtime(), lambda: _announce(agent, driver.name))
+        leavers.append(leaver)
+        set_leaver(leaver)
+
+        def ended(peer: Peer) -> None:
+            if peer.name == driver.name:
+                leaver.leave(False)
+
+        agent.on_peer_end.append(ended)
+        found = runtime.current()
+        if found is not None:
+            found.spawner = RemoteSpawner(agent, driver.name)
+
+    def stop(graceful: bool, _seconds: float) -> None:
+        if graceful:
+            references = rref.runtime()
+            references.carry_out(references.table.delete_all_users())
+        for leaver in leavers:  # it may have been the user's code that called shutdown
+            leaver.leave(graceful)
+
+    api.install(
+        lambda: entered,
+        job["timeout"],
+        f"a process of an actor ({job['name']!r}) in the embedded cluster",
+        namespace=job["namespace"],
+        ready=ready,
+        stop=stop,
+    )
+    try:
+        packed = agent.record.to_bytes()
+        agent.call(agent.peer(driver.name), processes.register, (packed,), {}, _JOIN_S).result()
+        leavers[0].wait()
+        api.shutdown(leavers[0].graceful, _LEAVE_S)
+    finally:
+        api.shutdown(False)
+
+
+def _reseed() -> None:
+    """Give every process random numbers of its own: a fork goes on with those of its parent."""
+    random.seed()
+    torch.default_generator.seed()
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def _dress(job: dict[str, Any]) -> None:
+    for name in job["unset"]:
+        os.environ.pop(name, None)
+    os.environ.update(job["set"])
+    sys.path[:] = job["path"]
+    if job["directory"] is not None:
+        os.chdir(job["directory"])
+
+
+def _announce(agent: Agent, driver: str) -> None:
+    token = CURRENT.set(None)
+    try:
+        agent.call(agent.peer(driver), processes.leaving, (agent.name,), {}, _LEAVE_S).result()
+    except RpcError:
+        pass  # it is gone, or very busy: this process ends all the same
+    finally:
+        CURRENT.reset(token)
+
+
+def _exit(code: int) -> NoReturn:
+    """End the process as an interpreter would, without taking its modules down: that is slow and proves nothing."""
+    try:
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:
+            pass
+    os._exit(code)

@@ -1,0 +1,102 @@
+"""Which accelerators (CUDA devices) of this machine are given to which process.
+
+Devices are counted when they are first asked for. A share of less than one device is possible; whole devices are
+exclusive. Pure bookkeeping: nothing is reserved in the driver of the device. Not thread-safe: its user has a lock.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+import torch
+
+from actorrpc.errors import ConfigError
+
+__all__ = ["Devices", "check_count"]
+
+_EPSILON: Final = 1e-6
+
+
+def check_count(num_gpus: float) -> None:
+    """Check a number of devices for one process.
+
+    Raises:
+        ConfigError: it is neither a whole number nor a share between 0 and 1.
+    """
+    if num_gpus < 0 or (num_gpus > 1 and num_gpus != int(num_gpus)):
+        raise ConfigError(
+            f"num_gpus={num_gpus} cannot be given to a process: say a whole number of devices, or a share of "
+            "one (between 0 and 1)"
+        )
+
+
+class Devices:
+    """The devices of this machine and who has them.
+
+    Args:
+        limit: how many of them may be given; None: all that are visible to this process.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        self._free: dict[str, float] | None = None
+        self._held: dict[str, dict[str, float]] = {}
+
+    def _names(self) -> list[str]:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            names = [name.strip() for name in visible.split(",")]
+            if "-1" in names:  # CUDA, too, ignores what comes behind it
+                names = names[: names.index("-1")]
+            names = [name for name in names if name]
+            return names if self._limit is None else names[: self._limit]
+        count = torch.cuda.device_count() if self._limit is None else self._limit
+        return [str(number) for number in range(count)]
+
+    def _table(self) -> dict[str, float]:
+        if self._free is None:
+            self._free = dict.fromkeys(self._names(), 1.0)
+        return self._free
+
+    @property
+    def total(self) -> int:
+        """How many devices there are."""
+        return len(self._table())
+
+    def take(self, holder: str, num_gpus: float) -> list[str] | None:
+        """Give devices to a worker; return their names, or None if not enough are free now.
+
+        Raises:
+            ConfigError: there are not so many, however long one waits.
+        """
+        check_count(num_gpus)
+        table = self._table()
+        if num_gpus > len(table):
+            raise ConfigError(
+                f"num_gpus={num_gpus:g} was asked for {holder!r}, but this cluster has {len(table)} CUDA devices. "
+                "Ask for less, or see what CUDA_VISIBLE_DEVICES and init(num_gpus=...) say"
+            )
+        if num_gpus == 0:
+            return []
+        share = min(num_gpus, 1.0)
+        count = max(1, int(num_gpus))
+        # The fullest that it fits into: whole devices stay whole.
+        fitting = sorted((free, name) for name, free in table.items() if free >= share - _EPSILON)
+        if len(fitting) < count:
+            return None
+        names = [name for _, name in fitting[:count]]
+        for name in names:
+            table[name] -= share
+        self._held[holder] = dict.fromkeys(names, share)
+        return names
+
+    def give_back(self, holder: str) -> None:
+        """Take back what a worker has. It may have nothing."""
+        table = self._table() if self._held else {}
+        for name, share in self._held.pop(holder, {}).items():
+            table[name] = min(1.0, table[name] + share)
+
+    def holders(self) -> list[str]:
+        """Return the workers that have devices."""
+        return sorted(self._held)

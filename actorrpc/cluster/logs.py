@@ -1,0 +1,310 @@
+"""What processes print: taken from their pipes, marked, folded, and shown on the driver's own output.
+
+One thread, ``actorrpc-logs``, reads all pipes. Each line is shown as ``(Counter pid=123) line``. A line that another
+process has shown within the last second is counted instead, and shown once more with ``[repeated 7x across
+processes]``. The last lines that each process wrote to its standard error are kept for its death report.
+
+Other threads only put things into ``_orders`` (a deque, whose operations are atomic) and ring. So this module has no
+lock, and nothing here ever waits for a terminal that is stopped but the thread itself.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+__all__ = ["Logs", "Output"]
+
+_TAIL: Final = 20  # lines of standard error that are kept of each process
+_TAIL_LINE: Final = 500
+_LINE: Final = 16 << 10  # bytes of one line that are shown
+_READ: Final = 1 << 16
+_WINDOW_S: Final = 1.0  # equal lines of several processes within this time are folded
+_FOLDS: Final = 2_000  # lines that are remembered for that
+_REST_S: Final = (
+    0.5  # how long the pipes of a process that has ended may stay open (its own children have them)
+)
+
+
+class Output:
+    """The two pipes of one process.
+
+    Attributes:
+        tail: the last lines on its standard error.
+    """
+
+    def __init__(self, label: str, pid: int, stdout: int, stderr: int) -> None:
+        self.label = label
+        self.pid = pid
+        self.tail: deque[str] = deque(maxlen=_TAIL)
+        self.pipes = {stdout: _Pipe(self, False), stderr: _Pipe(self, True)}
+        self.ending: Callable[[], None] | None = None
+        self.until = float("inf")
+
+
+class _Pipe:
+    """What has been read of one stream and is no whole line yet."""
+
+    __slots__ = ("cut", "is_error", "output", "rest")
+
+    def __init__(self, output: Output, is_error: bool) -> None:
+        self.output = output
+        self.is_error = is_error
+        self.rest = b""
+        self.cut = 0
+
+    def take(self, data: bytes) -> list[str]:
+        """Return the lines that are whole now."""
+        lines = (self.rest + data).split(b"\n")
+        self.rest = lines.pop()
+        whole = []
+        for line in lines:
+            whole.append(_text(line, self.cut))
+            self.cut = 0
+        if len(self.rest) > _LINE:
+            # A progress bar writes over its line again and again: only what would be seen is kept.
+            self.rest = self.rest[self.rest.rfind(b"\r") + 1 :]
+            self.cut += max(0, len(self.rest) - _LINE)
+            self.rest = self.rest[:_LINE]
+        return whole
+
+    def last(self) -> list[str]:
+        """Return what is left, at the end of the stream."""
+        rest, self.rest = self.rest, b""
+        return [_text(rest, self.cut)] if rest else []
+
+
+def _text(line: bytes, cut: int) -> str:
+    line = line.rstrip(b"\r")
+    line = line[line.rfind(b"\r") + 1 :]
+    if len(line) > _LINE:
+        cut += len(line) - _LINE
+        line = line[:_LINE]
+    text = line.decode("utf-8", "replace")
+    return f"{text} ... [{cut} bytes more]" if cut else text
+
+
+class _Fold:
+    """A line that was shown a moment ago, and how often others have written it since."""
+
+    __slots__ = ("count", "due", "label", "last", "pid")
+
+    def __init__(self, label: str, pid: int, due: float) -> None:
+        self.label = label
+        self.pid = pid
+        self.due = due
+        self.count = 0
+        self.last = pid
+
+
+class Logs:
+    """Shows what processes print. Thread-safe.
+
+    Args:
+        show: whether anything is shown; the last lines of standard error are kept in any case.
+    """
+
+    def __init__(self, show: bool = True) -> None:
+        self._show = show
+        self._orders: deque[Callable[[], None]] = deque()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._bell, select.EPOLLIN)
+        self._pipes: dict[int, _Pipe] = {}
+        self._ending: list[Output] = []
+        self._folds: dict[tuple[bool, str, str], _Fold] = {}
+        self._closing = False
+        self._closed = False
+        self._until = float("inf")
+        self._thread = threading.Thread(target=self._run, name="actorrpc-logs", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def add(self, output: Output) -> None:
+        """Read these pipes from now on; they are closed here."""
+
+        def order() -> None:
+            for fd, pipe in output.pipes.items():
+                os.set_blocking(fd, False)
+                self._pipes[fd] = pipe
+                self._epoll.register(fd, select.EPOLLIN)
+
+        self._order(order)
+
+    def end(self, output: Output, done: Callable[[], None]) -> None:
+        """Call ``done()``, on the logs' thread, when all that an ended process has written was read."""
+
+        def order() -> None:
+            output.ending = done
+            output.until = time.monotonic() + _REST_S
+            self._ending.append(output)
+
+        self._order(order)
+
+    def close(self, timeout: float = 2.0) -> None:
+        """Show what is there, and end: all processes have ended. Idempotent."""
+        if self._closed:
+            return
+
+        def order() -> None:
+            self._closing = True
+            self._until = time.monotonic() + _REST_S
+
+        self._order(order)
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        self._closed = True
+
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child, which has no thread."""
+        self._closed = True
+        for fd in [*self._pipes, self._bell]:
+            try:
+                os.close(fd)
+            except OSError:
+                pass
+        self._epoll.close()
+
+    def _order(self, order: Callable[[], None]) -> None:
+        self._orders.append(order)
+        try:
+            os.eventfd_write(self._bell, 1)
+        except OSError:  # closed
+            pass
+
+    # -- the thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing or (self._pipes and time.monotonic() < self._until):
+                self._turn()
+            for pipe in list(self._pipes.values()):
+                self._write(pipe, pipe.last())
+            self._unfold(float("inf"))
+            for output in self._ending:
+                if output.ending is not None:
+                    output.ending()
+        finally:
+            for fd in list(self._pipes):
+                os.close(fd)
+            self._pipes.clear()
+            self._epoll.close()
+            bell, self._bell = self._bell, -1
+            os.close(bell)
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        wake = min(
+            [fold.due for fold in self._folds.values() if fold.count]
+            + [output.until for output in self._ending]
+            + ([self._until] if self._closing else []),
+            default=-1.0,
+        )
+        for fd, _ in self._epoll.poll(max(0.0, wake - now) if wake >= 0 else -1):
+            if fd == self._bell:
+                os.eventfd_read(self._bell)
+            else:
+                self._read(fd)
+        # Behind the reading: of a process whose end is announced here, everything was written before.
+        while self._orders:
+            self._orders.popleft()()
+        self._see_to_ends()
+        self._unfold(time.monotonic())
+
+    def _read(self, fd: int) -> None:
+        pipe = self._pipes[fd]
+        try:
+            data = os.read(fd, _READ)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._write(pipe, pipe.take(data))
+            return
+        self._write(pipe, pipe.last())
+        self._epoll.unregister(fd)
+        del self._pipes[fd]
+        del pipe.output.pipes[fd]
+        os.close(fd)
+
+    def _see_to_ends(self) -> None:
+        now = time.monotonic()
+        for output in list(self._ending):
+            if output.pipes and now < output.until:
+                continue
+            for (
+                pipe
+            ) in output.pipes.values():  # a child of the process still has it: its lines are shown, too
+                self._write(pipe, pipe.last())
+            self._ending.remove(output)
+            done, output.ending = output.ending, None
+            if done is not None:
+                done()
+
+    def _write(self, pipe: _Pipe, lines: list[str]) -> None:
+        output = pipe.output
+        if pipe.is_error:
+            output.tail.extend(line[:_TAIL_LINE] for line in lines)
+        if not self._show or not lines:
+            return
+        shown = []
+        now = time.monotonic()
+        for line in lines:
+            if not line:
+                continue
+            key = (pipe.is_error, output.label, line)
+            fold = self._folds.get(key)
+            if fold is not None and now < fold.due:
+                if fold.pid == output.pid:  # one process that says something twice means it
+                    shown.append(_marked(output.label, output.pid, line))
+                else:
+                    fold.count += 1
+                    fold.last = output.pid
+                continue
+            if fold is not None:
+                del self._folds[key]  # put in again at the end: the oldest come first
+                if fold.count:
+                    shown.append(_repeated(key, fold))
+            self._folds[key] = _Fold(output.label, output.pid, now + _WINDOW_S)
+            shown.append(_marked(output.label, output.pid, line))
+        self._emit(pipe.is_error, shown)
+
+    def _unfold(self, now: float) -> None:
+        """Show how often lines were repeated whose time is over."""
+        shown: dict[bool, list[str]] = {}
+        for key, fold in list(self._folds.items()):
+            if fold.due > now and len(self._folds) <= _FOLDS:
+                break
+            del self._folds[key]
+            if fold.count:
+                shown.setdefault(key[0], []).append(_repeated(key, fold))
+        for is_error, lines in shown.items():
+            self._emit(is_error, lines)
+
+    def _emit(self, is_error: bool, lines: list[str]) -> None:
+        if not lines:
+            return
+        stream: Any = sys.stderr if is_error else sys.stdout
+        try:
+            stream.write("".join(lines))
+            stream.flush()
+        except Exception:  # closed, or its reader is gone, or it is somebody's own object: the driver goes on
+            pass
+
+
+def _marked(label: str, pid: int, line: str) -> str:
+    return f"({label} pid={pid}) {line}\n"
+
+
+def _repeated(key: tuple[bool, str, str], fold: _Fold) -> str:
+    line = key[2] if fold.count == 1 else f"{key[2]} [repeated {fold.count}x across processes]"
+    return _marked(fold.label, fold.last, line)

@@ -1,0 +1,139 @@
+"""The cluster as its worker processes see it: they ask the driver, by RPC.
+
+Nobody asks under a lock. What was learned of workers is kept until they end; the driver itself is known from the
+start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from actorrpc.actors.processes import DeathReport, ProcessSpec
+from actorrpc.cluster import processes
+from actorrpc.core.agent import Agent
+from actorrpc.core.calls import CURRENT
+from actorrpc.core.identity import WorkerInfo, WorkerRecord
+from actorrpc.core.peer import Peer
+from actorrpc.errors import RpcError
+from actorrpc.futures import Future
+
+__all__ = ["RemoteDirectory", "RemoteSpawner"]
+
+_ASK_S: Final = 30.0
+
+
+class RemoteDirectory:
+    """Who is in the cluster, as the driver says. Thread-safe: its dict is used by single, atomic steps."""
+
+    def __init__(self, driver: WorkerRecord) -> None:
+        self._driver = driver
+        self._known: dict[str | int, WorkerRecord] = {}
+        self._keep(driver)
+        self._agent: Agent | None = None
+
+    def attach(self, agent: Agent) -> None:
+        """Ask through this agent from now on."""
+        self._agent = agent
+        self._keep(agent.record)
+        agent.on_peer_end.append(self._ended)
+
+    def _keep(self, record: WorkerRecord) -> None:
+        self._known[record.name] = self._known[record.rank] = record
+
+    def _ended(self, peer: Peer) -> None:
+        if peer.name != self._driver.name:
+            self._known.pop(peer.name, None)
+            self._known.pop(peer.rank, None)
+
+    def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        agent = self._agent
+        assert agent is not None
+        # Whoever waits for an answer may be given up: what is learned is of use to others.
+        token = CURRENT.set(None)
+        try:
+            return agent.call(agent.peer(self._driver.name), function, args, {}, _ASK_S).result()
+        finally:
+            CURRENT.reset(token)
+
+    def resolve(self, to: str | int) -> WorkerRecord | None:
+        """Return the record of a worker by name or rank; None if there is none.
+
+        Raises:
+            RpcError: the driver does not answer.
+        """
+        found = self._known.get(to)
+        if found is None and self._agent is not None:
+            packed = self._ask(processes.lookup, to)
+            if packed is not None:
+                found = WorkerRecord.from_bytes(packed)
+                self._keep(found)
+        return found
+
+    def members(self) -> list[WorkerRecord]:
+        """Return the records of all workers.
+
+        Raises:
+            RpcError: the driver does not answer.
+        """
+        return [WorkerRecord.from_bytes(packed) for packed in self._ask(processes.listing)]
+
+    def leave(self) -> None:
+        """Do nothing: the driver sees that this process ends."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
+class RemoteSpawner:
+    """Starts and ends worker processes by asking the driver. Thread-safe; nothing in it waits for the driver."""
+
+    def __init__(self, agent: Agent, driver: str) -> None:
+        self._agent = agent
+        self._driver = driver
+
+    def _ask(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        token = CURRENT.set(None)
+        try:
+            self._agent.call(self._agent.peer(self._driver), function, args, {}, 0.0, future=future)
+            self._agent.flush()
+        except RpcError as error:
+            if future._claim():
+                future._finish(None, error)
+        finally:
+            CURRENT.reset(token)
+        return future
+
+    def spawn(self, spec: ProcessSpec) -> Future[WorkerInfo]:
+        """Start a process; the future completes when it has joined the group, or fails saying why."""
+        return self._ask(processes.spawn, spec, self._agent.name)
+
+    def release(self, worker: str) -> None:
+        """Let a process end by itself, once nothing that lives in it is referenced any more."""
+        _unseen(self._ask(processes.release, worker))
+
+    def kill(self, worker: str) -> None:
+        """End a process at once (SIGKILL)."""
+        _unseen(self._ask(processes.kill, worker))
+
+    def report(self, worker: str) -> Future[DeathReport]:
+        """Return how a process ended; completes when it has."""
+        return self._ask(processes.report, worker)
+
+    def owns(self, worker: str) -> bool:
+        """Say whether the cluster has started the worker: all but the driver."""
+        return worker != self._driver
+
+
+def _unseen(future: Future[Any]) -> None:
+    """Let a failure pass: it means that the driver is gone, and all processes with it."""
+
+    def look(done: Future[Any]) -> None:
+        if done._report is not None:
+            done._report.seen = True
+
+    future.add_done_callback(look)

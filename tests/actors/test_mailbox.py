@@ -1,0 +1,294 @@
+"""The mailbox, driven by a seeded simulator: order, limits, descendants and cancellation, without a thread."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+
+from actorrpc.actors.mailbox import Entry, Lane, Mailbox, Todo
+
+
+class Seat:
+    """A station that is stepped by the simulator."""
+
+    def __init__(self, world: World, lane: Lane) -> None:
+        self.world = world
+        self.lane = lane
+        self.work: deque[Entry] = deque()
+        self.frames: list[tuple[Entry, int]] = []  # what it runs, innermost last
+        self.parked = False
+
+    def step(self) -> None:
+        world, mailbox = self.world, self.world.mailbox
+        if not self.frames:
+            if self.parked:
+                return
+            entry, todo = mailbox.take(self.lane, self)
+            world.do(todo)
+            if entry is None:
+                self.parked = True
+                return
+            self.begin(entry)
+            return
+        choice = world.random.random()
+        if choice < 0.35 and len(self.frames) < 6:
+            # It waits: what descends from it may run.
+            nested = mailbox.take_nested(self)
+            if nested is not None:
+                self.begin(nested)
+        elif choice < 0.55 and len(world.entries) < world.most:
+            # What it runs makes a call that comes back to this very actor.
+            world.make(path=self.path())
+        elif choice < 0.8:
+            entry, execution = self.frames.pop()
+            mailbox.end(execution)
+            world.finished.append(entry)
+            if not self.frames:
+                world.do(mailbox.done(self.lane, self))
+
+    def path(self) -> tuple[int, ...]:
+        return tuple(execution for _, execution in self.frames)
+
+    def begin(self, entry: Entry) -> None:
+        world = self.world
+        assert entry.ready, "it ran without its arguments"
+        assert entry not in world.started, "it ran twice"
+        assert entry not in world.cancelled, "it ran although it was cancelled"
+        if self.frames:
+            assert set(entry.path) & set(self.path()), "nested, but no descendant"
+        world.started.append(entry)
+        world.executions += 1
+        self.frames.append((entry, world.executions))
+        world.mailbox.begin(world.executions, self)
+        top = sum(1 for seat in world.seats if seat.lane is self.lane and seat.frames)
+        assert top <= self.lane.limit, "more at a time than the limit allows"
+
+
+class World:
+    """One actor, its stations and its callers; every step is a choice of the seed."""
+
+    def __init__(self, seed: int, limits: dict[str, int]) -> None:
+        self.random = random.Random(seed)
+        self.mailbox = Mailbox({"": 1})
+        self.mailbox.configure(limits, {}, reentrant=self.random.random() < 0.8, yielding=False)
+        self.seats: list[Seat] = []
+        self.entries: list[Entry] = []
+        self.started: list[Entry] = []
+        self.finished: list[Entry] = []
+        self.cancelled: list[Entry] = []
+        self.unready: list[Entry] = []
+        self.executions = 0
+        self.most = 40
+
+    def do(self, todo: Todo | None) -> None:
+        if todo is None:
+            return
+        for seat in todo.wake:
+            seat.parked = False
+        for lane in todo.start:
+            self.seats.append(Seat(self, lane))
+
+    def make(self, path: tuple[int, ...] = ()) -> None:
+        pick = self.random
+        ready = pick.random() < 0.8
+        entry = Entry(
+            pick.choice("abc"),
+            path=path,
+            priority=pick.choice([0, 0, 0, 5, -1]),
+            ready=ready,
+            loose=pick.random() < 0.15,
+        )
+        lane = self.mailbox.lanes[pick.choice(list(self.mailbox.lanes))]
+        self.entries.append(entry)
+        if not ready:
+            self.unready.append(entry)
+        self.do(self.mailbox.put(entry, lane))
+
+    def step(self) -> None:
+        choice = self.random.random()
+        if choice < 0.2 and len(self.entries) < self.most:
+            self.make()
+        elif choice < 0.3 and self.unready:
+            entry = self.unready.pop(self.random.randrange(len(self.unready)))
+            self.do(self.mailbox.ready(entry))
+        elif choice < 0.35 and self.entries:
+            entry = self.random.choice(self.entries)
+            todo = self.mailbox.cancel(entry)
+            if todo is not None:
+                assert entry not in self.started
+                self.cancelled.append(entry)
+                self.do(todo)
+            else:
+                assert entry in self.started or entry in self.cancelled
+        elif self.seats:
+            self.random.choice(self.seats).step()
+
+    def run(self) -> None:
+        for _ in range(600):
+            self.step()
+        self.most = 0
+        while self.unready:
+            self.do(self.mailbox.ready(self.unready.pop()))
+        for _ in range(20_000):
+            if len(self.finished) + len(self.cancelled) == len(self.entries):
+                break
+            for seat in list(self.seats):
+                seat.step()
+
+
+def _overtaken(world: World) -> list[tuple[Entry, Entry]]:
+    """Pairs of one caller that ran in the wrong order without being allowed to."""
+    wrong = []
+    for later, entry in enumerate(world.started):
+        for other in world.started[later + 1 :]:
+            same = (
+                entry.caller == other.caller and entry.lane is other.lane and entry.priority == other.priority
+            )
+            if (
+                same
+                and other.number < entry.number
+                and not entry.path
+                and not other.path
+                and not (other.loose or entry.loose)
+            ):
+                wrong.append((other, entry))
+    return wrong
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("limits", [{"": 1}, {"": 3}, {"": 1, "io": 2}], ids=str)
+def test_every_entry_runs_once_in_order_within_the_limit(limits: dict[str, int]) -> None:
+    for seed in range(150):
+        world = World(seed, limits)
+        world.run()
+        assert len(world.finished) + len(world.cancelled) == len(world.entries), (
+            f"seed {seed}: some never ran"
+        )
+        assert not _overtaken(world), f"seed {seed}"
+        assert world.mailbox.counts() == (0, 0), f"seed {seed}"
+
+
+def _run_all(mailbox: Mailbox, lane: Lane) -> list[Any]:
+    ran = []
+    while True:
+        entry, _ = mailbox.take(lane)
+        if entry is None:
+            return ran
+        ran.append(entry.payload)
+        mailbox.done(lane)
+
+
+def test_one_caller_waits_for_its_arguments_and_others_do_not() -> None:
+    mailbox = Mailbox({"": 1})
+    lane = mailbox.lanes[""]
+    slow = Entry("a", "a1", ready=False)
+    for entry in (slow, Entry("a", "a2"), Entry("b", "b1")):
+        mailbox.put(entry, lane)
+    assert _run_all(mailbox, lane) == ["b1"]
+    mailbox.put(Entry("a", "a3"), lane)
+    mailbox.ready(slow)
+    assert _run_all(mailbox, lane) == ["a1", "a2", "a3"]
+
+
+def test_a_cancelled_call_lets_those_behind_it_go() -> None:
+    mailbox = Mailbox({"": 1})
+    lane = mailbox.lanes[""]
+    slow = Entry("a", "a1", ready=False)
+    mailbox.put(slow, lane)
+    mailbox.put(Entry("a", "a2"), lane)
+    assert _run_all(mailbox, lane) == []
+    assert mailbox.cancel(slow) is not None
+    assert mailbox.cancel(slow) is None
+    assert _run_all(mailbox, lane) == ["a2"]
+
+
+def test_loose_calls_overtake() -> None:
+    mailbox = Mailbox({"": 1})
+    lane = mailbox.lanes[""]
+    slow = Entry("a", "a1", ready=False, loose=True)
+    mailbox.put(slow, lane)
+    mailbox.put(Entry("a", "a2", loose=True), lane)
+    assert _run_all(mailbox, lane) == ["a2"]
+    mailbox.ready(slow)
+    assert _run_all(mailbox, lane) == ["a1"]
+
+
+def test_priority_comes_first_and_arrival_second() -> None:
+    mailbox = Mailbox({"": 1})
+    lane = mailbox.lanes[""]
+    for number, priority in enumerate([0, 1, 0, 7, 1, -3]):
+        mailbox.put(Entry(number, (priority, number), priority=priority), lane)
+    assert _run_all(mailbox, lane) == [(7, 3), (1, 1), (1, 4), (0, 0), (0, 2), (-3, 5)]
+
+
+def test_a_descendant_goes_to_the_station_of_its_ancestor() -> None:
+    mailbox = Mailbox({"": 1})
+    lane = mailbox.lanes[""]
+    todo = mailbox.put(Entry("a", "outer"), lane)
+    assert todo is not None and todo.start == [lane]
+    seat = Seat(World(0, {"": 1}), lane)
+    outer, _ = mailbox.take(lane, seat)
+    assert outer is not None
+    mailbox.begin(17, seat)
+    mailbox.put(Entry("b", "sibling", path=(16,)), lane)
+    todo = mailbox.put(Entry("b", "inner", path=(3, 17)), lane)
+    assert todo is not None and todo.wake == [seat]
+    inner = mailbox.take_nested(seat)
+    assert inner is not None and inner.payload == "inner"
+    assert mailbox.take_nested(seat) is None
+
+
+def test_what_was_left_for_a_station_comes_back_in_order() -> None:
+    mailbox = Mailbox({"": 1})
+    lane = mailbox.lanes[""]
+    mailbox.put(Entry("a", "outer"), lane)
+    seat = Seat(World(0, {"": 1}), lane)
+    mailbox.take(lane, seat)
+    mailbox.begin(17, seat)
+    mailbox.put(Entry("b", "inner", path=(17,)), lane)
+    mailbox.put(Entry("b", "next"), lane)
+    mailbox.end(17)
+    mailbox.done(lane, seat)
+    assert _run_all(mailbox, lane) == ["inner", "next"]
+
+
+def test_without_reentrancy_a_descendant_queues() -> None:
+    mailbox = Mailbox({"": 1}, reentrant=False)
+    lane = mailbox.lanes[""]
+    mailbox.put(Entry("a", "outer"), lane)
+    seat = Seat(World(0, {"": 1}), lane)
+    mailbox.take(lane, seat)
+    mailbox.begin(17, seat)
+    mailbox.put(Entry("b", "inner", path=(17,)), lane)
+    assert not seat.work
+    assert mailbox.counts() == (1, 1)
+
+
+def test_a_yielding_lane_lets_another_one_in_while_one_waits() -> None:
+    mailbox = Mailbox({"": 1}, yielding=True)
+    lane = mailbox.lanes[""]
+    mailbox.put(Entry("a", 1), lane)
+    mailbox.put(Entry("a", 2), lane)
+    first, _ = mailbox.take(lane)
+    assert first is not None and mailbox.take(lane)[0] is None
+    todo = mailbox.rest(lane)
+    assert todo is not None and todo.start == [lane]
+    second, _ = mailbox.take(lane)
+    assert second is not None and second.payload == 2
+    mailbox.resume(lane)
+    assert mailbox.counts() == (0, 2)
+
+
+def test_a_closed_mailbox_takes_nothing_and_gives_everything_back() -> None:
+    mailbox = Mailbox({"": 1})
+    lane = mailbox.lanes[""]
+    entries = [Entry("a", 1), Entry("b", 2, ready=False), Entry("c", 3, priority=2)]
+    for entry in entries:
+        mailbox.put(entry, lane)
+    left, _ = mailbox.close()
+    assert {entry.payload for entry in left} == {1, 2, 3}
+    assert mailbox.put(Entry("a", 4), lane) is None
+    assert mailbox.take(lane) == (None, None)

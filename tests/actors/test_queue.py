@@ -1,0 +1,311 @@
+"""The queue: what runs in its actor, step by step under hypothesis; then the whole of it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actorrpc.actors import queue as module
+from actorrpc.actors.queue import QueueActor, Ticket
+
+
+class _Lab:
+    """A queue actor without an actor, on an event loop whose clock is moved by hand."""
+
+    def __init__(self, maxsize: int) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.now = 0.0
+        self.loop.time = lambda: self.now  # type: ignore[method-assign]
+        self.queue = QueueActor(maxsize)
+        self.tickets = itertools.count()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any], steps: int = 0) -> asyncio.Task[Any]:
+        task = self.loop.create_task(coroutine)
+        self.step(steps)
+        return task
+
+    def step(self, steps: int = 5) -> None:
+        async def turn() -> None:
+            for _ in range(steps):
+                await asyncio.sleep(0)
+
+        if steps:
+            self.loop.run_until_complete(turn())
+
+    def do(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(coroutine)
+
+    def ticket(self) -> Ticket:
+        return (1, next(self.tickets))
+
+    def put(self, item: Any, timeout: float | None = None) -> asyncio.Task[bool]:
+        return self.start(self.queue.put(item, self.ticket(), timeout), 5)
+
+    def get(self, timeout: float | None = None) -> asyncio.Task[tuple[Any] | None]:
+        return self.start(self.queue.get(self.ticket(), timeout, ()), 5)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.step()
+
+    def rest(self) -> list[Any]:
+        """Take out what is there."""
+        count = self.do(self.queue.qsize())
+        return list(self.do(self.queue.get_batch(count, self.ticket(), ())))
+
+    def close(self) -> None:
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.step()
+        self.loop.close()
+
+
+@pytest.fixture
+def lab(request: pytest.FixtureRequest) -> Iterator[_Lab]:
+    lab = _Lab(getattr(request, "param", 0))
+    yield lab
+    lab.close()
+
+
+_room_for_one = pytest.mark.parametrize("lab", [1], indirect=True)
+
+
+# -- inside the actor ---------------------------------------------------------------------------------------
+
+
+def test_items_go_to_those_who_wait_in_their_order(lab: _Lab) -> None:
+    first, second = lab.get(), lab.get()
+    lab.put("a")
+    assert first.done()
+    assert not second.done()
+    lab.put("b")
+    assert (first.result(), second.result()) == (("a",), ("b",))
+
+
+@_room_for_one
+def test_items_wait_for_room_in_their_order(lab: _Lab) -> None:
+    puts = [lab.put(n) for n in range(3)]
+    assert [put.done() for put in puts] == [True, False, False]
+    assert [lab.get().result() for _ in range(3)] == [(0,), (1,), (2,)]
+    assert all(put.result() for put in puts)
+
+
+@_room_for_one
+def test_a_late_put_does_not_overtake_those_that_wait(lab: _Lab) -> None:
+    lab.put(0)
+    waiting = lab.put(1)
+    lab.start(lab.queue.get(lab.ticket(), None, ()))
+    lab.put(2)
+    assert waiting.result() is True
+    assert [lab.get().result() for _ in range(2)] == [(1,), (2,)]
+
+
+def test_waiting_ends_in_time(lab: _Lab) -> None:
+    task = lab.get(timeout=5)
+    lab.pass_time(4.9)
+    assert not task.done()
+    lab.pass_time(0.2)
+    assert task.result() is None
+    lab.put("a")
+    assert lab.rest() == ["a"]
+
+
+@_room_for_one
+def test_a_put_that_is_late_puts_nothing(lab: _Lab) -> None:
+    lab.put("a")
+    late = lab.put("b", timeout=5)
+    lab.pass_time(6)
+    assert late.result() is False
+    assert lab.rest() == ["a"]
+    lab.step()
+    assert lab.rest() == []
+
+
+@_room_for_one
+def test_without_time_nobody_waits(lab: _Lab) -> None:
+    assert lab.get(timeout=0).result() is None
+    assert lab.put("a", timeout=0).result() is True
+    assert lab.put("b", timeout=0).result() is False
+    assert lab.get(timeout=0).result() == ("a",)
+
+
+def test_an_item_that_comes_with_the_deadline_is_not_lost(lab: _Lab) -> None:
+    task = lab.get(timeout=5)
+    # In one turn of the loop: the item is handed to the waiter and its time is over.
+    lab.start(lab.queue.put("a", lab.ticket(), None))
+    lab.now += 6
+    lab.step()
+    assert task.result() == ("a",) or lab.rest() == ["a"]
+
+
+def test_an_item_for_a_caller_that_is_cancelled_goes_to_the_next(lab: _Lab) -> None:
+    first, second = lab.get(), lab.get()
+    lab.do(lab.queue.put("a", lab.ticket(), None))  # it is in the future of the first, who has not run yet
+    first.cancel()
+    lab.step()
+    assert first.cancelled()
+    assert second.result() == ("a",)
+
+
+def test_an_item_for_a_caller_that_withdraws_goes_to_the_next(lab: _Lab) -> None:
+    ticket = lab.ticket()
+    first = lab.start(lab.queue.get(ticket, None, ()), 5)
+    second = lab.get()
+    lab.do(lab.queue.withdraw(ticket))
+    lab.put("a")
+    assert (first.result(), second.result()) == (None, ("a",))
+
+
+def test_what_was_handed_out_comes_back_to_its_place(lab: _Lab) -> None:
+    lab.do(lab.queue.put_batch(list(range(5))))
+    tickets = [lab.ticket() for _ in range(4)]
+    for ticket in tickets:
+        lab.do(lab.queue.get(ticket, None, ()))
+    lab.do(lab.queue.withdraw(tickets[2]))
+    lab.do(lab.queue.withdraw(tickets[0]))
+    lab.do(lab.queue.withdraw(tickets[0]))  # once is enough
+    lab.do(lab.queue.withdraw(tickets[3]))
+    assert lab.rest() == [0, 2, 3, 4]
+
+
+def test_a_batch_comes_back_as_a_whole(lab: _Lab) -> None:
+    lab.do(lab.queue.put_batch(list(range(5))))
+    ticket = lab.ticket()
+    assert lab.do(lab.queue.get_batch(3, ticket, ())) == [0, 1, 2]
+    lab.do(lab.queue.withdraw(ticket))
+    assert lab.rest() == [0, 1, 2, 3, 4]
+
+
+def test_what_has_arrived_does_not_come_back(lab: _Lab) -> None:
+    lab.do(lab.queue.put_batch(["a", "b"]))
+    ticket = lab.ticket()
+    lab.do(lab.queue.get(ticket, None, ()))
+    lab.do(lab.queue.get(lab.ticket(), None, (ticket,)))
+    lab.do(lab.queue.withdraw(ticket))
+    assert lab.rest() == []
+
+
+def test_what_was_handed_out_is_let_go_in_time(lab: _Lab) -> None:
+    lab.do(lab.queue.put_batch(["a"]))
+    ticket = lab.ticket()
+    lab.do(lab.queue.get(ticket, None, ()))
+    lab.pass_time(module._KEEP_S + 1)
+    assert not lab.queue._handed
+    lab.do(lab.queue.withdraw(ticket))
+    assert lab.rest() == []
+
+
+@_room_for_one
+def test_a_put_that_was_served_is_not_undone(lab: _Lab) -> None:
+    lab.put("a")
+    ticket = lab.ticket()
+    put = lab.start(lab.queue.put("b", ticket, None), 5)
+    lab.start(lab.queue.get(lab.ticket(), None, ()))
+    lab.do(lab.queue.withdraw(ticket))  # the first is on its way out, and this one in its place
+    lab.step()
+    assert put.done()
+    assert lab.rest() == ["b"]
+
+
+@_room_for_one
+def test_a_put_that_is_withdrawn_puts_nothing(lab: _Lab) -> None:
+    lab.put("a")
+    ticket = lab.ticket()
+    put = lab.start(lab.queue.put("b", ticket, None), 5)
+    lab.do(lab.queue.withdraw(ticket))
+    lab.step()
+    assert put.result() is False
+    assert lab.get().result() == ("a",)
+    assert lab.rest() == []
+
+
+@pytest.mark.parametrize("lab", [3], indirect=True)
+def test_batches_go_in_and_out_as_a_whole_or_not_at_all(lab: _Lab) -> None:
+    assert lab.do(lab.queue.put_batch([1])) is None
+    assert lab.do(lab.queue.put_batch([2, 3, 4])) == 1
+    assert lab.do(lab.queue.qsize()) == 1
+    assert lab.do(lab.queue.put_batch([2, 3])) is None
+    assert lab.do(lab.queue.full()) is True
+    assert lab.do(lab.queue.get_batch(4, lab.ticket(), ())) == 3
+    assert lab.do(lab.queue.get_batch(3, lab.ticket(), ())) == [1, 2, 3]
+    assert lab.do(lab.queue.get_batch(0, lab.ticket(), ())) == []
+
+
+@given(st.data(), st.integers(0, 3))
+def test_every_item_is_in_one_place(data: st.DataObject, maxsize: int) -> None:
+    """Whatever is put in is, at any time, still there or with exactly one caller who wants it."""
+    lab = _Lab(maxsize)
+    try:
+        _play(data, lab, maxsize)
+    finally:
+        lab.close()
+
+
+def _play(data: st.DataObject, lab: _Lab, maxsize: int) -> None:
+    queue = lab.queue
+    gets: dict[Ticket, asyncio.Task[Any]] = {}
+    puts: dict[Ticket, tuple[int, asyncio.Task[bool]]] = {}
+    given_up: set[Ticket] = set()
+    received: list[Ticket] = []
+    items = itertools.count()
+    for _ in range(data.draw(st.integers(1, 25), label="steps")):
+        what = data.draw(
+            st.sampled_from(["put", "get", "cancel", "withdraw", "time", "receive", "batch"]), label="what"
+        )
+        timeout = data.draw(st.sampled_from([None, 0, 1.0, 2.0]), label="timeout")
+        ticket = lab.ticket()
+        if what == "put":
+            item = next(items)
+            puts[ticket] = (item, lab.start(queue.put(item, ticket, timeout)))
+        elif what == "get":
+            arrived, received = tuple(received), []
+            gets[ticket] = lab.start(queue.get(ticket, timeout, arrived))
+        elif what == "time":
+            lab.now += 1.5
+        elif what == "batch":
+            count = data.draw(st.integers(0, 2), label="count")
+            batch = [next(items) for _ in range(count)]
+            task = lab.start(queue.put_batch(batch))
+            lab.step()
+            if task.result() is None:
+                puts.update({(2, item): (item, lab.start(_true())) for item in batch})
+        elif what == "receive":
+            done = [each for each in gets if gets[each].done() and each not in given_up]
+            received.extend(each for each in done if not gets[each].cancelled() and gets[each].result())
+        elif gets:
+            chosen = data.draw(st.sampled_from(sorted(gets)), label="whom")
+            if chosen in received or (gets[chosen].done() and what == "cancel"):
+                continue
+            if gets[chosen].done() and chosen not in queue._handed:
+                continue  # acknowledged
+            given_up.add(chosen)
+            if what == "cancel":
+                gets[chosen].cancel()
+            lab.start(queue.withdraw(chosen))
+        lab.step(data.draw(st.integers(0, 3), label="turns"))
+    lab.step(10)
+
+    inside = [item for _, item in queue._items]
+    numbers = [number for number, _ in queue._items]
+    assert numbers == sorted(numbers)
+    assert not (queue._items and queue._getters)
+    assert not (queue._putters and queue._room())
+    with_callers = [
+        task.result()[0]
+        for ticket, task in gets.items()
+        if ticket not in given_up and task.done() and task.result() is not None
+    ]
+    accepted = [item for item, task in puts.values() if task.done() and task.result()]
+    assert sorted(inside + with_callers) == sorted(accepted)
+    assert len(queue._putters) == sum(not task.done() for _, task in puts.values())
+    assert len(queue._getters) == sum(not task.done() for task in gets.values())
+
+
+async def _true() -> bool:
+    return True
