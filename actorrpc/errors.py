@@ -209,7 +209,7 @@ class ActorUnavailableError(ActorError):
     """The actor cannot be reached now but may come back: it is being restarted. Call again later."""
 
 
-class PendingCallsLimitExceeded(ActorError):  # noqa: N818 (Ray's name)
+class PendingCallsLimitExceeded(ActorError):
     """More calls are waiting for the actor than ``max_pending_calls`` allows; this one was not made."""
 
 

@@ -80,6 +80,7 @@ _FLOORS: dict[str, Floor] = {
     "observe": Floor(6),
     "testing": Floor(6),
     "cli": Floor(6),
+    "mypy_plugin": Floor(6),
     "__main__": Floor(6),
     # the package itself, which gathers the names that users need most
     "": Floor(7),

@@ -55,7 +55,7 @@ class _Making(type):
     def __call__(cls, actor: type, options: ActorOptions | None = None) -> Any:
         if not isinstance(actor, type):
             raise TypeError(f"an ActorClass is made of a class, not of {actor!r}")
-        made = cls.__new__(cls)
+        made: Any = object.__new__(cls)  # type: ignore[arg-type]
         made.__dict__.update(
             __actor_class__=actor,
             _actorrpc_options=options if options is not None else ActorOptions(),

@@ -73,6 +73,8 @@ class Callee:
         """Run one call on a station, answer it, and see what came meanwhile. Never raises."""
         assert isinstance(entry, LetterEntry)
         station.depth += 1
+        if not self.agent.pool.idle:
+            self.agent.pool.ensure_reader()
         try:
             self._run(entry, station)
         except BaseException as error:
@@ -105,7 +107,7 @@ class Callee:
         id = _new_execution()
         execution = entry.execution = Execution(peer, frame.id, entry.deadline, id)
         execution.path = (*entry.path, id)
-        execution.actor = self
+        execution.actor = self.resident
         execution.header = entry.header
         token = CURRENT.set(execution)
         self.mailbox.begin(id, station)
@@ -260,7 +262,7 @@ class Callee:
         id = _new_execution()
         execution = entry.execution = Execution(entry.peer, entry.frame.id, entry.deadline, id)
         execution.path = (*entry.path, id)
-        execution.actor = self
+        execution.actor = self.resident
         execution.header = entry.header
         context = contextvars.copy_context()
         context.run(CURRENT.set, execution)
@@ -305,7 +307,10 @@ class Callee:
         except ActorExit as exit:
             self.resident.exited(entry, str(exit))
         except asyncio.CancelledError:
-            self.fail(entry, CancelledError(f"{self.label(entry)} was cancelled"))
+            if self.resident.state in ("closing", "over"):  # it ended with the loop
+                self.fail(entry, died(self.resident, self.resident.why))
+            else:
+                self.fail(entry, CancelledError(f"{self.label(entry)} was cancelled"))
         except BaseException as error:
             self.fail(entry, error)
 

@@ -71,11 +71,11 @@ class Station:
         self.idle_since = 0.0
         self.depth = 0
         self.ident = 0
+        self.leads = False
         self.running: Entry | None = None
         self._resident = resident
         self._lane = lane
         self._ending = False
-        self._last: Callable[[], None] | None = None
         self._stirs: list[Callable[[], None]] = []
         self._parked = threading.Lock()
         self._parked.acquire()
@@ -108,6 +108,8 @@ class Station:
             self._parked.release()
         except RuntimeError:
             pass
+        if self.leads:
+            self._resident.agent.pool.call(self)
 
     def retire(self) -> bool:
         """End the thread if it is idle."""
@@ -116,10 +118,8 @@ class Station:
         self.end()
         return True
 
-    def end(self, last: Callable[[], None] | None = None) -> None:
-        """End the thread when it has nothing to do; ``last()`` is the last thing that it does."""
-        if last is not None:
-            self._last = last
+    def end(self) -> None:
+        """End the thread when it has nothing to do."""
         self._ending = True
         self.wake()
 
@@ -136,7 +136,7 @@ class Station:
                     if self._ending:
                         return
                     self.idle_since = time.monotonic()
-                    self._parked.acquire()
+                    self._sleep()
                     self.idle_since = 0.0
                     continue
                 resident.callee.run(entry, self)
@@ -145,11 +145,21 @@ class Station:
         finally:
             mailbox.leave(lane, self)
             resident.stations.remove(self)
-            resident.crew.remove(self)
-            last, self._last = self._last, None
-            if last is not None:
-                last()
+            resident.left(self)
             WAITING.station = None
+
+    def _sleep(self) -> None:
+        """Wait for work: in the pool's epoll if no other station does, so that what is read there runs here at once."""
+        self.leads = True
+        try:
+            if self._resident.agent.pool.lead(self, self._called):
+                return
+        finally:
+            self.leads = False
+        self._parked.acquire()
+
+    def _called(self) -> bool:
+        return self._parked.acquire(False)
 
     # -- while it waits ----------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from actorrpc.actors.actor_class import ActorClass
@@ -33,27 +33,22 @@ class _Class(Protocol[P, C_co]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> C_co: ...
 
 
+# The first overload that fits is meant: a class is also a function that returns its instances.
+
+
 class _Remote(Protocol):
     """What ``@remote(...)`` returns."""
 
     @overload
-    def __call__(self, cls: _Class[P, C], /) -> ActorClass[P, C]: ...
+    def __call__(self, cls: _Class[P, C], /) -> ActorClass[P, C]: ...  # type: ignore[overload-overlap]
     @overload
     def __call__(
         self, function: Callable[P, Coroutine[Any, Any, T]], /
     ) -> RemoteFunction[P, ObjectRef[T]]: ...
     @overload
-    def __call__(
-        self, function: Callable[P, Generator[T, Any, Any]], /
-    ) -> RemoteFunction[P, ObjectRefGenerator[T]]: ...
+    def __call__(self, function: Callable[P, Iterator[T]], /) -> RemoteFunction[P, ObjectRefGenerator[T]]: ...  # type: ignore[overload-overlap]
     @overload
-    def __call__(self, function: Callable[P, Iterator[T]], /) -> RemoteFunction[P, ObjectRefGenerator[T]]: ...
-    @overload
-    def __call__(
-        self, function: Callable[P, AsyncGenerator[T, Any]], /
-    ) -> RemoteFunction[P, ObjectRefGenerator[T]]: ...
-    @overload
-    def __call__(
+    def __call__(  # type: ignore[overload-overlap]
         self, function: Callable[P, AsyncIterator[T]], /
     ) -> RemoteFunction[P, ObjectRefGenerator[T]]: ...
     @overload
@@ -61,17 +56,13 @@ class _Remote(Protocol):
 
 
 @overload
-def remote(cls: _Class[P, C], /) -> ActorClass[P, C]: ...
+def remote(cls: _Class[P, C], /) -> ActorClass[P, C]: ...  # type: ignore[overload-overlap]
 @overload
 def remote(function: Callable[P, Coroutine[Any, Any, T]], /) -> RemoteFunction[P, ObjectRef[T]]: ...
 @overload
-def remote(function: Callable[P, Generator[T, Any, Any]], /) -> RemoteFunction[P, ObjectRefGenerator[T]]: ...
+def remote(function: Callable[P, Iterator[T]], /) -> RemoteFunction[P, ObjectRefGenerator[T]]: ...  # type: ignore[overload-overlap]
 @overload
-def remote(function: Callable[P, Iterator[T]], /) -> RemoteFunction[P, ObjectRefGenerator[T]]: ...
-@overload
-def remote(function: Callable[P, AsyncGenerator[T, Any]], /) -> RemoteFunction[P, ObjectRefGenerator[T]]: ...
-@overload
-def remote(function: Callable[P, AsyncIterator[T]], /) -> RemoteFunction[P, ObjectRefGenerator[T]]: ...
+def remote(function: Callable[P, AsyncIterator[T]], /) -> RemoteFunction[P, ObjectRefGenerator[T]]: ...  # type: ignore[overload-overlap]
 @overload
 def remote(function: Callable[P, T], /) -> RemoteFunction[P, ObjectRef[T]]: ...
 @overload
@@ -109,7 +100,7 @@ def remote(*given: Any, **options: Any) -> Any:
         _check_either(options)
         return lambda made: _decorate(made, options)
     first = given[0]
-    if isinstance(first, type) or isinstance(first, (ActorClass, RemoteFunction)):
+    if isinstance(first, (type, ActorClass, RemoteFunction)):
         return _decorate(_only(given, options), {})
     if isinstance(first, (str, int, WorkerInfo)) or not callable(first):
         if len(given) == 1 and "func" not in options:
@@ -130,7 +121,9 @@ def _only(given: tuple[Any, ...], options: dict[str, Any]) -> Any:
 
 def _not_remote(first: Any, options: dict[str, Any]) -> None:
     if isinstance(first, (str, int, WorkerInfo)) or (options and set(options) <= {*_TORCH}):
-        raise TypeError(f"remote({first!r}, ...) is given a worker, but no function to call there: give func=")
+        raise TypeError(
+            f"remote({first!r}, ...) is given a worker, but no function to call there: give func="
+        )
     raise TypeError(f"@remote is for classes and functions, not for {first!r}")
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, ParamSpec, TypeVar, overload
 
 from actorrpc.actors.methods import MethodInfo
 from actorrpc.actors.object_ref import ObjectRef
 from actorrpc.actors.options import CallOptions
-from actorrpc.actors.runtime import runtime
 from actorrpc.actors.ref_generator import ObjectRefGenerator
+from actorrpc.actors.runtime import runtime
 from actorrpc.core import codec
 from actorrpc.core.holder import Holder
-from actorrpc.errors import ConfigError, NotInitializedError, RpcError, SerializationError
+from actorrpc.errors import ConfigError, RpcError, SerializationError
 from actorrpc.futures import Future
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.spec import Card
     from actorrpc.rpc.rref import RRef
 
-__all__ = ["ActorHandle", "ActorMethod", "ActorProxy", "call_function", "offer", "shaped"]
+__all__ = ["ActorHandle", "ActorMethod", "ActorProxy", "Whole", "call_function", "offer", "shaped"]
 
 C = TypeVar("C")
 P = ParamSpec("P")
@@ -36,6 +36,7 @@ Style = Literal["rpc_sync", "rpc_async", "remote"]
 
 # What the runtime itself asks of an actor, through its mailbox.
 _GETATTR: Final = MethodInfo.anything("__getattr__", "getattr")
+_CALL: Final = MethodInfo.anything("__call_function__", "call")
 _RREF: Final = MethodInfo.anything("__rref__", "rref")
 
 # What every handle offers, as far as its class has no methods of these names: name -> function of a handle.
@@ -95,6 +96,10 @@ class ActorMethod(Generic[P, Out]):
                 return ObjectRef(future)
             return shaped(future, info, self._options)
 
+    @overload
+    def options(self, *, num_returns: int | str, **options: Any) -> ActorMethod[P, Any]: ...
+    @overload
+    def options(self, **options: Any) -> ActorMethod[P, Out]: ...
     def options(self, **options: Any) -> ActorMethod[P, Any]:
         """Return the method with other options of its calls: see :class:`~actorrpc.actors.options.CallOptions`.
 
@@ -139,8 +144,8 @@ def shaped(future: Future[Any], info: MethodInfo, options: CallOptions, label: o
     return [ObjectRef(each, label=label) for each in _split(future, count)] if count else None
 
 
-class _Whole:
-    """What the parts of one result wait for: progress on any is progress on the call."""
+class Whole:
+    """The source of futures that another future completes: progress on any of them is progress on that call."""
 
     __slots__ = ("_future",)
 
@@ -160,14 +165,14 @@ class _Whole:
             source.flush()
 
     def cancel(self) -> bool:
-        """Give the call up, and with it all parts."""
+        """Give the call up, and with it all that waits for it."""
         return self._future.cancel()
 
 
 def _split(future: Future[Any], count: int) -> list[Future[Any]]:
     """Return one future for each value that the call returns."""
     parts: list[Future[Any]] = [Future() for _ in range(count)]
-    source = _Whole(future)
+    source = Whole(future)
     for at, part in enumerate(parts):
         part.label = f"value {at} of {future.label}"
         part._source = source
@@ -254,7 +259,7 @@ class ActorHandle(Generic[C]):
         def is_alive(self, timeout: float = 10.0) -> bool:
             """See :func:`actorrpc.is_alive`."""
 
-        def kill(self, no_restart: bool = True) -> None:
+        def kill(self, *, no_restart: bool = True) -> None:
             """See :func:`actorrpc.kill`."""
 
         def monitor(self, callback: Callable[[BaseException], Any] | None = None) -> Future[Any]:
@@ -478,12 +483,9 @@ def _send(
     return future.wait() if style == "rpc_sync" else future
 
 
-def call_function(
-    handle: ActorHandle[Any], kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> ObjectRef[Any]:
-    """Run ``args[0](instance, *args[1:])`` in the actor."""
-    info = MethodInfo.anything("__call_function__", getattr(args[0], "__qualname__", "call"), kind)
-    found: ObjectRef[Any] = _send(handle, "remote", UNSET_RPC_TIMEOUT, info, args, kwargs)
+def call_function(handle: ActorHandle[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ObjectRef[Any]:
+    """Run ``args[0](instance, *args[1:], **kwargs)`` in the actor."""
+    found: ObjectRef[Any] = _send(handle, "remote", UNSET_RPC_TIMEOUT, _CALL, args, kwargs)
     return found
 
 

@@ -21,12 +21,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc.actors import obituaries
+from actorrpc.actors.asking import ask, peer_of
 from actorrpc.actors.fates import Restarting
-from actorrpc.actors.results import INFINITE, ResultFuture, Trip
+from actorrpc.actors.plans import Plan
+from actorrpc.actors.results import INFINITE, Limbo, ResultFuture, Trip
 from actorrpc.actors.spec import Card, Location, ResidentGoneError
-from actorrpc.actors.supervisor import ask, peer_of
 from actorrpc.core import exceptions
-from actorrpc.core.letters import Letter
 from actorrpc.errors import (
     ActorDiedError,
     ActorUnavailableError,
@@ -41,7 +42,6 @@ from actorrpc.errors import (
     UnknownWorkerError,
 )
 from actorrpc.futures import Future
-from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
 
 if TYPE_CHECKING:
     from actorrpc.actors.methods import MethodInfo
@@ -49,103 +49,13 @@ if TYPE_CHECKING:
     from actorrpc.actors.runtime import Runtime
     from actorrpc.core.peer import Peer
 
-__all__ = ["Line", "Plan"]
+__all__ = ["Line"]
 
 _BARRIER_S: Final = 1.0  # how long new calls wait for the answers of a former incarnation
 _CROWD: Final = 64  # more calls than that wait: callers are held up while the queue is being sent
 _HOLD_UP_S: Final = 1.0
-_GENERATORS: Final = ("generator", "async_generator")
 # Errors of a called method that say that it was not, or must not be, made to the end: never a reason to try again.
 _FINAL: Final = (CancelledError, DeadlockError, RpcTimeoutError, ShutdownError)
-
-
-class Plan:
-    """How calls of one method with the same options are made to one incarnation. Never changes.
-
-    Attributes:
-        peer: where it lives; None where that is not known yet.
-        plain: nothing has to be kept of a call once it is sent.
-        tries: how often a call that may have run is made again; -1: for ever.
-    """
-
-    __slots__ = (
-        "_fetching",
-        "_there",
-        "epoch",
-        "label",
-        "letter",
-        "method",
-        "options",
-        "peer",
-        "plain",
-        "refs",
-        "retried",
-        "seconds",
-        "tries",
-    )
-
-    def __init__(
-        self,
-        line: Line,
-        method: MethodInfo,
-        options: CallOptions,
-        refs: bool,
-        location: Location | None,
-        peer: Peer | None,
-    ) -> None:
-        self.method = method
-        self.options = options
-        self.refs = refs
-        self.label = f"{line.class_name}.{options.name or method.name}"
-        self.peer: Any = peer
-        self.epoch = -1 if location is None else location.epoch
-        general = line.options
-        tries = options.max_task_retries
-        if tries is None:
-            tries = general.max_task_retries if general is not None else 0
-        self.tries = tries
-        self.retried = options.retry_exceptions or (
-            general.retry_exceptions if general is not None else False
-        )
-        seconds = options.timeout
-        if seconds is None:
-            seconds = 0.0 if refs else line.runtime.references.default_timeout()
-        self.seconds: float = max(0.0, seconds) if seconds != UNSET_RPC_TIMEOUT else 0.0
-        self.plain = not tries and not line.restarts and line.max_pending < 0
-        self.letter: Letter | None = None
-        self._fetching: Letter | None = None
-        self._there: Plan | None = None
-        if location is None:
-            return
-        header: dict[str, Any] = {"a": location.resident_id, "m": method.name}
-        if options.concurrency_group is not None:
-            header["g"] = options.concurrency_group
-        if options.priority:
-            header["y"] = options.priority
-        if method.kind in _GENERATORS or options.num_returns == "streaming":
-            header["q"] = options.max_buffered_items
-        elif options.num_returns != 1:
-            header["nr"] = options.num_returns
-        if refs:
-            header["k"] = 1
-        if options.allow_out_of_order:
-            header["o"] = 1
-        self.letter = Letter(header)
-
-    def at(self, line: Line, location: Location, peer: Peer) -> Plan:
-        """Return the same for another incarnation."""
-        there = self._there
-        if there is None or there.epoch != location.epoch:
-            there = self._there = Plan(line, self.method, self.options, self.refs, location, peer)
-        return there
-
-    def letter_for(self, unresolved: bool) -> Letter | None:
-        """Return the letter's header; ``unresolved``: there are ObjectRefs to be fetched over there."""
-        if not unresolved or self.letter is None:
-            return self.letter
-        if self._fetching is None:
-            self._fetching = Letter({**self.letter.header, "u": 1})
-        return self._fetching
 
 
 class Line:
@@ -186,7 +96,7 @@ class Line:
         self._drafts: dict[tuple[str, bool], Plan] = {}
         self._queue: list[tuple[int, ResultFuture]] = []
         self._stale = 0  # entries of the queue that are over
-        self._failing: list[tuple[ResultFuture, Plan, bool]] = []
+        self._failing: list[Limbo] = []
         self._waiters: list[Future[Location]] = []
         self._ready = False
         self._asking = False
@@ -397,8 +307,9 @@ class Line:
                 self._go()
             else:
                 again = False
-                future._source = None
-                self._failing.append((future, plan, ran or (trip is not None and trip.may_have_run)))
+                ran = ran or (trip is not None and trip.may_have_run)
+                future._source = limbo = Limbo(future, plan, ran, self.agent.submit)
+                self._failing.append(limbo)
                 if not self._asking or self._verdict is not None:
                     self.agent.submit(self._fail)
             # From here on it is pending again, and may be ended by anybody who claims it.
@@ -515,6 +426,8 @@ class Line:
             self.bounced(future)
         except BaseException as error:
             self.flying.pop(future._number, None)
+            if trip.may_have_run and isinstance(error, CancelledError):
+                error.maybe_executed = True  # in an earlier try
             future.conclude(None, error.with_traceback(None), self.agent.submit)
             if self.barrier is not None:
                 self.passed(future._number)
@@ -607,12 +520,7 @@ class Line:
 
     def orphaned(self, error: BaseException) -> ActorDiedError:
         """Return the death of an actor whose supervisor cannot be asked."""
-        return ActorDiedError(
-            f"{self.title} is dead, or out of reach for good: worker {self.supervisor_name!r}, which created it and "
-            f"looked after it, is gone ({exceptions.original(error)})",
-            actor=self.title,
-            worker=self.supervisor_name,
-        )
+        return obituaries.orphaned(self.title, self.supervisor_name, error)
 
     # -- the ends of calls ------------------------------------------------------------------------------------
 
@@ -620,12 +528,10 @@ class Line:
         """End the calls that cannot be made again, as it is known now what has become of the actor."""
         with self._lock:
             failing, self._failing = self._failing, []
-        for future, plan, ran in failing:
-            death = self.death
-            error = (
-                self.died(plan, maybe_executed=ran) if death is not None else self._unavailable(plan, ran, "")
-            )
-            future.conclude(None, error, self.agent.submit)
+        dead = self.death is not None
+        for limbo in failing:
+            plan, ran = limbo.plan, limbo.ran
+            limbo.end(self.died(plan, maybe_executed=ran) if dead else self._unavailable(plan, ran, ""))
 
     def _die(self, death: ActorDiedError) -> None:
         self._give_up(lambda plan, ran: self.died(plan, maybe_executed=ran), death)
@@ -648,8 +554,8 @@ class Line:
             failing, self._failing = self._failing, []
             waiters, self._waiters = self._waiters, []
         submit = self.agent.submit
-        for future, plan, ran in failing:
-            future.conclude(None, error_of(plan, ran), submit)
+        for limbo in failing:
+            limbo.end(error_of(limbo.plan, limbo.ran))
         for _, future in sorted(queue):
             trip, plan_ = future._trip, future._plan
             if trip is not None and trip.take():
@@ -669,38 +575,10 @@ class Line:
 
     def died(self, plan: Plan | None, *, maybe_executed: bool | None) -> ActorDiedError:
         """Return a fresh error that says how the actor died, and what became of a call."""
-        death = self.death
-        assert death is not None
-        if plan is None:
-            prefix = ""
-        elif maybe_executed:
-            prefix = f"the call of {plan.label} was not answered, and may have run: "
-            if self._oldest and self._oldest != plan.label:
-                prefix += f"(the oldest call of this process that was not answered is {self._oldest}) "
-        else:
-            prefix = f"the call of {plan.label} was not executed: "
-        return ActorDiedError(
-            prefix + str(death.args[0]),
-            maybe_executed=maybe_executed,
-            worker=death.worker,
-            actor=self.title,
-            method=None if plan is None else plan.method.name,
-            report=death.report,
-            cause=death.cause,
-        )
+        assert self.death is not None
+        return obituaries.died(self.title, self.death, plan, maybe_executed, self._oldest)
 
     def _unavailable(self, plan: Plan | None, ran: bool | None, why: str) -> ActorUnavailableError:
-        verdict = self._verdict
         if not why:
             why = "it is being restarted" if self.location is None else "it has been restarted"
-            why += f": {verdict.text}" if verdict is not None else ""
-        what = "" if plan is None else f"the call of {plan.label} on "
-        text = "" if ran is None else "; it may have run" if ran else "; it was not executed"
-        return ActorUnavailableError(
-            f"{what}{self.title} was not answered{text}, and is not made again. Call again later, or give "
-            f"max_task_retries= if it may be made twice. {why}",
-            maybe_executed=ran,
-            actor=self.title,
-            method=None if plan is None else plan.method.name,
-            report=None if verdict is None else verdict.report,
-        )
+        return obituaries.unavailable(self.title, self._verdict, plan, ran, why)

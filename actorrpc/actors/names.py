@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import difflib
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from actorrpc.actors.runtime import runtime
 from actorrpc.actors.spec import Card
 from actorrpc.core import exceptions
 from actorrpc.core.calls import CURRENT
 from actorrpc.errors import NameTakenError, PeerDiedError, RpcError, UnknownActorError
+from actorrpc.rpc.fork_messages import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.actors.runtime import Runtime
@@ -40,6 +42,11 @@ class Names:
         self.namespace = namespace
         self._lock = threading.RLock()
         self._cards: dict[tuple[str, str], Card] = {}
+        if self.is_registrar:
+            runtime.agent.on_peer_end.append(self._peer_ended)
+
+    def _peer_ended(self, peer: Peer) -> None:
+        self.take_out_all(WorkerKey(peer.rank, peer.record.incarnation))
 
     @property
     def is_registrar(self) -> bool:
@@ -88,11 +95,10 @@ class Names:
         assert isinstance(found, Card)
         return found
 
-    def list(self, namespace: str | None = None) -> list[tuple[str, str]]:
+    def list(self, namespace: str | None = None) -> Sequence[tuple[str, str]]:
         """Return ``(namespace, name)`` of all actors that have names, or of those in one namespace."""
         found = self._ask(_list, namespace)
-        assert isinstance(found, list)
-        return found
+        return cast(Sequence[tuple[str, str]], found)
 
     # -- asking rank 0 ------------------------------------------------------------------------------------
 
@@ -141,7 +147,7 @@ class Names:
             if known is not None and known.actor_id == actor_id:
                 del self._cards[namespace, name]
 
-    def take_out_all(self, supervisor: Any) -> None:
+    def take_out_all(self, supervisor: WorkerKey) -> None:
         """Free the names of all actors of a supervisor that has ended, on rank 0."""
         with self._lock:
             for key in [key for key, card in self._cards.items() if card.supervisor == supervisor]:
@@ -169,7 +175,7 @@ class Names:
             f"there is no actor {name!r} in {_shown(namespace)}; {hint}", maybe_executed=False
         )
 
-    def all(self, namespace: str | None) -> list[tuple[str, str]]:
+    def find_all(self, namespace: str | None) -> Sequence[tuple[str, str]]:
         """Do as :meth:`list` does, on rank 0."""
         with self._lock:
             keys = sorted(self._cards)
@@ -201,5 +207,5 @@ def _lookup(name: str, namespace: str, names: Names | None = None) -> Card:
     return (names if names is not None else runtime().names).find(name, namespace)
 
 
-def _list(namespace: str | None, names: Names | None = None) -> list[tuple[str, str]]:
-    return (names if names is not None else runtime().names).all(namespace)
+def _list(namespace: str | None, names: Names | None = None) -> Sequence[tuple[str, str]]:
+    return (names if names is not None else runtime().names).find_all(namespace)

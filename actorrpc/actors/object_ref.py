@@ -323,7 +323,9 @@ class ObjectRef(Generic[T]):
         return f"ObjectRef({self._name()}, {state})"
 
     def _name(self) -> str:
-        return "a result" if self._label is None else str(self._label)
+        if self._label is not None:
+            return str(self._label)
+        return "a result" if self._future is None else str(self._future.label)
 
     def __copy__(self) -> ObjectRef[T]:
         return self

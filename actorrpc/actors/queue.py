@@ -207,6 +207,14 @@ class QueueActor:
         """Say whether there is no room."""
         return not self._room()
 
+    async def waiting(self) -> tuple[int, int]:
+        """Return how many callers wait for an item, and how many for room."""
+        return len(self._getters), len(self._putters)
+
+    async def handed(self) -> int:
+        """Return how many calls hold what they were handed and have not said that it came."""
+        return len(self._handed)
+
     async def drain(self) -> None:
         """Return when what was asked before has been done: calls of one caller are started in their order."""
 
@@ -470,7 +478,7 @@ class Queue(Generic[T]):
             except RpcError:  # it is gone already
                 pass
         self.actor = None
-        kill(actor, no_restart=True)
+        kill(actor)
 
     def __repr__(self) -> str:
         return f"<actorrpc.Queue(maxsize={self.maxsize}) in {self.actor!r}>"

@@ -61,6 +61,7 @@ class Resident:
         self.loop: EventLoop | None = None
         self._plans: dict[str, Lane] = {}
         self._ending: Callable[[], None] | None = None
+        self._wound_up = False
 
     # -- letters -----------------------------------------------------------------------------------
 
@@ -301,19 +302,22 @@ class Resident:
                 return
             self.state = "closing"
             self._ending = None
-        crew = list(self.crew)
         running = self._close("closing")
         for entry in running:
             self.callee.fail(entry, died(self, self.why))
             self.interrupt(entry)
         self.runtime.residents.forget(self)
-        # The last hooks run where everything ran. A station that is still in a method comes to them later.
-        if crew:
-            crew[0].end(self._wind_up)
-        else:
-            self.agent.submit(self._wind_up)
+        self.agent.submit(self._wind_up)
         if running and self.over._claim():
             self.over._finish(None, None)
+
+    def left(self, station: Station) -> None:
+        """Hear that a station has ended, on its thread."""
+        with self._lock:
+            self.crew.remove(station)
+            last = self.state == "closing" and not self.crew
+        if last:
+            self._wind_up()
 
     def _close(self, state: str) -> list[LetterEntry]:
         """Refuse what waits, and everything from now on; return what is running."""
@@ -337,7 +341,14 @@ class Resident:
         return running
 
     def _wind_up(self) -> None:
-        """Run the actor's last hooks. On a pool thread."""
+        """Run the actor's last hooks, once, when its threads are gone: the last of them runs them itself.
+
+        A thread that is still in a method comes to them later.
+        """
+        with self._lock:
+            if self._wound_up or self.crew:
+                return
+            self._wound_up = True
         instance, self.instance = self.instance, None
         if instance is not None:
             hook = getattr(type(instance), "on_stop", None)

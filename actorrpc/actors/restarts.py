@@ -74,7 +74,7 @@ class Restarts:
     def why_not(self) -> str:
         """Say, for a message, why there is no further restart."""
         if self.limit == 0:
-            return "it is not restarted (max_restarts is 0)"
+            return "not restarted: max_restarts is 0"
         within = "" if self.window_s is None else f" within {self.window_s:g} s"
         times = "once" if self.limit == 1 else f"{self.limit} times"
-        return f"it has been restarted {times}{within} already (max_restarts={self.limit})"
+        return f"not restarted again: it has been {times}{within}, and max_restarts is {self.limit}"

@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.actors.snapshot import Snapshot
 from actorrpc.core.calls import CURRENT
-from actorrpc.errors import CancelledError, RpcTimeoutError
+from actorrpc.errors import BackpressureError, CancelledError, RpcTimeoutError, ShutdownError
 from actorrpc.futures import Future
 
 if TYPE_CHECKING:
-    from actorrpc.actors.line import Line, Plan
+    from actorrpc.actors.plans import Plan
     from actorrpc.actors.route import Route
     from actorrpc.core.clock import Timer
 
-__all__ = ["ResultFuture", "Trip"]
+__all__ = ["Limbo", "ResultFuture", "Trip"]
 
 INFINITE: Final = float("inf")
 _ATOMS: Final = frozenset({int, float, bool, str, bytes, type(None), complex})
+_ENDED: Final = frozenset({CancelledError, RpcTimeoutError, ShutdownError, BackpressureError})
 _init: Final = Future.__init__
 _finish: Final = Future._finish
 
@@ -53,6 +54,9 @@ class ResultFuture(Future[Any]):
             line = route._line
             if error is not None and line.caught(self, error):
                 return
+            trip = self._trip
+            if trip is not None and trip.may_have_run and type(error) in _ENDED:
+                error.maybe_executed = True  # type: ignore[union-attr]  # in an earlier try
             self._route = self._plan = self._trip = None
             line.flying.pop(self._number, None)
             if line.barrier is not None:
@@ -222,3 +226,36 @@ class Trip:
         ended = future.conclude(None, error, line.agent.submit)
         line.swept()
         return ended
+
+
+class Limbo:
+    """The source of a future whose call has failed, while it is not known yet what has become of the actor."""
+
+    __slots__ = ("future", "plan", "ran", "submit")
+
+    def __init__(
+        self, future: ResultFuture, plan: Plan, ran: bool, submit: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        self.future = future
+        self.plan = plan
+        self.ran = ran
+        self.submit = submit
+
+    def end(self, error: BaseException) -> bool:
+        """End the call; False if it is over."""
+        return self.future.conclude(None, error, self.submit)
+
+    def cancel(self) -> bool:
+        """End the call; False if it is over."""
+        return self.end(
+            CancelledError(
+                f"the call of {self.plan.label} was cancelled by its caller after its actor had died",
+                maybe_executed=self.ran,
+            )
+        )
+
+    def drive(self, _deadline: float | None) -> None:
+        """Do nothing: the supervisor has been asked."""
+
+    def flush(self) -> None:
+        """Do nothing: nothing of it is gathered anywhere."""

@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from actorrpc.actors.arguments import has_refs, pack_arguments
+from actorrpc.actors.asking import ask
 from actorrpc.actors.line import Line
 from actorrpc.actors.results import ResultFuture, Trip
 from actorrpc.actors.spec import Card, Location
-from actorrpc.actors.supervisor import ask
 from actorrpc.core.calls import CURRENT
 from actorrpc.errors import ActorDiedError, PeerDiedError, PendingCallsLimitExceeded
 from actorrpc.futures import Future

@@ -43,7 +43,7 @@ class Snapshot:
     the receiver. What is in the main module goes by name to workers that run the same program, and by value to others.
     """
 
-    __slots__ = ("_body", "_buffers", "_definitions", "_held", "nbytes")
+    __slots__ = ("_body", "_buffers", "_by_name", "_definitions", "_held", "nbytes")
 
     def __init__(
         self,
@@ -51,11 +51,13 @@ class Snapshot:
         buffers: Sequence[Any],
         definitions: Mapping[bytes, bytes],
         held: Sequence[Any],
+        by_name: bool,
     ) -> None:
         self._body = body
         self._buffers: list[memoryview] | None = [memoryview(each).cast("B") for each in buffers]
         self._definitions = definitions
         self._held = held
+        self._by_name = by_name  # what is in the main module
         #: its size in bytes
         self.nbytes: int = (
             len(body)
@@ -76,7 +78,7 @@ class Snapshot:
         holder = Holder()
         encoded = codec.encode(obj, remote_main=remote_main, context=holder)
         copies = [_copy_of(span) for span in encoded.spans]
-        return cls(encoded.body, copies, dict(encoded.definitions), holder.objects)
+        return cls(encoded.body, copies, dict(encoded.definitions), holder.objects, remote_main)
 
     def open(self) -> Any:
         """Make the object again: a new one each time, which shares no memory with others.
@@ -121,7 +123,12 @@ class Snapshot:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         context = codec.current_encoding()
-        if isinstance(context, Parcel) and not context.peer.same_main and self._names_main():
+        if (
+            self._by_name
+            and isinstance(context, Parcel)
+            and not context.peer.same_main
+            and any(_find_main(each) for each in (self._body, *self._definitions.values()))
+        ):
             return Snapshot.of(self.open(), remote_main=False).__reduce_ex__(protocol)
         body: Any = self._body
         if len(body) > _OUT_OF_BAND:
@@ -129,10 +136,7 @@ class Snapshot:
         elif not isinstance(body, bytes):
             body = bytes(body)
         buffers = tuple(pickle.PickleBuffer(each) for each in self._whole())
-        return Snapshot, (body, buffers, dict(self._definitions), tuple(self._held))
-
-    def _names_main(self) -> bool:
-        return any(_find_main(each) is not None for each in (self._body, *self._definitions.values()))
+        return Snapshot, (body, buffers, dict(self._definitions), tuple(self._held), self._by_name)
 
     def __repr__(self) -> str:
         return f"<Snapshot of {self.nbytes} bytes>"

@@ -11,12 +11,13 @@ stands (GeneratorExit at its yield). The end of a consumer's worker has the same
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import os
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Generator
 from typing import Any, Final
 
 from actorrpc.actors.runtime import runtime
@@ -26,8 +27,9 @@ from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT
 from actorrpc.core.execution import Later
 from actorrpc.core.peer import Peer
-from actorrpc.errors import RpcError, ShutdownError
+from actorrpc.errors import CancelledError, RpcError, ShutdownError
 from actorrpc.futures import Future
+from actorrpc.rpc.fork_messages import WorkerKey
 
 __all__ = [
     "DONE",
@@ -59,18 +61,20 @@ class StreamTicket:
     """What a streaming call returns: where its items can be pulled.
 
     Attributes:
-        stream: names the stream in its worker.
+        worker: where.
+        stream: names the stream there.
         limit: so many items are produced ahead at most.
     """
 
-    __slots__ = ("limit", "stream")
+    __slots__ = ("limit", "stream", "worker")
 
-    def __init__(self, stream: int, limit: int) -> None:
+    def __init__(self, worker: WorkerKey, stream: int, limit: int) -> None:
+        self.worker = worker
         self.stream = stream
         self.limit = limit
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StreamTicket, (self.stream, self.limit)
+        return StreamTicket, (self.worker, self.stream, self.limit)
 
 
 class Producer:
@@ -115,7 +119,7 @@ class Producer:
 
     def ticket(self) -> StreamTicket:
         """Return what the consumer needs to pull."""
-        return StreamTicket(self.stream, self.limit)
+        return StreamTicket(self._streams.me, self.stream, self.limit)
 
     @property
     def closed(self) -> bool:
@@ -191,6 +195,13 @@ class Producer:
         if asked is not None and asked._claim():
             asked._finish(None, error or _gone(self.stream))
 
+    def cancel(self) -> bool:
+        """Close the stream because its call was cancelled; False if it was over."""
+        if self._closed:
+            return False
+        self.close()
+        return True
+
     def check(self) -> None:
         """Raise ShutdownError if that is why the stream was closed."""
         if self._error is not None:
@@ -265,6 +276,7 @@ class Streams:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
+        self.me = WorkerKey(agent.record.rank, agent.record.incarnation)
         self._numbers = itertools.count(int.from_bytes(os.urandom(6), "big") << 16)
         self._producers: dict[int, Producer] = {}
         self._over = False
@@ -390,7 +402,9 @@ def _close(generator: Generator[Any, Any, Any], producer: Producer) -> None:
     try:
         generator.close()
     except Exception:
-        _log.exception("a generator raised while it was closed; nobody reads stream %x any more", producer.stream)
+        _log.exception(
+            "a generator raised while it was closed; nobody reads stream %x any more", producer.stream
+        )
 
 
 async def aproduce(generator: AsyncGenerator[Any, Any], producer: Producer) -> None:
@@ -410,7 +424,10 @@ async def aproduce(generator: AsyncGenerator[Any, Any], producer: Producer) -> N
                 return
             producer.put(item)
     except BaseException as error:
-        producer.fail(_without_our_frame(error))
+        if isinstance(error, asyncio.CancelledError):  # the task's; to the consumer, its call was cancelled
+            producer.fail(CancelledError("the generator was cancelled", maybe_executed=True))
+        else:
+            producer.fail(_without_our_frame(error))
         if not isinstance(error, Exception):
             raise
     finally:
@@ -418,7 +435,8 @@ async def aproduce(generator: AsyncGenerator[Any, Any], producer: Producer) -> N
             await generator.aclose()
         except Exception:
             _log.exception(
-                "an async generator raised while it was closed; nobody reads stream %x any more", producer.stream
+                "an async generator raised while it was closed; nobody reads stream %x any more",
+                producer.stream,
             )
     producer.check()
 
@@ -426,10 +444,10 @@ async def aproduce(generator: AsyncGenerator[Any, Any], producer: Producer) -> N
 def _without_our_frame(error: BaseException) -> BaseException:
     """Cut this module's frame off the top of the traceback: users look for theirs."""
     traceback = error.__traceback__
-    if traceback is not None and traceback.tb_next is not None and traceback.tb_frame.f_code.co_filename == __file__:
+    if (
+        traceback is not None
+        and traceback.tb_next is not None
+        and traceback.tb_frame.f_code.co_filename == __file__
+    ):
         error.__traceback__ = traceback.tb_next
     return error
-
-
-#: What a route says of an error that ended a pull: the error to raise, or a future that fails with it.
-Translate = Callable[[BaseException], "BaseException | Future[Any]"]

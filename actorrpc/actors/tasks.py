@@ -14,18 +14,20 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, TypeVar, overload
 
 from actorrpc.actors.actor_class import ActorClass, is_importable
-from actorrpc.actors.handle import ActorHandle, shaped
+from actorrpc.actors.handle import ActorHandle, Whole, shaped
 from actorrpc.actors.methods import ClassInfo, MethodInfo, Signature, kind_of
 from actorrpc.actors.options import CallOptions, TaskOptions
 from actorrpc.actors.runtime import Runtime, runtime
+from actorrpc.errors import ActorDiedError, ActorUnavailableError, PeerDiedError
+from actorrpc.futures import Future
 
 if TYPE_CHECKING:
     from actorrpc.actors.route import Route
 
-__all__ = ["RemoteFunction", "TaskRunner", "forget"]
+__all__ = ["RemoteFunction", "TaskFuture", "TaskRunner", "forget"]
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
@@ -47,9 +49,7 @@ class TaskRunner:
     def stream(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Execute a generator function, also an asynchronous one, and pass on what it yields."""
         found = function(*args, **kwargs)
-        if hasattr(found, "__aiter__"):
-            return (yield from _steps(found))
-        return (yield from found)
+        yield from _steps(found) if hasattr(found, "__aiter__") else found
 
 
 async def _finish(coroutine: Any) -> Any:
@@ -76,7 +76,7 @@ async def _next(source: AsyncIterator[Any]) -> Any:
     return await source.__anext__()
 
 
-_RUNNER: Final = ActorClass(TaskRunner)
+_RUNNER: Final[ActorClass[[], TaskRunner]] = ActorClass(TaskRunner)
 _INFO: Final = ClassInfo.of(TaskRunner)
 _RUN: Final = _INFO.methods["run"]
 _STREAM: Final = _INFO.methods["stream"]
@@ -130,10 +130,14 @@ class _Crews:
             runner.busy += 1
         return runner
 
-    def give_back(self, runner: _Runner) -> None:
-        """Take note that a task is over."""
+    def give_back(self, runner: _Runner, dead: bool = False) -> None:
+        """Take note that a task is over, and maybe that its runner will never run another one."""
         with self._lock:
             runner.busy -= 1
+            if dead:
+                for crew in self._crews.values():
+                    if runner in crew.runners:
+                        crew.runners.remove(runner)
 
     @property
     def _is_first(self) -> bool:
@@ -269,6 +273,45 @@ def _same(function: Any) -> Any:
     return function
 
 
+class TaskFuture(Future[Any]):
+    """The result of a task. Its errors speak of the task and not of the actor that executes it."""
+
+    __slots__ = ("_crews", "_runner")
+
+    def __init__(self, call: Future[Any], crews: _Crews, runner: _Runner, title: str) -> None:
+        Future.__init__(self)
+        self.label = f"task {title}"
+        self._source = Whole(call)
+        self._crews = crews
+        self._runner: _Runner | None = runner
+        call.add_done_callback(self._ended)
+
+    def _ended(self, call: Future[Any]) -> None:
+        runner, self._runner = self._runner, None
+        error = call._error
+        if runner is not None:
+            self._crews.give_back(runner, dead=isinstance(error, ActorDiedError))
+        if call._report is not None:
+            call._report.seen = True  # it goes on in ours
+        if isinstance(error, (ActorDiedError, ActorUnavailableError)):
+            # Whatever it died of is in the text; that it can be called again later is no comfort to the task.
+            cause = str(error.__cause__ or error).partition("is being restarted: ")[2] or str(error)
+            told = PeerDiedError(
+                f"{self.label} was not finished, and is not run again (max_retries=): {cause.partition('. Call again')[0]}",
+                maybe_executed=error.maybe_executed,
+                worker=error.worker,
+            )
+            told.__cause__ = error
+            error = told
+        if self._claim():
+            self._finish(call._value if error is None else None, error)
+
+    def kill(self) -> Future[None] | None:
+        """End the process that executes the task; None if the task is over."""
+        runner = self._runner
+        return None if runner is None else runner.route.kill(False)
+
+
 _interned: Final[dict[CallOptions, CallOptions]] = {}
 
 
@@ -334,9 +377,13 @@ class RemoteFunction(Generic[P, Out]):
             except BaseException:
                 crews.give_back(runner)
                 raise
-            future.add_done_callback(lambda _: crews.give_back(runner))
-            return shaped(future, self._method, self._shape, label=self._title)
+            task = TaskFuture(future, crews, runner, self._title)
+            return shaped(task, self._method, self._shape, label=self._title)
 
+    @overload
+    def options(self, *, num_returns: int | str, **options: Any) -> RemoteFunction[P, Any]: ...
+    @overload
+    def options(self, **options: Any) -> RemoteFunction[P, Out]: ...
     def options(self, **options: Any) -> RemoteFunction[P, Any]:
         """Return the same function with other options: see :class:`~actorrpc.actors.options.TaskOptions`.
 

@@ -20,7 +20,16 @@ from actorrpc.errors import RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.rpc.rref import RRef
 
-__all__ = ["Completed", "GetTimeoutError", "all_of", "as_completed", "get", "wait"]
+__all__ = [
+    "Completed",
+    "GetTimeoutError",
+    "all_of",
+    "as_completed",
+    "deadline_of",
+    "get",
+    "time_left",
+    "wait",
+]
 
 T = TypeVar("T")
 
@@ -83,8 +92,12 @@ def _adopted(other: Any) -> Future[Any]:
     return future
 
 
-def _until(timeout: float | None) -> float:
-    """Return when a wait must end: at its time-out, or when the call must be over that it is made in."""
+def deadline_of(timeout: float | None) -> float:
+    """Return when a wait must end, on the monotonic clock: at its time-out, or when the call must be over that it is in.
+
+    Raises:
+        TypeError, ValueError: ``timeout`` is no number of seconds, or negative.
+    """
     if timeout is not None:
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
             raise TypeError(f"timeout must be a number of seconds or None, not {timeout!r}")
@@ -97,7 +110,8 @@ def _until(timeout: float | None) -> float:
     return until
 
 
-def _left(until: float) -> float | None:
+def time_left(until: float) -> float | None:
+    """Return the seconds until then; None for ever."""
     return None if until == _INFINITE else max(0.0, until - time.monotonic())
 
 
@@ -235,7 +249,7 @@ def get(refs: Any, *, timeout: float | None = None) -> Any:
         TypeError: there is nothing to wait for in ``refs``.
         Exception: what a call raised; of several, the first that fails, at once.
     """
-    until = _until(timeout)
+    until = deadline_of(timeout)
     if type(refs) is ObjectRef:
         return _get_one(refs, until, timeout)
     if not isinstance(refs, (list, tuple)):
@@ -369,7 +383,7 @@ def wait(
         raise TypeError(f"wait() takes a list of ObjectRefs, not {type(refs).__name__} {_short(refs)}")
     if isinstance(num_returns, bool) or not isinstance(num_returns, int):
         raise TypeError(f"num_returns must be an int, not {num_returns!r}")
-    until = _until(timeout)
+    until = deadline_of(timeout)
     if not refs:
         return [], []
     if not 1 <= num_returns <= len(refs):
@@ -393,7 +407,7 @@ def wait(
             gate.add(item, future)
         _flush(futures)
         try:
-            gate.future.wait(_left(until))
+            gate.future.wait(time_left(until))
         except RpcTimeoutError:
             pass
         finally:
@@ -448,7 +462,7 @@ class Completed(Generic[T]):
     """What :func:`as_completed` returns: an iterator for ``for`` and for ``async for``; use it in one place only."""
 
     def __init__(self, refs: Iterable[T], timeout: float | None) -> None:
-        self._until = _until(timeout)
+        self._until = deadline_of(timeout)
         self._timeout = timeout
         items: list[Any] = list(refs)
         futures = [_start(item, "as_completed()", True) for item in items]
@@ -469,7 +483,7 @@ class Completed(Generic[T]):
             if signal is None:
                 return found  # type: ignore[no-any-return]
             try:
-                signal.wait(_left(self._until))
+                signal.wait(time_left(self._until))
             except RpcTimeoutError:
                 if not signal._done:
                     raise self._late() from None
@@ -483,7 +497,7 @@ class Completed(Generic[T]):
             if signal is None:
                 return found  # type: ignore[no-any-return]
             try:
-                async with asyncio.timeout(_left(self._until)):
+                async with asyncio.timeout(time_left(self._until)):
                     await signal
             except TimeoutError:
                 if not signal._done:

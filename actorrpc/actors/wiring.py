@@ -22,7 +22,7 @@ def start(agent: Agent, references: References) -> Callable[[bool], None]:
     """Bring the actor layer into force in this process; returns what ends it."""
     made = Runtime(agent, references)
     made.names = Names(made)
-    made.streams = Streams(made)
+    made.streams = Streams(agent)
     made.residents = Residents(made)
     made.routes = Routes(made)
     made.supervisor = Supervisor(made)

@@ -39,7 +39,8 @@ def main(job: dict[str, Any]) -> NoReturn:
     """Be a worker; ends the process."""
     code = 1
     try:
-        faulthandler.enable(file=2)  # a crash in C shows where it was, in the death report
+        # A crash in C shows where it was, in the death report, which has the last lines only.
+        faulthandler.enable(file=2, all_threads=False)
         _work(job)
         code = 0
     except KeyboardInterrupt:

@@ -185,7 +185,6 @@ class ForkServer:
         except OSError:
             messages = None
         if messages is None:
-            self._pool.forget(sock.fileno())
             self._lost()
             return
         for message, _ in messages:
@@ -201,10 +200,17 @@ class ForkServer:
         if messages:
             self._push()
 
-    def _lost(self) -> None:
+    def _hang_up(self) -> None:
         with self._lock:
+            sock, self._sock = self._sock, None
             self.is_gone = True
+        if sock is not None:
+            self._pool.forget(sock.fileno())
+            sock.close()
         self._push()  # closes the descriptors of what was still to be sent
+
+    def _lost(self) -> None:
+        self._hang_up()
         self._pool.submit(partial(self._bury, _END_S))
         self._ended()
 
@@ -222,13 +228,7 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server: it kills what is left of its children, and goes. Bounded; idempotent."""
-        with self._lock:
-            sock, self._sock = self._sock, None
-            self.is_gone = True
-        self._push()
-        if sock is not None:
-            self._pool.forget(sock.fileno())
-            sock.close()
+        self._hang_up()
         if self._process is not None:
             if not self.is_ready:
                 self._process.kill()  # it is still importing, and has no children

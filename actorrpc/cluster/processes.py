@@ -134,6 +134,7 @@ class LocalCluster:
         self._gone: Future[None] | None = None
         self._pid = os.getpid()
 
+    @uninterruptible
     def start(self) -> None:
         """Start the thread of the logs and the fork server; does not wait for it.
 
@@ -508,6 +509,8 @@ class LocalCluster:
         asked, process.asked = process.asked, []
         if process.future._claim():
             process.future._finish(None, error, self.agent.submit)
+            if isinstance(error, ShutdownError) and process.future._report is not None:
+                process.future._report.seen = True  # whoever shut down knows
         for future in asked:
             self._complete(future, DeathReport(worker=process.name))
 
@@ -572,22 +575,23 @@ class LocalCluster:
                 if alive:
                     self._wait_gone(_KILLED_S)
             finally:
-                if self.server is not None:
-                    self.server.close()
-                self.logs.close()
-                self._abort()
+                self._close_down()
+
+    @uninterruptible
+    def _close_down(self) -> None:
+        """Take down what is left. Ctrl-C waits for it: it takes a few seconds at most."""
+        if self.server is not None:
+            self.server.close()
+        self.logs.close()
+        with self._lock:
+            for process in list(self._processes.values()):
+                self._forget(process)
+                self._fail(process, ShutdownError("the cluster has shut down", maybe_executed=False))
 
     def _wait_gone(self, timeout: float) -> None:
         assert self._gone is not None
         with contextlib.suppress(RpcTimeoutError):
             self._gone.wait(timeout)
-
-    def _abort(self) -> None:
-        """Fail what will not happen any more."""
-        with self._lock:
-            for process in list(self._processes.values()):
-                self._forget(process)
-                self._fail(process, ShutdownError("the cluster has shut down", maybe_executed=False))
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child of the driver. Takes no lock."""

@@ -128,10 +128,15 @@ class Agent:
 
     def start(self, listeners: list[socket.socket]) -> None:
         """Start the threads, and serve these listening sockets."""
+        # First: from here on, Ctrl-C cannot come while a thread is half started.
+        interrupts.install(lambda: self.clock.nudge(interrupts.resend))
+        self._start(listeners)
+
+    @uninterruptible
+    def _start(self, listeners: list[socket.socket]) -> None:
         self.clock.start()
         self.pool.start(3)
         self.links.listen(listeners)
-        interrupts.install(lambda: self.clock.nudge(interrupts.resend))
 
     # -- who is there ----------------------------------------------------------------------------------
 

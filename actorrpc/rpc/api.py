@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from actorrpc.config import Settings
 from actorrpc.core.agent import Agent
 from actorrpc.core.identity import WorkerInfo
+from actorrpc.core.interrupts import checkpoint, uninterruptible
 from actorrpc.core.rendezvous import open_store
 from actorrpc.errors import ConfigError, NotInitializedError, WrongTypeError
 from actorrpc.futures import Future
@@ -229,8 +230,9 @@ def install(
             raise
 
 
-def _close(state: _State, seconds: float = 0.0) -> None:
-    """End everything at once, what has been ended already excepted. Under ``_lock``."""
+@uninterruptible
+def _close(state: _State) -> None:
+    """End everything at once, what has been ended already excepted. Under ``_lock``. Takes some seconds at most."""
     global _state
     if _state is state:
         _state = None
@@ -239,7 +241,7 @@ def _close(state: _State, seconds: float = 0.0) -> None:
         state.end(False)
         stop, state.stop = state.stop, None
         if stop is not None:
-            stop(False, seconds)
+            stop(False, 0.0)
     finally:
         state.references.carry_out(state.references.table.close())
         state.group.close()
@@ -300,6 +302,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         with _lock:
             if _state is state:
                 _close(state)
+        checkpoint()  # Ctrl-C that came meanwhile
 
 
 def _restore() -> None:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import queue as standard
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actorrpc.actors import queue as module
-from actorrpc.actors.queue import QueueActor, Ticket
+from actorrpc.actors.actor_class import ActorClass
+from actorrpc.actors.functions import cancel, get_actor, list_actors
+from actorrpc.actors.object_ref import ObjectRef
+from actorrpc.actors.queue import Empty, Full, Queue, QueueActor, Ticket
+from actorrpc.actors.waits import get, wait
+from actorrpc.errors import ActorDiedError, ConfigError, RpcTimeoutError, ShutdownError
+from actorrpc.futures import Future
+from actorrpc.rpc import rpc_async
+from tests.actors.alone import alone
 
 
 class _Lab:
@@ -309,3 +320,302 @@ def _play(data: st.DataObject, lab: _Lab, maxsize: int) -> None:
 
 async def _true() -> bool:
     return True
+
+
+# -- the whole of it ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[None]:
+    with alone(tmp_path):
+        yield
+
+
+@pytest.fixture
+def queue(here: None, request: pytest.FixtureRequest) -> Iterator[Queue[Any]]:
+    made: Queue[Any] = Queue(maxsize=getattr(request, "param", 0))
+    yield made
+    made.shutdown(force=True)
+
+
+_small = pytest.mark.parametrize("queue", [2], indirect=True)
+
+
+def _until_waiting(queue: Queue[Any], getters: int = 0, putters: int = 0) -> None:
+    """Return when so many callers wait in the queue's actor: each look is a call behind theirs."""
+    while get(queue.actor.waiting.remote()) != (getters, putters):  # type: ignore[union-attr]
+        pass
+
+
+@ActorClass
+class User:
+    """Uses a queue from inside of an actor."""
+
+    def take(self, queue: Queue[Any]) -> Any:
+        return queue.get()
+
+    def give(self, queue: Queue[Any], items: list[Any]) -> Queue[Any]:
+        for item in items:
+            queue.put(item)
+        return queue
+
+
+@ActorClass
+class AsyncUser:
+    """The same with a method that waits on an event loop."""
+
+    async def take(self, queue: Queue[Any]) -> Any:
+        return await queue.get_async()
+
+
+def test_first_in_first_out(queue: Queue[Any]) -> None:
+    for n in range(10):
+        queue.put(n)
+    assert (queue.qsize(), queue.size(), len(queue), bool(queue)) == (10, 10, 10, True)
+    assert [queue.get() for _ in range(10)] == list(range(10))
+    assert queue.empty()
+    assert bool(queue)
+
+
+@_small
+def test_room(queue: Queue[Any]) -> None:
+    assert queue.maxsize == 2
+    assert not queue.full()
+    queue.put_nowait(1)
+    queue.put(2, timeout=0)
+    assert queue.full()
+    assert not queue.empty()
+    for full in (
+        lambda: queue.put_nowait(3),
+        lambda: queue.put(3, block=False),
+        lambda: queue.put(3, timeout=0.001),
+        lambda: queue.put_nowait_batch([3]),
+        lambda: asyncio.run(queue.put_async(3, timeout=0.001)),
+    ):
+        with pytest.raises(Full) as caught:
+            full()
+        assert isinstance(caught.value, standard.Full)
+    assert queue.get_nowait_batch(2) == [1, 2]
+
+
+def test_nothing_there(queue: Queue[Any]) -> None:
+    for empty in (
+        queue.get_nowait,
+        lambda: queue.get(block=False),
+        lambda: queue.get(timeout=0.001),
+        lambda: queue.get_nowait_batch(1),
+        lambda: asyncio.run(queue.get_async(timeout=0.001)),
+        lambda: asyncio.run(queue.get_async(block=False)),
+    ):
+        with pytest.raises(Empty) as caught:
+            empty()
+        assert isinstance(caught.value, standard.Empty)
+    assert queue.get_nowait_batch(0) == []
+
+
+@_small
+def test_batches_are_whole(queue: Queue[Any]) -> None:
+    with pytest.raises(Full, match="3 items to a queue of size 0 and maxsize 2"):
+        queue.put_nowait_batch(range(3))
+    assert queue.empty()
+    queue.put_nowait_batch(iter([1, 2]))
+    with pytest.raises(Empty, match="3 items from a queue of size 2"):
+        queue.get_nowait_batch(3)
+    assert queue.qsize() == 2
+
+
+def test_wrong_arguments(queue: Queue[Any]) -> None:
+    for wrong in (
+        lambda: queue.put(1, timeout=-1),
+        lambda: queue.get(timeout=-0.5),
+        lambda: queue.get(timeout=float("nan")),
+        lambda: asyncio.run(queue.get_async(timeout=-1)),
+        lambda: queue.get_nowait_batch(-1),
+    ):
+        with pytest.raises(ValueError):
+            wrong()
+    for wrong_type in (
+        lambda: queue.put_nowait_batch(3),  # type: ignore[arg-type]
+        lambda: queue.get_nowait_batch(1.5),  # type: ignore[arg-type]
+        lambda: queue.get(timeout="1"),  # type: ignore[arg-type]
+        lambda: Queue("3"),  # type: ignore[arg-type]
+        lambda: Queue(3, actor_options=[1]),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError):
+            wrong_type()
+    with pytest.raises(ConfigError, match="naem"):
+        Queue(actor_options={"naem": "q"})
+    assert queue.empty()
+
+
+def test_a_get_waits_for_a_put(queue: Queue[Any]) -> None:
+    user = User.remote()
+    ref = user.take.remote(queue)
+    _until_waiting(queue, getters=1)
+    queue.put("a")
+    assert get(ref) == "a"
+
+
+@_small
+def test_a_put_waits_for_a_get(queue: Queue[Any]) -> None:
+    user = User.remote()
+    ref = user.give.remote(queue, [1, 2, 3])
+    _until_waiting(queue, putters=1)
+    assert [queue.get() for _ in range(3)] == [1, 2, 3]
+    assert get(ref).qsize() == 0
+
+
+def test_more_may_wait_than_calls_run_in_other_actors(queue: Queue[Any]) -> None:
+    async def main() -> list[int]:
+        gets = [asyncio.ensure_future(queue.get_async()) for _ in range(1200)]
+        await asyncio.sleep(0)
+        await asyncio.gather(*[queue.put_async(n) for n in range(1200)])
+        return await asyncio.gather(*gets)
+
+    assert sorted(asyncio.run(main())) == list(range(1200))
+
+
+def test_a_queue_can_be_sent(queue: Queue[Any]) -> None:
+    user = User.remote()
+    back = get(user.give.remote(queue, ["a"]))
+    assert back.maxsize == queue.maxsize
+    back.put("b")
+    assert queue.get_nowait_batch(2) == ["a", "b"]
+
+
+def test_large_items(queue: Queue[Any]) -> None:
+    tensor = torch.arange(1 << 18)
+    queue.put(tensor)
+    queue.put_nowait_batch([tensor + 1, tensor + 2])
+    tensor.zero_()
+    assert torch.equal(queue.get(), torch.arange(1 << 18))
+    found = asyncio.run(queue.get_async())
+    assert torch.equal(found, torch.arange(1 << 18) + 1)
+    assert torch.equal(queue.get_nowait_batch(1)[0], torch.arange(1 << 18) + 2)
+
+
+def test_an_object_ref_is_put_in_as_its_value(queue: Queue[Any]) -> None:
+    queue.put(ObjectRef.of(5))
+    assert queue.get() == 5
+
+
+def test_what_a_cancelled_coroutine_waited_for_stays(queue: Queue[Any]) -> None:
+    async def main() -> list[Any]:
+        waits = [asyncio.ensure_future(queue.get_async()) for _ in range(3)]
+        await asyncio.sleep(0)
+        # While it is cancelled, an item may be on its way to it.
+        await queue.put_async("a")
+        for each in waits[:2]:
+            each.cancel()
+        await queue.put_async("b")
+        await queue.put_async("c")
+        done = await asyncio.gather(*waits, return_exceptions=True)
+        got = [each for each in done if isinstance(each, str)]
+        while len(got) < 3:
+            got.append(await queue.get_async())
+        return got
+
+    assert sorted(asyncio.run(main())) == ["a", "b", "c"]
+    assert queue.empty()
+
+
+@pytest.mark.parametrize("users", [User, AsyncUser], ids=["thread", "loop"])
+def test_what_a_cancelled_method_waited_for_stays(queue: Queue[Any], users: Any) -> None:
+    user = users.remote()
+    ref = user.take.remote(queue)
+    _until_waiting(queue, getters=1)
+    cancel(ref)
+    _until_waiting(queue)
+    queue.put("a")
+    assert queue.get(timeout=10) == "a"
+
+
+def test_what_a_late_method_waited_for_stays(queue: Queue[Any]) -> None:
+    user = User.remote()
+    with pytest.raises(RpcTimeoutError):
+        get(user.take.options(timeout=0.2).remote(queue))
+    _until_waiting(queue)
+    queue.put("a")
+    assert queue.get(timeout=10) == "a"
+
+
+def _take(queue: Queue[Any]) -> Any:
+    return queue.get()
+
+
+def test_what_a_cancelled_function_waited_for_stays(queue: Queue[Any]) -> None:
+    future: Future[Any] = rpc_async("w0", _take, (queue,), timeout=0)
+    _until_waiting(queue, getters=1)
+    future.cancel()
+    _until_waiting(queue)
+    queue.put("a")
+    assert queue.get(timeout=10) == "a"
+
+
+def test_an_item_on_its_way_to_one_who_gave_up_comes_back(queue: Queue[Any]) -> None:
+    queue.put_nowait_batch([1, 2])
+    ticket = queue._ticket()
+    ref = queue._call("get", ticket, None, ())
+    wait([ref])  # handed out, and nobody has looked at it
+    queue._give_up(ref, ticket)
+    assert queue.get_nowait_batch(2) == [1, 2]
+
+
+def test_what_was_received_is_let_go_with_the_next_get(queue: Queue[Any]) -> None:
+    queue.put_nowait_batch([1, 2, 3])
+    queue.get()
+    queue.get_nowait_batch(1)
+    queue.get()
+    assert get(queue.actor.handed.remote()) == 1  # type: ignore[union-attr]
+
+
+def test_shutdown_ends_the_actor_and_those_who_wait(here: None) -> None:
+    queue: Queue[int] = Queue()
+    user = User.remote()
+    other = get(user.give.remote(queue, [1]))
+    assert queue.get() == 1
+    waiting = user.take.remote(other)
+    _until_waiting(queue, getters=1)
+    queue.shutdown()
+    with pytest.raises(ActorDiedError):
+        get(waiting)
+    with pytest.raises(ActorDiedError):
+        other.put(1)
+    with pytest.raises(ShutdownError, match="shut down"):
+        queue.put(1)
+    queue.shutdown()
+    other.shutdown()  # it is dead already
+
+
+def test_shutdown_does_first_what_was_asked_before(here: None) -> None:
+    queue: Queue[int] = Queue()
+    refs = [queue._call("put", n, queue._ticket(), None) for n in range(100)]
+    queue.shutdown(grace_period_s=30)
+    assert all(get(refs))
+
+
+def test_forced_shutdown(here: None) -> None:
+    queue: Queue[int] = Queue()
+    queue.put(1)
+    other, _ = get(_Pair.remote().pair.remote(queue))
+    queue.shutdown(force=True)
+    with pytest.raises(ActorDiedError):
+        other.get()
+
+
+@ActorClass
+class _Pair:
+    def pair(self, queue: Queue[Any]) -> tuple[Queue[Any], Queue[Any]]:
+        return queue, queue
+
+
+def test_the_actor_has_the_options(here: None) -> None:
+    queue: Queue[int] = Queue(actor_options={"name": "the-queue", "worker": "w0"})
+    queue.put(1)
+    assert get(get_actor("the-queue").qsize.remote()) == 1
+    assert any(info.name == "the-queue" for info in list_actors())
+    queue.shutdown()
+
+
+def test_a_queue_says_what_it_is(queue: Queue[Any]) -> None:
+    assert "maxsize=0" in repr(queue)

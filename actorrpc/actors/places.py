@@ -1,0 +1,109 @@
+"""Places: where actors are put, and what is known of a place that is gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc.actors.asking import peer_of
+from actorrpc.actors.options import NEW_PROCESS
+from actorrpc.actors.processes import DeathReport
+from actorrpc.core.peer import Peer
+from actorrpc.errors import ConfigError, RpcError
+from actorrpc.futures import Future
+from actorrpc.rpc.fork_messages import WorkerKey
+
+if TYPE_CHECKING:
+    from actorrpc.actors.options import ActorOptions
+    from actorrpc.actors.runtime import Runtime
+
+__all__ = ["Places"]
+
+_REPORT_S: Final = 1.0  # how long a death report may take
+
+
+class Places:
+    """The workers and processes that actors of one supervisor live in. Thread-safe.
+
+    ``_lock`` guards ``_turn`` alone.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._agent = runtime.agent
+        self._lock = threading.RLock()
+        self._turn = 0
+
+    def place(self, options: ActorOptions) -> Any:
+        """Return where an actor is to live: None for a process of its own, ``"turn"``, a WorkerKey or a route.
+
+        Raises:
+            UnknownWorkerError, PeerDiedError, ConfigError: it cannot live there.
+        """
+        wanted = options.worker
+        if wanted is None or wanted == NEW_PROCESS:
+            if self._runtime.spawner is not None:
+                return None
+            if wanted is None:
+                return "turn"
+            raise ConfigError(
+                f"worker={NEW_PROCESS!r} needs the embedded cluster (actorrpc.init()): in an init_rpc group actors live "
+                "on its workers; name one, or leave worker= out for all of them in turn"
+            )
+        if getattr(type(wanted), "_is_actor_handle", False):
+            return object.__getattribute__(wanted, "__dict__")["_actorrpc_route"]
+        peer = self._agent.peer(wanted)
+        peer.check_alive("an actor cannot be made there")
+        return WorkerKey(peer.rank, peer.record.incarnation)
+
+    def next_worker(self) -> Peer:
+        """Return the next of the other workers that live; this one where there is none."""
+        agent = self._agent
+        others = sorted(
+            (each for each in agent.members() if each.incarnation != agent.record.incarnation),
+            key=lambda each: each.rank,
+        )
+        for _ in others:
+            with self._lock:
+                turn = self._turn
+                self._turn += 1
+            try:
+                peer = agent.peer(others[turn % len(others)].rank)
+            except RpcError:
+                continue
+            if peer.state == "alive":
+                return peer
+        return agent.self_peer
+
+    def is_gone(self, key: WorkerKey) -> bool:
+        """Say whether a worker is known to have ended."""
+        try:
+            return peer_of(self._agent, key).state != "alive"
+        except RpcError:
+            return True
+
+    def report(self, worker: str, go: Callable[[DeathReport | None], None]) -> None:
+        """Call ``go``, on a pool thread, with the report on a process's end, or None where there is none in a second."""
+        spawner = self._runtime.spawner
+        submit = self._agent.submit
+        if spawner is None or not spawner.owns(worker):
+            submit(partial(go, None))
+            return
+        once = [go]
+
+        def tell(report: DeathReport | None) -> None:
+            try:
+                take = once.pop()
+            except IndexError:
+                return
+            submit(partial(take, report))
+
+        def ready(done: Future[DeathReport]) -> None:
+            if done._report is not None:
+                done._report.seen = True
+            tell(done._value if done._error is None else None)
+
+        spawner.report(worker).add_done_callback(ready)
+        self._agent.clock.after(_REPORT_S, partial(tell, None))

@@ -1,0 +1,108 @@
+"""Plans: how the calls of one method are made, prepared once so that a call costs little."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc.actors.spec import Location
+from actorrpc.core.letters import Letter
+from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
+
+if TYPE_CHECKING:
+    from actorrpc.actors.line import Line
+    from actorrpc.actors.methods import MethodInfo
+    from actorrpc.actors.options import CallOptions
+    from actorrpc.core.peer import Peer
+
+__all__ = ["Plan"]
+
+_GENERATORS: Final = ("generator", "async_generator")
+
+
+class Plan:
+    """How calls of one method with the same options are made to one incarnation. Never changes.
+
+    Attributes:
+        peer: where it lives; None where that is not known yet.
+        plain: nothing has to be kept of a call once it is sent.
+        tries: how often a call that may have run is made again; -1: for ever.
+    """
+
+    __slots__ = (
+        "_fetching",
+        "_there",
+        "epoch",
+        "label",
+        "letter",
+        "method",
+        "options",
+        "peer",
+        "plain",
+        "refs",
+        "retried",
+        "seconds",
+        "tries",
+    )
+
+    def __init__(
+        self,
+        line: Line,
+        method: MethodInfo,
+        options: CallOptions,
+        refs: bool,
+        location: Location | None,
+        peer: Peer | None,
+    ) -> None:
+        self.method = method
+        self.options = options
+        self.refs = refs
+        self.label = f"{line.class_name}.{options.name or method.name}"
+        self.peer: Any = peer
+        self.epoch = -1 if location is None else location.epoch
+        general = line.options
+        tries = options.max_task_retries
+        if tries is None:
+            tries = general.max_task_retries if general is not None else 0
+        self.tries = tries
+        self.retried = options.retry_exceptions or (
+            general.retry_exceptions if general is not None else False
+        )
+        seconds = options.timeout
+        if seconds is None:
+            seconds = 0.0 if refs else line.runtime.references.default_timeout()
+        self.seconds: float = max(0.0, seconds) if seconds != UNSET_RPC_TIMEOUT else 0.0
+        self.plain = not tries and not line.restarts and line.max_pending < 0
+        self.letter: Letter | None = None
+        self._fetching: Letter | None = None
+        self._there: Plan | None = None
+        if location is None:
+            return
+        header: dict[str, Any] = {"a": location.resident_id, "m": method.name}
+        if options.concurrency_group is not None:
+            header["g"] = options.concurrency_group
+        if options.priority:
+            header["y"] = options.priority
+        if method.kind in _GENERATORS or options.num_returns == "streaming":
+            header["q"] = options.max_buffered_items
+        elif options.num_returns != 1:
+            header["nr"] = options.num_returns
+        if refs:
+            header["k"] = 1
+        if options.allow_out_of_order:
+            header["o"] = 1
+        self.letter = Letter(header)
+
+    def at(self, line: Line, location: Location, peer: Peer) -> Plan:
+        """Return the same for another incarnation."""
+        there = self._there
+        if there is None or there.epoch != location.epoch:
+            there = self._there = Plan(line, self.method, self.options, self.refs, location, peer)
+        return there
+
+    def letter_for(self, unresolved: bool) -> Letter | None:
+        """Return the letter's header; ``unresolved``: there are ObjectRefs to be fetched over there."""
+        if not unresolved or self.letter is None:
+            return self.letter
+        if self._fetching is None:
+            self._fetching = Letter({**self.letter.header, "u": 1})
+        return self._fetching

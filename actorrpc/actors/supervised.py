@@ -1,0 +1,159 @@
+"""What a supervisor knows of one actor, and which answers that gives. No I/O; its supervisor's lock guards it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from actorrpc.actors.fates import ActorState, Restarting
+from actorrpc.actors.restarts import Restarts
+from actorrpc.actors.spec import ActorSpec, Card, Location
+from actorrpc.errors import ActorDiedError
+from actorrpc.futures import Future
+from actorrpc.rpc.fork_messages import WorkerKey
+
+if TYPE_CHECKING:
+    from actorrpc.actors.options import ActorOptions
+    from actorrpc.actors.snapshot import Snapshot
+
+__all__ = ["Phase", "Supervised"]
+
+Phase = Literal["starting", "alive", "restarting", "ending", "dead"]
+_SHOWN: Final = {
+    "starting": "PENDING_CREATION",
+    "alive": "ALIVE",
+    "restarting": "RESTARTING",
+    "ending": "ENDING",
+    "dead": "DEAD",
+}
+
+
+class Supervised:
+    """One actor.
+
+    Attributes:
+        place: where it is to live: None for a process of its own, ``"turn"``, a WorkerKey, or another actor's route.
+        epoch: counts incarnations; ``resident_id`` names the present one, 0 while there is none.
+        worker: where the present incarnation lives or is being made.
+        process: the name of the worker whose process the actor has to itself.
+        unwanted: there is to be no further incarnation.
+        orphaned: its last handle is gone: it ends as soon as it has come to life.
+        killed: somebody has killed the present incarnation.
+        answered: the present incarnation's end has been seen to.
+    """
+
+    __slots__ = (
+        "answered",
+        "arguments",
+        "card",
+        "cls",
+        "death",
+        "epoch",
+        "killed",
+        "last",
+        "location",
+        "options",
+        "orphaned",
+        "phase",
+        "place",
+        "process",
+        "resident_id",
+        "restarts",
+        "state",
+        "state_epoch",
+        "unwanted",
+        "waiters",
+        "watchers",
+        "worker",
+        "worker_name",
+    )
+
+    def __init__(
+        self, card: Card, cls: Snapshot, arguments: Snapshot, options: ActorOptions, place: Any
+    ) -> None:
+        self.card = card
+        self.cls = cls
+        self.arguments = arguments
+        self.options = options
+        self.place = place
+        self.restarts = Restarts(options.max_restarts, options.restart_window_s, options.restart_backoff_s)
+        self.phase: Phase = "starting"
+        self.epoch = 0
+        self.resident_id = 0
+        self.worker: WorkerKey | None = None
+        self.worker_name = ""
+        self.process: str | None = None
+        self.location: Location | None = None
+        self.state: Snapshot | None = None
+        self.state_epoch = -1
+        self.unwanted = False
+        self.orphaned = False
+        self.killed = False
+        self.answered = 0
+        self.last: Restarting | None = None
+        self.death: ActorDiedError | None = None
+        #: (the incarnation that the asker knows to be gone, whether it waits for the next one, its future)
+        self.waiters: list[tuple[int, bool, Future[Any]]] = []
+        self.watchers: list[Future[ActorDiedError]] = []
+
+    @property
+    def title(self) -> str:
+        """How messages name it."""
+        return self.card.title
+
+    def spec(self) -> ActorSpec:
+        """Return what its worker needs to make the present incarnation."""
+        return ActorSpec(
+            actor_id=self.card.actor_id,
+            resident_id=self.resident_id,
+            epoch=self.epoch,
+            cls=self.cls,
+            arguments=self.arguments,
+            info=self.card.info,
+            options=self.options,
+            card=self.card,
+            state=self.state,
+            alone=self.process is not None,
+        )
+
+    def answer(self, after: int, wait: bool) -> Location | Restarting | None:
+        """Return what is to be said to one who knows that incarnation ``after`` is gone; None: nothing yet."""
+        if self.epoch <= after:
+            return None  # the death has not been seen here yet
+        if self.location is not None:
+            return self.location
+        return None if wait else self.last
+
+    def take_answered(self) -> list[tuple[Future[Any], Location | Restarting]]:
+        """Return the waiters for which there is an answer now, with it, and forget them."""
+        ready, left = [], []
+        for after, wait, future in self.waiters:
+            found = self.answer(after, wait)
+            if found is None:
+                left.append((after, wait, future))
+            else:
+                ready.append((future, found))
+        self.waiters = left
+        return ready
+
+    def row(self, supervisor: str) -> ActorState:
+        """Return its row in ``list_actors()``."""
+        cause = ""
+        if self.death is not None:
+            cause = str(self.death.args[0])
+        elif self.last is not None:
+            cause = self.last.text
+        location = self.location
+        return ActorState(
+            actor_id=self.card.actor_id,
+            class_name=self.card.info.name,
+            name=self.card.name,
+            namespace=self.card.namespace,
+            state=_SHOWN[self.phase],
+            worker=self.worker_name if self.phase != "dead" else "",
+            pid=location.pid if location is not None else 0,
+            restarts=self.restarts.count,
+            death_cause=cause,
+            detached=self.options.lifetime == "detached",
+            supervisor=supervisor,
+            resident_id=self.resident_id,
+        )

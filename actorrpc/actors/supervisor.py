@@ -1,0 +1,640 @@
+"""The supervisor: makes the actors that this process creates, restarts them, knows why they died, and ends them.
+
+Everything it does is a reaction: to a call, to the answer of a worker, to the end of a worker. Nothing waits on a
+thread: what takes time goes on in the callback of a future, or by the clock. Each incarnation has a
+``resident_id`` of its own, and news of one that is not the present one are old news.
+
+``_lock`` guards the table and every :class:`Supervised` in it. Nothing is called out under it; it is re-entrant, as the
+collector may run there. ``_Anchor.__del__`` only appends to ``_dropped``, whose single steps are atomic.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections import OrderedDict, deque
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc.actors import residents
+from actorrpc.actors.asking import call_quietly, create_detached, peer_of
+from actorrpc.actors.fates import ActorState, Restarting
+from actorrpc.actors.places import Places
+from actorrpc.actors.processes import DeathReport, ProcessSpec
+from actorrpc.actors.snapshot import Snapshot
+from actorrpc.actors.spec import Card, Location, ResidentGoneError
+from actorrpc.actors.supervised import Supervised
+from actorrpc.core import exceptions
+from actorrpc.core.letters import Letter
+from actorrpc.core.peer import Peer
+from actorrpc.errors import (
+    ActorDiedError,
+    ActorUnavailableError,
+    PeerDiedError,
+    RemoteError,
+    RemoteTraceback,
+    RpcError,
+    ShutdownError,
+)
+from actorrpc.futures import Future, collect_all
+from actorrpc.rpc.fork_messages import WorkerKey
+from actorrpc.rpc.rref import RRef
+
+if TYPE_CHECKING:
+    from actorrpc.actors.methods import ClassInfo
+    from actorrpc.actors.options import ActorOptions
+    from actorrpc.actors.runtime import Runtime
+
+__all__ = ["Supervisor"]
+
+_log = logging.getLogger("actorrpc.actors")
+_REMEMBERED: Final = 10_000  # dead actors
+_UNSEEN_S: Final = 30.0  # how long an actor may be dead for a caller and alive for us
+_CREATE_S: Final = 60.0  # how long rank 0 may take to take note of a detached actor
+_END_S: Final = 5.0  # how long actors may take to end when this process leaves
+
+
+class _Anchor:
+    """Stands for an actor. It is the value of an RRef, and dies when no handle holds a fork of that any more."""
+
+    __slots__ = ("_actor_id", "_supervisor")
+
+    def __init__(self, supervisor: Supervisor, actor_id: int) -> None:
+        self._supervisor = supervisor
+        self._actor_id = actor_id
+
+    def __del__(self) -> None:
+        self._supervisor.drop(self._actor_id)
+
+
+class Supervisor:
+    """Looks after the actors that this process created; that of rank 0 also after detached ones. Thread-safe."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._agent = runtime.agent
+        self._key = WorkerKey(runtime.agent.record.rank, runtime.agent.record.incarnation)
+        self._lock = threading.RLock()
+        self._actors: dict[int, Supervised] = {}
+        self._dead: OrderedDict[int, Supervised] = OrderedDict()
+        self._dropped: deque[int] = deque()
+        self._places = Places(runtime)
+        self._closed = False
+        self._agent.on_peer_end.append(self._peer_ended)
+
+    # -- making -----------------------------------------------------------------------------------------
+
+    def create(
+        self,
+        cls: Snapshot | type,
+        info: ClassInfo,
+        options: ActorOptions,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Card:
+        """Begin to make an actor; does not wait for its constructor. The arguments are taken as they are now.
+
+        A name, and a detached actor, are agreed upon with rank 0 before this returns.
+
+        Returns:
+            The actor's card, with an anchor; without one for a detached actor, and for one that has the name
+            already (with ``get_if_exists``).
+
+        Raises:
+            NameTakenError: there is an actor of that name.
+            SerializationError: the class or an argument cannot be sent.
+            UnknownWorkerError, PeerDiedError: ``worker=`` is not in the group, or is dead.
+            ShutdownError: this process is leaving the group.
+        """
+        agent = self._agent
+        agent.check_process()
+        place = self._places.place(options)
+        if options.namespace is None:
+            options = replace(options, namespace=self._runtime.names.namespace)
+        snapshot = cls if isinstance(cls, Snapshot) else Snapshot.of(cls)
+        arguments = Snapshot.of((args, kwargs))
+        actor_id = secrets.randbits(63) | 1 << 63
+        if options.lifetime != "detached":
+            return self._adopt(actor_id, snapshot, arguments, info, options, place)
+        if agent.record.rank == 0:
+            return self._adopt(actor_id, snapshot, arguments, info, options, place)
+        if isinstance(place, WorkerKey):
+            options = replace(options, worker=place.rank)
+        elif place not in (None, "turn"):
+            options = replace(options, worker=place.located().wait(_CREATE_S).worker.rank)
+        call = agent.call(
+            agent.peer(0), create_detached, (actor_id, snapshot, arguments, info, options), {}, _CREATE_S
+        )
+        try:
+            card: Card = call.result()
+        except RemoteError as error:
+            raise exceptions.original(error) from None
+        return card
+
+    def adopt(
+        self, actor_id: int, cls: Snapshot, arguments: Snapshot, info: ClassInfo, options: ActorOptions
+    ) -> Card:
+        """Do as :meth:`create` does, for a detached actor that another process wants."""
+        return self._adopt(actor_id, cls, arguments, info, options, self._places.place(options))
+
+    def _adopt(
+        self,
+        actor_id: int,
+        cls: Snapshot,
+        arguments: Snapshot,
+        info: ClassInfo,
+        options: ActorOptions,
+        place: Any,
+    ) -> Card:
+        if self._closed:
+            raise ShutdownError(
+                f"worker {self._agent.name!r} is shutting down: no actor {info.name} is made",
+                maybe_executed=False,
+            )
+        # What only the supervisor needs does not travel with every handle.
+        shown = replace(options, worker=None, env=None, working_dir=None)
+        card = Card(
+            actor_id=actor_id,
+            info=info,
+            supervisor=self._key,
+            supervisor_name=self._agent.name,
+            name=options.name,
+            namespace=options.namespace or "",
+            options=shown,
+        )
+        if card.name is not None:
+            known = self._runtime.names.register(card, get_if_exists=options.get_if_exists)
+            if known is not None:
+                return known
+        actor = Supervised(card, cls, arguments, shown, place)
+        actor.options = options if place is None else shown
+        with self._lock:
+            self._actors[actor_id] = actor
+        if options.lifetime != "detached":
+            card = replace(card, anchor=RRef(_Anchor(self, actor_id)))
+        self._agent.submit(partial(self._begin, actor))
+        return card
+
+    def _begin(self, actor: Supervised) -> None:
+        """Make the next incarnation. On a pool thread."""
+        with self._lock:
+            if actor.phase not in ("starting", "restarting") or self._closed:
+                return
+            resident_id = actor.resident_id = secrets.randbits(63) | 1 << 63
+            actor.killed = False
+            actor.worker, actor.process, actor.worker_name = None, None, ""
+            place, options = actor.place, actor.options
+        spawner = self._runtime.spawner
+        try:
+            if place is None:
+                if spawner is None:
+                    raise ShutdownError("the embedded cluster has ended", maybe_executed=False)
+                spec = ProcessSpec(
+                    label=actor.card.info.name,
+                    num_cpus=options.num_cpus,
+                    num_gpus=options.num_gpus,
+                    env=options.env or {},
+                    working_dir=options.working_dir,
+                )
+                spawner.spawn(spec).add_done_callback(partial(self._spawned, actor, resident_id))
+            elif isinstance(place, WorkerKey):
+                self._construct(actor, resident_id, peer_of(self._agent, place), None)
+            elif place == "turn":
+                self._construct(actor, resident_id, self._places.next_worker(), None)
+            else:
+                place.located().add_done_callback(partial(self._neighbour, actor, resident_id))
+        except Exception as error:
+            self._not_made(actor, resident_id, error)
+
+    def _spawned(self, actor: Supervised, resident_id: int, done: Future[Any]) -> None:
+        _looked_at(done)
+        if done._error is not None:
+            self._agent.submit(partial(self._not_made, actor, resident_id, done._error))
+            return
+        # Connecting may wait: not on the thread that completes other's futures.
+        self._agent.submit(partial(self._moved_in, actor, resident_id, done._value))
+
+    def _moved_in(self, actor: Supervised, resident_id: int, worker: Any) -> None:
+        try:
+            peer = self._agent.peer(worker)
+        except RpcError as error:
+            self._not_made(actor, resident_id, error)
+            return
+        if not self._construct(actor, resident_id, peer, worker.name) and self._runtime.spawner is not None:
+            self._runtime.spawner.kill(worker.name)  # nobody wants it any more
+
+    def _neighbour(self, actor: Supervised, resident_id: int, done: Future[Location]) -> None:
+        _looked_at(done)
+
+        def go() -> None:
+            try:
+                self._construct(actor, resident_id, peer_of(self._agent, done.value().worker), None)
+            except Exception as error:
+                self._not_made(actor, resident_id, error)
+
+        self._agent.submit(go)
+
+    def _construct(self, actor: Supervised, resident_id: int, peer: Peer, process: str | None) -> bool:
+        """Send the order to a worker; False if nobody wants the actor any more."""
+        with self._lock:
+            if actor.resident_id != resident_id or actor.phase == "dead":
+                return False
+            actor.worker = WorkerKey(peer.rank, peer.record.incarnation)
+            actor.worker_name = peer.name
+            actor.process = process
+            spec = actor.spec()
+        future: Future[Any] = Future()
+        future.add_done_callback(partial(self._constructed, actor, resident_id))
+        try:
+            self._agent.call(
+                peer,
+                None,
+                (spec,),
+                {},
+                0,
+                future=future,
+                label=f"{spec.info.name}()",
+                letter=Letter({"a": resident_id, "c": 1}),
+            )
+            self._agent.flush()
+        except RpcError as error:
+            if future._claim():
+                future._finish(None, error)
+        return True
+
+    def _constructed(self, actor: Supervised, resident_id: int, done: Future[Any]) -> None:
+        _looked_at(done)
+        error = done._error
+        if error is not None:
+            if type(error) is PeerDiedError:
+                worker = actor.worker
+                if worker is not None:
+                    self._places.report(
+                        actor.worker_name, partial(self._worker_died, actor, resident_id, error)
+                    )
+            elif isinstance(error, ResidentGoneError):  # ended while it was being made
+                self.ended(actor, resident_id, f"it was ended while it was being made: {error}")
+            elif not isinstance(error, ShutdownError):
+                self._not_made(actor, resident_id, error)
+            return
+        with self._lock:
+            if actor.resident_id != resident_id or actor.phase not in ("starting", "restarting"):
+                return
+            assert actor.worker is not None
+            pid = done._value.get("pid", 0) if isinstance(done._value, dict) else 0
+            actor.phase = "alive"
+            actor.location = Location(actor.worker, actor.worker_name, resident_id, actor.epoch, pid)
+            actor.restarts.came_to_life(self._agent.clock.now())
+            answers = actor.take_answered()
+            orphaned = actor.orphaned
+        for future, found in answers:
+            _complete(future, found)
+        if orphaned:
+            self._end_gently(actor)
+
+    # -- ends -------------------------------------------------------------------------------------------
+
+    def _not_made(self, actor: Supervised, resident_id: int, error: BaseException) -> None:
+        """See to an incarnation that could not be made: for good, unless only its process could not be started again."""
+        original = exceptions.original(error)
+        what = f"{type(original).__name__}: {original}"
+        if isinstance(original, ActorDiedError) and actor.killed:
+            return  # whoever killed it sees to the rest
+        if isinstance(error, RemoteError) and not isinstance(original, ActorDiedError):
+            text = f"its constructor raised {what}"
+            if original.__cause__ is None:
+                original.__cause__ = RemoteTraceback(error.traceback)  # for those who print it
+            final = True
+        elif actor.worker is None:
+            text = f"no process could be started for it: {what}" if actor.place is None else what
+            final = actor.epoch == 0 or actor.place is not None
+        else:
+            text, final = f"it could not be made on worker {actor.worker_name!r}: {what}", True
+        original.__traceback__ = None
+        self.ended(actor, resident_id, text, cause=original, final=final)
+
+    def _peer_ended(self, peer: Peer) -> None:
+        """See to the actors of a worker that is gone."""
+        key = WorkerKey(peer.rank, peer.record.incarnation)
+        with self._lock:
+            lost = [(each, each.resident_id) for each in self._actors.values() if each.worker == key]
+        if lost:
+            error = peer.died("an actor", maybe_executed=True)
+
+            def go(report: DeathReport | None) -> None:
+                for actor, resident_id in lost:
+                    self._worker_died(actor, resident_id, error, report)
+
+            self._places.report(peer.name, go)
+
+    def _worker_died(
+        self, actor: Supervised, resident_id: int, error: BaseException, report: DeathReport | None
+    ) -> None:
+        if report is not None:
+            text = report.describe()
+        else:
+            cause = ""
+            try:
+                found = self._agent.peer(actor.worker.rank) if actor.worker is not None else None
+                cause = found.cause if found is not None else ""
+            except RpcError:
+                pass
+            text = f"worker {actor.worker_name!r}, where it lived, has ended" + (
+                f": {cause}" if cause else ""
+            )
+        if actor.killed:
+            text = f"it was killed with kill(): {text}"
+        self.ended(actor, resident_id, text, report=report)
+
+    def ended(
+        self,
+        actor: Supervised,
+        resident_id: int,
+        text: str,
+        *,
+        report: DeathReport | None = None,
+        cause: BaseException | None = None,
+        final: bool = False,
+    ) -> None:
+        """Take note that an incarnation is over: begin the next one, or bury the actor."""
+        with self._lock:
+            if actor.resident_id != resident_id or actor.phase == "dead" or actor.answered == resident_id:
+                return
+            actor.answered = resident_id
+            wait: float | None = None
+            why_not = ""
+            if not (final or actor.unwanted or actor.orphaned or self._closed):
+                pinned = isinstance(actor.place, WorkerKey) and self._places.is_gone(actor.place)
+                if pinned:
+                    why_not = "not restarted: worker= has put it there"
+                else:
+                    wait = actor.restarts.next(self._agent.clock.now())
+                    if wait is None:
+                        why_not = actor.restarts.why_not()
+            process, actor.process = actor.process, None
+            actor.location = None
+            if wait is not None:
+                actor.phase = "restarting"
+                actor.epoch += 1
+                actor.resident_id = 0
+                actor.worker = None
+                actor.last = Restarting(text=text, report=report)
+                answers = actor.take_answered()
+        if process is not None and report is None and self._runtime.spawner is not None:
+            self._runtime.spawner.release(process)
+        if wait is None:
+            self._bury(actor, text, report, cause, why_not)
+            return
+        for future, found in answers:
+            _complete(future, found)
+        begin = partial(self._begin, actor)
+        if wait > 0:
+            self._agent.clock.after(wait, partial(self._agent.submit, begin))
+        else:
+            self._agent.submit(begin)
+
+    def _bury(
+        self,
+        actor: Supervised,
+        text: str,
+        report: DeathReport | None = None,
+        cause: BaseException | None = None,
+        why_not: str = "",
+    ) -> None:
+        """Take note that an actor is dead for good. Idempotent."""
+        card = actor.card
+        with self._lock:
+            if actor.phase == "dead":
+                return
+            death = actor.death = ActorDiedError(
+                f"{actor.title} is dead{f' ({why_not})' if why_not else ''}: {text}",
+                worker=actor.worker_name or None,
+                actor=actor.title,
+                report=report,
+                cause=cause,
+            )
+            actor.phase = "dead"
+            actor.location = None
+            actor.state = None
+            waiters, actor.waiters = actor.waiters, []
+            watchers, actor.watchers = actor.watchers, []
+            self._actors.pop(card.actor_id, None)
+            self._dead[card.actor_id] = actor
+            while len(self._dead) > _REMEMBERED:
+                self._dead.popitem(last=False)
+        if card.name is not None and not self._agent.closed_down:
+            self._runtime.names.unregister(card.name, card.namespace, card.actor_id)
+        for _, _, future in waiters:
+            _complete(future, None, death)
+        for watcher in watchers:
+            _complete(watcher, death)
+
+    def drop(self, actor_id: int) -> None:
+        """Take note that an actor's last handle is gone. Called from ``__del__``: takes no lock."""
+        self._dropped.append(actor_id)
+        if not self._agent.closed_down:
+            submit = self._agent.submit
+            self._agent.clock.nudge(lambda: submit(self._sweep))
+
+    def _sweep(self) -> None:
+        while self._dropped:
+            try:
+                actor_id = self._dropped.popleft()
+            except IndexError:
+                return
+            with self._lock:
+                actor = self._actors.get(actor_id)
+                if actor is None:
+                    continue
+                actor.orphaned = True
+                alive = actor.phase == "alive"
+                waits = actor.phase == "restarting" and actor.resident_id == 0
+            if alive:
+                self._end_gently(actor)
+            elif waits:
+                self._bury(actor, "its last handle is gone")
+            # Otherwise it is being made, and ends as soon as it lives.
+
+    def _end_gently(self, actor: Supervised) -> None:
+        """Let an actor finish the calls that it has, and end."""
+        with self._lock:
+            if actor.phase != "alive":
+                return
+            actor.phase = "ending"
+            actor.unwanted = True
+            resident_id = actor.resident_id
+        why = "its last handle is gone"
+        over = self._end_there(actor, resident_id, "drain", why)
+        over.add_done_callback(lambda _: self.ended(actor, resident_id, why))
+
+    def _end_there(self, actor: Supervised, resident_id: int, how: str, why: str) -> Future[Any]:
+        worker = actor.worker
+        assert worker is not None
+        agent = self._agent
+        return call_quietly(agent, lambda: peer_of(agent, worker), residents.end, (resident_id, how, why))
+
+    def kill(self, actor_id: int, no_restart: bool = True) -> Future[None]:
+        """End an actor at once. The future completes when that is under way; does nothing to a dead actor."""
+        done: Future[None] = Future()
+        with self._lock:
+            actor = self._actors.get(actor_id)
+            if actor is not None:
+                resident_id, process, worker = actor.resident_id, actor.process, actor.worker
+                actor.killed = True
+                actor.unwanted = actor.unwanted or no_restart
+        if actor is not None:
+            why = "it was killed with kill()"
+            if no_restart:
+                self._bury(actor, why)
+            if process is not None and self._runtime.spawner is not None:
+                self._runtime.spawner.kill(process)  # its end is the rest
+            elif worker is not None:
+                over = self._end_there(actor, resident_id, "now", why)
+                over.add_done_callback(lambda _: self.ended(actor, resident_id, why))
+        done.set_result(None)
+        return done
+
+    # -- what others want to know, and tell ---------------------------------------------------------------
+
+    def locate(self, actor_id: int, after: int = -1, wait: bool = True) -> Future[Any]:
+        """Return a future for where an actor lives, to one who knows that incarnation ``after`` is gone.
+
+        Args:
+            wait: wait until it lives again; otherwise the future completes with :class:`Restarting` as soon as it is
+                known that it will.
+
+        The future fails with ActorDiedError if the actor is dead.
+        """
+        future: Future[Any] = Future()
+        future.label = "the location of an actor"
+        future.add_done_callback(_looked_at)
+        found: Location | Restarting | None = None
+        with self._lock:
+            actor = self._actors.get(actor_id)
+            if actor is not None:
+                found = actor.answer(after, wait)
+                if found is None:
+                    actor.waiters.append((after, wait, future))
+        if actor is None:
+            _complete(future, None, self._death_of(actor_id))
+        elif found is not None:
+            _complete(future, found)
+        elif after >= 0 and actor.epoch <= after:
+            unseen, submit = partial(self._unseen, actor, after), self._agent.submit
+            self._agent.clock.after(_UNSEEN_S, lambda: submit(unseen))
+        return future
+
+    def _unseen(self, actor: Supervised, after: int) -> None:
+        """Give those up who cannot reach an actor that we can."""
+        with self._lock:
+            if actor.epoch > after:
+                return
+            late = [entry for entry in actor.waiters if entry[0] >= after]
+            actor.waiters = [entry for entry in actor.waiters if entry[0] < after]
+        for _, _, future in late:
+            error = ActorUnavailableError(
+                f"{actor.title} lives on worker {actor.worker_name!r}, which can be reached from worker "
+                f"{self._agent.name!r} but not from the caller's",
+                worker=actor.worker_name,
+                actor=actor.title,
+            )
+            _complete(future, None, error)
+
+    def _death_of(self, actor_id: int) -> ActorDiedError:
+        with self._lock:
+            actor = self._dead.get(actor_id)
+        if actor is not None and actor.death is not None:
+            return actor.death
+        return ActorDiedError(
+            f"actor {actor_id:016x} is dead: worker {self._agent.name!r} does not know it any more",
+            worker=self._agent.name,
+        )
+
+    def watch(self, actor_id: int) -> Future[ActorDiedError]:
+        """Return a future that completes, with the error as its value, when an actor is dead for good."""
+        future: Future[ActorDiedError] = Future()
+        future.label = "the end of an actor"
+        with self._lock:
+            actor = self._actors.get(actor_id)
+            if actor is not None:
+                actor.watchers.append(future)
+        if actor is None:
+            _complete(future, self._death_of(actor_id))
+        return future
+
+    def alive(self, actor_id: int) -> Future[bool]:
+        """Return a (complete) future that says whether an actor lives, or is being made or restarted."""
+        future: Future[bool] = Future()
+        with self._lock:
+            found = actor_id in self._actors
+        future.set_result(found)
+        return future
+
+    def note_ended(
+        self, actor_id: int, epoch: int, kind: str, text: str, error: BaseException | None = None
+    ) -> None:
+        """Take note that an actor has ended by itself.
+
+        Args:
+            kind: ``"exit"`` (it wanted to) and ``"constructor"`` are final; after anything else it may be restarted.
+            error: what the constructor raised.
+        """
+        with self._lock:
+            actor = self._actors.get(actor_id)
+            if actor is None or actor.epoch != epoch:
+                return
+            resident_id = actor.resident_id
+        cause = None if error is None else exceptions.original(error)
+        self.ended(actor, resident_id, text, cause=cause, final=kind in ("exit", "constructor"))
+
+    def note_checkpoint(self, actor_id: int, epoch: int, state: Snapshot) -> None:
+        """Keep the state for the actor's next incarnation; what a former incarnation says late is ignored."""
+        with self._lock:
+            actor = self._actors.get(actor_id)
+            if actor is not None and epoch == actor.epoch:
+                actor.state, actor.state_epoch = state, epoch
+
+    def states(self) -> list[ActorState]:
+        """Return what there is to say of this supervisor's actors, dead ones behind."""
+        with self._lock:
+            return [each.row(self._agent.name) for each in (*self._actors.values(), *self._dead.values())]
+
+    def close(self, graceful: bool = True) -> None:
+        """End all actors, at the same time; waits at most 5 s for them, half a second if not ``graceful``."""
+        with self._lock:
+            self._closed = True
+            actors = list(self._actors.values())
+            living = [
+                (each, each.resident_id, each.process)
+                for each in actors
+                if each.worker is not None and each.phase != "dead"
+            ]
+        why = f"worker {self._agent.name!r}, which looked after it, has shut down"
+        over = [self._end_there(actor, resident_id, "now", why) for actor, resident_id, _ in living]
+        if over:
+            try:
+                collect_all(over).wait(_END_S if graceful else 0.5)
+            except RpcError:
+                pass
+        spawner = self._runtime.spawner
+        for actor, resident_id, process in living:
+            if process is not None and spawner is not None:
+                with self._lock:
+                    actor.process = None
+                spawner.release(process)
+            del resident_id
+        for actor in actors:
+            self._bury(actor, why)
+
+
+def _looked_at(done: Future[Any]) -> None:
+    if done._report is not None:
+        done._report.seen = True
+
+
+def _complete(future: Future[Any], value: Any, error: BaseException | None = None) -> None:
+    """Complete a future that its holder may have cancelled."""
+    if future._claim():
+        future._finish(value, error)

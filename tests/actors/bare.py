@@ -1,0 +1,90 @@
+"""The actor layer without actors: what references and streams need, over the RPC that is in force."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from actorrpc import rpc
+from actorrpc.actors.ref_generator import ObjectRefGenerator
+from actorrpc.actors.runtime import Runtime, current, set_runtime
+from actorrpc.actors.streams import Streams, StreamTicket, produce
+from actorrpc.rpc import rref as rrefs
+from tests import processes
+
+__all__ = ["alone", "bare", "begin", "ended", "here"]
+
+
+@contextlib.contextmanager
+def bare() -> Iterator[Runtime]:
+    """Put a runtime into force that knows nothing but calls, references and streams."""
+    references = rrefs.runtime()
+    before = current()
+    made = Runtime(references.agent, references)
+    made.streams = Streams(references.agent)
+    set_runtime(made)
+    try:
+        yield made
+    finally:
+        made.streams.close()
+        ended()
+        set_runtime(before)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[Runtime]:
+    """A group of this process alone, with a bare runtime."""
+    with tempfile.TemporaryDirectory(dir=processes.scratch()) as folder:
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+        try:
+            with bare() as made:
+                yield made
+        finally:
+            rpc.shutdown(graceful=False)
+
+
+# -- streams: what an actor does for a generator method ------------------------------------------------------
+
+_threads: list[threading.Thread] = []
+_outcomes: list[BaseException | None] = []
+
+
+def begin(make: Callable[..., Any], limit: int, *args: Any) -> StreamTicket:
+    """Run a generator on a thread of its own and return the ticket of its stream. Called by RPC."""
+    runtime = current()
+    assert runtime is not None
+    producer = runtime.streams.open(limit)
+
+    def run() -> None:
+        try:
+            produce(make(*args), producer)
+        except BaseException as error:
+            _outcomes.append(error)
+        else:
+            _outcomes.append(None)
+
+    thread = threading.Thread(target=run, name="generator")
+    _threads.append(thread)
+    thread.start()
+    return producer.ticket()
+
+
+def ended() -> list[BaseException | None]:
+    """Wait until all generators of this process are over; return what produce() raised, in order."""
+    for thread in _threads:
+        thread.join()
+    _threads.clear()
+    found = list(_outcomes)
+    _outcomes.clear()
+    return found
+
+
+def here(make: Callable[..., Any], limit: int, *args: Any, to: Any = 0) -> ObjectRefGenerator[Any]:
+    """Stream from a worker, where it has begun."""
+    call = rpc.rpc_async(to, begin, (make, limit, *args))
+    call.wait()
+    return ObjectRefGenerator(call, label=make.__name__)

@@ -1,0 +1,542 @@
+"""A group of workers in one thread: real routes and supervisors over a network, residents and processes that are not.
+
+Everything that would run on a thread of its own is a task of the world; which task runs next, and which connection
+delivers next, is random and follows from the seed. Messages of one connection keep their order, deaths are heard of
+at any time. Time passes only when there is nothing else to do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from actorrpc.actors import asking
+from actorrpc.actors import residents as real_residents
+from actorrpc.actors import supervisor as supervisors
+from actorrpc.actors.methods import ClassInfo
+from actorrpc.actors.names import Names
+from actorrpc.actors.options import ActorOptions, CallOptions
+from actorrpc.actors.processes import DeathReport
+from actorrpc.actors.route import Route, Routes
+from actorrpc.actors.runtime import set_runtime
+from actorrpc.actors.spec import ResidentGoneError
+from actorrpc.actors.supervisor import Supervisor
+from actorrpc.core import codec, exceptions
+from actorrpc.core.buffers import BufferPool
+from actorrpc.core.calls import CURRENT
+from actorrpc.core.clock import VirtualClock
+from actorrpc.core.execution import Later
+from actorrpc.core.identity import WorkerInfo, WorkerRecord, new_incarnation
+from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, UnknownWorkerError
+from actorrpc.futures import Future
+from actorrpc.rpc.fork_messages import WorkerKey
+
+__all__ = ["Counter", "FakeRRef", "Resident", "Worker", "World"]
+
+
+class Counter:
+    """The class of the actors here; residents only pretend to be of it."""
+
+    def step(self, number: int = 0) -> int:
+        return number
+
+    def other(self, number: int = 0) -> int:
+        return number
+
+
+INFO = ClassInfo.of(Counter)
+
+
+def raised_there(error: BaseException, worker: str, *, executed: bool = True) -> BaseException:
+    """An error as it arrives from another worker."""
+    data = exceptions.dump(error, worker=worker, dumps=codec.dumps, executed=executed)
+    return exceptions.load(data, loads=codec.loads)
+
+
+class FakeRRef:
+    """An RRef without a protocol."""
+
+    __slots__ = ("__weakref__", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Clock(VirtualClock):
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def nudge(self, run: Callable[[], Any]) -> None:
+        self._world.tasks.append((None, run))
+
+    @property
+    def idle(self) -> bool:
+        return not any(timer.run is not None for _, _, timer in self._heap)
+
+
+class FakePeer:
+    """One worker as another sees it."""
+
+    def __init__(self, owner: Worker, target: Worker) -> None:
+        self.owner = owner
+        self.target = target
+        self.record = target.record
+        self.rank = target.record.rank
+        self.name = target.record.name
+        self.info = target.record.info
+        self.is_self = owner is target
+        self.state = "alive"
+        self.cause = ""
+        self.pending: dict[int, FakeCall] = {}
+        self.out: deque[Callable[[], None]] = deque()
+
+    def died(self, what: str, *, maybe_executed: bool) -> PeerDiedError:
+        return PeerDiedError(f"{what}: {self.name} died", maybe_executed=maybe_executed, worker=self.name)
+
+    def check_alive(self, what: str) -> None:
+        if self.state != "alive":
+            raise self.died(what, maybe_executed=False)
+
+
+class FakeCall:
+    """A call on its way; the source of its future."""
+
+    def __init__(self, peer: FakePeer, id: int, label: str, future: Future[Any]) -> None:
+        self.peer, self.id, self.label, self.future = peer, id, label, future
+        self.sent = False
+        self.withdrawn = False
+        self.done = False
+        self.deadline = float("inf")
+
+    def __str__(self) -> str:
+        return f"the call of {self.label} on {self.peer.name!r}"
+
+    def fail(self, error: BaseException) -> None:
+        future = self.future
+        if future._claim():
+            future._finish(None, error, self.peer.owner.agent.submit)
+        self.done = True
+
+    def cancel(self) -> bool:
+        if self.peer.pending.pop(self.id, None) is None:
+            return False
+        self.withdrawn = not self.sent
+        self.fail(CancelledError(f"{self} was cancelled", maybe_executed=self.sent))
+        return True
+
+    def expire(self) -> None:
+        if self.peer.pending.pop(self.id, None) is not None:
+            self.withdrawn = not self.sent
+            self.fail(RpcTimeoutError(f"{self} timed out", maybe_executed=self.sent))
+
+    def drive(self, deadline: float | None) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+class FakeAgent:
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.world = worker.world
+        self.record = worker.record
+        self.name = worker.record.name
+        self.clock = worker.world.clock
+        self.buffers = BufferPool(0)
+        self.on_peer_end: list[Callable[[Any], None]] = []
+        self.closed_down = False
+        self.peers: dict[int, FakePeer] = {}
+
+    def check_process(self) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def members(self) -> list[WorkerRecord]:
+        return [each.record for each in self.world.workers if not each.forgotten]
+
+    @property
+    def self_peer(self) -> FakePeer:
+        return self.peer(self.record.rank)
+
+    def submit(self, task: Callable[[], Any]) -> None:
+        self.world.tasks.append((self.worker, task))
+
+    def peer(self, to: Any) -> FakePeer:
+        for each in self.world.workers:
+            if to in (each.record.rank, each.record.name, each.record.info):
+                peer = self.peers.get(each.record.rank)
+                if peer is None:
+                    peer = self.peers[each.record.rank] = FakePeer(self.worker, each)
+                    if each.dead:
+                        peer.state = "dead"
+                return peer
+        raise UnknownWorkerError(f"there is no worker {to!r}")
+
+    def call(
+        self,
+        peer: FakePeer,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        *,
+        future: Future[Any] | None = None,
+        keep: Any = None,
+        label: str | None = None,
+        letter: Any = None,
+    ) -> FakeCall:
+        world = self.world
+        if self.worker.dead:
+            raise Dead
+        peer.check_alive(f"cannot call {label}")
+        own = future if future is not None else Future()
+        call = FakeCall(peer, next(world.ids), label or str(function), own)
+        call.keep = (keep, function)
+        own._source = call
+        own.label = call
+        peer.pending[call.id] = call
+        if timeout:
+            self.clock.after(timeout, partial(self.submit, call.expire))
+        peer.out.append(partial(self._deliver, peer, call, function, args, kwargs, letter))
+        if future is None:
+            call.result = lambda: world.run_until(own)  # type: ignore[attr-defined]
+        return call
+
+    def _deliver(self, peer: FakePeer, call: FakeCall, function: Any, args: Any, kwargs: Any, letter: Any) -> None:
+        there = peer.target
+        if call.withdrawn:
+            return
+        call.sent = True
+        if there.dead:
+            return
+        back = there.agent.peer(self.record.rank)
+
+        def answer(value: Any, error: BaseException | None, executed: bool = True) -> None:
+            if there.dead:
+                return
+            if error is not None:
+                error = raised_there(error, there.record.name, executed=executed)
+            back.out.append(partial(self._answered, peer, call, value, error))
+
+        if letter is not None:
+            there.take(self.worker, letter.header, args, kwargs, answer)
+        else:
+            self.world.tasks.append((there, partial(self._execute, back, function, args, kwargs, answer)))
+
+    @staticmethod
+    def _execute(back: FakePeer, function: Any, args: Any, kwargs: Any, answer: Any) -> None:
+        token = CURRENT.set(SimpleNamespace(peer=back, deadline=float("inf"), cancelled=False, nested=[]))  # type: ignore[arg-type]
+        try:
+            value = function(*args, **kwargs)
+        except Exception as error:
+            answer(None, error)
+            return
+        finally:
+            CURRENT.reset(token)
+        if type(value) is Later:
+
+            def ready(done: Any) -> None:
+                if done._report is not None:
+                    done._report.seen = True
+                answer(done._value, done._error)
+
+            value.future.add_done_callback(ready)
+        else:
+            answer(value, None)
+
+    def _answered(self, peer: FakePeer, call: FakeCall, value: Any, error: BaseException | None) -> None:
+        if self.worker.dead or peer.pending.pop(call.id, None) is None:
+            return
+        if call.future._claim():
+            call.future._finish(value, error, self.submit)
+        call.done = True
+
+    def peer_ended(self, peer: FakePeer) -> None:
+        if peer.state != "alive":
+            return
+        peer.state, peer.cause = "dead", "its end of the connection closed"
+        while peer.pending:
+            _, call = peer.pending.popitem()
+            call.fail(peer.died(str(call), maybe_executed=call.sent))
+        for tell in list(self.on_peer_end):
+            tell(peer)
+
+
+class Dead(BaseException):
+    """Ends a task of a worker that is dead."""
+
+
+class Resident:
+    """An actor that writes down what it was asked to do."""
+
+    def __init__(self, worker: Worker, spec: Any) -> None:
+        self.worker = worker
+        self.spec = spec
+        self.queue: deque[tuple[Worker, dict[str, Any], Any, Any]] = deque()
+        self.ended = False
+
+    def work(self) -> None:
+        if self.ended or not self.queue or self.worker.dead:
+            return
+        caller, header, args, answer = self.queue.popleft()
+        world = self.worker.world
+        world.log.append((self.spec.actor_id, self.spec.epoch, caller.record.name, args[0] if args else None))
+        outcome = world.behaviour(self, header, args)
+        if isinstance(outcome, BaseException):
+            answer(None, outcome)
+        else:
+            answer(outcome, None)
+
+    def end(self) -> None:
+        self.ended = True
+        self.worker.residents_here.pop(self.spec.resident_id, None)
+        for _, _, _, answer in self.queue:
+            answer(None, ResidentGoneError(self.spec.resident_id, "ended"), False)
+        self.queue.clear()
+
+
+class Worker:
+    """One process."""
+
+    def __init__(self, world: World, name: str, rank: int) -> None:
+        self.world = world
+        self.record = WorkerRecord(name=name, rank=rank, incarnation=new_incarnation(), host="h")
+        self.key = WorkerKey(rank, self.record.incarnation)
+        self.dead = False
+        self.forgotten = False
+        self.residents_here: dict[int, Resident] = {}
+        self.agent = FakeAgent(self)
+        self.runtime: Any = SimpleNamespace(
+            agent=self.agent,
+            references=SimpleNamespace(me=self.key, default_timeout=lambda: 60.0),
+            spawner=world.spawner,
+            residents=self,
+        )
+        self.runtime.names = Names(self.runtime)
+        self.runtime.routes = Routes(self.runtime)
+        self.runtime.supervisor = Supervisor(self.runtime)
+
+    def take(self, caller: Worker, header: dict[str, Any], args: Any, kwargs: Any, answer: Any) -> None:
+        if header.get("c"):
+            (spec,) = args
+            self.world.tasks.append((self, partial(self._construct, spec, answer)))
+            return
+        resident = self.residents_here.get(header["a"])
+        if resident is None:
+            gone = ResidentGoneError(header["a"])
+            self.world.tasks.append((self, partial(answer, None, gone, False)))
+            return
+        resident.queue.append((caller, header, args, answer))
+        self.world.tasks.append((self, resident.work))
+
+    def _construct(self, spec: Any, answer: Any) -> None:
+        failure = self.world.constructor(spec)
+        if failure is not None:
+            answer(None, failure)
+            return
+        self.residents_here[spec.resident_id] = Resident(self, spec)
+        answer({"pid": 1000 + self.record.rank}, None)
+
+    def get(self, resident_id: int) -> Any:
+        """As Residents.get, for ``residents.end``."""
+        resident = self.residents_here.get(resident_id)
+        if resident is None:
+            return None
+
+        def end(how: str, why: str) -> Future[None]:
+            over: Future[None] = Future()
+
+            def step() -> None:
+                if how == "drain" and resident.queue and not resident.ended:
+                    resident.work()
+                    self.world.tasks.append((self, step))
+                    return
+                resident.end()
+                over.set_result(None)
+
+            step()
+            return over
+
+        return SimpleNamespace(end=end)
+
+    def die(self) -> None:
+        """End at once; the others hear of it some time."""
+        if self.dead:
+            return
+        self.dead = True
+        for peer in self.agent.peers.values():
+            # What was written may still arrive, or not.
+            keep = self.world.random.randint(0, len(peer.out))
+            while len(peer.out) > keep:
+                peer.out.pop()
+        for other in self.world.workers:
+            if other is not self:
+                seen = other.agent.peers.get(self.record.rank)
+                if seen is not None:
+                    self.world.tasks.append((other, partial(self._heard, other, seen)))
+        done = self.world.reports.pop(self.record.name, None)
+        if done is not None:
+            done.set_result(DeathReport(worker=self.record.name, pid=7, signal=9, stderr=("last words",)))
+
+    def _heard(self, other: Worker, seen: FakePeer) -> None:
+        back = self.agent.peers.get(other.record.rank)
+        if back is not None and back.out:  # the stream is read to its end first
+            self.world.tasks.append((other, partial(self._heard, other, seen)))
+            return
+        other.agent.peer_ended(seen)
+
+
+class Spawner:
+    """Starts workers of the world."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.released: list[str] = []
+        self.refuse = False
+
+    def spawn(self, spec: Any) -> Future[WorkerInfo]:
+        future: Future[WorkerInfo] = Future()
+
+        def start() -> None:
+            if self.refuse:
+                future.set_exception(OSError("no more processes"))
+                return
+            worker = self.world.add(f"{spec.label}-{len(self.world.workers)}")
+            self.world.reports[worker.record.name] = Future()
+            future.set_result(worker.record.info)
+
+        self.world.tasks.append((None, start))
+        return future
+
+    def _of(self, name: str) -> Worker:
+        return next(each for each in self.world.workers if each.record.name == name)
+
+    def release(self, name: str) -> None:
+        self.released.append(name)
+        self._of(name).forgotten = True
+
+    def kill(self, name: str) -> None:
+        self._of(name).die()
+
+    def owns(self, name: str) -> bool:
+        return "-" in name
+
+    def report(self, name: str) -> Future[DeathReport]:
+        future = self.world.reports.get(name)
+        if future is None:
+            future = Future()
+            future.set_result(DeathReport(worker=name, pid=7, signal=9, stderr=("last words",)))
+        return future
+
+
+class World:
+    """The group, and what happens in it.
+
+    Attributes:
+        log: ``(actor_id, epoch, caller, first argument)`` of each call that was executed, in order.
+        behaviour: gives what a method returns, or the exception that it raises.
+        constructor: gives the exception that a constructor raises, or None.
+    """
+
+    def __init__(self, monkeypatch: Any, seed: int, workers: int = 3, spawner: bool = False) -> None:
+        self.random = random.Random(seed)
+        self.ids = itertools.count(1)
+        self.tasks: list[tuple[Worker | None, Callable[[], Any]]] = []
+        self.clock = Clock(self)
+        self.log: list[tuple[int, int, str, Any]] = []
+        self.reports: dict[str, Future[DeathReport]] = {}
+        self.behaviour: Callable[[Resident, dict[str, Any], Any], Any] = lambda resident, header, args: args[0]
+        self.constructor: Callable[[Any], BaseException | None] = lambda spec: None
+        self.workers: list[Worker] = []
+        self.spawner = Spawner(self) if spawner else None
+        monkeypatch.setattr(supervisors, "RRef", FakeRRef)
+        monkeypatch.setattr(real_residents, "current", lambda: self.current.runtime if self.current else None)
+        monkeypatch.setattr(asking, "runtime", lambda: self.current.runtime)  # type: ignore[union-attr]
+        self.current: Worker | None = None
+        for number in range(workers):
+            self.add(f"w{number}")
+
+    def add(self, name: str) -> Worker:
+        worker = Worker(self, name, len(self.workers))
+        self.workers.append(worker)
+        return worker
+
+    # -- what users do ----------------------------------------------------------------------------------
+
+    def on(self, worker: Worker) -> None:
+        """What follows is done by this worker."""
+        self.current = worker
+        set_runtime(worker.runtime)
+
+    def create(self, worker: Worker, /, **options: Any) -> Route:
+        self.on(worker)
+        card = worker.runtime.supervisor.create(Counter, INFO, ActorOptions().merged(**options), (), {})
+        return worker.runtime.routes.of(card)
+
+    def call(self, worker: Worker, route: Route, *args: Any, method: str = "step", **options: Any) -> Future[Any]:
+        self.on(worker)
+        given = CALL if not options else CallOptions().merged(**options)
+        return route.call(INFO.methods[method], given, args, {}, refs=True)
+
+    # -- how time passes ---------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Let one thing happen; False if nothing can without time passing."""
+        links = [
+            (worker, peer) for worker in self.workers for peer in worker.agent.peers.values() if peer.out
+        ]
+        total = len(self.tasks) + len(links)
+        if not total:
+            return False
+        choice = self.random.randrange(total)
+        if choice < len(self.tasks):
+            worker, task = self.tasks.pop(choice)
+            if worker is not None and worker.dead:
+                return True
+            self._run(worker, task)
+        else:
+            worker, peer = links[choice - len(self.tasks)]
+            self._run(peer.target, peer.out.popleft())
+        return True
+
+    def _run(self, worker: Worker | None, task: Callable[[], Any]) -> None:
+        before = self.current
+        if worker is not None:
+            self.on(worker)
+        try:
+            task()
+        except Dead:
+            pass
+        finally:
+            if before is not None:
+                self.on(before)
+
+    def settle(self, seconds: float = 60.0) -> None:
+        """Let everything happen that happens within so much time."""
+        until = self.clock.now() + seconds
+        while True:
+            while self.step():
+                pass
+            if self.clock.now() >= until or self.clock.idle:
+                return
+            self.clock.advance(0.05)
+
+    def run_until(self, future: Future[Any]) -> Any:
+        for _ in range(100_000):
+            if future.done():
+                return future.wait()
+            if not self.step():
+                self.clock.advance(0.05)
+        raise AssertionError(f"{future} never ends")
+
+
+CALL = CallOptions()

@@ -1,0 +1,710 @@
+"""Streams: order, how far producers run ahead, errors, and every way in which they end early."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from actorrpc import errors, rpc
+from actorrpc.actors.object_ref import ObjectRef
+from actorrpc.actors.ref_generator import ObjectRefGenerator
+from actorrpc.actors.runtime import Runtime, current
+from actorrpc.actors.streams import StreamTicket, aproduce, close_stream, produce, pull
+from actorrpc.actors.waits import get
+from actorrpc.core import codec, keys
+from actorrpc.core.execution import Later
+from actorrpc.futures import Future
+from tests.actors.bare import alone, bare, begin, ended, here
+from tests.group import rpc_group
+
+_TINY = 0.05  # a time-out that is meant to pass
+
+
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    """A group of this process alone."""
+    with alone() as made:
+        yield made
+
+
+class _Log:
+    """What generators have done, for those who wait for it."""
+
+    def __init__(self) -> None:
+        self._change = threading.Condition()
+        self.lines: list[Any] = []
+
+    def add(self, line: Any) -> None:
+        with self._change:
+            self.lines.append(line)
+            self._change.notify_all()
+
+    def wait_for(self, line: Any) -> None:
+        with self._change:
+            self._change.wait_for(lambda: line in self.lines)
+
+    def take(self) -> list[Any]:
+        with self._change:
+            found, self.lines = self.lines, []
+            return found
+
+
+_log = _Log()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_log() -> Iterator[None]:
+    _log.take()
+    yield
+    _log.take()
+
+
+def count(n: int) -> Generator[int, None, None]:
+    yield from range(n)
+
+
+def logged(n: int) -> Generator[int, None, None]:
+    """Say what is produced, and how it ends."""
+    try:
+        for number in range(n):
+            _log.add(number)
+            yield number
+    except GeneratorExit:
+        _log.add("closed")
+        raise
+    finally:
+        _log.add("finally")
+
+
+def failing(n: int) -> Generator[int, None, None]:
+    yield from range(n)
+    raise LookupError(f"after {n}")
+
+
+# -- taking --------------------------------------------------------------------------------------------------
+
+
+def test_references_come_complete(runtime: Runtime) -> None:
+    refs = list(here(count, 4, 10))
+    assert all(type(ref) is ObjectRef and ref.done() for ref in refs)
+    assert get(refs) == list(range(10))
+    assert repr(refs[3]) == "ObjectRef(item 3 of count, complete)"
+    assert ended() == [None]
+    assert len(runtime.streams) == 0
+
+
+def test_values_come_as_they_are(runtime: Runtime) -> None:
+    assert list(here(count, 2, 5).values()) == [0, 1, 2, 3, 4]
+    assert list(here(count, 2, 0).values()) == []
+
+
+def test_it_can_be_iterated_over_in_asyncio(runtime: Runtime) -> None:
+    async def main() -> tuple[list[int], list[int]]:
+        values = [value async for value in here(count, 3, 20).values()]
+        refs = [await ref async for ref in here(count, 3, 20)]
+        return values, refs
+
+    assert asyncio.run(main()) == (list(range(20)), list(range(20)))
+
+
+@given(
+    items=st.lists(
+        st.one_of(
+            st.integers(),
+            st.none(),
+            st.text(max_size=5),
+            st.binary(max_size=5),
+            st.tuples(st.integers(), st.booleans()),
+            st.integers(1, 3).map(lambda n: "x" * (n * 400_000)),
+        ),
+        max_size=30,
+    ),
+    limit=st.integers(1, 20),
+    fails=st.booleans(),
+    wants=st.none() | st.integers(0, 30),
+)
+@settings(max_examples=80)
+@pytest.mark.limit(120)
+def test_consumers_see_what_generators_yield(
+    shared: Runtime, items: list[Any], limit: int, fails: bool, wants: int | None
+) -> None:
+    produced = 0
+    most = 0
+    taken = 0
+
+    def generate() -> Iterator[Any]:
+        nonlocal produced, most
+        for item in items:
+            produced += 1
+            most = max(most, produced - taken)
+            yield item
+        if fails:
+            raise LookupError("at the end")
+
+    _made.append(generate)
+    found: list[Any] = []
+    error: BaseException | None = None
+    with here(_next_made, limit) as stream:
+        values = stream.values()
+        while wants is None or taken < wants:
+            try:
+                # Counted before it is asked for: the producer may hear of it before this thread goes on.
+                taken += 1
+                found.append(next(values))
+            except StopIteration:
+                break
+            except LookupError as caught:
+                error = caught
+    assert ended() == [None]
+    assert len(shared.streams) == 0
+    assert found == items[:wants]
+    assert (error is not None) == (fails and (wants is None or wants > len(items)))
+    assert most <= limit + 1  # the one that is asked for counts
+
+
+_made: list[Callable[[], Any]] = []
+
+
+def _next_made() -> Any:
+    return _made.pop()()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Runtime]:
+    """A group of this process alone, for all examples of a test."""
+    with alone() as made:
+        yield made
+
+
+def test_items_are_taken_as_they_are_when_yielded(runtime: Runtime) -> None:
+    def reuse() -> Iterator[torch.Tensor]:
+        buffer = torch.zeros(50_000)
+        for _ in range(4):
+            buffer += 1
+            yield buffer
+
+    _made.append(reuse)
+    tensors = list(here(_next_made, 4).values())
+    assert [float(each[0]) for each in tensors] == [1, 2, 3, 4]
+    tensors[0].zero_()
+    assert float(tensors[1].sum()) == 100_000
+
+
+def test_large_items_come_a_few_at_a_time(runtime: Runtime) -> None:
+    def large() -> Iterator[bytes]:
+        for n in range(6):
+            yield bytes([n]) * 600_000
+
+    _made.append(large)
+    assert [each[0] for each in here(_next_made, 6).values()] == [0, 1, 2, 3, 4, 5]
+
+
+def test_several_threads_take_from_one_stream(runtime: Runtime) -> None:
+    stream = here(count, 5, 400)
+    found: list[int] = []
+
+    def take() -> None:
+        found.extend(stream.values())
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == list(range(400))
+
+
+def test_what_is_no_generator(runtime: Runtime) -> None:
+    future: Future[Any] = Future()
+    future.set_result(5)
+    stream: ObjectRefGenerator[Any] = ObjectRefGenerator(future, label="f")
+    with pytest.raises(TypeError, match="f did not return a generator but a int"):
+        next(stream.values())
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_a_call_that_fails(runtime: Runtime) -> None:
+    future: Future[Any] = Future()
+    stream: ObjectRefGenerator[Any] = ObjectRefGenerator(future, label="f")
+    end = stream.completed()
+    future.set_exception(ValueError("before anything"))
+    (ref,) = stream
+    for wait in (lambda: get(ref), lambda: get(end), lambda: get(stream.completed())):
+        with pytest.raises(ValueError, match="before anything"):
+            wait()
+
+
+# -- how far it runs ahead -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_producers_wait_for_their_consumers(runtime: Runtime, limit: int) -> None:
+    ticket = begin(logged, limit, 50)
+    producer = runtime.streams.get(ticket.stream)
+    _log.wait_for(limit - 1)
+    waits = producer.room()
+    assert waits is not None
+    assert _log.lines == list(range(limit))
+    assert pull(ticket.stream, 0) == (list(range(limit)), None)
+    assert not waits.done()  # sent is not taken
+    later = pull(ticket.stream, 1)
+    assert type(later) is Later
+    assert later.future.wait() == ([limit], None)
+    assert _log.lines == list(range(limit + 1))
+    close_stream(ticket.stream)
+    close_stream(ticket.stream)
+    assert ended() == [None]
+    assert _log.lines[-2:] == ["closed", "finally"]
+
+
+def test_nothing_is_produced_beyond_the_limit(runtime: Runtime) -> None:
+    stream = here(logged, 1, 10)
+    values = stream.values()
+    for number in range(4):
+        assert next(values) == number
+        _log.wait_for(number + 1)  # while this one is in hand, the next one is made
+        assert max(_log.lines) == number + 1
+    stream.close()
+    assert ended() == [None]
+
+
+def test_time_is_up_and_the_stream_goes_on(runtime: Runtime) -> None:
+    gate = threading.Event()
+
+    def slow() -> Iterator[int]:
+        yield 1
+        gate.wait()
+        yield 2
+
+    _made.append(slow)
+    stream = here(_next_made, 4)
+    assert get(stream.next(timeout=10)) == 1
+    with pytest.raises(errors.RpcTimeoutError, match=r"item 1 of _next_made was not there within 0.05 s"):
+        stream.next(timeout=_TINY)
+    assert not stream.is_finished()
+    gate.set()
+    assert get(stream.next()) == 2
+    with pytest.raises(StopIteration):
+        stream.next()
+    assert stream.is_finished()
+    assert "over" in repr(stream)
+
+
+# -- errors --------------------------------------------------------------------------------------------------
+
+
+def test_an_error_comes_in_its_place(runtime: Runtime) -> None:
+    refs = list(here(failing, 2, 3))
+    assert get(refs[:3]) == [0, 1, 2]
+    assert len(refs) == 4
+    with pytest.raises(LookupError, match="after 3") as caught:
+        get(refs[3])
+    assert isinstance(caught.value, errors.RemoteError)
+    assert "in failing" in caught.value.traceback
+    assert "streams.py" not in caught.value.traceback
+    values = here(failing, 2, 1).values()
+    assert next(values) == 0
+    with pytest.raises(LookupError, match="after 1"):
+        next(values)
+    with pytest.raises(StopIteration):
+        next(values)
+    assert ended() == [None, None]
+
+
+def test_items_that_cannot_be_sent_end_the_stream(runtime: Runtime) -> None:
+    def bad() -> Iterator[Any]:
+        yield 1
+        try:
+            yield {"lock": threading.Lock()}
+        finally:
+            _log.add("finally")
+
+    _made.append(bad)
+    values = here(_next_made, 4).values()
+    assert next(values) == 1
+    with pytest.raises(errors.SerializationError, match="lock"):
+        next(values)
+    assert ended() == [None]
+    assert _log.take() == ["finally"]
+
+
+def _load(text: str) -> Any:
+    raise ValueError(text)
+
+
+class _Unloadable:
+    def __reduce__(self) -> Any:
+        return _load, ("cannot be rebuilt",)
+
+
+def test_items_that_cannot_be_opened_fail_alone(runtime: Runtime) -> None:
+    def bad() -> Iterator[Any]:
+        yield 1
+        yield _Unloadable()
+        yield 3
+
+    _made.append(bad)
+    first, second, third = here(_next_made, 4)
+    assert get([first, third]) == [1, 3]
+    with pytest.raises(errors.SerializationError, match="cannot be rebuilt"):
+        get(second)
+
+
+def test_what_is_no_exception_is_raised_on_both_sides(runtime: Runtime) -> None:
+    def leave() -> Iterator[int]:
+        yield 1
+        raise SystemExit(3)
+
+    _made.append(leave)
+    first, second = here(_next_made, 4)
+    assert get(first) == 1
+    with pytest.raises(SystemExit):
+        get(second)
+    (error,) = ended()
+    assert isinstance(error, SystemExit)
+
+
+def test_a_generator_that_fails_when_it_is_closed(runtime: Runtime, caplog: pytest.LogCaptureFixture) -> None:
+    def stubborn() -> Iterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            raise LookupError("while closing")
+
+    _made.append(stubborn)
+    stream = here(_next_made, 1)
+    assert get(next(stream)) == 1
+    stream.close()
+    assert ended() == [None]
+    assert "raised while it was closed" in caplog.text
+
+
+# -- early ends ----------------------------------------------------------------------------------------------
+
+
+def test_close_runs_the_generators_finally(runtime: Runtime) -> None:
+    stream = here(logged, 2, 100)
+    assert get(next(stream)) == 0
+    end = stream.completed()
+    stream.close()
+    stream.close()
+    assert ended() == [None]
+    assert _log.take()[-2:] == ["closed", "finally"]
+    with pytest.raises(StopIteration):
+        next(stream)
+    with pytest.raises(errors.CancelledError, match="closed before its end"):
+        get(end)
+    assert stream.is_finished()
+    assert len(runtime.streams) == 0
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_dropping_it_closes_it(runtime: Runtime, taken: int) -> None:
+    stream = here(logged, 2, 100)
+    values = stream.values()
+    for number in range(taken):
+        assert next(values) == number
+    del stream
+    if not taken:
+        _log.wait_for(0)
+    del values
+    gc.collect()
+    assert ended() == [None]
+    assert _log.take()[-2:] == ["closed", "finally"]
+
+
+def test_dropping_it_before_the_call_has_begun(runtime: Runtime) -> None:
+    future: Future[Any] = Future()
+    stream: ObjectRefGenerator[Any] = ObjectRefGenerator(future, label="f")
+    cancelled = threading.Event()
+    future.add_done_callback(lambda _: cancelled.set())
+    del stream
+    gc.collect()
+    assert cancelled.wait(10)
+    assert future.cancelled()
+
+
+def test_closed_while_the_call_is_answered(runtime: Runtime) -> None:
+    class Source:
+        def cancel(self) -> bool:
+            return False  # too late
+
+        def flush(self) -> None:
+            pass
+
+    future: Future[Any] = Future()
+    future._source = Source()
+    stream: ObjectRefGenerator[Any] = ObjectRefGenerator(future, label="f")
+    stream.close()
+    future.set_result(begin(logged, 2, 100))
+    assert ended() == [None]
+    assert len(runtime.streams) == 0
+
+
+def test_closing_wakes_whoever_waits(runtime: Runtime) -> None:
+    future: Future[Any] = Future()
+    stream: ObjectRefGenerator[Any] = ObjectRefGenerator(future, label="f")
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(list(stream)))
+    thread.start()
+    while stream._consumer._signal is None:
+        threading.Event().wait(0.001)
+    stream.close()
+    thread.join()
+    assert found == [[]]
+
+
+def test_an_end_is_told_once_it_is_known(runtime: Runtime) -> None:
+    stream = here(count, 4, 3)
+    assert len(list(stream)) == 3
+    assert get(stream.completed()) is None
+    stream.close()
+    assert get(stream.completed()) is None or True
+
+
+def test_shutdown_ends_producers_and_consumers() -> None:
+    with alone() as made:
+        stream = here(logged, 2, 100)
+        assert get(next(stream)) == 0
+        made.streams.close()
+        (error,) = ended()
+        assert isinstance(error, errors.ShutdownError)
+        assert _log.take()[-2:] == ["closed", "finally"]
+        with pytest.raises(errors.RpcError):
+            list(stream.values())
+        ticket = begin(logged, 2, 100)
+        assert isinstance(ended()[0], errors.ShutdownError)
+        with pytest.raises(errors.RpcError, match="not there any more"):
+            pull(ticket.stream, 0)
+
+
+def test_errors_of_the_producers_worker_are_translated(runtime: Runtime) -> None:
+    def translated(how: Callable[[BaseException], Any]) -> BaseException:
+        stream: ObjectRefGenerator[Any] = ObjectRefGenerator(
+            rpc.rpc_async(0, _nowhere), label="f", translate=how
+        )
+        (ref,) = stream
+        error = ref.future().exception()
+        assert error is not None
+        return error
+
+    def late(error: BaseException) -> Future[Any]:
+        future: Future[Any] = Future()
+        threading.Thread(target=lambda: future.set_exception(LookupError("later"))).start()
+        return future
+
+    def wrong(error: BaseException) -> BaseException:
+        raise ZeroDivisionError
+
+    assert str(translated(lambda error: LookupError(f"means {type(error).__name__}"))) == "means RpcError"
+    assert str(translated(late)) == "later"
+    assert type(translated(wrong)) is ZeroDivisionError
+
+
+def _nowhere() -> StreamTicket:
+    runtime = current()
+    assert runtime is not None
+    return StreamTicket(runtime.streams.me, 1, 4)
+
+
+def test_it_cannot_travel(runtime: Runtime) -> None:
+    stream = here(count, 4, 3)
+    for send in (codec.dumps, copy.copy, lambda each: rpc.rpc_sync(0, str, (each,))):
+        with pytest.raises(errors.SerializationError, match="take its items here"):
+            send(stream)
+    assert len(list(stream)) == 3
+
+
+# -- async generators ----------------------------------------------------------------------------------------
+
+
+async def _ticks(n: int) -> AsyncIterator[int]:
+    try:
+        for number in range(n):
+            await asyncio.sleep(0)
+            _log.add(number)
+            yield number
+    finally:
+        _log.add("finally")
+
+
+async def _until(true: Callable[[], bool]) -> None:
+    for _ in range(10_000):
+        if true():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it does not come true")
+
+
+def test_async_generators(runtime: Runtime) -> None:
+    async def main() -> Any:
+        producers = [runtime.streams.open(2) for _ in range(2)]
+        streams: list[ObjectRefGenerator[int]] = []
+        for producer in producers:
+            future: Future[Any] = Future()
+            future.set_result(producer.ticket())
+            streams.append(ObjectRefGenerator(future, label="ticks"))
+        tasks = [asyncio.create_task(aproduce(_ticks(50), producer)) for producer in producers]  # type: ignore[arg-type]
+        values = [value async for value in streams[0].values()]
+        first = await anext(aiter(streams[1].values()))
+        streams[1].close()
+        await asyncio.gather(*tasks)
+        return values, first
+
+    assert asyncio.run(main()) == (list(range(50)), 0)
+    assert _log.take().count("finally") == 2
+    assert len(runtime.streams) == 0
+
+
+def test_async_generators_that_fail_and_are_cancelled(runtime: Runtime) -> None:
+    async def bad() -> AsyncIterator[int]:
+        yield 1
+        raise LookupError("async")
+
+    async def main() -> None:
+        producer = runtime.streams.open(2)
+        await aproduce(bad(), producer)  # type: ignore[arg-type]
+        items, end = pull(producer.stream, 0)
+        assert items == [1]
+        assert end
+        cancelled = runtime.streams.open(2)
+        task = asyncio.create_task(aproduce(_ticks(50), cancelled))  # type: ignore[arg-type]
+        await _until(lambda: cancelled.room() is not None)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        future: Future[Any] = Future()
+        future.set_result(cancelled.ticket())
+        values = ObjectRefGenerator(future, label="ticks").values()
+        assert [await anext(values), await anext(values)] == [0, 1]
+        with pytest.raises(errors.CancelledError, match="cancelled"):
+            await anext(values)
+        closed = runtime.streams.open(2)
+        runtime.streams.close()
+        with pytest.raises(errors.ShutdownError):
+            await aproduce(_ticks(50), closed)  # type: ignore[arg-type]
+
+    asyncio.run(main())
+
+
+# -- between workers -----------------------------------------------------------------------------------------
+
+
+def _streaming(rank: int, world_size: int) -> Any:
+    with bare():
+        if rank:
+            _over.wait()
+            assert ended() == [None, None, None]
+            return _log.take().count("finally")
+        values = list(here(count, 8, 1000, to=1).values())
+        stream = here(logged, 3, 1000, to=1)
+        some = [next(stream.values()) for _ in range(5)]
+        stream.close()
+        tensors = list(here(_tensors, 4, 6, to=1).values())
+        rpc.rpc_sync(1, _over.set)
+        return values == list(range(1000)), some, [float(each.sum()) for each in tensors]
+
+
+_over = threading.Event()
+
+
+def _tensors(n: int) -> Iterator[torch.Tensor]:
+    for number in range(n):
+        yield torch.full((100_000,), float(number))
+
+
+@pytest.mark.limit(60)
+def test_streams_between_workers() -> None:
+    (right, some, sums), finals = rpc_group(_streaming, 2)
+    assert right
+    assert some == [0, 1, 2, 3, 4]
+    assert sums == [n * 100_000.0 for n in range(6)]
+    assert finals == 1
+
+
+def _die() -> None:
+    os._exit(0)
+
+
+def _deaths(rank: int, world_size: int) -> Any:
+    """Worker 1 produces for 0 and 2; 2 dies, then 1."""
+    with bare() as runtime:
+        if rank == 1:
+            # The stream of the one that dies ends with it; the other one ends when this worker does.
+            _log.wait_for("finally")
+            _over.set()
+            threading.Event().wait()
+        if rank == 2:
+            stream = here(logged, 2, 1000, to=1)
+            next(stream)
+            rpc.rpc_sync(0, _over.set)
+            threading.Event().wait()
+        _over.wait()
+        stream = here(count, 2, 1000, to=1)
+        got = [next(stream.values()) for _ in range(3)]
+        with pytest.raises(errors.PeerDiedError):
+            rpc.rpc_sync(2, _die)
+        rpc.rpc_sync(1, _over_there)
+        with pytest.raises(errors.PeerDiedError):
+            rpc.rpc_sync(1, _die)
+        *_, last = stream
+        with pytest.raises(errors.PeerDiedError):
+            get(last)
+        assert len(runtime.streams) == 0
+        return got
+
+
+def _over_there() -> None:
+    _over.wait()
+
+
+@pytest.mark.limit(60)
+def test_both_ends_may_die() -> None:
+    try:
+        assert rpc_group(_deaths, 3, may_die=[1, 2])[0] == [0, 1, 2]
+    finally:
+        keys.sweep()  # the next worker to start would do it: the sockets of those that died
+
+
+def test_closing_and_taking_race(shared: Runtime) -> None:
+    for round_number in range(30):
+        stream = here(count, 3, 100)
+        found: list[int] = []
+
+        def take(stream: Any = stream, found: list[int] = found) -> None:
+            found.extend(stream.values())
+
+        taker = threading.Thread(target=take)
+        taker.start()
+        for _ in range(round_number % 7):
+            stream.is_finished()
+        stream.close()
+        taker.join()
+        assert found == list(range(len(found)))
+        assert ended() == [None]
+    assert len(shared.streams) == 0
+
+
+def test_a_producer_of_a_dead_consumer_is_closed_from_the_start(runtime: Runtime) -> None:
+    peer = runtime.agent.self_peer
+    before, peer.state = peer.state, "dead"
+    try:
+        producer = runtime.streams.open(4, peer)
+    finally:
+        peer.state = before
+    assert producer.closed
+    produce(logged(3), producer)
+    assert _log.take() == []
+    assert not producer.cancel()

@@ -1,0 +1,85 @@
+"""Run a script as the driver of a cluster, and workers of a cluster of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from actorrpc.actors.processes import ProcessSpec
+from actorrpc.cluster import processes
+from actorrpc.cluster.processes import LocalCluster
+
+__all__ = ["cluster", "script", "until", "workers"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+_HEAD = """
+import operator, os, signal, sys, threading, time
+from actorrpc import rpc
+from actorrpc.actors.processes import ProcessSpec
+from actorrpc.cluster import init, processes
+from tests.cluster import remotes
+
+def spawn(label="Counter", **spec):
+    return processes.current().spawn(ProcessSpec(label=label, **spec)).wait(60).name
+"""
+
+
+def cluster() -> LocalCluster:
+    """Return the cluster that this process drives."""
+    found = processes.current()
+    assert found is not None
+    return found
+
+
+@contextlib.contextmanager
+def workers(count: int = 1, label: str = "Counter", **spec: Any) -> Iterator[list[str]]:
+    """Run workers in the cluster that is there; kill them at the end."""
+    futures = [cluster().spawn(ProcessSpec(label=label, **spec)) for _ in range(count)]
+    names = [future.wait(50).name for future in futures]
+    try:
+        yield names
+    finally:
+        reports = [cluster().report(name) for name in names]
+        for name in names:
+            cluster().kill(name)
+        for report in reports:
+            report.wait(20)
+
+
+@contextlib.contextmanager
+def script(
+    directory: Path, source: str, *arguments: str, **options: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a script in a process of its own, with its output in pipes."""
+    path = directory / "script.py"
+    path.write_text(textwrap.dedent(_HEAD) + textwrap.dedent(source))
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT), **options.pop("env", {})}
+    process = subprocess.Popen(
+        [sys.executable, str(path), *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for something that nothing announces; bounded by the test's limit."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.005)

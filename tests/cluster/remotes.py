@@ -1,0 +1,112 @@
+"""What the tests of the cluster run in its workers: light to import, as each worker does it anew."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import torch
+
+from actorrpc import rpc
+from actorrpc.actors.processes import ProcessSpec
+from actorrpc.cluster.processes import spawn
+
+_kept: list[Any] = []
+
+
+def facts() -> dict[str, Any]:
+    """Say how this process is dressed."""
+    return {
+        "pid": os.getpid(),
+        "directory": os.getcwd(),
+        "threads": torch.get_num_threads(),
+        "environment": dict(os.environ),
+        "random": (random.random(), torch.rand(1).item(), _numpy()),
+        "names": sorted(thread.name for thread in threading.enumerate()),
+        "main": vars(sys.modules["__main__"]).get("__file__"),
+        "path": list(sys.path),
+        "stdin": os.read(0, 1),
+        "group": os.getpgid(0),
+        "sigint": signal.getsignal(signal.SIGINT) is not signal.SIG_IGN,
+        "worker": rpc.get_worker_info().name,
+    }
+
+
+def _numpy() -> float:
+    import numpy
+
+    return float(numpy.random.random())
+
+
+def say(*lines: str, to: str = "stdout", end: str = "\n") -> None:
+    """Print lines."""
+    print(*lines, sep="\n", end=end, file=getattr(sys, to))
+    getattr(sys, to).flush()
+
+
+def leave_with(code: int) -> None:
+    """End this process with an exit code, at once."""
+    print("about to exit", file=sys.stderr, flush=True)
+    os._exit(code)
+
+
+def crash() -> None:
+    """Crash in C."""
+    ctypes.string_at(0)
+
+
+def allocate(size: int) -> None:
+    """Touch much memory, and let it go."""
+    torch.ones(size, dtype=torch.uint8)
+
+
+def sleeper() -> int:
+    """Start a process that sleeps, and return its number."""
+    process = subprocess.Popen(["sleep", "1000"])
+    _kept.append(process)
+    return process.pid
+
+
+def call(to: str, *chain: str) -> list[int]:
+    """Return the process ids along a chain of workers."""
+    found = rpc.rpc_sync(to, os.getpid) if not chain else rpc.rpc_sync(to, call, chain)
+    return [os.getpid(), *(found if isinstance(found, list) else [found])]
+
+
+def names() -> list[str]:
+    """Return the names of all workers."""
+    return [info.name for info in rpc.get_worker_infos()]
+
+
+def spawn_another(label: str) -> str:
+    """Start a process from a worker, and return its name."""
+    driver = rpc.get_worker_info(0)
+    info = rpc.rpc_sync(driver, spawn, (ProcessSpec(label=label), rpc.get_worker_info().name))
+    return info.name
+
+
+def try_init() -> str:
+    """Return the error of an init() in a worker."""
+    from actorrpc.cluster import init
+
+    try:
+        init()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def make() -> torch.Tensor:
+    """Make a value that stays here."""
+    return torch.arange(5)
+
+
+def wait_for_ever() -> None:
+    """Wait."""
+    threading.Event().wait()
