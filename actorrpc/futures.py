@@ -43,8 +43,8 @@ class Station(Protocol):
 
     work: Any  # true where something may run
 
-    def begin_wait(self, stir: Callable[[], None]) -> None:
-        """Note that the thread is about to wait; ``stir()`` makes it look at ``work``."""
+    def begin_wait(self, stir: Callable[[], None], what: object) -> None:
+        """Note that the thread is about to wait for ``what``; ``stir()`` makes it look at ``work``."""
 
     def end_wait(self) -> None:
         """Note that it waits no more."""
@@ -103,6 +103,33 @@ class _Reporter:
 _reporter = _Reporter()
 
 
+def _twin(error: BaseException) -> BaseException:
+    """Return an error like this one, without what is attached to it when it is raised.
+
+    torch's half of a future keeps the twin. The collector cannot look into that half: if it kept the error itself,
+    whose traceback leads to the frames that waited, and so to the future, all of that would stay for ever.
+    """
+    cls = type(error)
+    try:
+        native = next(each for each in cls.__mro__ if each.__module__ == "builtins")
+        twin: BaseException = native.__new__(cls, *error.args)
+        native.__init__(twin, *error.args)
+        twin.__dict__.update(error.__dict__)
+    except Exception:
+        twin = RuntimeError(f"{cls.__qualname__}: {error!r}")
+    cause = error.__cause__
+    if cause is not None and cause.__traceback__ is None:
+        twin.__cause__ = cause
+    return twin
+
+
+def _unwrap(result: Any) -> Any:
+    """What torch does with the value of a failed future before it returns it."""
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
 class Future(torch.futures.Future[T], Generic[T]):
     """The result of something that is still under way.
 
@@ -158,14 +185,8 @@ class Future(torch.futures.Future[T], Generic[T]):
             self._error = error
             self._report = _Unretrieved(error, self.label)
             self._done = True
-
-            def unwrap(result: Any) -> Any:
-                if isinstance(result, BaseException):
-                    raise result
-                return result
-
-            _base_set_unwrap(self, unwrap)
-            _base_set_result(self, error)
+            _base_set_unwrap(self, _unwrap)
+            _base_set_result(self, _twin(error))
         self._source = None
         while self._waiters:
             try:
@@ -312,7 +333,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 except RuntimeError:
                     pass
 
-            station.begin_wait(stir)
+            station.begin_wait(stir, self)
         try:
             # Looking again after the append closes the race with a completion that saw an empty list.
             while not self._done:

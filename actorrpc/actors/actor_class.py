@@ -49,6 +49,12 @@ def is_importable(obj: Any) -> bool:
     return found is obj
 
 
+def _own(actor_class: Any) -> dict[str, Any]:
+    """Return the attributes of the actor class itself: its ``__dict__`` is that of the class."""
+    found: dict[str, Any] = object.__getattribute__(actor_class, "__dict__")
+    return found
+
+
 class _Making(type):
     """``ActorClass(Cls)`` makes one without looking at ``__init__``, which is that of the class it is made of."""
 
@@ -56,7 +62,8 @@ class _Making(type):
         if not isinstance(actor, type):
             raise TypeError(f"an ActorClass is made of a class, not of {actor!r}")
         made: Any = object.__new__(cls)  # type: ignore[arg-type]
-        made.__dict__.update(
+        own = _own(made)
+        own.update(
             __actor_class__=actor,
             _actorrpc_options=options if options is not None else ActorOptions(),
             _actorrpc_shared=_Shared(made),
@@ -64,7 +71,7 @@ class _Making(type):
         )
         for name in functools.WRAPPER_ASSIGNMENTS:
             if name not in ("__annotations__", "__type_params__"):
-                made.__dict__[name] = getattr(actor, name, None)
+                own[name] = getattr(actor, name, None)
         return made
 
 
@@ -168,8 +175,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
 
     def _with(self, options: ActorOptions, alias: Any) -> ActorClass[P, C]:
         made: ActorClass[P, C] = ActorClass(self.__actor_class__, options)
-        made.__dict__["_actorrpc_shared"] = self._actorrpc_shared
-        made.__dict__["_actorrpc_alias"] = alias
+        _own(made).update(_actorrpc_shared=self._actorrpc_shared, _actorrpc_alias=alias)
         return made
 
     @staticmethod
@@ -220,7 +226,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
     def __getattr__(self, name: str) -> Any:
         if name in _offered:
             return functools.partial(_offered[name], self)
-        actor = self.__dict__.get("__actor_class__")
+        actor = _own(self).get("__actor_class__")
         if actor is None:
             raise AttributeError(name)
         return getattr(actor, name)
@@ -279,13 +285,23 @@ class ActorClass(Generic[P, C], metaclass=_Making):
         return _rebuild, (_ClassItself(self), self._actorrpc_options, self._actorrpc_alias)
 
 
-# What Python itself may ask a class for, and ActorClass has of its own as an object.
+# What Python and its libraries (dataclasses, for one) ask a class for, and ActorClass has of its own as an object.
 _OF_THE_CLASS: Final = frozenset(
-    {"__init__", "__new__", "__init_subclass__", "__subclasshook__", "__class_getitem__"}
+    {
+        "__annotations__",
+        "__class_getitem__",
+        "__dict__",
+        "__init__",
+        "__init_subclass__",
+        "__new__",
+        "__orig_bases__",
+        "__parameters__",
+        "__subclasshook__",
+    }
 )
 
 
 def _rebuild(actor: type, options: ActorOptions, alias: Any) -> ActorClass[..., Any]:
     made: ActorClass[..., Any] = ActorClass(actor, options)
-    made.__dict__["_actorrpc_alias"] = alias
+    _own(made)["_actorrpc_alias"] = alias
     return made

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import itertools
 import logging
-import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
-
-from actorrpc.actors.streams import aproduce, produce
 
 from actorrpc.actors.crew import Interrupted, Station
 from actorrpc.actors.exits import ActorExit
@@ -24,11 +20,13 @@ from actorrpc.actors.mailbox import Entry, Lane
 from actorrpc.actors.object_ref import Kept
 from actorrpc.actors.reports import send_checkpoint
 from actorrpc.actors.snapshot import Snapshot
+from actorrpc.actors.spec import ResidentGoneError
+from actorrpc.actors.streams import aproduce, produce
 from actorrpc.core import messages
-from actorrpc.core.calls import CURRENT, FRAME_BIT, Execution
+from actorrpc.core.calls import CURRENT, Execution
 from actorrpc.core.execution import ASYNC_MARK, Later, future_of
 from actorrpc.core.frames import CREDIT, LETTER, pack_frame
-from actorrpc.errors import ActorDiedError, CancelledError, RpcError, RpcTimeoutError
+from actorrpc.errors import CancelledError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
 
 if TYPE_CHECKING:
@@ -41,21 +39,11 @@ INFINITE: Final = float("inf")
 KEPT_BYTES: Final = 64 << 10  # larger results stay with their actor until somebody fetches them
 _MAX_DEPTH: Final = 60  # calls nested on one thread
 _NOTHING: Final = object()
-_executions = itertools.count(int.from_bytes(os.urandom(4), "little") << 24)
 
-
-def _new_execution() -> int:
-    return next(_executions) & ((1 << FRAME_BIT) - 1) | 1 << FRAME_BIT
-
-
-def died(resident: Resident, why: str) -> ActorDiedError:
-    """Return the error of a call that was running when its actor ended."""
-    error = ActorDiedError(
-        f"actor {resident.title} on worker {resident.agent.name!r} has ended: {why}; this call was running",
-        maybe_executed=True,
-        worker=resident.agent.name,
-    )
-    error.actor = resident.title
+def died(resident: Resident, why: str) -> ResidentGoneError:
+    """Return the error of a call that was running when its actor ended; its caller asks the supervisor what comes next."""
+    error = ResidentGoneError(resident.id, why)
+    error.maybe_executed = True
     return error
 
 
@@ -104,7 +92,7 @@ class Callee:
             raise RecursionError(
                 f"actor {self.resident.title}: calls that descend from each other are nested {_MAX_DEPTH} deep in it"
             )
-        id = _new_execution()
+        id = self.runtime.residents.new_execution()
         execution = entry.execution = Execution(peer, frame.id, entry.deadline, id)
         execution.path = (*entry.path, id)
         execution.actor = self.resident
@@ -226,15 +214,28 @@ class Callee:
         return self._instance_rref
 
     def _stream(self, entry: LetterEntry, generator: Any) -> None:
-        producer = self.runtime.streams.open(int(entry.header.get("q", 16)), entry.peer)
+        producer = self.runtime.streams.open(
+            int(entry.header.get("q", 16)), entry.peer, owner=self.resident
+        )
         if not self.answer(entry, producer.ticket(), keep=False):
             producer.close()
             generator.close()
             return
+        producer.serves(entry.frame.id)
         if entry.conn is not None:
             entry.conn.flush(True)
-        produce(generator, producer)
+        produce(generator, producer, partial(self._end_of_stream, entry))
         self._save()
+
+    def _end_of_stream(self, entry: LetterEntry, error: BaseException) -> BaseException:
+        """Say what the consumer of a stream gets for what the generator has raised."""
+        if isinstance(error, ActorExit):
+            return died(self.resident, str(error) or "exit_actor() was called in it")
+        if isinstance(error, (Interrupted, CancelledError)):
+            if self.resident.state in ("closing", "over"):
+                return died(self.resident, self.resident.why)
+            return CancelledError(f"{self.label(entry)} was interrupted: its call was cancelled")
+        return error
 
     def _answer_later(self, entry: LetterEntry, future: Any) -> None:
         def ready(done: Any) -> None:
@@ -259,7 +260,7 @@ class Callee:
         if loop is None or not self._may_start(entry):
             self.resident.finished(lane, self.mailbox.done(lane))
             return
-        id = _new_execution()
+        id = self.runtime.residents.new_execution()
         execution = entry.execution = Execution(entry.peer, entry.frame.id, entry.deadline, id)
         execution.path = (*entry.path, id)
         execution.actor = self.resident
@@ -290,12 +291,15 @@ class Callee:
             for interceptor in reversed(self.agent.interceptors):
                 call = interceptor.wrap(execution, method, args, kwargs, call)
             if kind == "async_generator":
-                producer = self.runtime.streams.open(int(entry.header.get("q", 16)), entry.peer)
+                producer = self.runtime.streams.open(
+                    int(entry.header.get("q", 16)), entry.peer, owner=self.resident
+                )
                 generator = call()
                 if self.answer(entry, producer.ticket(), keep=False):
+                    producer.serves(entry.frame.id)
                     if entry.conn is not None:
                         entry.conn.flush()
-                    await aproduce(generator, producer)
+                    await aproduce(generator, producer, partial(self._end_of_stream, entry))
                 else:
                     producer.close()
                     await generator.aclose()

@@ -21,7 +21,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from actorrpc.actors.mailbox import Entry, Lane, Todo
-from actorrpc.futures import WAITING
+from actorrpc.core.calls import Call
+from actorrpc.futures import WAITING, Future
 
 if TYPE_CHECKING:
     from actorrpc.actors.resident import Resident
@@ -74,9 +75,9 @@ class Station:
         self.leads = False
         self.running: Entry | None = None
         self._resident = resident
-        self._lane = lane
+        self.lane = lane
         self._ending = False
-        self._stirs: list[Callable[[], None]] = []
+        self._stirs: list[tuple[Callable[[], None], object]] = []
         self._parked = threading.Lock()
         self._parked.acquire()
         # Guards the delivery of an interruption against the end of what it is for; leaf.
@@ -95,12 +96,23 @@ class Station:
         """Whether the thread is in one of our waits."""
         return bool(self._stirs)
 
+    @property
+    def waits_for(self) -> Call | None:
+        """The call that the thread waits for; None where it does not wait, or for something else."""
+        try:
+            what = self._stirs[-1][1]
+        except IndexError:
+            return None
+        if isinstance(what, Future):
+            what = what._source
+        return what if isinstance(what, Call) else None
+
     def wake(self) -> None:
         """Have the thread look for work, whether it is parked or waits for something."""
         stirs = self._stirs
         if stirs:
             try:
-                stirs[-1]()
+                stirs[-1][0]()
                 return
             except IndexError:
                 pass
@@ -113,7 +125,7 @@ class Station:
 
     def retire(self) -> bool:
         """End the thread if it is idle."""
-        if not self._resident.mailbox.leave(self._lane, self):
+        if not self._resident.mailbox.leave(self.lane, self):
             return False
         self.end()
         return True
@@ -126,7 +138,7 @@ class Station:
     def _run(self) -> None:
         self.ident = threading.get_ident()
         WAITING.station = self
-        resident, lane, mailbox = self._resident, self._lane, self._resident.mailbox
+        resident, lane, mailbox = self._resident, self.lane, self._resident.mailbox
         try:
             while True:
                 entry, todo = mailbox.take(lane, self)
@@ -163,19 +175,21 @@ class Station:
 
     # -- while it waits ----------------------------------------------------------------------------
 
-    def begin_wait(self, stir: Callable[[], None]) -> None:
+    def begin_wait(self, stir: Callable[[], None], what: object) -> None:
         """See futures.Station."""
-        self._stirs.append(stir)
-        if self._lane.yielding and len(self._stirs) == 1:
-            todo = self._resident.mailbox.rest(self._lane)
+        self._stirs.append((stir, what))
+        if self.lane.waiting:
+            self._resident.runtime.residents.deadlocks.poke()
+        if self.lane.yielding and len(self._stirs) == 1:
+            todo = self._resident.mailbox.rest(self.lane)
             if todo is not None:
                 self._resident.carry_out(todo)
 
     def end_wait(self) -> None:
         """See futures.Station."""
         self._stirs.pop()
-        if self._lane.yielding and not self._stirs:
-            self._resident.mailbox.resume(self._lane)
+        if self.lane.yielding and not self._stirs:
+            self._resident.mailbox.resume(self.lane)
 
     def serve(self) -> None:
         """See futures.Station."""

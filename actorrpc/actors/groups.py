@@ -17,7 +17,18 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, cast, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Final,
+    Generic,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+    cast,
+    overload,
+)
 
 from actorrpc.actors.actor_class import ActorClass, offer_class
 from actorrpc.actors.fanout import share
@@ -28,7 +39,7 @@ from actorrpc.actors.runtime import runtime
 from actorrpc.actors.waits import Completed, as_completed
 from actorrpc.core.calls import CURRENT
 from actorrpc.errors import ActorError, CancelledError, ConfigError, WrongTypeError
-from actorrpc.futures import Future
+from actorrpc.futures import Future, collect_all
 
 if TYPE_CHECKING:
     from actorrpc.actors.handle import ActorHandle, ActorMethod
@@ -45,6 +56,7 @@ Options: TypeAlias = Mapping[str, Any] | Callable[[Point], Mapping[str, Any]]
 _Slice: TypeAlias = slice  # in the classes, `slice` is the method
 
 _log = logging.getLogger("actorrpc.actors")
+_ASK_S: Final = 10.0  # how long a supervisor may take to answer
 
 
 def _route(handle: ActorHandle[Any]) -> Route:
@@ -307,16 +319,18 @@ class ActorGroup(Generic[C]):
         elif coords:
             raise ConfigError("give a rank or coordinates, not both")
         at = self._mesh.origin_ranks[self._mesh.coords_of(rank).rank]
-        old = crew.handles[at]
-        _quietly(_route(old).kill(True))
+        _kill([crew.handles[at]])
         made = crew.make(crew.mesh.coords_of(at))
         crew.handles[at] = made
         return made
 
     def kill(self) -> None:
-        """Kill all members of this group, or slice, at once. What they were doing fails with ActorDiedError."""
-        for handle in _handles(self):
-            _quietly(_route(handle).kill(True))
+        """Kill all members of this group, or slice, at once. What they were doing fails with ActorDiedError.
+
+        Raises:
+            RpcTimeoutError: a worker that looks after members does not answer within 10 s.
+        """
+        _kill(_handles(self))
 
     def ready(self) -> ObjectRef[None]:
         """Return an ObjectRef that is complete when all members have been constructed.
@@ -438,14 +452,13 @@ def _look(done: Future[Any]) -> None:
     done.value()
 
 
-def _quietly(future: Future[Any]) -> None:
-    """Take note of a failure that interests nobody, so that it is not reported."""
-
-    def seen(done: Future[Any]) -> None:
-        if done._report is not None:
-            done._report.seen = True
-
-    future.add_done_callback(seen)
+def _kill(handles: list[ActorHandle[Any]]) -> None:
+    """Have actors killed, and wait until those who look after them have seen to it."""
+    asked = [_route(handle).kill(True) for handle in handles]
+    collect_all(asked).wait(_ASK_S)
+    for future in asked:
+        if future._report is not None:
+            future._report.seen = True  # whoever looked after it is gone, and so is the actor
 
 
 # -- calling --------------------------------------------------------------------------------------------------

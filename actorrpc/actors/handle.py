@@ -134,11 +134,18 @@ class ActorMethod(Generic[P, Out]):
         return ActorMethod(state["_actorrpc_card"], state["_actorrpc_route"], info, options)
 
 
-def shaped(future: Future[Any], info: MethodInfo, options: CallOptions, label: object = None) -> Any:
+def shaped(
+    future: Future[Any],
+    info: MethodInfo,
+    options: CallOptions,
+    label: object = None,
+    route: Route | None = None,
+) -> Any:
     """Return what ``remote`` gives for a call: an ObjectRef, several, none, or a stream."""
     count = options.num_returns
     if count == "streaming" or info.streams:
-        return ObjectRefGenerator(future)
+        translate = None if route is None else partial(route.explain, info, options)
+        return ObjectRefGenerator(future, translate=translate)
     if count == 1:
         return ObjectRef(future, label=label)
     return [ObjectRef(each, label=label) for each in _split(future, count)] if count else None

@@ -37,6 +37,7 @@ class LetterEntry(Entry):
         "office",
         "opened",
         "peer",
+        "suspected",
         "task",
         "whole",
     )
@@ -61,6 +62,7 @@ class LetterEntry(Entry):
         self.task: asyncio.Task[Any] | None = None
         self.office: Resident | None = None
         self.whole = whole
+        self.suspected = 0  # the execution that seems to wait for this call, which waits for it
 
     def cancel(self) -> None:
         """Give the call up: its caller wants it no more. Runs on a pool thread."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from actorrpc.core import exceptions
-from actorrpc.errors import ActorDiedError, ActorUnavailableError
+from actorrpc.errors import ActorDiedError, ActorUnavailableError, RemoteError, RemoteTraceback
 
 if TYPE_CHECKING:
     from actorrpc.actors.fates import Restarting
     from actorrpc.actors.plans import Plan
 
-__all__ = ["died", "orphaned", "unavailable"]
+__all__ = ["died", "not_made", "orphaned", "unavailable"]
 
 
 def died(
@@ -67,3 +67,24 @@ def orphaned(title: str, supervisor: str, error: BaseException) -> ActorDiedErro
         actor=title,
         worker=supervisor,
     )
+
+
+def not_made(error: BaseException, worker: str | None) -> tuple[str, bool]:
+    """Say why an incarnation could not be made, and whether that is final: it is, but where only the place was missing.
+
+    Args:
+        error: what the worker has answered, or kept it from being asked.
+        worker: its name; None where there was none yet.
+    """
+    original = exceptions.original(error)
+    what = f"{type(original).__name__}: {original}"
+    if isinstance(error, RemoteError) and not isinstance(original, ActorDiedError) and worker is not None:
+        if original.__cause__ is None:
+            original.__cause__ = RemoteTraceback(error.traceback)  # for those who print it
+        text, final = f"its constructor raised {what}", True
+    elif worker is not None:
+        text, final = f"it could not be made on worker {worker!r}: {what}", True
+    else:
+        text, final = f"no process could be started for it: {what}", False
+    original.__traceback__ = None
+    return text, final

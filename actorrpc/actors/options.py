@@ -272,12 +272,11 @@ def _names(cls: type[Any]) -> tuple[str, ...]:
 def _unknown(name: str, allowed: tuple[str, ...], what: str) -> ConfigError:
     if name in _ELSEWHERE:
         return ConfigError(f"{name!r} is an option of Ray's that makes no sense here: {_ELSEWHERE[name]}")
+    others = [other for other in _KINDS if name in _names(_KINDS[other])]
     close = difflib.get_close_matches(name, allowed, n=2)
-    hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-    if not close:
-        others = [other for other in _KINDS if name in _names(_KINDS[other])]
-        if others:
-            hint = f" It is an option of {' and of '.join(others)}."
+    hint = f" It is an option of {' and of '.join(others)}." if others else ""
+    if close:
+        hint += f" Did you mean {' or '.join(map(repr, close))}?"
     return ConfigError(
         f"{name!r} is not an option of {what}.{hint} The options of {what} are: {', '.join(allowed)}"
     )

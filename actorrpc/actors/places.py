@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc.actors.asking import peer_of
+from actorrpc.actors.asking import looked_at, peer_of
 from actorrpc.actors.options import NEW_PROCESS
 from actorrpc.actors.processes import DeathReport
 from actorrpc.core.peer import Peer
@@ -84,6 +84,13 @@ class Places:
         except RpcError:
             return True
 
+    def cause(self, key: WorkerKey | None) -> str:
+        """Return what is known of why a worker ended; empty where nothing is."""
+        try:
+            return "" if key is None else peer_of(self._agent, key).cause
+        except RpcError:
+            return ""
+
     def report(self, worker: str, go: Callable[[DeathReport | None], None]) -> None:
         """Call ``go``, on a pool thread, with the report on a process's end, or None where there is none in a second."""
         spawner = self._runtime.spawner
@@ -101,8 +108,7 @@ class Places:
             submit(partial(take, report))
 
         def ready(done: Future[DeathReport]) -> None:
-            if done._report is not None:
-                done._report.seen = True
+            looked_at(done)
             tell(done._value if done._error is None else None)
 
         spawner.report(worker).add_done_callback(ready)

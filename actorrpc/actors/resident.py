@@ -20,7 +20,7 @@ from actorrpc.actors.mailbox import Entry, Lane, Mailbox, Todo
 from actorrpc.actors.reports import send_ended
 from actorrpc.actors.spec import ActorSpec, ResidentGoneError
 from actorrpc.core.frames import Frame
-from actorrpc.errors import CancelledError
+from actorrpc.errors import CancelledError, RpcError
 from actorrpc.futures import Future
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ class Resident:
             return
         if todo.wake or todo.start:
             self.carry_out(todo)
+        if lane.waiting and not lane.is_async and any(each.waiting for each in self.crew):
+            self.runtime.residents.deadlocks.poke()
         if entry.seat is not None and not entry.seat.waiting:  # type: ignore[attr-defined]
             self.agent.clock.after(_BLOCKED_S, partial(self._look_after, entry))
         if entry.whole and "u" in header:
@@ -210,6 +212,13 @@ class Resident:
             return
         self.interrupt(entry)
 
+    def withdraw(self, entry: LetterEntry, error: RpcError) -> None:
+        """End a call that waits with an error; does nothing if it has had its turn."""
+        todo = self.mailbox.cancel(entry)
+        if todo is not None:
+            self.callee.refuse(entry, error)
+            self.carry_out(todo)
+
     def interrupt(self, entry: Entry) -> None:
         """Interrupt the station that runs an entry, if one does."""
         for station in list(self.crew):
@@ -303,6 +312,7 @@ class Resident:
             self.state = "closing"
             self._ending = None
         running = self._close("closing")
+        self.runtime.streams.abort(self, died(self, self.why))
         for entry in running:
             self.callee.fail(entry, died(self, self.why))
             self.interrupt(entry)

@@ -6,6 +6,8 @@ pickle, and hands everything else to the pool. ``_lock`` guards the table of act
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -13,10 +15,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from actorrpc.actors.crew import Stations
+from actorrpc.actors.deadlocks import Deadlocks
 from actorrpc.actors.letter_entry import LetterEntry
 from actorrpc.actors.resident import Resident
 from actorrpc.actors.runtime import current, runtime
 from actorrpc.actors.spec import ResidentGoneError
+from actorrpc.core.calls import FRAME_BIT
 from actorrpc.core.execution import Later
 from actorrpc.core.frames import Frame, unpack_extra
 from actorrpc.errors import ProtocolError
@@ -56,7 +60,10 @@ class Residents:
         self._table: dict[int, Resident] = {}
         self._ended: dict[int, str] = {}
         self._stations = Stations()
+        self.deadlocks = Deadlocks(runtime)
         self._closed = False
+        # Not at import: processes that were forked from one another would all begin with the same number.
+        self._executions = itertools.count(int.from_bytes(os.urandom(5), "little") << 22)
         self._agent.post = self
         self._agent.on_peer_end.append(self._peer_ended)
 
@@ -107,6 +114,10 @@ class Residents:
         self._agent.executor.refuse(conn, frame, error)
         if conn is not None:
             conn.flush()
+
+    def new_execution(self) -> int:
+        """Return a number for an execution that no other worker has."""
+        return next(self._executions) & ((1 << FRAME_BIT) - 1) | 1 << FRAME_BIT
 
     # -- who is here -------------------------------------------------------------------------------
 

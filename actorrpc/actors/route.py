@@ -171,6 +171,28 @@ class Route:
             line.launch(future, plan, args, kwargs, seconds, unresolved)
         return future
 
+    def explain(
+        self, method: MethodInfo, options: CallOptions, error: BaseException
+    ) -> BaseException | Future[Any]:
+        """Say what it means that a stream of the actor has broken off with an error.
+
+        Returns:
+            The error to raise, or a future that fails with it when it is known what has become of the actor.
+        """
+        if type(error) is not PeerDiedError:
+            return error
+        line = self._line
+        plan = line.plan_of(method, options, False)
+        number = line.next_number()
+        future = ResultFuture(self, plan, number)
+        future.label = f"the stream of {plan.label}"
+        if plan.peer is not None and plan.peer.state == "alive":
+            return line.unavailable(plan, True)  # it lives again
+        line.flying[number] = future
+        if future._claim():
+            future._finish(None, error)
+        return future
+
     # -- where and whether it is --------------------------------------------------------------------------
 
     def located(self) -> Future[Location]:

@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, Final
 
 from actorrpc.actors.runtime import runtime
@@ -87,6 +87,7 @@ class Producer:
     __slots__ = (
         "_agent",
         "_asked",
+        "_call",
         "_closed",
         "_end",
         "_error",
@@ -94,17 +95,24 @@ class Producer:
         "_lock",
         "_produced",
         "_room",
+        "_stopped",
         "_streams",
         "_taken",
         "limit",
+        "on_close",
+        "owner",
         "peer",
         "stream",
     )
 
-    def __init__(self, streams: Streams, agent: Agent, stream: int, limit: int, peer: Peer | None) -> None:
+    def __init__(
+        self, streams: Streams, agent: Agent, stream: int, limit: int, peer: Peer | None, owner: object
+    ) -> None:
         self.stream = stream
         self.limit = limit
         self.peer = peer
+        self.owner = owner
+        self.on_close: Callable[[], object] | None = None
         self._streams = streams
         self._agent = agent
         self._lock = threading.RLock()
@@ -112,26 +120,45 @@ class Producer:
         self._produced = 0
         self._taken = 0  # by the consumer, of all that were produced
         self._end: bytes | None = None
-        self._closed = False  # nobody wants more
+        self._stopped = False  # no more is to be produced
+        self._closed = False  # and none of what has been is wanted
         self._error: ShutdownError | None = None
         self._room: Future[None] | None = None  # the producing side waits for it
         self._asked: Future[Batch] | None = None  # the pull that waits for items
+        self._call: int | None = None
 
     def ticket(self) -> StreamTicket:
         """Return what the consumer needs to pull."""
         return StreamTicket(self._streams.me, self.stream, self.limit)
 
+    def serves(self, call: int) -> None:
+        """Have the stream closed when the call that it answers is cancelled: the ticket may never have come to anybody.
+
+        Args:
+            call: the number that the call has at ``peer``; it has been answered.
+        """
+        peer = self.peer
+        assert peer is not None
+        self._call = call
+        peer.running[call] = self
+        # Looked at after the entry in ``running``: a cancellation is seen in one place or the other.
+        if call in peer.cancelled:
+            peer.cancelled.pop(call, None)
+            self.close()
+        if self._closed:
+            self._streams.forget(self)
+
     @property
     def closed(self) -> bool:
         """Whether nobody wants more items."""
-        return self._closed
+        return self._stopped
 
     # -- the producing side -----------------------------------------------------------------------------
 
     def room(self) -> Future[None] | None:
         """Return None where another item may be produced (or nobody wants any), and else a future to wait for."""
         with self._lock:
-            if self._closed or self._produced - self._taken < self.limit:
+            if self._stopped or self._produced - self._taken < self.limit:
                 return None
             room = self._room
             if room is None or room._done:
@@ -152,7 +179,7 @@ class Producer:
             packed = Snapshot.of(item)
             size = packed.nbytes
         with self._lock:
-            if self._closed or self._end is not None:
+            if self._stopped or self._end is not None:
                 return
             self._produced += 1
             self._items.append((packed, size))
@@ -166,12 +193,30 @@ class Producer:
         """End the stream with an error, which the consumer gets behind the items that are there."""
         self._finish(exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps))
 
+    def abort(self, error: BaseException) -> None:
+        """End the stream from outside: as :meth:`fail`, and the generator is closed at its yield."""
+        self.fail(error)
+        self._stop()
+
     def _finish(self, end: bytes) -> None:
         with self._lock:
             if self._closed or self._end is not None:
                 return
             self._end = end
         self._answer()
+
+    def _stop(self) -> None:
+        """Have no more produced."""
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            room, self._room = self._room, None
+            on_close, self.on_close = self.on_close, None
+        if room is not None and room._claim():
+            room._finish(None, None)
+        if on_close is not None:
+            on_close()
 
     def close(self, error: ShutdownError | None = None) -> None:
         """Want no more: items are dropped, and the generator is closed at its yield. Idempotent.
@@ -186,21 +231,16 @@ class Producer:
             self._error = error
             dropped = list(self._items)
             self._items.clear()
-            room, self._room = self._room, None
             asked, self._asked = self._asked, None
         del dropped
         self._streams.forget(self)
-        if room is not None and room._claim():
-            room._finish(None, None)
+        self._stop()
         if asked is not None and asked._claim():
             asked._finish(None, error or _gone(self.stream))
 
-    def cancel(self) -> bool:
-        """Close the stream because its call was cancelled; False if it was over."""
-        if self._closed:
-            return False
+    def cancel(self) -> None:
+        """Close the stream because its call was cancelled, or its consumer has died."""
         self.close()
-        return True
 
     def check(self) -> None:
         """Raise ShutdownError if that is why the stream was closed."""
@@ -269,6 +309,7 @@ class Producer:
             with self._lock:
                 self._closed = True
             self._streams.forget(self)
+            self._stop()
 
 
 class Streams:
@@ -285,17 +326,18 @@ class Streams:
     def __len__(self) -> int:
         return len(self._producers)
 
-    def open(self, limit: int, peer: Peer | None = None) -> Producer:
+    def open(self, limit: int, peer: Peer | None = None, *, owner: object = None) -> Producer:
         """Begin a stream.
 
         Args:
             limit: how many items may be produced and not yet taken, at least 1.
             peer: whose it is: the stream ends with it. By default the caller of the call that is being executed.
+            owner: whatever may :meth:`abort` it.
         """
         if peer is None:
             execution = CURRENT.get()
             peer = None if execution is None else execution.peer
-        producer = Producer(self, self._agent, next(self._numbers), max(1, limit), peer)
+        producer = Producer(self, self._agent, next(self._numbers), max(1, limit), peer, owner)
         self._producers[producer.stream] = producer
         if self._over:
             producer.close(_shut_down())
@@ -321,6 +363,15 @@ class Streams:
     def forget(self, producer: Producer) -> None:
         """Note that a stream is over."""
         self._producers.pop(producer.stream, None)
+        call, peer = producer._call, producer.peer
+        if call is not None and peer is not None and peer.running.get(call) is producer:
+            del peer.running[call]
+
+    def abort(self, owner: object, error: BaseException) -> None:
+        """End all streams of an owner: their consumers get the error behind what has been produced."""
+        for producer in list(self._producers.values()):
+            if producer.owner is owner:
+                producer.abort(error)
 
     def close(self) -> None:
         """End all streams: who produces or pulls gets ShutdownError. Later ones are closed from the start."""
@@ -365,7 +416,17 @@ def close_stream(stream: int) -> None:
 # -- running generators --------------------------------------------------------------------------------------
 
 
-def produce(generator: Generator[Any, Any, Any], producer: Producer) -> None:
+#: Says what the consumer gets for what a generator raised.
+Explain = Callable[[BaseException], BaseException]
+
+
+def _as_it_is(error: BaseException) -> BaseException:
+    return error
+
+
+def produce(
+    generator: Generator[Any, Any, Any], producer: Producer, explain: Explain = _as_it_is
+) -> None:
     """Run a generator on this thread until it is over or nobody wants more; what it raises goes to the consumer.
 
     The thread waits through futures, so that calls which descend from this one can run meanwhile.
@@ -390,7 +451,7 @@ def produce(generator: Generator[Any, Any, Any], producer: Producer) -> None:
                 return
             producer.put(item)
     except BaseException as error:
-        producer.fail(_without_our_frame(error))
+        producer.fail(explain(_without_our_frame(error)))
         if not isinstance(error, Exception):
             raise
     finally:
@@ -407,8 +468,14 @@ def _close(generator: Generator[Any, Any, Any], producer: Producer) -> None:
         )
 
 
-async def aproduce(generator: AsyncGenerator[Any, Any], producer: Producer) -> None:
-    """Run an async generator until it is over or nobody wants more. As :func:`produce`, but no thread waits."""
+async def aproduce(
+    generator: AsyncGenerator[Any, Any], producer: Producer, explain: Explain = _as_it_is
+) -> None:
+    """Run an async generator until it is over or nobody wants more. As :func:`produce`, but no thread waits.
+
+    A generator that awaits something when its stream is closed gets CancelledError there.
+    """
+    stop = _Stop(producer)
     try:
         while True:
             room = producer.room()
@@ -418,16 +485,18 @@ async def aproduce(generator: AsyncGenerator[Any, Any], producer: Producer) -> N
             if producer.closed:
                 break
             try:
-                item = await anext(generator)
+                item = await stop.next(generator)
             except StopAsyncIteration:
                 producer.end()
                 return
             producer.put(item)
     except BaseException as error:
+        if stop.meant(error):
+            return
         if isinstance(error, asyncio.CancelledError):  # the task's; to the consumer, its call was cancelled
-            producer.fail(CancelledError("the generator was cancelled", maybe_executed=True))
+            producer.fail(explain(CancelledError("the generator was cancelled", maybe_executed=True)))
         else:
-            producer.fail(_without_our_frame(error))
+            producer.fail(explain(_without_our_frame(error)))
         if not isinstance(error, Exception):
             raise
     finally:
@@ -439,6 +508,48 @@ async def aproduce(generator: AsyncGenerator[Any, Any], producer: Producer) -> N
                 producer.stream,
             )
     producer.check()
+
+
+class _Stop:
+    """Cancels the task of an async generator where it awaits something and its stream is closed.
+
+    Everything but :meth:`_ring` runs on the loop's thread.
+    """
+
+    __slots__ = ("_awaits", "_loop", "_rung", "_task")
+
+    def __init__(self, producer: Producer) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._awaits = False
+        self._rung = False
+        producer.on_close = self._ring
+
+    async def next(self, generator: AsyncGenerator[Any, Any]) -> Any:
+        """Return the generator's next item."""
+        self._awaits = True
+        try:
+            return await anext(generator)
+        finally:
+            self._awaits = False
+
+    def meant(self, error: BaseException) -> bool:
+        """Say whether this is why ``error``, a cancellation, was raised; it is then dealt with."""
+        if not self._rung or not isinstance(error, asyncio.CancelledError) or self._task is None:
+            return False
+        # Whoever else has cancelled the task wants it to end, and counts as well.
+        return self._task.uncancel() == 0
+
+    def _ring(self) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._stop)
+        except RuntimeError:  # the loop is closed
+            pass
+
+    def _stop(self) -> None:
+        if self._awaits and self._task is not None:
+            self._rung = True
+            self._task.cancel()
 
 
 def _without_our_frame(error: BaseException) -> BaseException:

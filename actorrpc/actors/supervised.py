@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from actorrpc.actors.fates import ActorState, Restarting
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.options import ActorOptions
     from actorrpc.actors.snapshot import Snapshot
 
-__all__ = ["Phase", "Supervised"]
+__all__ = ["Anchor", "Phase", "Supervised"]
 
 Phase = Literal["starting", "alive", "restarting", "ending", "dead"]
 _SHOWN: Final = {
@@ -25,6 +26,23 @@ _SHOWN: Final = {
     "ending": "ENDING",
     "dead": "DEAD",
 }
+
+
+class Anchor:
+    """Stands for an actor. It is the value of an RRef, and dies when no handle holds a fork of that any more.
+
+    Args:
+        drop: called with the actor's id then; only queues, as it may be called anywhere.
+    """
+
+    __slots__ = ("_actor_id", "_drop")
+
+    def __init__(self, drop: Callable[[int], None], actor_id: int) -> None:
+        self._drop = drop
+        self._actor_id = actor_id
+
+    def __del__(self) -> None:
+        self._drop(self._actor_id)
 
 
 class Supervised:

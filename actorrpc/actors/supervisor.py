@@ -5,7 +5,7 @@ thread: what takes time goes on in the callback of a future, or by the clock. Ea
 ``resident_id`` of its own, and news of one that is not the present one are old news.
 
 ``_lock`` guards the table and every :class:`Supervised` in it. Nothing is called out under it; it is re-entrant, as the
-collector may run there. ``_Anchor.__del__`` only appends to ``_dropped``, whose single steps are atomic.
+collector may run there. ``Anchor.__del__`` only appends to ``_dropped``, whose single steps are atomic.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc.actors import residents
-from actorrpc.actors.asking import call_quietly, create_detached, peer_of
+from actorrpc.actors import obituaries, residents
+from actorrpc.actors.asking import call_quietly, create_detached, looked_at, peer_of
 from actorrpc.actors.fates import ActorState, Restarting
 from actorrpc.actors.places import Places
 from actorrpc.actors.processes import DeathReport, ProcessSpec
 from actorrpc.actors.snapshot import Snapshot
 from actorrpc.actors.spec import Card, Location, ResidentGoneError
-from actorrpc.actors.supervised import Supervised
+from actorrpc.actors.supervised import Anchor, Supervised
 from actorrpc.core import exceptions
 from actorrpc.core.letters import Letter
 from actorrpc.core.peer import Peer
@@ -34,7 +34,6 @@ from actorrpc.errors import (
     ActorUnavailableError,
     PeerDiedError,
     RemoteError,
-    RemoteTraceback,
     RpcError,
     ShutdownError,
 )
@@ -54,19 +53,6 @@ _REMEMBERED: Final = 10_000  # dead actors
 _UNSEEN_S: Final = 30.0  # how long an actor may be dead for a caller and alive for us
 _CREATE_S: Final = 60.0  # how long rank 0 may take to take note of a detached actor
 _END_S: Final = 5.0  # how long actors may take to end when this process leaves
-
-
-class _Anchor:
-    """Stands for an actor. It is the value of an RRef, and dies when no handle holds a fork of that any more."""
-
-    __slots__ = ("_actor_id", "_supervisor")
-
-    def __init__(self, supervisor: Supervisor, actor_id: int) -> None:
-        self._supervisor = supervisor
-        self._actor_id = actor_id
-
-    def __del__(self) -> None:
-        self._supervisor.drop(self._actor_id)
 
 
 class Supervisor:
@@ -173,7 +159,7 @@ class Supervisor:
         with self._lock:
             self._actors[actor_id] = actor
         if options.lifetime != "detached":
-            card = replace(card, anchor=RRef(_Anchor(self, actor_id)))
+            card = replace(card, anchor=RRef(Anchor(self.drop, actor_id)))
         self._agent.submit(partial(self._begin, actor))
         return card
 
@@ -209,7 +195,7 @@ class Supervisor:
             self._not_made(actor, resident_id, error)
 
     def _spawned(self, actor: Supervised, resident_id: int, done: Future[Any]) -> None:
-        _looked_at(done)
+        looked_at(done)
         if done._error is not None:
             self._agent.submit(partial(self._not_made, actor, resident_id, done._error))
             return
@@ -226,7 +212,7 @@ class Supervisor:
             self._runtime.spawner.kill(worker.name)  # nobody wants it any more
 
     def _neighbour(self, actor: Supervised, resident_id: int, done: Future[Location]) -> None:
-        _looked_at(done)
+        looked_at(done)
 
         def go() -> None:
             try:
@@ -265,7 +251,7 @@ class Supervisor:
         return True
 
     def _constructed(self, actor: Supervised, resident_id: int, done: Future[Any]) -> None:
-        _looked_at(done)
+        looked_at(done)
         error = done._error
         if error is not None:
             if type(error) is PeerDiedError:
@@ -299,20 +285,11 @@ class Supervisor:
     def _not_made(self, actor: Supervised, resident_id: int, error: BaseException) -> None:
         """See to an incarnation that could not be made: for good, unless only its process could not be started again."""
         original = exceptions.original(error)
-        what = f"{type(original).__name__}: {original}"
         if isinstance(original, ActorDiedError) and actor.killed:
             return  # whoever killed it sees to the rest
-        if isinstance(error, RemoteError) and not isinstance(original, ActorDiedError):
-            text = f"its constructor raised {what}"
-            if original.__cause__ is None:
-                original.__cause__ = RemoteTraceback(error.traceback)  # for those who print it
-            final = True
-        elif actor.worker is None:
-            text = f"no process could be started for it: {what}" if actor.place is None else what
+        text, final = obituaries.not_made(error, None if actor.worker is None else actor.worker_name)
+        if not final:
             final = actor.epoch == 0 or actor.place is not None
-        else:
-            text, final = f"it could not be made on worker {actor.worker_name!r}: {what}", True
-        original.__traceback__ = None
         self.ended(actor, resident_id, text, cause=original, final=final)
 
     def _peer_ended(self, peer: Peer) -> None:
@@ -335,15 +312,8 @@ class Supervisor:
         if report is not None:
             text = report.describe()
         else:
-            cause = ""
-            try:
-                found = self._agent.peer(actor.worker.rank) if actor.worker is not None else None
-                cause = found.cause if found is not None else ""
-            except RpcError:
-                pass
-            text = f"worker {actor.worker_name!r}, where it lived, has ended" + (
-                f": {cause}" if cause else ""
-            )
+            why = self._places.cause(actor.worker)
+            text = f"worker {actor.worker_name!r}, where it lived, has ended" + (f": {why}" if why else "")
         if actor.killed:
             text = f"it was killed with kill(): {text}"
         self.ended(actor, resident_id, text, report=report)
@@ -509,7 +479,7 @@ class Supervisor:
         """
         future: Future[Any] = Future()
         future.label = "the location of an actor"
-        future.add_done_callback(_looked_at)
+        future.add_done_callback(looked_at)
         found: Location | Restarting | None = None
         with self._lock:
             actor = self._actors.get(actor_id)
@@ -619,19 +589,11 @@ class Supervisor:
             except RpcError:
                 pass
         spawner = self._runtime.spawner
-        for actor, resident_id, process in living:
+        for _, _, process in living:
             if process is not None and spawner is not None:
-                with self._lock:
-                    actor.process = None
                 spawner.release(process)
-            del resident_id
         for actor in actors:
             self._bury(actor, why)
-
-
-def _looked_at(done: Future[Any]) -> None:
-    if done._report is not None:
-        done._report.seen = True
 
 
 def _complete(future: Future[Any], value: Any, error: BaseException | None = None) -> None:

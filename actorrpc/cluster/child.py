@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import logging
+import multiprocessing.util
 import os
 import random
 import sys
@@ -41,6 +43,10 @@ def main(job: dict[str, Any]) -> NoReturn:
     try:
         # A crash in C shows where it was, in the death report, which has the last lines only.
         faulthandler.enable(file=2, all_threads=False)
+        # What libraries have registered in the fork server is for its exit, and takes 50 ms; as multiprocessing does.
+        atexit._clear()
+        atexit.register(logging.shutdown)
+        atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
         _work(job)
         code = 0
     except KeyboardInterrupt:

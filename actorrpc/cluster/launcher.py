@@ -9,6 +9,7 @@ the thread that has it. Nothing but the short send is called under it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -26,7 +27,7 @@ from actorrpc.cluster.wire import Reader, send
 from actorrpc.core.interrupts import uninterruptible
 from actorrpc.core.threads import Pool
 
-__all__ = ["ForkServer"]
+__all__ = ["ForkServer", "import_path"]
 
 _WINDOW: Final = 4  # commands to fork that the server has not answered yet
 _SEND_S: Final = 10.0
@@ -53,6 +54,16 @@ os.environ.update(dict.fromkeys(names, "1"))
 from actorrpc.cluster.fork_server import main
 main(fd, before)
 """
+
+
+def import_path() -> list[str]:
+    """Return ``sys.path`` as another process needs it, whatever its directory."""
+    found = []
+    for entry in sys.path:
+        if isinstance(entry, str):
+            with contextlib.suppress(OSError):  # relative to a directory that was removed
+                found.append(os.path.abspath(entry))
+    return found
 
 
 class ForkServer:
@@ -85,9 +96,8 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self.is_ready = False
         self.is_gone = False
-        #: what the server had at its start: children are told only what has changed since
+        #: the variables that the server had at its start: children are told only what has changed since
         self.environment: dict[str, str] = {}
-        self.path: list[str] = []
 
     @property
     def pid(self) -> int:
@@ -105,8 +115,7 @@ class ForkServer:
         try:
             ours.settimeout(_SEND_S)
             self.environment = dict(os.environ)
-            self.path = list(sys.path)
-            path = json.dumps([os.path.abspath(each) for each in sys.path]).encode()
+            path = json.dumps(import_path()).encode()
             flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
             self._process = subprocess.Popen(
                 [sys.executable, *flags, "-c", _BOOT, str(theirs.fileno())],

@@ -260,6 +260,7 @@ def _after_fork() -> None:
     cluster = processes.current()
     if cluster is not None:
         set_cluster(None)
+        runtime.set_runtime(None)
         cluster.abandon()
 
 

@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from typing import Any, Final
 from actorrpc.actors.processes import DeathReport, ProcessSpec
 from actorrpc.cluster.devices import Devices
 from actorrpc.cluster.directory import Directory
-from actorrpc.cluster.launcher import ForkServer
+from actorrpc.cluster.launcher import ForkServer, import_path
 from actorrpc.cluster.leaving import leave, leave_when_idle
 from actorrpc.cluster.logs import Logs, Output
 from actorrpc.core import keys
@@ -230,12 +229,12 @@ class LocalCluster:
             if not name or "=" in name or "\0" in name + value:
                 raise ConfigError(f"there can be no environment variable {name!r}={value!r}")
             environment[name] = value
-        path = [os.path.abspath(each) for each in sys.path if isinstance(each, str)]
+        path = import_path()
         directory = spec.working_dir
         if directory is not None:
-            directory = os.path.abspath(directory)
             if not os.path.isdir(directory):
                 raise ConfigError(f"working_dir {spec.working_dir!r} of {spec.label!r} is not a directory")
+            directory = os.path.abspath(directory)
             path.insert(0, directory)
         else:
             with contextlib.suppress(OSError):  # the driver's own was removed: then that of the server
@@ -409,7 +408,11 @@ class LocalCluster:
             self._reported(process, message)
         for other in list(self._processes.values()):
             if other.creator == process.name:  # nobody looks after it any more
-                self.kill(other.name)
+                if message["code"] == 0:
+                    self.release(other.name)  # it may be at its end already: some seconds for that
+                    self.leaving(other.name)
+                else:
+                    self.kill(other.name)
         for other in list(self._waiting):
             try:
                 self._try_devices(other)

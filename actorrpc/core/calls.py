@@ -180,7 +180,7 @@ class Call:
         bounded = None if until == INFINITE else until
         station = WAITING.station
         if station is not None and not self.done:
-            station.begin_wait(self.stir)
+            station.begin_wait(self.stir, self)
             try:
                 return self._wait(bounded, station)
             finally:

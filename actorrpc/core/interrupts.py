@@ -73,7 +73,7 @@ def checkpoint() -> None:
 def _quiet() -> None:
     try:
         os.eventfd_read(state.wake_fd)
-    except (BlockingIOError, OSError):
+    except (BlockingIOError, OSError, ValueError):  # ValueError: it was closed
         pass
 
 

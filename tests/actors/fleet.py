@@ -211,7 +211,9 @@ class FakeAgent:
             call.result = lambda: world.run_until(own)  # type: ignore[attr-defined]
         return call
 
-    def _deliver(self, peer: FakePeer, call: FakeCall, function: Any, args: Any, kwargs: Any, letter: Any) -> None:
+    def _deliver(
+        self, peer: FakePeer, call: FakeCall, function: Any, args: Any, kwargs: Any, letter: Any
+    ) -> None:
         there = peer.target
         if call.withdrawn:
             return
@@ -454,7 +456,9 @@ class World:
         self.clock = Clock(self)
         self.log: list[tuple[int, int, str, Any]] = []
         self.reports: dict[str, Future[DeathReport]] = {}
-        self.behaviour: Callable[[Resident, dict[str, Any], Any], Any] = lambda resident, header, args: args[0]
+        self.behaviour: Callable[[Resident, dict[str, Any], Any], Any] = lambda resident, header, args: args[
+            0
+        ]
         self.constructor: Callable[[Any], BaseException | None] = lambda spec: None
         self.workers: list[Worker] = []
         self.spawner = Spawner(self) if spawner else None
@@ -482,7 +486,9 @@ class World:
         card = worker.runtime.supervisor.create(Counter, INFO, ActorOptions().merged(**options), (), {})
         return worker.runtime.routes.of(card)
 
-    def call(self, worker: Worker, route: Route, *args: Any, method: str = "step", **options: Any) -> Future[Any]:
+    def call(
+        self, worker: Worker, route: Route, *args: Any, method: str = "step", **options: Any
+    ) -> Future[Any]:
         self.on(worker)
         given = CALL if not options else CallOptions().merged(**options)
         return route.call(INFO.methods[method], given, args, {}, refs=True)

@@ -599,8 +599,11 @@ def test_forced_shutdown(here: None) -> None:
     queue.put(1)
     other, _ = get(_Pair.remote().pair.remote(queue))
     queue.shutdown(force=True)
-    with pytest.raises(ActorDiedError):
-        other.get()
+    try:
+        while True:  # what is on its way may still be executed
+            other.put(1)
+    except ActorDiedError:
+        pass
 
 
 @ActorClass

@@ -98,7 +98,13 @@ def test_options_go_into_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
     line.send = send
     options = CallOptions().merged(priority=3, concurrency_group="io", num_returns=2, allow_out_of_order=True)
     route.call(INFO.methods["step"], options, (1,), {}, refs=False)
-    route.call(INFO.methods["step"], CallOptions().merged(num_returns="streaming", max_buffered_items=4), (1,), {}, refs=True)
+    route.call(
+        INFO.methods["step"],
+        CallOptions().merged(num_returns="streaming", max_buffered_items=4),
+        (1,),
+        {},
+        refs=True,
+    )
     base = {"a": line.location.resident_id, "m": "step"}
     assert headers == [
         {**base, "g": "io", "y": 3, "nr": 2, "o": 1},
@@ -285,7 +291,13 @@ def test_actor_errors_keep_their_attributes_on_the_wire() -> None:
     cause = ValueError("no")
     cause.__cause__ = RemoteTraceback("the lines of another worker")
     error = ActorDiedError(
-        "it is dead", maybe_executed=False, worker="w", actor="A#1", method="m", report={"exit_code": 3}, cause=cause
+        "it is dead",
+        maybe_executed=False,
+        worker="w",
+        actor="A#1",
+        method="m",
+        report={"exit_code": 3},
+        cause=cause,
     )
     twice = pickle.loads(pickle.dumps(error))
     data = exceptions.dump(error, worker="w", dumps=codec.dumps)
@@ -404,7 +416,12 @@ def _play(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
             world.on(worker)
             argument: Any = number if chance.random() < 0.7 else [number]
             future = way.call(
-                INFO.methods["step"], options, (argument,), {}, refs=True, timeout=chance.choice([None, None, 5.0])
+                INFO.methods["step"],
+                options,
+                (argument,),
+                {},
+                refs=True,
+                timeout=chance.choice([None, None, 5.0]),
             )
             ends[number] = 0
 

@@ -54,9 +54,7 @@ def workers(count: int = 1, label: str = "Counter", **spec: Any) -> Iterator[lis
 
 
 @contextlib.contextmanager
-def script(
-    directory: Path, source: str, *arguments: str, **options: Any
-) -> Iterator[subprocess.Popen[str]]:
+def script(directory: Path, source: str, *arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
     """Run a script in a process of its own, with its output in pipes."""
     path = directory / "script.py"
     path.write_text(textwrap.dedent(_HEAD) + textwrap.dedent(source))

@@ -53,9 +53,9 @@ def test_a_spawn_fails_when_the_server_dies_meanwhile() -> None:
 def test_a_server_that_cannot_import_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('this is not torch')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with init():
-        with pytest.raises(PeerDiedError, match="(?s)'Unlucky' could not be started.*this is not torch"):
-            cluster().spawn(ProcessSpec(label="Unlucky")).wait(30)
+    says = r"(?s)'Unlucky' could not be started.*this is not torch"
+    with init(), pytest.raises(PeerDiedError, match=says):
+        cluster().spawn(ProcessSpec(label="Unlucky")).wait(30)
 
 
 _KEY = """

@@ -64,7 +64,9 @@ def _settings() -> tuple[Any, ...]:
 
 def test_init_again_says_what_is_there() -> None:
     with init(namespace="first") as context:
-        with pytest.raises(RpcError, match="the driver of an embedded cluster already.*actors can be used at once"):
+        with pytest.raises(
+            RpcError, match=r"the driver of an embedded cluster already.*actors can be used at once"
+        ):
             init()
         with init(ignore_reinit_error=True) as again:
             assert isinstance(again, Context)
@@ -214,7 +216,9 @@ elif how == "thread":
 """
 
 
-@pytest.mark.parametrize("how", ["end", "raise", "exit", "os._exit", "thread", "kill", "interrupt", "terminate"])
+@pytest.mark.parametrize(
+    "how", ["end", "raise", "exit", "os._exit", "thread", "kill", "interrupt", "terminate"]
+)
 def test_nothing_is_left_however_the_driver_ends(tmp_path: Path, how: str) -> None:
     runtime_directory = tmp_path / "run"
     runtime_directory.mkdir(mode=0o700)
@@ -232,7 +236,7 @@ def test_nothing_is_left_however_the_driver_ends(tmp_path: Path, how: str) -> No
         assert len(pids) == 4
         if how in signals:
             os.killpg(process.pid, signals[how])  # as Ctrl-C in a terminal does it
-        code, out, err = _finish(process)
+        code, _, err = _finish(process)
         # The one that outlives the driver by a moment is the fork server; nobody waits for it.
         until(lambda: not any(_runs(pid) for pid in pids))
         until(lambda: not list(runtime_directory.iterdir()))
@@ -287,10 +291,12 @@ with init():
 """
 
 
-@pytest.mark.parametrize("inside", ["install,enter", "start", "_launch,spawn", "_park", "_wait_gone", "_close_down", "close"])
+@pytest.mark.parametrize(
+    "inside", ["install,enter", "start", "_launch,spawn", "_park", "_wait_gone", "_close_down", "close"]
+)
 def test_ctrl_c_at_any_time_leaves_no_mess(tmp_path: Path, inside: str) -> None:
     with script(tmp_path, _INTERRUPTED, inside) as process:
-        code, out, err = _finish(process)
+        code, _, err = _finish(process)
     assert code == 0, err
     assert err == ""
 
@@ -300,7 +306,11 @@ def test_ctrl_c_at_any_time_leaves_no_mess(tmp_path: Path, inside: str) -> None:
 
 def test_a_fork_of_the_driver_has_no_cluster() -> None:
     with init(), workers(1) as (name,):
-        before = set(os.listdir("/proc/self/fd"))
+        server = cluster().server
+        assert server is not None
+        assert server._sock is not None
+        before = os.listdir("/proc/self/fd")
+        ours = {_link(str(fd)) for fd in (server._sock.fileno(), *cluster().logs._pipes)}
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -309,16 +319,12 @@ def test_a_fork_of_the_driver_has_no_cluster() -> None:
                 assert processes.current() is None
                 with pytest.raises(NotInitializedError):
                     rpc.rpc_sync(name, os.getpid)
-                links = [_link(fd) for fd in before]
-                assert not any("pipe" in link for link in links if link in _ours), links
+                assert not [link for link in map(_link, before) if link in ours]
                 code = 0
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert rpc.rpc_sync(name, remotes.names) == ["driver", name]
-
-
-_ours: set[str] = set()
 
 
 def _link(fd: str) -> str:
@@ -346,7 +352,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_fork_that_outlives_the_driver_keeps_nothing_alive(tmp_path: Path) -> None:
     with script(tmp_path, _FORK) as process:
-        _, out, err = _finish(process)
+        _, out, _ = _finish(process)
         child, *pids = map(int, out.split())
         try:
             until(lambda: not any(_runs(pid) for pid in pids))

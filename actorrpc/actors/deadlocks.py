@@ -1,0 +1,174 @@
+"""Deadlocks: serial actors that wait for each other in a circle, found and broken.
+
+Where calls wait for an actor, and the actor itself waits for a call for a second, its worker asks the worker of that
+call what *it* waits for, and so on. Only what is certain is followed: a method that waits for one call, and a call that waits for
+the one method that a serial actor runs. If the question comes back to where it began, twice in a row, then none of them can ever go on: the call
+that closes the circle fails with DeadlockError, which names all of it. (Edge chasing, after Chandy, Misra and Haas.)
+
+Runs on the clock's thread and on pool threads; takes no lock of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc.actors.letter_entry import LetterEntry
+from actorrpc.actors.mailbox import NEW
+from actorrpc.actors.runtime import current
+from actorrpc.core.calls import CURRENT, Call, Execution
+from actorrpc.core.clock import Tick
+from actorrpc.errors import DeadlockError, RpcError
+from actorrpc.futures import Future
+from actorrpc.rpc.fork_messages import WorkerKey
+
+if TYPE_CHECKING:
+    from actorrpc.actors.crew import Station
+    from actorrpc.actors.resident import Resident
+    from actorrpc.actors.runtime import Runtime
+
+__all__ = ["Deadlocks", "Probe"]
+
+_LOOK_S: Final = 1.0
+_MOST_HOPS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A question on its way: who asked it, and whom it has passed."""
+
+    worker: WorkerKey
+    resident_id: int
+    execution: int
+    trail: tuple[str, ...]
+
+
+class Deadlocks:
+    """Looks, once a second while there is reason to, for actors here that may be in a deadlock. Thread-safe."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._tick = Tick(runtime.agent.clock, _LOOK_S, self._look)
+        self._seen: dict[int, Call] = {}  # resident -> what it waited for when we looked last
+
+    def poke(self) -> None:
+        """See to it that somebody looks soon: an actor for which calls wait waits itself."""
+        self._tick.poke()
+
+    def _look(self) -> bool:
+        busy = False
+        seen, self._seen = self._seen, {}
+        for resident in self._runtime.residents.all():
+            station = _blocked(resident)
+            call = station.waits_for if station is not None else None
+            if station is None or call is None:
+                continue
+            busy = True
+            self._seen[resident.id] = call
+            running = station.running
+            if seen.get(resident.id) is not call or not isinstance(running, LetterEntry):
+                continue  # it has only begun to wait
+            execution = running.execution
+            if execution is not None:
+                probe = Probe(self._runtime.references.me, resident.id, execution.chain, (_say(running),))
+                self._runtime.agent.submit(partial(_send, self._runtime, call, probe))
+        return busy
+
+
+def _blocked(resident: Resident) -> Station | None:
+    """Return the station of a serial actor for which calls wait while it waits itself."""
+    lane = resident.mailbox.lanes[""]
+    if lane.limit != 1 or lane.yielding or not lane.waiting:
+        return None
+    for station in list(resident.crew):
+        if station.lane is lane and station.waits_for is not None:
+            return station
+    return None
+
+
+def _say(entry: LetterEntry) -> str:
+    resident = entry.office
+    name = entry.header.get("m", "__init__")
+    return f"{resident.title}.{name}()" if resident is not None else f"{name}()"
+
+
+def _send(runtime: Runtime, call: Call, probe: Probe) -> None:
+    """Ask the worker of a call what the call waits for."""
+    if call.done or len(probe.trail) > _MOST_HOPS:
+        return
+    answer: Future[None] = Future()
+
+    def over(done: Future[None]) -> None:
+        if done._report is not None:
+            done._report.seen = True  # whoever has ended does not wait any more
+
+    answer.add_done_callback(over)
+    token = CURRENT.set(None)
+    try:
+        runtime.agent.call(call.peer, _pursue, (call.id, probe), {}, 10.0, future=answer)
+        runtime.agent.flush()
+    except RpcError:
+        pass
+    finally:
+        CURRENT.reset(token)
+
+
+def _pursue(id: int, probe: Probe) -> None:
+    """Run on the worker that executes, or will execute, call ``id`` of the one who asks: pass the question on."""
+    runtime, asking = current(), CURRENT.get()
+    if runtime is None or asking is None:
+        return
+    entry: Any = asking.peer.running.get(id)
+    if isinstance(entry, Execution):
+        _pursue_plain(runtime, entry, probe)
+        return
+    if not isinstance(entry, LetterEntry) or entry.office is None:
+        return
+    resident, running = entry.office, entry
+    if entry.state is NEW:
+        lane = entry.lane
+        if lane is None or lane.is_async or lane.limit != 1 or lane.yielding or not entry.ready:
+            return
+        station = next((each for each in list(resident.crew) if each.lane is lane), None)
+        held = station.running if station is not None else None
+        if not isinstance(held, LetterEntry) or held.execution is None:
+            return
+        if (probe.worker, probe.resident_id, probe.execution) == (
+            runtime.references.me,
+            resident.id,
+            held.execution.chain,
+        ):
+            _verdict(resident, entry, probe)
+            return
+        running = held
+    for station in list(resident.crew):
+        if station.running is running:
+            call = station.waits_for
+            if call is not None:
+                trail = (*probe.trail, _say(running))
+                _send(runtime, call, Probe(probe.worker, probe.resident_id, probe.execution, trail))
+            return
+
+
+def _pursue_plain(runtime: Runtime, execution: Execution, probe: Probe) -> None:
+    """Pass the question on for a plain function: it waits for a call if that is the only one that it has made."""
+    left = [call for call in list(execution.nested or ()) if not call.done]
+    if len(left) == 1 and (left[0].polling is not None or left[0].lock is not None):
+        trail = (*probe.trail, f"a function on {runtime.agent.name!r}")
+        _send(runtime, left[0], Probe(probe.worker, probe.resident_id, probe.execution, trail))
+
+
+def _verdict(resident: Resident, entry: LetterEntry, probe: Probe) -> None:
+    """Break the circle, if it has been found for the second time: what is on its way may have undone the first."""
+    if entry.suspected != probe.execution:
+        entry.suspected = probe.execution
+        return
+    circle = " -> ".join((*probe.trail, _say(entry)))
+    error = DeadlockError(
+        f"{_say(entry)} can never run: {circle} wait for each other in a circle. Let the first call go on without waiting (async def, or "
+        "get() later), give the actor max_concurrency > 1, or leave it reentrant if the calls descend from each other",
+        maybe_executed=False,
+        worker=resident.agent.name,
+    )
+    resident.withdraw(entry, error)

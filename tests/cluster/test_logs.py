@@ -1,0 +1,212 @@
+"""What workers print: complete, marked, folded and bounded."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from actorrpc.cluster.logs import Logs, Output
+from tests.cluster.drive import script
+
+
+class _Printer:
+    """A process, as far as the logs know one."""
+
+    def __init__(self, logs: Logs, label: str, pid: int) -> None:
+        stdout, self.stdout = os.pipe()
+        stderr, self.stderr = os.pipe()
+        self.output = Output(label, pid, stdout, stderr)
+        logs.add(self.output)
+
+    def end(self) -> None:
+        os.close(self.stdout)
+        os.close(self.stderr)
+
+
+def _run(capfd: pytest.CaptureFixture[str], *, show: bool = True, **written: list[bytes]) -> tuple[str, str]:
+    """Have processes (label and pid in the name, `A1`) write in turn; return what is shown."""
+    logs = Logs(show)
+    logs.start()
+    printers = {name: _Printer(logs, name[0], int(name[1:])) for name in written}
+    for index in range(max(map(len, written.values()))):
+        for name, pieces in written.items():
+            if index < len(pieces):
+                os.write(printers[name].stdout, pieces[index])
+                _barrier(logs)
+    for printer in printers.values():
+        printer.end()
+    logs.close()
+    found = capfd.readouterr()
+    return found.out, found.err
+
+
+def _barrier(logs: Logs) -> None:
+    """Wait until the thread has read what is there."""
+    for _ in range(2):  # an order is carried out behind the reads of its turn
+        done = threading.Event()
+        logs._order(done.set)
+        done.wait()
+
+
+def test_lines_are_marked_and_nothing_is_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    out, err = _run(capfd, A1=[b"one\ntw", b"o\n\nthree", b" and more"], B2=[b"\xff\xfe\n", b"last"])
+    assert out.splitlines() == [
+        "(A pid=1) one",
+        "(B pid=2) \N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}",
+        "(A pid=1) two",
+        "(A pid=1) three and more",
+        "(B pid=2) last",
+    ]
+    assert err == ""
+
+
+def test_equal_lines_of_several_processes_are_folded(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actorrpc.cluster.logs._WINDOW_S", 60.0)
+    lines = {f"A{pid}": [b"the same\n", b"own %d\n" % pid] for pid in range(1, 9)}
+    out, _ = _run(capfd, **lines, B9=[b"the same\n"])
+    assert out.count("the same") == 3
+    assert "(A pid=1) the same\n" in out
+    assert "(A pid=8) the same [repeated 7x across processes]\n" in out
+    assert "(B pid=9) the same\n" in out
+    assert out.count("own") == 8
+
+
+def test_a_process_that_repeats_itself_is_not_folded(capfd: pytest.CaptureFixture[str]) -> None:
+    out, _ = _run(capfd, A1=[b"tick\n"] * 5, A2=[b"tick\n"])
+    assert out.count("(A pid=1) tick\n") == 5
+    assert out.count("(A pid=2) tick\n") == 1
+
+
+def test_long_lines_are_cut_and_progress_bars_show_their_end(capfd: pytest.CaptureFixture[str]) -> None:
+    bar = b"".join(b"\r%3d%%" % percent for percent in range(101))
+    out, _ = _run(
+        capfd, A1=[b"x" * 40_000, b"y" * 40_000, b"z\n", b"short\n", bar + b"\n", b"a\r\n", bar * 100]
+    )
+    lines = out.splitlines()
+    assert lines[0].startswith("(A pid=1) xxx")
+    assert re.fullmatch(r".* \.\.\. \[\d+ bytes more\]", lines[0])
+    assert len(lines[0]) < 17_000
+    assert lines[1:] == ["(A pid=1) short", "(A pid=1) 100%", "(A pid=1) a", "(A pid=1) 100%"]
+
+
+def test_turned_off_the_last_errors_are_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    logs = Logs(show=False)
+    logs.start()
+    printer = _Printer(logs, "A", 1)
+    os.write(printer.stderr, b"".join(b"line %d\n" % i for i in range(100)) + b"partial")
+    done = threading.Event()
+    logs.end(printer.output, done.set)
+    printer.end()
+    assert done.wait(10)
+    assert list(printer.output.tail) == [*(f"line {i}" for i in range(81, 100)), "partial"]
+    logs.close()
+    logs.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_pipe_that_others_hold_open_does_not_hold_up_the_end(capfd: pytest.CaptureFixture[str]) -> None:
+    logs = Logs()
+    logs.start()
+    printer = _Printer(logs, "A", 1)
+    os.write(printer.stdout, b"first\nwithout an end")
+    done = threading.Event()
+    logs.end(printer.output, done.set)
+    assert done.wait(10)
+    os.write(printer.stdout, b"\nof a grandchild\n")
+    logs.close()
+    printer.end()
+    assert capfd.readouterr().out.splitlines() == [
+        "(A pid=1) first",
+        "(A pid=1) without an end",
+        "(A pid=1) of a grandchild",
+    ]
+
+
+def test_a_driver_without_output_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stdout in (None, open(os.devnull)):  # noqa: SIM115
+        monkeypatch.setattr("sys.stdout", stdout)
+        logs = Logs()
+        logs.start()
+        printer = _Printer(logs, "A", 1)
+        os.write(printer.stdout, b"nobody reads this\n")
+        printer.end()
+        logs.close()
+        if stdout is not None:
+            stdout.close()
+
+
+_PRINTING = """
+with init(log_to_driver=sys.argv[1] == "on"):
+    names = [spawn("Agent") for _ in range(3)]
+    for name in names:
+        rpc.rpc_sync(name, remotes.say, ("all the same", f"own of {name}"))
+    rpc.rpc_sync(names[0], remotes.say, ("to stderr",), {"to": "stderr"})
+    rpc.rpc_sync(names[1], remotes.say, ("partial",), {"end": ""})
+    rpc.rpc_sync(names[2], remotes.say, tuple(f"number {i}" for i in range(5000)))
+    try:
+        rpc.rpc_sync(names[0], remotes.leave_with, (3,))
+    except ConnectionError:
+        pass
+    rpc.shutdown()
+    print("after shutdown")
+"""
+
+
+@pytest.mark.parametrize("how", ["on", "off"])
+def test_everything_is_shown_before_shutdown_returns(tmp_path: Path, how: str) -> None:
+    with script(tmp_path, _PRINTING, how) as process:
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+    if how == "off":
+        assert (out, err) == ("after shutdown\n", "")
+        return
+    lines = out.splitlines()
+    assert lines[-1] == "after shutdown"
+    plain = [re.sub(r"^\(Agent pid=\d+\) ", "", line) for line in lines[:-1]]
+    assert all(line.startswith("(Agent pid=") for line in lines[:-1])
+    assert plain.count("all the same") + plain.count("all the same [repeated 2x across processes]") in (2, 3)
+    assert [line for line in plain if line.startswith("number")] == [f"number {i}" for i in range(5000)]
+    assert "partial" in plain
+    assert [re.sub(r"\d+", "N", line) for line in err.splitlines()] == [
+        "(Agent pid=N) to stderr",
+        "(Agent pid=N) about to exit",
+    ]
+
+
+def test_a_driver_whose_reader_is_gone_goes_on(tmp_path: Path) -> None:
+    source = """
+        with init():
+            name = spawn()
+            os.close(1)
+            os.open("/dev/full", os.O_WRONLY)
+            rpc.rpc_sync(name, remotes.say, ("nobody reads this",))
+            assert rpc.rpc_sync(name, operator.add, (1, 2)) == 3
+        sys.stdout = None
+    """
+    with script(tmp_path, source) as process:
+        _, err = process.communicate()
+        assert process.returncode in (0, 120), err  # 120: Python could not flush what is left
+
+
+def test_a_fold_is_shown_when_its_time_is_over(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actorrpc.cluster.logs._WINDOW_S", 0.05)
+    logs = Logs()
+    logs.start()
+    printers = [_Printer(logs, "A", pid) for pid in (1, 2)]
+    for printer in printers:
+        os.write(printer.stdout, b"the same\n")
+    shown = ""
+    while "pid=2" not in shown:  # without any further event
+        shown += capfd.readouterr().out
+    for printer in printers:
+        printer.end()
+    logs.close()
+    assert shown == "(A pid=1) the same\n(A pid=2) the same\n"
