@@ -116,7 +116,7 @@ def _twin(error: BaseException) -> BaseException:
         native.__init__(twin, *error.args)
         twin.__dict__.update(error.__dict__)
     except Exception:
-        twin = RuntimeError(f"{cls.__qualname__}: {error!r}")
+        twin = RuntimeError(cls.__qualname__)  # no code of its own is run here, its repr neither
     cause = error.__cause__
     if cause is not None and cause.__traceback__ is None:
         twin.__cause__ = cause

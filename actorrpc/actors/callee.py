@@ -9,9 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
+
+import torch
 
 from actorrpc.actors.crew import Interrupted, Station
 from actorrpc.actors.exits import ActorExit
@@ -39,6 +43,8 @@ INFINITE: Final = float("inf")
 KEPT_BYTES: Final = 64 << 10  # larger results stay with their actor until somebody fetches them
 _MAX_DEPTH: Final = 60  # calls nested on one thread
 _NOTHING: Final = object()
+_use_count: Final = getattr(torch._C, "_storage_Use_Count", None)
+
 
 def died(resident: Resident, why: str) -> ResidentGoneError:
     """Return the error of a call that was running when its actor ended; its caller asks the supervisor what comes next."""
@@ -107,6 +113,8 @@ class Callee:
                 station.leave()
                 self.mailbox.end(id)
             if value is not _NOTHING:
+                if type(value) is torch.Tensor and sys.getrefcount(value) == 2 and _has_own_memory(value):
+                    entry.sole = True
                 self.answer(entry, value)
         except ActorExit as exit:
             self.resident.exited(entry, str(exit))
@@ -214,9 +222,7 @@ class Callee:
         return self._instance_rref
 
     def _stream(self, entry: LetterEntry, generator: Any) -> None:
-        producer = self.runtime.streams.open(
-            int(entry.header.get("q", 16)), entry.peer, owner=self.resident
-        )
+        producer = self.runtime.streams.open(int(entry.header.get("q", 16)), entry.peer, owner=self.resident)
         if not self.answer(entry, producer.ticket(), keep=False):
             producer.close()
             generator.close()
@@ -332,7 +338,9 @@ class Callee:
             except BaseException as error:
                 self.agent.executor.fail(entry.conn, entry.frame.id, error, execution)
                 return True
-        wants_kept = self._keep if keep and header.get("k") else None
+        wants_kept = None
+        if keep and header.get("k"):
+            wants_kept = _keep_itself if entry.sole else _keep_copy
         self.agent.executor.answer(entry.conn, entry.frame.id, value, execution, wants_kept)
         return True
 
@@ -351,13 +359,6 @@ class Callee:
             snapshot = Snapshot.of(each)
             found.append(Kept(RRef(snapshot.open_once())) if snapshot.nbytes > KEPT_BYTES else each)
         return found
-
-    @staticmethod
-    def _keep(value: Any, size: int) -> Any:
-        """Have a large result stay here, as it is now: the method's object may change with the next call."""
-        if size <= KEPT_BYTES:
-            return value
-        return Kept(RRef(Snapshot.of(value).open_once()))
 
     def fail(self, entry: LetterEntry, error: BaseException) -> None:
         if not self._claim(entry):
@@ -402,6 +403,27 @@ class Callee:
                 return
             assert isinstance(entry, LetterEntry)
             self._start(entry, lane)
+
+
+def _keep_copy(value: Any, size: int) -> Any:
+    """Have a large result stay here as it is now: the object that the method returned may change with the next call."""
+    if size <= KEPT_BYTES:
+        return value
+    return Kept(RRef(Snapshot.of(value).open_once()))
+
+
+def _keep_itself(value: Any, size: int) -> Any:
+    """Have a large result stay here that nobody else can change."""
+    return value if size <= KEPT_BYTES else Kept(RRef(value))
+
+
+def _has_own_memory(tensor: torch.Tensor) -> bool:
+    """Say whether nothing but this tensor object uses its memory, for certain."""
+    if tensor.device.type != "cpu" or tensor.requires_grad or tensor.layout is not torch.strided:
+        return False
+    storage = tensor.untyped_storage()
+    # Two: the tensor and ``storage``. Memory that came from elsewhere (numpy, shared memory) cannot be resized.
+    return storage.resizable() and _use_count is not None and _use_count(storage._cdata) == 2
 
 
 def _users_part(traceback: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, ParamSpec, TypeVar, overload
 
 from actorrpc.actors.methods import MethodInfo
@@ -94,7 +95,7 @@ class ActorMethod(Generic[P, Out]):
             future = self._route.call(info, self._sent, args, kwargs, refs=True)
             if self._simple:
                 return ObjectRef(future)
-            return shaped(future, info, self._options)
+            return shaped(future, info, self._options, route=self._route)
 
     @overload
     def options(self, *, num_returns: int | str, **options: Any) -> ActorMethod[P, Any]: ...
@@ -483,7 +484,7 @@ def _send(
     seconds = None if timeout == UNSET_RPC_TIMEOUT else timeout
     if style == "remote" or info.streams or options.num_returns == "streaming":
         future = route.call(info, options, args, kwargs, refs=True, timeout=seconds)
-        return shaped(future, info, options)
+        return shaped(future, info, options, route=route)
     if options.num_returns != 1:
         options = options.merged(num_returns=1)  # torch knows no such thing: the value is what it returns
     future = route.call(info, options, args, kwargs, refs=False, timeout=seconds)

@@ -37,6 +37,7 @@ class LetterEntry(Entry):
         "office",
         "opened",
         "peer",
+        "sole",
         "suspected",
         "task",
         "whole",
@@ -62,6 +63,7 @@ class LetterEntry(Entry):
         self.task: asyncio.Task[Any] | None = None
         self.office: Resident | None = None
         self.whole = whole
+        self.sole = False  # nobody but us has the result
         self.suspected = 0  # the execution that seems to wait for this call, which waits for it
 
     def cancel(self) -> None:

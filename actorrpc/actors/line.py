@@ -493,7 +493,7 @@ class Line:
         elif isinstance(error, (ShutdownError, NotInitializedError)):
             self._give_up(lambda plan, ran: error)
         else:
-            self._give_up(lambda plan, ran: self._unavailable(plan, ran, f"its supervisor says: {original}"))
+            self._give_up(lambda plan, ran: self.unavailable(plan, ran, f"its supervisor says: {original}"))
 
     def _arrived(self, location: Location) -> None:
         peer: Peer | None
@@ -531,7 +531,7 @@ class Line:
         dead = self.death is not None
         for limbo in failing:
             plan, ran = limbo.plan, limbo.ran
-            limbo.end(self.died(plan, maybe_executed=ran) if dead else self._unavailable(plan, ran, ""))
+            limbo.end(self.died(plan, maybe_executed=ran) if dead else self.unavailable(plan, ran, ""))
 
     def _die(self, death: ActorDiedError) -> None:
         self._give_up(lambda plan, ran: self.died(plan, maybe_executed=ran), death)
@@ -578,7 +578,8 @@ class Line:
         assert self.death is not None
         return obituaries.died(self.title, self.death, plan, maybe_executed, self._oldest)
 
-    def _unavailable(self, plan: Plan | None, ran: bool | None, why: str) -> ActorUnavailableError:
+    def unavailable(self, plan: Plan | None, ran: bool | None, why: str = "") -> ActorUnavailableError:
+        """Return the error of a call that is not made again; ``why``: by default what the supervisor has said."""
         if not why:
             why = "it is being restarted" if self.location is None else "it has been restarted"
         return obituaries.unavailable(self.title, self._verdict, plan, ran, why)

@@ -36,7 +36,7 @@ class Kept:
     """Stands for a result that stayed where it was made.
 
     Attributes:
-        rref: refers to a Snapshot of it, or to what leads there.
+        rref: refers to it, or to a Snapshot of it. Nobody changes it there.
     """
 
     __slots__ = ("rref",)
@@ -98,10 +98,13 @@ class _Pursuit:
             self._finish(None, error)
         elif type(value) is Kept:
             self._hop(value.rref)
-        elif type(value) is Snapshot and self._rref is not None:
+        elif self._rref is not None and (type(value) is Snapshot or self._rref.is_owner()):
             try:
-                # What another worker sent is ours alone; what lives here is not.
-                value = value.open() if self._rref.is_owner() else value.open_once()
+                # What another worker sent is ours alone; what lives here is for everybody who asks.
+                if not self._rref.is_owner():
+                    value = value.open_once()
+                else:
+                    value = value.open() if type(value) is Snapshot else Snapshot.of(value).open_once()
             except Exception as caught:
                 self._finish(None, caught)
             else:

@@ -180,17 +180,22 @@ class _Consumer:
             if self._closed:
                 return
             self._items.extend(items)
-            self._under_way = False
-            if end is not None:
-                self._ended = True
-                self._error = error
-        self._pull()
+            if error is None:
+                self._under_way = False
+                if end is not None:
+                    self._ended = True
+                    self._translate = None  # it may keep the actor alive
+        if error is not None:
+            self._failed(error)
+        else:
+            self._pull()
 
     def _failed(self, error: BaseException) -> None:
-        """End because the producer cannot be asked any more: see what that means."""
-        if self._translate is not None and not self._closed:
+        """End with an error, once it is known what that means."""
+        translate = self._translate
+        if translate is not None:
             try:
-                meaning = self._translate(error)
+                meaning = translate(error)
             except Exception as wrong:
                 meaning = wrong
             if isinstance(meaning, Future):
@@ -204,6 +209,7 @@ class _Consumer:
             if not self._ended:
                 self._ended = True
                 self._error = error
+            self._translate = None
 
     def _wake(self) -> None:
         with self._lock:
@@ -269,6 +275,7 @@ class _Consumer:
             if not ended:
                 self._ended = True
             self._error = None
+            self._translate = None
         del dropped
         if not ended:
             if ticket is not None:

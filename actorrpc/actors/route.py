@@ -19,7 +19,8 @@ from actorrpc.actors.arguments import has_refs, pack_arguments
 from actorrpc.actors.asking import ask
 from actorrpc.actors.line import Line
 from actorrpc.actors.results import ResultFuture, Trip
-from actorrpc.actors.spec import Card, Location
+from actorrpc.actors.spec import Card, Location, ResidentGoneError
+from actorrpc.core import exceptions
 from actorrpc.core.calls import CURRENT
 from actorrpc.errors import ActorDiedError, PeerDiedError, PendingCallsLimitExceeded
 from actorrpc.futures import Future
@@ -179,16 +180,21 @@ class Route:
         Returns:
             The error to raise, or a future that fails with it when it is known what has become of the actor.
         """
-        if type(error) is not PeerDiedError:
-            return error
         line = self._line
         plan = line.plan_of(method, options, False)
+        location = line.location
+        if type(error) is PeerDiedError:
+            lives = plan.peer is not None and plan.peer.state == "alive"
+        elif isinstance(error, ResidentGoneError):
+            gone = exceptions.original(error)
+            lives = location is not None and location.resident_id != getattr(gone, "resident_id", None)
+        else:
+            return error
+        if lives:  # again
+            return line.unavailable(plan, True)
         number = line.next_number()
-        future = ResultFuture(self, plan, number)
+        future = line.flying[number] = ResultFuture(self, plan, number)
         future.label = f"the stream of {plan.label}"
-        if plan.peer is not None and plan.peer.state == "alive":
-            return line.unavailable(plan, True)  # it lives again
-        line.flying[number] = future
         if future._claim():
             future._finish(None, error)
         return future

@@ -424,9 +424,7 @@ def _as_it_is(error: BaseException) -> BaseException:
     return error
 
 
-def produce(
-    generator: Generator[Any, Any, Any], producer: Producer, explain: Explain = _as_it_is
-) -> None:
+def produce(generator: Generator[Any, Any, Any], producer: Producer, explain: Explain = _as_it_is) -> None:
     """Run a generator on this thread until it is over or nobody wants more; what it raises goes to the consumer.
 
     The thread waits through futures, so that calls which descend from this one can run meanwhile.

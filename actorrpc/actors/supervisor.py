@@ -102,9 +102,7 @@ class Supervisor:
         snapshot = cls if isinstance(cls, Snapshot) else Snapshot.of(cls)
         arguments = Snapshot.of((args, kwargs))
         actor_id = secrets.randbits(63) | 1 << 63
-        if options.lifetime != "detached":
-            return self._adopt(actor_id, snapshot, arguments, info, options, place)
-        if agent.record.rank == 0:
+        if options.lifetime != "detached" or agent.record.rank == 0:
             return self._adopt(actor_id, snapshot, arguments, info, options, place)
         if isinstance(place, WorkerKey):
             options = replace(options, worker=place.rank)

@@ -378,7 +378,7 @@ class RemoteFunction(Generic[P, Out]):
                 crews.give_back(runner)
                 raise
             task = TaskFuture(future, crews, runner, self._title)
-            return shaped(task, self._method, self._shape, label=self._title)
+            return shaped(task, self._method, self._shape, label=self._title, route=runner.route)
 
     @overload
     def options(self, *, num_returns: int | str, **options: Any) -> RemoteFunction[P, Any]: ...

@@ -55,7 +55,13 @@ class NoMail:
     def take(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
         """Refuse the letter."""
         error = UnknownWorkerError(f"worker {self._agent.name!r} has no actors")
-        self._agent.submit(lambda: self._agent.executor.refuse(conn, frame, error))
+
+        def refuse() -> None:
+            self._agent.executor.refuse(conn, frame, error)
+            if conn is not None:
+                conn.flush()
+
+        self._agent.submit(refuse)
 
     def announce(self, conn: Connection, peer: Peer, frame: Frame) -> None:
         """Do nothing: it is refused when it is whole."""

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import actorrpc.actors.wiring  # noqa: F401 (brings actors into force with RPC)
 from actorrpc.actors import fanout
 from actorrpc.actors.actor_class import ActorClass
-from actorrpc.actors.functions import get_actor
+from actorrpc.actors.functions import get_actor, list_actors
 from actorrpc.actors.groups import ActorGroup, current_rank, group, spawn
 from actorrpc.actors.mesh import Point, ValueMesh
 from actorrpc.actors.pool import ActorPool
@@ -296,11 +296,14 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(workers: ActorGroup
 
 def test_cancelling_cancels_all(workers: ActorGroup[Any]) -> None:
     held = workers.hold.call(*range(6))
-    assert _gates["holding", 2].wait(30)
+    for rank in range(6):
+        assert _gates["holding", rank].wait(30)
     behind = workers.increment.call()
     assert behind.cancel()
     with pytest.raises(CancelledError):
         get(behind)
+    while any(info.pending_calls for info in list_actors()):  # they leave the mailboxes
+        pass
     for rank in range(6):
         _gates[rank].set()
     get(held)

@@ -264,6 +264,7 @@ def _play(data: st.DataObject, lab: _Lab, maxsize: int) -> None:
     puts: dict[Ticket, tuple[int, asyncio.Task[bool]]] = {}
     given_up: set[Ticket] = set()
     received: list[Ticket] = []
+    acknowledged: set[Ticket] = set()  # nobody withdraws what he has said to have received
     items = itertools.count()
     for _ in range(data.draw(st.integers(1, 25), label="steps")):
         what = data.draw(
@@ -276,6 +277,7 @@ def _play(data: st.DataObject, lab: _Lab, maxsize: int) -> None:
             puts[ticket] = (item, lab.start(queue.put(item, ticket, timeout)))
         elif what == "get":
             arrived, received = tuple(received), []
+            acknowledged.update(arrived)
             gets[ticket] = lab.start(queue.get(ticket, timeout, arrived))
         elif what == "time":
             lab.now += 1.5
@@ -287,14 +289,15 @@ def _play(data: st.DataObject, lab: _Lab, maxsize: int) -> None:
             if task.result() is None:
                 puts.update({(2, item): (item, lab.start(_true())) for item in batch})
         elif what == "receive":
-            done = [each for each in gets if gets[each].done() and each not in given_up]
-            received.extend(each for each in done if not gets[each].cancelled() and gets[each].result())
+            received = [
+                each
+                for each in gets
+                if each not in given_up | acknowledged and gets[each].done() and gets[each].result()
+            ]
         elif gets:
             chosen = data.draw(st.sampled_from(sorted(gets)), label="whom")
-            if chosen in received or (gets[chosen].done() and what == "cancel"):
+            if chosen in received or chosen in acknowledged or (gets[chosen].done() and what == "cancel"):
                 continue
-            if gets[chosen].done() and chosen not in queue._handed:
-                continue  # acknowledged
             given_up.add(chosen)
             if what == "cancel":
                 gets[chosen].cancel()

@@ -601,6 +601,73 @@ def test_async_generators_that_fail_and_are_cancelled(runtime: Runtime) -> None:
     asyncio.run(main())
 
 
+def test_closing_cancels_what_an_async_generator_awaits(runtime: Runtime) -> None:
+    async def endless() -> AsyncIterator[int]:
+        yield 1
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            _log.add("cancelled")
+            raise
+        finally:
+            _log.add("finally")
+
+    async def main() -> None:
+        for how in ("close", "cancel"):
+            producer = runtime.streams.open(4)
+            task = asyncio.create_task(aproduce(endless(), producer))  # type: ignore[arg-type]
+            await _until(lambda: len(producer._items) == 1)  # noqa: B023
+            if how == "close":
+                await asyncio.to_thread(producer.close)
+                await task
+            else:
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                producer.close()
+            assert _log.take() == ["cancelled", "finally"]
+
+    asyncio.run(main())
+    assert len(runtime.streams) == 0
+
+
+def test_streams_are_closed_with_their_calls(runtime: Runtime) -> None:
+    peer = runtime.agent.self_peer
+    late, soon, over = (runtime.streams.open(2, peer) for _ in range(3))
+    late.serves(1 << 40)
+    assert peer.running[1 << 40] is late
+    runtime.agent.inbox.cancelled(peer, 1 << 40)
+    while not late.closed:
+        threading.Event().wait(0.001)
+    runtime.agent.inbox.cancelled(peer, 2 << 40)
+    soon.serves(2 << 40)
+    assert soon.closed
+    over.close()
+    over.serves(3 << 40)
+    _until_empty(runtime)
+    assert not [call for call in peer.running if call >= 1 << 40]
+
+
+def test_owners_abort_their_streams(runtime: Runtime) -> None:
+    owner = object()
+    producers = [runtime.streams.open(2, owner=each) for each in (owner, owner, None)]
+    for producer in producers:
+        producer.put(1)
+    waits = pull(producers[1].stream, 0)
+    assert waits == ([1], None)
+    later = pull(producers[1].stream, 1)
+    runtime.streams.abort(owner, LookupError("the owner ended"))
+    assert [producer.closed for producer in producers] == [True, True, False]
+    items, end = pull(producers[0].stream, 0)
+    assert items == [1]
+    assert b"the owner ended" in end
+    assert later.future.wait()[0] == []
+    produce(logged(3), producers[0])
+    assert _log.take() == []
+    producers[2].close()
+    assert len(runtime.streams) == 0
+
+
 # -- between workers -----------------------------------------------------------------------------------------
 
 
@@ -713,4 +780,3 @@ def test_a_producer_of_a_dead_consumer_is_closed_from_the_start(runtime: Runtime
     assert producer.closed
     produce(logged(3), producer)
     assert _log.take() == []
-    assert not producer.cancel()

@@ -200,3 +200,93 @@ def test_close_names_the_threads_that_are_still_at_work() -> None:
     house.clock.close()
     with pytest.raises(ValueError):
         house.pool.epoll.fileno()
+
+
+# -- guests ----------------------------------------------------------------------------------------
+
+
+class _Guest:
+    """A thread that leads the pool whenever it has nothing to do."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.called = threading.Lock()
+        self.called.acquire()
+        self.led: list[bool] = []
+        self.looked = threading.Semaphore(0)
+        self.ending = False
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while not self.ending:
+            self.led.append(self.pool.lead(self, lambda: self.called.acquire(False)))
+            if not self.led[-1]:
+                self.called.acquire()
+            self.looked.release()
+
+    def call(self) -> None:
+        try:
+            self.called.release()
+        except RuntimeError:
+            pass
+        self.pool.call(self)
+
+    def end(self) -> None:
+        self.ending = True
+        while self.thread.is_alive():
+            self.call()
+            self.thread.join(0.01)
+
+
+def test_a_guest_that_leads_can_be_called_however_many_others_sleep(build: Callable[[int], _House]) -> None:
+    house = build(16)
+    started = threading.Barrier(7)
+    for _ in range(6):
+        house.call(started.wait)
+    started.wait(10)  # six threads, all of which go to sleep after the guest
+    guest = _Guest(house.pool)
+    try:
+        for _ in range(300):
+            guest.call()
+            assert guest.looked.acquire(timeout=10)
+    finally:
+        guest.end()
+
+
+def test_only_one_guest_leads(build: Callable[[int], _House]) -> None:
+    house = build(8)
+    first = _Guest(house.pool)
+    try:
+        while house.pool.leader is not first:
+            first.call()
+            assert first.looked.acquire(timeout=10)
+        assert house.pool.lead(object(), lambda: True) is False
+    finally:
+        first.end()
+    assert house.pool.lead(object(), lambda: True) is True
+
+
+def test_a_guest_runs_no_work_of_the_pool(build: Callable[[int], _House]) -> None:
+    house = build(8)
+    guest = _Guest(house.pool)
+    try:
+        threads_seen = set()
+        for _ in range(50):
+            done = threading.Semaphore(0)
+
+            def task(done: threading.Semaphore = done) -> None:
+                threads_seen.add(threading.current_thread())
+                done.release()
+
+            house.pool.submit(task)
+            assert done.acquire(timeout=10)
+        assert guest.thread not in threads_seen
+    finally:
+        guest.end()
+
+
+def test_a_guest_of_a_pool_that_is_over_is_sent_away() -> None:
+    house = _House(4)
+    house.close()
+    assert house.pool.lead(object(), lambda: False) is False

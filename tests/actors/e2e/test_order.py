@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import actorrpc
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, until
 
-pytestmark = pytest.mark.usefixtures("place")
+pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(30)]
 
 
 @actorrpc.remote
@@ -46,13 +47,14 @@ def later(path: str, value: Any) -> Any:
     return value
 
 
-def test_calls_with_unresolved_arguments_keep_their_place(gate: Path) -> None:
+def test_calls_with_unresolved_arguments_keep_their_place(gates: Callable[[], Path]) -> None:
     recorder = Recorder.remote()
+    gate, second = gates(), gates()
     pending = later.remote(str(gate), 0)
     refs = [recorder.note.remote(pending)] + [recorder.note.remote(n) for n in range(1, 50)]
-    refs.append(recorder.note.remote(50, later.remote(str(gate), 7)))
+    refs.append(recorder.note.remote(50, later.remote(str(second), 7)))
     refs += [recorder.note.remote(n) for n in range(51, 60)]
-    open_gate(gate)
+    open_gate(second)
     open_gate(gate)
     assert actorrpc.get(refs) == list(range(60))
     seen = actorrpc.get(recorder.all.remote())

@@ -1,0 +1,168 @@
+"""Tasks: functions that run elsewhere, in a group and in the embedded cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import actorrpc
+from actorrpc import ObjectRefGenerator, get
+from actorrpc.errors import CancelledError, ConfigError, PeerDiedError, RpcTimeoutError
+from tests.actors import things
+from tests.actors.alone import alone
+from tests.group import rpc_group
+
+Remote: Any = actorrpc.remote
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[None]:
+    with alone(tmp_path):
+        yield
+
+
+# -- what they give (on one worker) ---------------------------------------------------------------------------------
+
+
+def test_kinds_of_functions(here: None) -> None:
+    assert get(things.add.remote(1)) == 3
+    assert get(things.add.remote(1, b=5)) == 6
+    assert get(things.later.remote(4)) == 4
+    stream = things.count_to.remote(3)
+    assert isinstance(stream, ObjectRefGenerator)
+    assert [get(ref) for ref in stream] == [0, 1, 2]
+    assert [get(ref) for ref in things.tick.remote(3)] == [0, 1, 2]
+    local = Remote(lambda x: x + 1)
+    assert get(local.remote(1)) == 2
+    assert asyncio.run(_awaited()) == 3
+
+
+async def _awaited() -> int:
+    return await things.add.remote(1)
+
+
+def test_several_results(here: None) -> None:
+    pair = Remote(num_returns=2)(lambda: (1, torch.ones(100_000)))
+    one, big = pair.remote()
+    assert get(one) == 1
+    assert get(big).sum() == 100_000
+    assert pair.options(num_returns=0).remote() is None
+    both: Any = pair.options(num_returns=1).remote()
+    assert get(both)[0] == 1
+
+
+def test_refs_as_arguments(here: None) -> None:
+    first = things.add.remote(1)
+    assert get(things.add.remote(first, b=things.add.remote(first))) == 8
+    kinds = Remote(lambda ref, refs: (type(ref).__name__, type(refs[0]).__name__))
+    assert get(kinds.remote(first, [first])) == ("int", "ObjectRef")
+
+
+def _fail() -> None:
+    raise KeyError("there")
+
+
+def test_errors(here: None) -> None:
+    with pytest.raises(KeyError):
+        get(Remote(_fail).remote())
+    with pytest.raises(RpcTimeoutError):
+        get(things.slowly.options(timeout=0.05).remote())
+
+
+def test_a_task_is_cancelled(here: None) -> None:
+    ref = things.slowly.remote()
+    assert not ref.done()
+    assert actorrpc.cancel(ref)
+    with pytest.raises(CancelledError):
+        get(ref)
+    assert not actorrpc.cancel(ref)
+
+
+def test_an_environment_needs_a_process(here: None) -> None:
+    with pytest.raises(ConfigError, match="process of the actor's own"):
+        things.process.options(env={"A": "1"}).remote()
+
+
+# -- where they run ----------------------------------------------------------------------------------------------------
+
+
+def _in_a_group(rank: int, world_size: int) -> Any:
+    if rank != 0:
+        return None
+    own = os.getpid()
+    pids = {get(things.process.remote()) for _ in range(4)}
+    placed = {get(things.process.options(worker=2).remote()) for _ in range(3)}
+    nested = get(things.fib.remote(7))
+    return own in pids, len(pids), len(placed), placed < pids, nested
+
+
+@pytest.mark.limit(60)
+def test_in_a_group_they_go_to_the_others_in_turn() -> None:
+    assert rpc_group(_in_a_group, 3)[0] == (False, 2, 1, True, 13)
+
+
+@Remote
+def _die_once(path: str) -> str:
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return "again"
+    os._exit(7)
+
+
+@Remote
+def _die() -> None:
+    os._exit(7)
+
+
+@Remote
+def _variable(name: str) -> Any:
+    return os.environ.get(name)
+
+
+@pytest.mark.limit(60)
+def test_in_the_embedded_cluster(tmp_path: Path) -> None:
+    with actorrpc.init(num_cpus=2):
+        pids = set(get([things.process.remote() for _ in range(20)]))
+        assert os.getpid() not in pids
+        assert 1 <= len(pids) <= 2
+        # Nested far deeper than there are processes, and from an actor.
+        assert get(things.fib.remote(7)) == 13
+        nested = things.Box.remote(1)
+        assert get(actorrpc.call(nested, lambda _: get(things.process.remote()))) in pids
+        assert get(_variable.options(env={"ACTORRPC_TEST_X": "y"}).remote("ACTORRPC_TEST_X")) == "y"
+        assert get(_variable.remote("ACTORRPC_TEST_X")) is None
+        # A process that dies costs a retry, and no more.
+        assert get(_die_once.remote(str(tmp_path / "once"))) == "again"
+        with pytest.raises(PeerDiedError, match=r"task _die was not finished.*exited with code 7") as caught:
+            get(_die.options(max_retries=1).remote())
+        assert caught.value.maybe_executed
+        assert get(things.add.remote(1)) == 3
+        # One that cannot be interrupted otherwise is ended with its process.
+        ref = things.slowly.remote()
+        assert actorrpc.cancel(ref, force=True)
+        with pytest.raises(CancelledError):
+            get(ref)
+        assert get(things.add.remote(1)) == 3
+        assert {row.class_name for row in actorrpc.list_actors()} == {"Box"}
+        del nested
+
+
+@pytest.mark.limit(60)
+def test_the_first_one_starts_the_cluster() -> None:
+    assert not actorrpc.is_initialized()
+    try:
+        assert get(things.add.remote(1)) == 3
+        assert actorrpc.is_initialized()
+    finally:
+        actorrpc.shutdown()
+    try:  # and once more: what was known of the first one's processes is forgotten
+        assert get(things.add.remote(2)) == 4
+    finally:
+        actorrpc.shutdown()
