@@ -1,9 +1,10 @@
 """Deadlocks: serial actors that wait for each other in a circle, found and broken.
 
 Where calls wait for an actor, and the actor itself waits for a call for a second, its worker asks the worker of that
-call what *it* waits for, and so on. Only what is certain is followed: a method that waits for one call, and a call that waits for
-the one method that a serial actor runs. If the question comes back to where it began, twice in a row, then none of them can ever go on: the call
-that closes the circle fails with DeadlockError, which names all of it. (Edge chasing, after Chandy, Misra and Haas.)
+call what *it* waits for, and so on. Only what is certain is followed: a method that waits for one call, and a call that
+waits for the one method that a serial actor runs. If the question comes back to where it began, twice in a row, none
+of them can ever go on: the call that closes the circle fails with DeadlockError, which names all of it. (Edge
+chasing, after Chandy, Misra and Haas.)
 
 Runs on the clock's thread and on pool threads; takes no lock of its own.
 """
@@ -166,8 +167,9 @@ def _verdict(resident: Resident, entry: LetterEntry, probe: Probe) -> None:
         return
     circle = " -> ".join((*probe.trail, _say(entry)))
     error = DeadlockError(
-        f"{_say(entry)} can never run: {circle} wait for each other in a circle. Let the first call go on without waiting (async def, or "
-        "get() later), give the actor max_concurrency > 1, or leave it reentrant if the calls descend from each other",
+        f"{_say(entry)} can never run: {circle} wait for each other in a circle. Let the first call go on without "
+        "waiting (async def, or get() later), give the actor max_concurrency > 1, or leave it reentrant if the calls "
+        "descend from each other",
         maybe_executed=False,
         worker=resident.agent.name,
     )

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -235,8 +236,11 @@ class Resident:
             (spec,), _ = self.callee.arguments(entry)
             self.spec = spec
             self.title = spec.card.title
+            assert isinstance(spec, ActorSpec)
+            assert spec.cls is not None
+            assert spec.arguments is not None
             cls = spec.cls.open()
-            args, kwargs = spec.arguments.open()
+            args, kwargs = spec.arguments.open_once()
             resolved = resolve(args, kwargs)
             if resolved is not None:
                 args, kwargs = resolved.wait()
@@ -248,6 +252,8 @@ class Resident:
             self._close("over")
             raise
         self.instance = instance
+        # What came with the order to make it is not kept alive by having been an argument.
+        self.spec = spec = replace(spec, cls=None, arguments=None, state=None)
         self._open_mailbox(spec)
         return {"pid": os.getpid()}
 

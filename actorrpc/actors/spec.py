@@ -79,7 +79,7 @@ class ActorSpec:
     Attributes:
         resident_id: names this incarnation.
         epoch: counts incarnations, from 0.
-        cls, arguments: Snapshots of the class and of ``(args, kwargs)`` of its constructor.
+        cls, arguments: Snapshots of the class and of ``(args, kwargs)`` of its constructor; None when it has been made.
         state: Snapshot of what ``checkpoint()`` returned last; None for a first life.
         card: the actor's card without an anchor: what ``current_actor()`` gives inside.
         alone: the process has been started for this actor and ends with it.
@@ -88,8 +88,8 @@ class ActorSpec:
     actor_id: int
     resident_id: int
     epoch: int
-    cls: Snapshot
-    arguments: Snapshot
+    cls: Snapshot | None
+    arguments: Snapshot | None
     info: ClassInfo
     options: ActorOptions
     card: Card

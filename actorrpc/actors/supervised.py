@@ -89,8 +89,8 @@ class Supervised:
         self, card: Card, cls: Snapshot, arguments: Snapshot, options: ActorOptions, place: Any
     ) -> None:
         self.card = card
-        self.cls = cls
-        self.arguments = arguments
+        self.cls: Snapshot | None = cls
+        self.arguments: Snapshot | None = arguments
         self.options = options
         self.place = place
         self.restarts = Restarts(options.max_restarts, options.restart_window_s, options.restart_backoff_s)

@@ -271,6 +271,8 @@ class Supervisor:
             actor.phase = "alive"
             actor.location = Location(actor.worker, actor.worker_name, resident_id, actor.epoch, pid)
             actor.restarts.came_to_life(self._agent.clock.now())
+            if not actor.options.max_restarts:
+                actor.cls = actor.arguments = None  # and whatever only they keep alive
             answers = actor.take_answered()
             orphaned = actor.orphaned
         for future, found in answers:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from actorrpc.actors.streams import Streams
-from actorrpc.actors.supervisor import Supervisor
-
 from actorrpc.actors.names import Names
 from actorrpc.actors.residents import Residents
 from actorrpc.actors.route import Routes
 from actorrpc.actors.runtime import Runtime, set_runtime
+from actorrpc.actors.streams import Streams
+from actorrpc.actors.supervisor import Supervisor
 from actorrpc.core.agent import Agent
 from actorrpc.rpc import api
 from actorrpc.rpc.references import References

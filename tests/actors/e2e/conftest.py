@@ -1,15 +1,22 @@
-"""One cluster, or one group, for all tests of a module."""
+"""One cluster, or one group, for all tests of a module, and what holds for tests that share one."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 
+import actorrpc
+from tests import processes
 from tests.actors.e2e import kit
+from tests.conftest import _WATCHDOG
+
+_RAISED = pytest.StashKey[bool]()
 
 
 @pytest.fixture(scope="module", params=["embedded", "group"])
@@ -45,32 +52,39 @@ def gate(gates: Callable[[], Path]) -> Path:
     return gates()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    if call.excinfo is not None:
+        item.stash[_RAISED] = True
+    return (yield)
+
+
 @pytest.fixture(autouse=True)
 def _test_leaves_nothing(request: pytest.FixtureRequest, _module_leaves_nothing: None) -> Iterator[None]:
-    """In place of the fixture of that name: threads and connections of the cluster may grow, actors must be gone.
+    """In place of the fixture of that name: actors must be gone, threads and connections of the cluster may grow.
 
     The module is checked for everything, as all modules are.
     """
-    if not {"place", "embedded"} & set(request.fixturenames):
-        yield from _nothing(request)
-        return
-    request.getfixturevalue("place" if "place" in request.fixturenames else "embedded")
+    for name in ("place", "embedded"):
+        if name in request.fixturenames:
+            request.getfixturevalue(name)
     before = processes.descendants()
-    keep(request, before)
+    request.config.stash[_WATCHDOG].keep(before)
     yield
-    raised = request.node.stash.get(_RAISED, False)
-    deadline = time.monotonic() + (0.0 if raised else 10.0)
-    while (left := _left(before)) and time.monotonic() < deadline:
+    if request.node.stash.get(_RAISED, False):  # a traceback keeps the test's variables alive
+        return
+    deadline = time.monotonic() + 10.0
+    while left := _left(before):
         gc.collect()
+        if time.monotonic() > deadline:
+            pytest.fail("left behind:\n" + "\n".join(left), pytrace=False)
         time.sleep(0.01)
-    if left and not raised:
-        pytest.fail("left behind:\n" + "\n".join(left), pytrace=False)
 
 
 def _left(before: set[processes.ProcessId]) -> list[str]:
-    if not actorrpc.is_initialized():
-        return []
-    actors = [str(row) for row in actorrpc.list_actors() if row.state != "DEAD"]
-    # A process that was there before may have been replaced by another one of its kind: a runner of tasks.
-    more = processes.descendants() - before
-    return actors or [processes.describe(each) for each in more] if len(more) > len(before - processes.descendants()) else actors
+    left = [str(row) for row in actorrpc.list_actors() if row.state != "DEAD"] if actorrpc.is_initialized() else []
+    now = processes.descendants()
+    # One that was there before may have been replaced: a process that runs tasks.
+    return left if len(now) <= len(before) else left + [processes.describe(each) for each in now - before]

@@ -1,0 +1,271 @@
+"""Results of real actors: where they stay, how they are handed over, and what streams."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import actorrpc
+from tests.actors.e2e.kit import open_gate, pass_gate, until
+
+pytestmark = pytest.mark.usefixtures("place")
+
+_LARGE = 1 << 18
+
+
+@actorrpc.remote
+class Source:
+    """Makes values and streams, and remembers what became of them."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.buffer = torch.zeros(_LARGE)
+
+    def count(self, n: int) -> Iterator[int]:
+        try:
+            for number in range(n):
+                self.log.append(number)
+                yield number
+        finally:
+            self.log.append("finally")
+
+    async def ticks(self, n: int) -> AsyncIterator[int]:
+        for number in range(n):
+            await asyncio.sleep(0)
+            yield number
+
+    def failing(self) -> Iterator[int]:
+        yield 1
+        raise LookupError("in mid-stream")
+
+    def pids(self, n: int) -> Iterator[int]:
+        for _ in range(n):
+            yield os.getpid()
+
+    def leaving(self) -> Iterator[int]:
+        yield 1
+        actorrpc.exit_actor()
+
+    def asking(self, asked: Any, n: int) -> Iterator[Any]:
+        for number in range(n):
+            yield actorrpc.get(asked.double.remote(number))
+
+    def gated(self, path: str) -> Iterator[str]:
+        yield "first"
+        yield pass_gate(path)
+
+    def next_state(self) -> torch.Tensor:
+        self.buffer += 1
+        return self.buffer
+
+    def logged(self) -> list[Any]:
+        return self.log
+
+
+@actorrpc.remote
+class Sink:
+    """Takes what others have made."""
+
+    def total(self, tensor: Any, other: Any = None) -> float:
+        assert isinstance(tensor, torch.Tensor)
+        return float(tensor.sum()) + (0 if other is None else float(other.sum()))
+
+    def total_inside(self, refs: list[Any]) -> float:
+        return sum(float(actorrpc.get(ref).sum()) for ref in refs)
+
+    def pass_on(self, refs: list[Any]) -> list[Any]:
+        return refs
+
+    def take(self, source: Any, n: int) -> list[int]:
+        return list(source.count.remote(n).values())
+
+    def double(self, number: int) -> int:
+        return 2 * number
+
+    def take_asking(self, source: Any, me: Any, n: int) -> list[int]:
+        return list(source.asking.remote(me, n).values())
+
+    def slow(self, path: str, number: int) -> int:
+        pass_gate(path)
+        return number
+
+
+# -- values ------------------------------------------------------------------------------------------------
+
+
+def test_large_results_are_handed_over_as_they_were() -> None:
+    source, sink = Source.remote(), Sink.remote()
+    first, second = source.next_state.remote(), source.next_state.remote()
+    assert actorrpc.get(sink.total.remote(first, other=second)) == 3 * _LARGE
+    assert "elsewhere" in repr(first)
+    assert actorrpc.get(sink.total_inside.remote([first, second])) == 3 * _LARGE
+    assert float(actorrpc.get(first).sum()) == _LARGE
+    (back,) = actorrpc.get(sink.pass_on.remote([first]))
+    assert back == first
+    assert float(actorrpc.get(back).sum()) == _LARGE
+
+
+def test_what_one_taker_changes_others_do_not_see() -> None:
+    source, sink = Source.remote(), Sink.remote()
+    ref = source.next_state.remote()
+    actorrpc.get(ref).zero_()
+    assert actorrpc.get(sink.total.remote(ref)) == _LARGE
+
+
+def test_pending_results_are_promised(gate: Path) -> None:
+    slow, sink = Sink.remote(), Sink.remote()
+    pending = slow.slow.remote(str(gate), 21)
+    result = sink.double.remote(pending)
+    assert actorrpc.wait([result], timeout=0) == ([], [result])
+    open_gate(gate)
+    assert actorrpc.get(result) == 42
+
+
+def test_arguments_that_failed_fail_the_call() -> None:
+    source, sink = Source.remote(), Sink.remote()
+    bad = next(iter(source.failing.options(num_returns="streaming").remote()))
+    assert actorrpc.get(bad) == 1
+    failing = sink.total.remote("no tensor")
+    with pytest.raises(AssertionError):
+        actorrpc.get(sink.double.remote(failing))
+    with pytest.raises(AssertionError):
+        actorrpc.get(failing)
+
+
+def test_put_values_go_to_actors() -> None:
+    sink = Sink.remote()
+    tensor = torch.ones(_LARGE)
+    ref = actorrpc.put(tensor)
+    tensor.zero_()
+    assert actorrpc.get(sink.total.remote(ref)) == _LARGE
+    assert actorrpc.get([sink.total_inside.remote([ref]), sink.double.remote(actorrpc.put(4))]) == [_LARGE, 8]
+
+
+def test_values_outlive_handles() -> None:
+    ref = Source.remote().next_state.remote()
+    gc.collect()
+    assert float(actorrpc.get(ref).sum()) == _LARGE
+
+
+# -- streams -----------------------------------------------------------------------------------------------
+
+
+def test_generators_stream() -> None:
+    source = Source.remote()
+    assert list(source.count.remote(100).values()) == list(range(100))
+    assert actorrpc.get(list(source.count.remote(5))) == [0, 1, 2, 3, 4]
+    assert list(source.ticks.remote(40).values()) == list(range(40))
+
+
+def test_they_stream_into_asyncio() -> None:
+    source = Source.remote()
+
+    async def main() -> list[int]:
+        return [value async for value in source.ticks.remote(40).values()]
+
+    assert asyncio.run(main()) == list(range(40))
+
+
+def test_they_stream_into_actors() -> None:
+    assert actorrpc.get(Sink.remote().take.remote(Source.remote(), 50)) == list(range(50))
+
+
+def test_generators_may_call_whoever_consumes_them() -> None:
+    sink = Sink.remote()
+    assert actorrpc.get(sink.take_asking.remote(Source.remote(), sink, 20)) == [2 * n for n in range(20)]
+
+
+def test_producers_do_not_run_away() -> None:
+    source = Source.options(max_concurrency=2).remote()
+    stream = source.count.options(max_buffered_items=3).remote(100)
+    values = stream.values()
+    assert [next(values), next(values)] == [0, 1]
+    until(lambda: len(actorrpc.get(source.logged.remote())) >= 5)
+    assert actorrpc.get(source.logged.remote()) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("how", ["close", "drop", "cancel"])
+def test_streams_end_early(how: str) -> None:
+    source = Source.remote()
+    stream = source.count.options(max_buffered_items=2).remote(100)
+    assert actorrpc.get(next(stream)) == 0
+    if how == "close":
+        stream.close()
+    elif how == "cancel":
+        actorrpc.cancel(stream)
+    del stream
+    gc.collect()
+    assert actorrpc.get(source.logged.remote())[-1] == "finally"  # serial: it had to end before
+
+
+def test_dropped_before_they_begin(gate: Path) -> None:
+    source = Source.remote()
+    blocking = source.gated.remote(str(gate))
+    stream = source.count.remote(100)
+    del stream
+    gc.collect()
+    open_gate(gate)
+    assert list(blocking.values()) == ["first", "go"]
+    assert actorrpc.get(source.logged.remote()) in ([], [*range(16), "finally"])
+
+
+def test_errors_in_mid_stream() -> None:
+    values = Source.remote().failing.remote().values()
+    assert next(values) == 1
+    with pytest.raises(LookupError, match="in mid-stream") as caught:
+        next(values)
+    assert isinstance(caught.value, actorrpc.RemoteError)
+    with pytest.raises(StopIteration):
+        next(values)
+
+
+def test_an_actor_that_leaves_in_mid_stream() -> None:
+    first, second = Source.remote().leaving.remote()
+    assert actorrpc.get(first) == 1
+    with pytest.raises(actorrpc.ActorDiedError, match="exit_actor"):
+        actorrpc.get(second)
+
+
+def test_an_actor_that_is_killed_in_mid_stream() -> None:
+    source = Source.remote()
+    stream = source.count.options(max_buffered_items=2).remote(100)
+    assert actorrpc.get(next(stream)) == 0
+    actorrpc.kill(source)
+    *_, last = stream
+    with pytest.raises(actorrpc.ActorDiedError, match="killed"):
+        actorrpc.get(last)
+
+
+def test_a_process_that_dies_in_mid_stream(place: str) -> None:
+    if place != "embedded":
+        pytest.skip("it would take a worker of the group along")
+    source = Source.remote()
+    values = source.pids.options(max_buffered_items=2).remote(100).values()
+    os.kill(next(values), signal.SIGKILL)
+    with pytest.raises(actorrpc.ActorDiedError, match="SIGKILL"):
+        list(values)
+
+
+def test_a_stream_is_not_taken_up_again_after_a_restart(place: str) -> None:
+    if place != "embedded":
+        pytest.skip("it would take a worker of the group along")
+    source = Source.options(max_restarts=1).remote()
+    values = source.pids.options(max_buffered_items=2).remote(100).values()
+    os.kill(next(values), signal.SIGKILL)
+    with pytest.raises(actorrpc.ActorUnavailableError):
+        list(values)
+    assert len(list(source.pids.remote(3))) == 3
+
+
+def test_a_stream_keeps_its_actor() -> None:
+    stream = Source.remote().count.remote(50)
+    gc.collect()
+    assert list(stream.values()) == list(range(50))
