@@ -66,7 +66,11 @@ class LetterEntry(Entry):
         self.sole = False  # nobody but us has the result
         self.suspected = 0  # the execution that seems to wait for this call, which waits for it
 
-    def cancel(self) -> None:
-        """Give the call up: its caller wants it no more. Runs on a pool thread."""
+    def cancel(self, stop: bool = False) -> None:
+        """Give the call up: its caller wants it no more. Runs on a pool thread.
+
+        ``stop``: a method that runs is interrupted. It goes on where only its caller's time is over, or its caller is
+        gone: then nobody has asked for an actor in the middle of something.
+        """
         if self.office is not None:
-            self.office.cancel(self)
+            self.office.cancel(self, stop)

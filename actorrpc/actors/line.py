@@ -320,6 +320,14 @@ class Line:
         self._ready = False
         self.plans, self.kept_plans = {}, {}
 
+    def doomed(self) -> None:
+        """Take note that somebody here has killed the actor: no further call goes to the incarnation that lived."""
+        with self._lock:
+            location = self.location
+            if location is not None:
+                self._hint = False
+                self._lost(location.epoch, 1 << 63, "")
+
     def _lost(self, epoch: int, number: int, label: str) -> None:
         """Take note that an incarnation is gone; the lock is held."""
         location = self.location
@@ -329,7 +337,7 @@ class Line:
         self.location = self._peer = None
         self._after = epoch
         self._verdict = None
-        flying = {
+        flying: dict[int, ResultFuture] = {
             each: future
             for each, future in list(self.flying.items())
             if future._plan is not None and future._plan.epoch <= epoch

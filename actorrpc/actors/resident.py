@@ -193,8 +193,8 @@ class Resident:
 
     # -- giving up -----------------------------------------------------------------------------------
 
-    def cancel(self, entry: LetterEntry) -> None:
-        """Give up a call: one that waits never runs, one that runs is interrupted."""
+    def cancel(self, entry: LetterEntry, stop: bool) -> None:
+        """Give up a call: one that waits never runs; a method that runs is interrupted if that is wanted (``stop``)."""
         todo = self.mailbox.cancel(entry)
         if todo is not None:
             self.callee.refuse(
@@ -204,14 +204,15 @@ class Resident:
             return
         execution = entry.execution
         if execution is not None:
-            execution.cancel()
+            execution.cancel(stop)
         lane = entry.lane
         if lane is not None and lane.is_async:
             task, loop = entry.task, self.loop
             if task is not None and loop is not None:
                 loop.submit(task.cancel)
             return
-        self.interrupt(entry)
+        if stop:
+            self.interrupt(entry)
 
     def withdraw(self, entry: LetterEntry, error: RpcError) -> None:
         """End a call that waits with an error; does nothing if it has had its turn."""

@@ -223,8 +223,24 @@ class Route:
         return answer
 
     def kill(self, no_restart: bool = True) -> Future[None]:
-        """End the actor at once; the future completes when its supervisor has taken note. Idempotent."""
-        return self._ask("kill", no_restart)
+        """End the actor at once; calls that this process makes when the future is complete do not reach it any more.
+
+        Idempotent. The future fails with PeerDiedError if the actor's supervisor is gone.
+        """
+        killed: Future[None] = Future()
+        killed.label = f"kill() of {self.title}"
+
+        def ready(done: Future[Any]) -> None:
+            if done._report is not None:
+                done._report.seen = True
+            if done._error is None:
+                self._line.doomed()
+                killed.set_result(None)
+            else:
+                killed.set_exception(done._error)
+
+        self._ask("kill", no_restart).add_done_callback(ready)
+        return killed
 
     def watch(self) -> Future[ActorDiedError]:
         """Return a future that completes, with the error as its value, when the actor is dead for good.

@@ -65,8 +65,13 @@ class Execution:
         self.path: tuple[int, ...] = (chain,) if chain >> FRAME_BIT else ()
         self.actor: Any = None
 
-    def cancel(self) -> None:
-        """Take note that the caller gave up, and give up the calls that this one waits for."""
+    def cancel(self, stop: bool = False) -> None:
+        """Take note that the caller gave up, and give up the calls that this one waits for.
+
+        Args:
+            stop: the caller has cancelled it, and wants what runs to be interrupted where that can be; otherwise
+                its time is over, or the caller is gone.
+        """
         self.cancelled = True
         nested = self.nested
         while nested:
@@ -74,7 +79,7 @@ class Execution:
                 call = nested.pop()
             except IndexError:
                 return
-            call.cancel()
+            call.cancel(stop)
 
 
 CURRENT: Final[ContextVar[Execution | None]] = ContextVar("actorrpc_current_call", default=None)
@@ -289,7 +294,7 @@ class Call:
             return False
         self._withdraw()
         self.fail(self.timed_out(), self.agent.pool.submit)
-        self.agent.tell_cancelled(self)
+        self.agent.tell_cancelled(self, stop=False)
         return True
 
     def _withdraw(self) -> None:
@@ -318,8 +323,11 @@ class Call:
         )
 
     @uninterruptible
-    def cancel(self) -> bool:
-        """End the call with CancelledError and tell the worker; False if it was over."""
+    def cancel(self, stop: bool = True) -> bool:
+        """End the call with CancelledError and tell the worker; False if it was over.
+
+        ``stop``: what runs there for it is to be interrupted, where that can be.
+        """
         if self.peer.pending.pop(self.id, None) is None:
             return False
         self._withdraw()
@@ -329,5 +337,5 @@ class Call:
             ),
             self.agent.pool.submit,
         )
-        self.agent.tell_cancelled(self)
+        self.agent.tell_cancelled(self, stop)
         return True

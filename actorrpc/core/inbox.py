@@ -11,6 +11,7 @@ import logging
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.core import codec, exceptions, frames, messages
@@ -76,7 +77,7 @@ class Inbox:
         elif peer is None:
             raise ProtocolError("the peer did not introduce itself")
         elif kind == frames.CANCEL:
-            self.cancelled(peer, frame.id)
+            self.cancelled(peer, frame.id, bool(frame.flags))
         elif kind == frames.CREDIT:
             call = peer.pending.get(frame.id)
             if call is not None:
@@ -214,11 +215,12 @@ class Inbox:
             return
         self._agent.pool.queue.append(lambda: handler(peer, frame.body))
 
-    def cancelled(self, peer: Peer, id: int) -> None:
+    def cancelled(self, peer: Peer, id: int, stop: bool = True) -> None:
+        """Take note that a caller has given a call up; ``stop``: what runs for it is to be interrupted."""
         execution = peer.running.get(id)
         if execution is not None:
             # Cancelling nested calls completes futures, which may run callbacks: not under the read lock.
-            self._agent.pool.submit(execution.cancel)
+            self._agent.pool.submit(partial(execution.cancel, stop))
             return
         if len(peer.cancelled) > 1 << 17:
             peer.cancelled.clear()

@@ -23,7 +23,7 @@ from actorrpc import rpc
 from tests import processes
 from tests.group import run_group, start_server
 
-__all__ = ["Gate", "Log", "alive", "group", "open_gate", "pass_gate", "running", "until"]
+__all__ = ["Gate", "Log", "alive", "group", "open_gate", "pass_gate", "row_of", "running", "until"]
 
 
 def until(condition: Callable[[], Any]) -> None:
@@ -31,6 +31,11 @@ def until(condition: Callable[[], Any]) -> None:
     pause = threading.Event()
     while not condition():
         pause.wait(0.005)
+
+
+def row_of(actor: Any) -> actorrpc.actors.functions.ActorInfo:
+    """What ``list_actors`` says of an actor."""
+    return next(row for row in actorrpc.list_actors() if row.actor_id == actor.actor_id)
 
 
 def alive(pid: int) -> bool:

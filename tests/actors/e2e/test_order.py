@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import actorrpc
-from tests.actors.e2e.kit import Gate, open_gate, pass_gate, until
+from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(30)]
 
@@ -147,6 +147,7 @@ def test_priorities_overtake_what_waits(gate: Path) -> None:
     recorder = Recorder.remote()
     busy = recorder.block.remote(str(gate))
     refs = [recorder.note.options(priority=n % 3).remote((n % 3, n)) for n in range(12)]
+    until(lambda: row_of(recorder).pending_calls == 12)
     open_gate(gate)
     actorrpc.get([busy, *refs])
     seen = actorrpc.get(recorder.all.remote())
@@ -338,13 +339,9 @@ def test_control_is_not_stuck_behind_work(gate: Path) -> None:
     busy = actor.block.remote(str(gate))
     waiting = [actor.note.remote(n) for n in range(5)]
     assert actorrpc.is_alive(actor)
-
-    def row() -> Any:
-        return next(r for r in actorrpc.list_actors() if r.actor_id == actor.actor_id)
-
-    until(lambda: row().running_calls == 1)
-    found = row()
-    assert (found.state, found.pending_calls, found.class_name) == ("ALIVE", 5, "Recorder")
+    until(lambda: row_of(actor).state == "ALIVE" and row_of(actor).pending_calls == 5)
+    found = row_of(actor)
+    assert (found.running_calls, found.class_name, found.restarts) == (1, "Recorder", 0)
     assert found.pid > 0
     assert actorrpc.cancel(waiting[2])
     with pytest.raises(actorrpc.CancelledError):

@@ -1,0 +1,493 @@
+"""Calls that come back to an actor which waits for them: A -> B -> A, and what must not get in between."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import actorrpc
+from actorrpc import rpc
+from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
+
+pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(30)]
+
+
+@actorrpc.remote
+class Observer:
+    """An observer of the RL example: it asks the agent what to do, step by step."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def run_episode(self, agent: Any, steps: int) -> list[int]:
+        return [agent.rpc_sync().select_action(self.number, n) for n in range(steps)]
+
+    def run_by_refs(self, agent: Any, steps: int) -> list[int]:
+        return [actorrpc.get(agent.select_action.remote(self.number, n)) for n in range(steps)]
+
+
+@actorrpc.remote
+class Agent:
+    def __init__(self, observers: list[Any]) -> None:
+        self.observers = observers
+        self.inside = 0
+        self.asked = 0
+        self.threads = {threading.get_ident()}
+
+    def select_action(self, number: int, step: int) -> int:
+        assert self.inside == 0  # one at a time
+        self.inside += 1
+        self.asked += 1
+        self.threads.add(threading.get_ident())
+        self.inside -= 1
+        return number * 1000 + step
+
+    def run(self, me: Any, steps: int, how: str) -> Any:
+        if how == "get":
+            found = actorrpc.get([each.run_episode.remote(me, steps) for each in self.observers])
+        elif how == "refs":
+            found = actorrpc.get([each.run_by_refs.remote(me, steps) for each in self.observers])
+        elif how == "wait":
+            left = [each.run_episode.remote(me, steps) for each in self.observers]
+            done: list[Any] = []
+            while left:
+                ready, left = actorrpc.wait(left, num_returns=1)
+                done += ready
+            found = sorted(actorrpc.get(done))
+        elif how == "as_completed":
+            refs = [each.run_episode.remote(me, steps) for each in self.observers]
+            found = sorted(_value(each) for each in actorrpc.as_completed(refs))
+        elif how == "rpc_async":
+            futures = [each.rpc_async().run_episode(me, steps) for each in self.observers]
+            found = [each.wait() for each in futures]
+        elif how == "collect":
+            futures = [each.rpc_async().run_episode(me, steps) for each in self.observers]
+            found = torch.futures.wait_all(futures)
+        elif how == "rpc_sync":
+            found = [each.rpc_sync().run_episode(me, steps) for each in self.observers]
+        elif how == "remote":
+            refs = [each.remote().run_episode(me, steps) for each in self.observers]
+            found = [actorrpc.get(each) for each in refs]
+        elif how == "pool":
+            pool = actorrpc.ActorPool(self.observers)
+            found = list(pool.map(lambda actor, _: actor.run_episode.remote(me, steps), self.observers))
+        else:
+            raise ValueError(how)
+        return found, self.asked, len(self.threads)
+
+
+def _value(item: Any) -> Any:
+    return actorrpc.get(item) if isinstance(item, actorrpc.ObjectRef) else item
+
+
+@pytest.fixture(scope="module")
+def observers(place: str) -> Any:
+    found = [Observer.remote(n) for n in range(3)]
+    actorrpc.get([actorrpc.ready(each) for each in found])
+    yield found
+    found.clear()
+
+
+@pytest.mark.parametrize(
+    "how", ["get", "refs", "wait", "as_completed", "rpc_async", "collect", "rpc_sync", "remote", "pool"]
+)
+def test_agent_and_observers(observers: list[Any], how: str) -> None:
+    agent = Agent.remote(observers)
+    found, asked, threads = actorrpc.get(agent.run.remote(agent, 10, how))
+    if how != "pool":
+        assert found == [[n * 1000 + step for step in range(10)] for n in range(3)]
+    assert (asked, threads) == (30, 1)
+
+
+# -- cycles of all kinds -----------------------------------------------------------------------------------------
+
+
+@actorrpc.remote
+class Node:
+    """Passes a call on along a list of actors."""
+
+    def __init__(self) -> None:
+        self.home = threading.get_ident()
+        self.depth = 0
+        self.deepest = 0
+        self.log: list[Any] = []
+
+    def visit(self, way: list[Any], style: str = "get") -> list[bool]:
+        self.depth += 1
+        self.deepest = max(self.deepest, self.depth)
+        try:
+            here = threading.get_ident() == self.home
+            if not way:
+                return [here]
+            head, *rest = way
+            if style == "get":
+                return [here, *actorrpc.get(head.visit.remote(rest, style))]
+            if style == "sync":
+                return [here, *head.rpc_sync().visit(rest, style)]
+            if style == "async":
+                return [here, *head.rpc_async().visit(rest, style).wait()]
+            if style == "rref":
+                return [here, *head.rref.rpc_sync().visit(rest, style)]
+            raise ValueError(style)
+        finally:
+            self.depth -= 1
+
+    def note(self, line: Any) -> Any:
+        self.log.append(line)
+        return line
+
+    def all(self) -> list[Any]:
+        return self.log
+
+    def peak(self) -> int:
+        return self.deepest
+
+    def begin(self, other: Any, me: Any, gate: Any) -> list[Any]:
+        """While this waits at the gate, others want in."""
+        self.log.append("begin")
+        actorrpc.get(gate.wait.remote())
+        self.log.append("end")
+        return self.log
+
+    def through_worker(self, worker: str, me: Any) -> Any:
+        return rpc.rpc_sync(worker, call_back, (me, "back"))
+
+    def through_worker_async(self, worker: str, me: Any) -> Any:
+        return rpc.rpc_async(worker, call_back, (me, "back")).wait()
+
+    def through_rref(self, worker: str, me: Any) -> Any:
+        return rpc.remote(worker, call_back, (me, "back")).to_here()
+
+    def through_task(self, me: Any) -> Any:
+        return actorrpc.get(task_back.remote(me, "task"))
+
+    def through_argument(self, other: Any, me: Any) -> Any:
+        """The call that comes back is an argument of the one that is waited for."""
+        return actorrpc.get(other.note.remote(other.note.remote(me.note.remote("argument"))))
+
+    def through_call(self, me: Any) -> Any:
+        return actorrpc.get(actorrpc.call(me, Node.__actor_class__.note, "called"))
+
+    def through_thread(self, me: Any) -> Any:
+        """A thread of its own is not part of the chain, unless it takes the context along."""
+        import contextvars
+
+        found: list[Any] = []
+        context = contextvars.copy_context()
+        thread = threading.Thread(
+            target=lambda: context.run(lambda: found.append(actorrpc.get(me.note.remote("thread"))))
+        )
+        thread.start()
+        future = actorrpc.Future()
+        done = threading.Thread(target=lambda: (thread.join(), future.set_result(found)))
+        done.start()
+        future.wait()
+        done.join()
+        return found
+
+    def through_queue(self, queue: Any, other: Any, me: Any) -> Any:
+        ref = other.put.remote(queue, me)
+        found = queue.get(timeout=20)
+        actorrpc.get(ref)
+        return found
+
+    def put(self, queue: Any, other: Any) -> None:
+        queue.put(actorrpc.get(other.note.remote("queued")))
+
+    def threads(self) -> int:
+        return threading.active_count()
+
+
+def call_back(node: Any, line: Any) -> Any:
+    return actorrpc.get(node.note.remote(line))
+
+
+@actorrpc.remote
+def task_back(node: Any, line: Any) -> Any:
+    return actorrpc.get(node.note.remote(line))
+
+
+@pytest.mark.parametrize("style", ["get", "sync", "async", "rref"])
+def test_cycles(style: str) -> None:
+    a, b = Node.remote(), Node.remote()
+    assert actorrpc.get(a.visit.remote([b, a], style)) == [True] * 3
+    assert actorrpc.get(a.visit.remote([a], style)) == [True] * 2
+    assert actorrpc.get(a.visit.remote([a, a, a, b, b, a], style)) == [True] * 7
+    assert actorrpc.get(a.peak.remote()) == 5
+
+
+def test_a_deep_chain() -> None:
+    nodes = [Node.remote() for _ in range(3)]
+    way = [nodes[n % 3] for n in range(1, 31)]
+    assert actorrpc.get(nodes[0].visit.remote(way)) == [True] * 31
+    assert sum(actorrpc.get([n.peak.remote() for n in nodes])) == 31
+
+
+def test_a_chain_that_never_ends_is_an_error_and_not_a_crash() -> None:
+    node = Node.remote()
+    with pytest.raises(RecursionError):
+        actorrpc.get(node.visit.remote([node] * 300))
+    assert actorrpc.get(node.note.remote("alive")) == "alive"
+
+
+def test_many_chains_at_a_time() -> None:
+    a, b = Node.remote(), Node.remote()
+    refs = [a.visit.remote([b, a, b, a]) for _ in range(50)] + [b.visit.remote([b, a, b]) for _ in range(50)]
+    assert [all(found) for found in actorrpc.get(refs)] == [True] * 100
+    assert actorrpc.get([a.peak.remote(), b.peak.remote()]) != [1, 1]
+
+
+@pytest.mark.parametrize("way", ["through_worker", "through_worker_async", "through_rref"])
+def test_back_through_a_plain_call(way: str) -> None:
+    node = Node.remote()
+    me = actorrpc.get_worker_info().name
+    assert actorrpc.get(getattr(node, way).remote(me, node)) == "back"
+    assert actorrpc.get(node.all.remote()) == ["back"]
+
+
+def test_back_through_other_things() -> None:
+    node, other = Node.remote(), Node.remote()
+    assert actorrpc.get(node.through_task.remote(node)) == "task"
+    assert actorrpc.get(node.through_argument.remote(other, node)) == "argument"
+    assert actorrpc.get(node.through_call.remote(node)) == "called"
+    assert actorrpc.get(node.through_thread.remote(node)) == ["thread"]
+
+
+def test_back_through_a_queue() -> None:
+    node, other = Node.remote(), Node.remote()
+    queue = actorrpc.Queue()
+    assert actorrpc.get(node.through_queue.remote(queue, other, node)) == "queued"
+    queue.shutdown()
+
+
+# -- who may come in ---------------------------------------------------------------------------------------------
+
+
+def test_others_wait_their_turn() -> None:
+    node, other, gate = Node.remote(), Node.remote(), Gate.remote()
+    outer = node.begin.remote(other, node, gate)
+    until(lambda: actorrpc.get(gate.count.remote()) == 1)
+    late = node.note.remote("later")
+    foreign = other.visit.remote([node])
+    until(lambda: row_of(node).pending_calls == 2)
+    gate.open.remote()
+    assert actorrpc.get(outer) == ["begin", "end"]
+    assert actorrpc.get(late) == "later"
+    assert actorrpc.get(foreign) == [True, True]
+
+
+@actorrpc.remote
+class Siblings:
+    """Two calls of one chain must not be inside of it at the same time, and no call runs between two of its steps."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.overlap = False
+        self.log: list[str] = []
+
+    def start(self, me: Any, others: list[Any]) -> Any:
+        refs = [each.poke.remote(me, name) for each, name in zip(others, "ab", strict=True)]
+        actorrpc.get(refs)
+        return self.overlap, sorted(self.log)
+
+    def touch(self, name: str) -> None:
+        self.inside += 1
+        self.overlap |= self.inside > 1
+        for _ in range(200):
+            self.log.append(name)
+            self.log.pop()
+        self.log.append(name)
+        self.inside -= 1
+
+
+@actorrpc.remote
+class Poker:
+    def poke(self, target: Any, name: str) -> None:
+        actorrpc.get([target.touch.remote(name) for _ in range(20)])
+
+
+def test_siblings_of_a_chain_come_one_at_a_time() -> None:
+    target, others = Siblings.remote(), [Poker.remote(), Poker.remote()]
+    assert actorrpc.get(target.start.remote(target, others)) == (False, ["a"] * 20 + ["b"] * 20)
+
+
+@actorrpc.remote
+class Branch:
+    """A -> B and A -> C -> B: the second is no descendant of the first, and must wait for it."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def root(self, b: Any, c: Any, path: str, gate: Any) -> Any:
+        first = b.hold.remote(path, gate)
+        second = c.relay.remote(b)
+        actorrpc.get(gate.wait.remote())
+        return actorrpc.get([first, second])
+
+    def hold(self, path: str, gate: Any) -> None:
+        self.log.append("hold")
+        pass_gate(path)
+        actorrpc.get(gate.open.remote())
+        pass_gate(path)
+        self.log.append("held")
+
+    def relay(self, b: Any) -> Any:
+        return actorrpc.get(b.note.remote("relayed"))
+
+    def note(self, word: str) -> list[str]:
+        self.log.append(word)
+        return list(self.log)
+
+
+def test_a_sibling_does_not_enter_a_call_that_it_does_not_descend_from(gate: Path) -> None:
+    a, b, c, opener = Branch.remote(), Branch.remote(), Branch.remote(), Gate.remote()
+    found = a.root.remote(b, c, str(gate), opener)
+    open_gate(gate)
+    until(lambda: row_of(b).pending_calls == 1)
+    open_gate(gate)
+    assert actorrpc.get(found) == [None, ["hold", "held", "relayed"]]
+
+
+def test_without_reentrancy_a_cycle_is_reported() -> None:
+    a, b = Node.options(reentrant=False, name="first").remote(), Node.options(name="second").remote()
+    with pytest.raises(actorrpc.DeadlockError, match="first"):
+        actorrpc.get(a.visit.remote([b, a]), timeout=20)
+    with pytest.raises(actorrpc.DeadlockError, match="first"):
+        actorrpc.get(a.visit.remote([a]), timeout=20)
+    assert actorrpc.get(a.visit.remote([b, b])) == [True] * 3
+    assert actorrpc.get(a.note.remote("alive")) == "alive"
+
+
+# -- async and threaded actors in a chain ----------------------------------------------------------------------
+
+
+@actorrpc.remote
+class AsyncNode:
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    async def visit(self, way: list[Any]) -> int:
+        if not way:
+            return 1
+        return 1 + int(await way[0].visit.remote(way[1:]))
+
+    def sync(self, way: list[Any]) -> int:
+        return 1 + int(actorrpc.get(way[0].visit.remote(way[1:])))
+
+
+@actorrpc.remote
+class Counting:
+    def visit(self, way: list[Any]) -> int:
+        return 1 + (int(actorrpc.get(way[0].visit.remote(way[1:]))) if way else 0)
+
+
+def test_chains_through_async_actors() -> None:
+    a, b, s = AsyncNode.remote(), AsyncNode.options(max_concurrency=1).remote(), Counting.remote()
+    assert actorrpc.get(a.visit.remote([b, a, b, a])) == 5
+    assert actorrpc.get(s.visit.remote([a, s, b, s, a, b, s])) == 8
+    assert actorrpc.get(b.visit.remote([s, b])) == 3
+    assert actorrpc.get(a.sync.remote([s, a, b, s, a])) == 6
+    refs = [s.visit.remote([a, b, s]) for _ in range(20)] + [b.visit.remote([s, a, b]) for _ in range(20)]
+    assert actorrpc.get(refs) == [4] * 40
+
+
+def test_chains_through_threaded_actors() -> None:
+    t, s = Counting.options(max_concurrency=2).remote(), Counting.remote()
+    refs = [t.visit.remote([s, t, s, t, t]) for _ in range(12)] + [s.visit.remote([t, s]) for _ in range(12)]
+    assert actorrpc.get(refs) == [6] * 12 + [3] * 12
+
+
+# -- one thread, and its state -------------------------------------------------------------------------------------
+
+
+@actorrpc.remote
+class Homely:
+    """Needs its own thread."""
+
+    def __init__(self) -> None:
+        self.home = threading.get_ident()
+        self.data = sqlite3.connect(":memory:")
+        self.data.execute("create table t (x)")
+        self.local = threading.local()
+        self.local.mine = True
+
+    def add(self, x: int) -> bool:
+        self.data.execute("insert into t values (?)", (x,))
+        return self.home == threading.get_ident() and self.local.mine
+
+    def nested(self, other: Any, me: Any, x: int) -> Any:
+        return actorrpc.get(other.visit_add.remote(me, x))
+
+    def count(self) -> int:
+        return int(self.data.execute("select count(*) from t").fetchone()[0])
+
+    def visit_add(self, other: Any, x: int) -> Any:
+        return actorrpc.get(other.add.remote(x))
+
+    def stream(self) -> Any:
+        for row in self.data.execute("select x from t order by x"):
+            yield row[0], threading.get_ident() == self.home
+
+    def no_grad_nested(self, other: Any, me: Any) -> list[bool]:
+        found = [torch.is_grad_enabled()]
+        with torch.no_grad():
+            found.append(torch.is_grad_enabled())
+            found.append(actorrpc.get(other.visit_grad.remote(me)))
+            found.append(torch.is_grad_enabled())
+        return [*found, torch.is_grad_enabled()]
+
+    def visit_grad(self, other: Any) -> Any:
+        return actorrpc.get(other.grad.remote())
+
+    def grad(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def leave_grad_off(self) -> None:
+        torch.set_grad_enabled(False)
+
+
+def test_a_serial_actor_has_one_thread() -> None:
+    a, b = Homely.remote(), Homely.remote()
+    refs = [a.add.remote(n) for n in range(10)]
+    refs += [a.nested.remote(b, a, n) for n in range(10, 20)]
+    refs += [b.visit_add.remote(a, n) for n in range(20, 30)]
+    assert actorrpc.get(refs) == [True] * 30
+    assert actorrpc.get(a.count.remote()) == 30
+    assert [actorrpc.get(ref) for ref in a.stream.remote()] == [(n, True) for n in range(30)]
+    assert actorrpc.get(actorrpc.call(a, home_is_here)) is True
+
+
+def home_is_here(actor: Any) -> bool:
+    return bool(actor.home == threading.get_ident())
+
+
+def test_grad_mode_does_not_leak_into_calls() -> None:
+    a, b = Homely.remote(), Homely.remote()
+    assert actorrpc.get(a.no_grad_nested.remote(b, a)) == [True, False, True, False, True]
+    actorrpc.get(a.leave_grad_off.remote())
+    assert actorrpc.get(a.grad.remote()) is True
+
+
+# -- asyncio inside of methods --------------------------------------------------------------------------------------
+
+
+@actorrpc.remote
+class OwnLoop:
+    """A sync actor that runs event loops of its own."""
+
+    def run(self, other: Any) -> Any:
+        async def both() -> list[Any]:
+            return list(await asyncio.gather(other.note.remote("a"), other.note.remote("b")))
+
+        return asyncio.run(both())
+
+
+def test_a_sync_method_may_run_an_event_loop() -> None:
+    node, actor = Node.remote(), OwnLoop.remote()
+    assert actorrpc.get(actor.run.remote(node)) == ["a", "b"]

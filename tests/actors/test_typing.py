@@ -1,0 +1,190 @@
+"""What mypy knows of actors and tasks, with the plugin and without. Each snippet says it in comments."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+api = pytest.importorskip("mypy.api")
+
+_ROOT = Path(__file__).resolve().parents[2]
+_HEAD = """\
+from __future__ import annotations
+import actorrpc
+from actorrpc import ActorHandle, ObjectRef, ObjectRefGenerator, RRef
+from actorrpc.actors import ActorClass, ActorMethod, RemoteFunction
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+T = TypeVar("T")
+
+class Plain:
+    def __init__(self, start: int, *, step: int = 1) -> None: ...
+    def add(self, times: int, *, twice: bool = False) -> float: return 1.0
+    async def wait(self) -> bytes: return b""
+    def stream(self) -> Iterator[int]: yield 1
+    async def astream(self) -> AsyncIterator[str]: yield ""
+    @staticmethod
+    def static(x: int) -> str: return ""
+    @classmethod
+    def made(cls) -> bytes: return b""
+    @actorrpc.method(num_returns=2)
+    def two(self) -> tuple[int, str]: return 1, ""
+    @actorrpc.method(timeout=3)
+    def marked(self, x: int) -> int: return x
+    attribute: int = 1
+
+"""
+# Each line with a comment: `# -> type` is what is revealed of its value, `# E: text` is part of an error.
+_WITHOUT = """\
+Made = actorrpc.remote(Plain)
+Made  # -> ActorClass[[start: int, *, step: int =], Plain]
+h = Made.remote(1, step=2)
+h  # -> ActorHandle[Plain]
+Made.remote("x")  # E: incompatible type "str"; expected "int"
+Made.remote()  # E: Missing positional argument "start"
+Made.options(name="x").remote(1)  # -> ActorHandle[Plain]
+actorrpc.remote(num_cpus=1)(Plain).remote(1)  # -> ActorHandle[Plain]
+h.add.remote(1)  # -> Any
+h.rpc_sync().add(1)  # -> float
+h.rpc_sync().add("x")  # E: incompatible type "str"; expected "int"
+h.rpc_sync().attribute  # -> int
+h.rref  # -> RRef[Plain]
+actorrpc.call(h, Plain.add, 1)  # -> ObjectRef[float]
+actorrpc.call(h, Plain.add, "x")  # E: incompatible type "str"; expected "int"
+actorrpc.get(actorrpc.call(h, Plain.add, 1))  # -> float
+actorrpc.ready(h)  # -> ObjectRef[None]
+actorrpc.get_actor("x")  # -> ActorHandle[Any]
+@actorrpc.remote
+def task(a: int, b: str = "") -> float: return 1.0
+task  # -> RemoteFunction[[a: int, b: str =], ObjectRef[float]]
+task.remote(1)  # -> ObjectRef[float]
+task.remote("x")  # E: incompatible type "str"; expected "int"
+task.options(timeout=1).remote(1)  # -> ObjectRef[float]
+task.options(num_returns=2).remote(1)  # -> Any
+@actorrpc.remote(max_retries=1)
+def items(n: int) -> Iterator[str]: yield ""
+items.remote(1)  # -> ObjectRefGenerator[str]
+@actorrpc.remote
+async def later(n: int) -> bytes: return b""
+later.remote(1)  # -> ObjectRef[bytes]
+@actorrpc.remote
+async def later_items(n: int) -> AsyncIterator[bytes]: yield b""
+later_items.remote(1)  # -> ObjectRefGenerator[bytes]
+actorrpc.remote("worker", len, args=("x",))  # -> RRef[int]
+actorrpc.remote(0, len, ("x",), None, 3.0).to_here()  # -> int
+"""
+_WITH = """\
+@actorrpc.remote
+class Actor(Plain):
+    def own(self) -> int: return 1
+@actorrpc.remote(num_cpus=1)
+@dataclass
+class Box(Generic[T]):
+    value: T
+    def get(self) -> T: return self.value
+class Sub(Actor):
+    def more(self) -> str: return ""
+h = Actor.remote(1)
+h  # -> ActorHandle[Actor]
+Actor.remote("x")  # E: incompatible type "str"
+Actor.remote(1, stop=2)  # E: Unexpected keyword argument "stop"
+Actor.options(name="x").remote(1, step=2)  # -> ActorHandle[Actor]
+h.own.remote()  # -> ObjectRef[int]
+h.add.remote(1)  # -> ObjectRef[float]
+h.add.remote(1, twice=True)  # -> ObjectRef[float]
+h.add.remote("x")  # E: incompatible type "str"
+h.add.remote(1, twise=True)  # E: Unexpected keyword argument "twise"
+h.wait.remote()  # -> ObjectRef[bytes]
+h.stream.remote()  # -> ObjectRefGenerator[int]
+h.astream.remote()  # -> ObjectRefGenerator[str]
+h.static.remote(1)  # -> ObjectRef[str]
+h.made.remote()  # -> ObjectRef[bytes]
+h.two.remote()  # -> Any
+h.marked.remote(1)  # -> ObjectRef[int]
+h.add.options(timeout=1).remote(1)  # -> ObjectRef[float]
+h.add.options(num_returns=2).remote(1)  # -> Any
+h.ad.remote(1)  # E: "Actor" has no method "ad"
+h.attribute  # E: "attribute" is no method of "Actor": read it with handle.rpc_sync().attribute
+h.add.remote(h.marked.remote(1))  # -> ObjectRef[float]
+h.add.remote(h.static.remote(1))  # E: incompatible type "ObjectRef[str]"; expected "int | ObjectRef[int]"
+Actor.remote(h.marked.remote(1))  # -> ActorHandle[Actor]
+Box.remote(3)  # -> ActorHandle[Box[int]]
+Box.remote("x").get.remote()  # -> ObjectRef[str]
+Sub.remote(1)  # -> ActorHandle[Actor]
+actorrpc.get(h.add.remote(1))  # -> float
+actorrpc.get([h.add.remote(1), h.add.remote(2)])  # -> list[float]
+@actorrpc.remote
+def task(a: int) -> float: return 1.0
+task.remote(h.own.remote())  # -> ObjectRef[float]
+task.remote(h.made.remote())  # E: incompatible type "ObjectRef[bytes]"
+def use(handle: ActorHandle[Plain]) -> None:
+    handle.add.remote(1)  # -> ObjectRef[float]
+async def wait(handle: ActorHandle[Plain]) -> None:
+    await handle.add.remote(1)  # -> float
+    async for ref in handle.astream.remote():
+        ref  # -> ObjectRef[str]
+"""
+
+
+def _check(folder: Path, source: str, *, plugin: bool) -> list[str]:
+    lines, expected = [], {}
+    for line in (_HEAD + source).splitlines():
+        code, _, comment = line.partition("  # ")
+        if comment.startswith("-> "):
+            indent = code[: len(code) - len(code.lstrip())]
+            code = f"{indent}reveal_type({code.strip()})"
+        lines.append(code)
+        if comment:
+            expected[len(lines)] = comment
+    path = folder / "snippet.py"
+    path.write_text("\n".join(lines))
+    settings = "[mypy]\nstrict = True\n" + ("plugins = actorrpc.mypy_plugin\n" if plugin else "")
+    (folder / "mypy.ini").write_text(settings)
+    out, err, _ = api.run(
+        [
+            *("--config-file", str(folder / "mypy.ini"), "--cache-dir", str(folder / "cache")),
+            *("--follow-imports", "silent", "--no-pretty", "--show-traceback", str(path)),
+        ]
+    )
+    found: dict[int, list[str]] = {}
+    for row in out.splitlines():
+        matched = re.match(r".*snippet\.py:(\d+): (error|note): (.*)", row)
+        if matched:
+            found.setdefault(int(matched[1]), []).append(f"{matched[2]}: {_short(matched[3])}")
+    wrong = [err] if err else []
+    for number, comment in expected.items():
+        rows = found.pop(number, [])
+        if comment.startswith("-> "):
+            right = f'note: Revealed type is "{comment[3:]}"' in rows
+            right = right and not any(row.startswith("error") for row in rows)
+        else:
+            right = any(row.startswith("error") and comment[3:] in row for row in rows)
+        if not right:
+            wrong.append(f"{lines[number - 1]}: {comment}, but: {rows}")
+    for number, rows in found.items():
+        wrong.extend(f"{lines[number - 1]}: {row}" for row in rows if row.startswith("error"))
+    return wrong
+
+
+def _short(text: str) -> str:
+    text = re.sub(r"\b(?:actorrpc(?:\.\w+)+|snippet|builtins)\.", "", text)
+    return text.replace("*Any, **Any", "...")
+
+
+@pytest.fixture(autouse=True)
+def _package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MYPYPATH", str(_ROOT))
+    monkeypatch.syspath_prepend(str(_ROOT))
+    assert "mypy" in sys.modules
+
+
+@pytest.mark.limit(300)
+@pytest.mark.parametrize(
+    ("source", "plugin"), [(_WITHOUT, False), (_WITHOUT.replace("h.add.remote(1)  # -> Any", ""), True), (_WITH, True)]
+)
+def test_what_mypy_knows(tmp_path: Path, source: str, plugin: bool) -> None:
+    assert _check(tmp_path, source, plugin=plugin) == []
