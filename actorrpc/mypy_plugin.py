@@ -114,7 +114,14 @@ def _class_attribute(ctx: AttributeContext) -> Type:
     if not isinstance(found, FunctionLike) or not found.is_type_obj():
         return ctx.default_attr_type
     info = found.type_object()
-    if _MARK not in info.metadata or (name in info.names and not info.names[name].plugin_generated):
+    known = info.get(name)
+    if known is None or not known.plugin_generated:
+        return ctx.default_attr_type
+    if _MARK not in info.metadata:
+        if any(_MARK in base.metadata for base in info.mro):
+            ctx.api.fail(
+                f'"{info.name}" has no "{name}": it is a plain class, put @remote over it', ctx.context
+            )
         return ctx.default_attr_type
     made = get_proper_type(type_object_type(info))
     instance = fill_typevars(info)

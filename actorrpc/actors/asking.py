@@ -129,7 +129,8 @@ def gather_states(here: Runtime) -> Future[list[ActorState]]:
     answer: Future[list[ActorState]] = Future()
     answer.label = "the list of all actors"
     rows: list[ActorState] = []
-    left = [None] * len(agent.members())
+    members = agent.members()
+    left = [None] * len(members)
 
     def one(done: Future[Any]) -> None:
         if done._error is None:
@@ -140,7 +141,7 @@ def gather_states(here: Runtime) -> Future[list[ActorState]]:
 
     if not left:
         answer.set_result([])
-    for record in agent.members()[: len(left)]:
+    for record in members:
         if record.incarnation == agent.record.incarnation:
             own: Future[Any] = Future()
             own.set_result(here.supervisor.states())

@@ -15,7 +15,7 @@ from actorrpc.actors.asking import call_quietly, gather_states, peer_of
 from actorrpc.actors.exits import ActorExit
 from actorrpc.actors.fates import ActorState
 from actorrpc.actors.handle import ActorHandle, ActorMethod, call_function, offer
-from actorrpc.actors.methods import method
+from actorrpc.actors.methods import kind_of, method
 from actorrpc.actors.object_ref import ObjectRef
 from actorrpc.actors.residents import ResidentState, states
 from actorrpc.actors.runtime import runtime
@@ -299,12 +299,19 @@ def call(
     ``call(handle, getattr, "x")`` reads an attribute, ``call(handle, setattr, "x", 1)`` sets it.
 
     Raises:
-        TypeError: it is not a function.
+        TypeError: it is not a function, or one that would not run but return a coroutine or a generator.
         SerializationError: the function, or an argument, cannot be sent.
     """
     _handle(actor, "call()")
     if not callable(function):
         raise TypeError(f"call() takes a function, not {function!r}")
+    kind = kind_of(function)
+    if kind != "sync":
+        what = "a coroutine" if kind == "async" else "a generator"
+        raise TypeError(
+            f"call() takes a plain function, and {getattr(function, '__qualname__', function)} only returns {what}: make it a "
+            "method of the class"
+        )
     return call_function(actor, (function, *args), dict(kwargs))
 
 

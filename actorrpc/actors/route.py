@@ -123,6 +123,7 @@ class Route:
             line.bounced(future)
         except BaseException:
             line.dropped(future)
+            line.agent.check_process()  # in a fork, that is what is wrong
             raise
         return future
 

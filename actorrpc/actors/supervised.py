@@ -118,8 +118,14 @@ class Supervised:
         """How messages name it."""
         return self.card.title
 
+    def forget(self) -> None:
+        """Let go of what only further incarnations would need: of the dead, only what is said of them is kept."""
+        self.cls = self.arguments = self.state = self.place = self.location = None
+
     def spec(self) -> ActorSpec:
         """Return what its worker needs to make the present incarnation."""
+        assert self.cls is not None
+        assert self.arguments is not None
         return ActorSpec(
             actor_id=self.card.actor_id,
             resident_id=self.resident_id,

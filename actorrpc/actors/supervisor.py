@@ -10,7 +10,6 @@ collector may run there. ``Anchor.__del__`` only appends to ``_dropped``, whose 
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 from collections import OrderedDict, deque
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Supervisor"]
 
-_log = logging.getLogger("actorrpc.actors")
 _REMEMBERED: Final = 10_000  # dead actors
 _UNSEEN_S: Final = 30.0  # how long an actor may be dead for a caller and alive for us
 _CREATE_S: Final = 60.0  # how long rank 0 may take to take note of a detached actor
@@ -386,8 +384,7 @@ class Supervisor:
                 cause=cause,
             )
             actor.phase = "dead"
-            actor.location = None
-            actor.state = None
+            actor.forget()
             waiters, actor.waiters = actor.waiters, []
             watchers, actor.watchers = actor.watchers, []
             self._actors.pop(card.actor_id, None)
@@ -480,9 +477,9 @@ class Supervisor:
         future: Future[Any] = Future()
         future.label = "the location of an actor"
         future.add_done_callback(looked_at)
-        found: Location | Restarting | None = None
         with self._lock:
             actor = self._actors.get(actor_id)
+            found: Location | Restarting | None = None
             if actor is not None:
                 found = actor.answer(after, wait)
                 if found is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from actorrpc.actors import tasks
 from actorrpc.actors.names import Names
 from actorrpc.actors.residents import Residents
 from actorrpc.actors.route import Routes
@@ -29,6 +30,7 @@ def start(agent: Agent, references: References) -> Callable[[bool], None]:
 
     def end(graceful: bool) -> None:
         try:
+            tasks.forget()
             made.supervisor.close(graceful)
             made.residents.close(graceful)
             made.routes.close()

@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from actorrpc.actors import runtime
-from actorrpc.cluster import processes
+from actorrpc.cluster import serving
 from actorrpc.cluster.leaving import Leaver, set_leaver
 from actorrpc.cluster.remote import RemoteDirectory, RemoteSpawner
 from actorrpc.config import Settings
@@ -111,7 +111,7 @@ def _work(job: dict[str, Any]) -> None:
     )
     try:
         packed = agent.record.to_bytes()
-        agent.call(agent.peer(driver.name), processes.register, (packed,), {}, _JOIN_S).result()
+        agent.call(agent.peer(driver.name), serving.register, (packed,), {}, _JOIN_S).result()
         leavers[0].wait()
         api.shutdown(leavers[0].graceful, _LEAVE_S)
     finally:
@@ -139,7 +139,7 @@ def _dress(job: dict[str, Any]) -> None:
 def _announce(agent: Agent, driver: str) -> None:
     token = CURRENT.set(None)
     try:
-        agent.call(agent.peer(driver), processes.leaving, (agent.name,), {}, _LEAVE_S).result()
+        agent.call(agent.peer(driver), serving.leaving, (agent.name,), {}, _LEAVE_S).result()
     except RpcError:
         pass  # it is gone, or very busy: this process ends all the same
     finally:

@@ -16,9 +16,10 @@ from types import TracebackType
 from typing import Any, Final
 
 from actorrpc.actors import runtime
-from actorrpc.cluster import processes
+from actorrpc.cluster import serving
 from actorrpc.cluster.directory import Directory
-from actorrpc.cluster.processes import LocalCluster, set_cluster
+from actorrpc.cluster.processes import LocalCluster
+from actorrpc.cluster.serving import set_cluster
 from actorrpc.config import Settings
 from actorrpc.core import keys
 from actorrpc.core.agent import Agent
@@ -257,7 +258,7 @@ runtime.set_autostart(_autostart)
 
 def _after_fork() -> None:
     """In a forked child of the driver: let go of what is the driver's."""
-    cluster = processes.current()
+    cluster = serving.current()
     if cluster is not None:
         set_cluster(None)
         runtime.set_runtime(None)

@@ -27,9 +27,9 @@ from actorrpc.cluster.directory import Directory
 from actorrpc.cluster.launcher import ForkServer, import_path
 from actorrpc.cluster.leaving import leave, leave_when_idle
 from actorrpc.cluster.logs import Logs, Output
+from actorrpc.cluster.process import Process
 from actorrpc.core import keys
 from actorrpc.core.agent import Agent
-from actorrpc.core.execution import Later
 from actorrpc.core.identity import MAX_NAME, WorkerInfo, WorkerRecord
 from actorrpc.core.interrupts import uninterruptible
 from actorrpc.errors import (
@@ -42,19 +42,7 @@ from actorrpc.errors import (
 )
 from actorrpc.futures import Future
 
-__all__ = [
-    "LocalCluster",
-    "current",
-    "kill",
-    "leaving",
-    "listing",
-    "lookup",
-    "register",
-    "release",
-    "report",
-    "set_cluster",
-    "spawn",
-]
+__all__ = ["LocalCluster"]
 
 _log = logging.getLogger("actorrpc.cluster")
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
@@ -65,32 +53,6 @@ _KILLED_S: Final = 3.0
 _DEVICES_S: Final = 10.0  # how long a process waits for devices of others, which may be ending
 _LOGS_S: Final = 1.0  # how long a report waits for the last lines
 _KEPT: Final = 1000  # reports of processes that have ended
-
-
-class _Process:
-    """One process, from the wish for it to its end."""
-
-    def __init__(self, id: int, name: str, rank: int, spec: ProcessSpec, creator: str) -> None:
-        self.id = id
-        self.name = name
-        self.rank = rank
-        self.spec = spec
-        self.creator = creator
-        self.future: Future[WorkerInfo] = Future()
-        self.future.label = f"the start of a process for {spec.label}"
-        self.message: dict[str, Any] = {}
-        self.environment: dict[str, str] = {}
-        self.pipes: tuple[int, int] | None = None
-        self.server: ForkServer | None = None
-        self.output: Output | None = None
-        self.pid = 0
-        self.begun = 0.0
-        self.record: WorkerRecord | None = None
-        self.timer: Any = None
-        self.doomed = False
-        self.over = False
-        self.report: DeathReport | None = None
-        self.asked: list[Future[DeathReport]] = []
 
 
 class LocalCluster:
@@ -123,10 +85,10 @@ class LocalCluster:
         self._hello = hello
         self._lock = threading.RLock()
         self._count = 0
-        self._processes: dict[int, _Process] = {}
-        self._names: dict[str, _Process] = {}
+        self._processes: dict[int, Process] = {}
+        self._names: dict[str, Process] = {}
         self._ended: dict[str, DeathReport] = {}
-        self._waiting: list[_Process] = []
+        self._waiting: list[Process] = []
         self.server: ForkServer | None = None
         self._server_output: Output | None = None
         self._closing = False
@@ -155,7 +117,7 @@ class LocalCluster:
         label = _NOT_IN_NAMES.sub("_", spec.label)[: MAX_NAME - 12] or "worker"
         with self._lock:
             self._count += 1
-            process = _Process(self._count, f"{label}-{rank}", rank, spec, creator or self.agent.name)
+            process = Process(self._count, f"{label}-{rank}", rank, spec, creator or self.agent.name)
             try:
                 if self._closing:
                     raise ShutdownError("the cluster is shutting down", maybe_executed=False)
@@ -184,7 +146,7 @@ class LocalCluster:
                     process.server.kill(process.pid)
             elif process in self._waiting:
                 self._forget(process)
-                self._fail(process, _killed(process))
+                self._fail(process, process.killed())
 
     def report(self, worker: str) -> Future[DeathReport]:
         """Return how a process ended; completes when it has. Fails with UnknownWorkerError if it is not ours."""
@@ -212,7 +174,7 @@ class LocalCluster:
 
     # -- starting ------------------------------------------------------------------------------------------
 
-    def _prepare(self, process: _Process) -> None:
+    def _prepare(self, process: Process) -> None:
         """Write down how things are at the moment of the wish."""
         spec = process.spec
         cpus = 1.0 if spec.num_cpus is None else spec.num_cpus
@@ -250,7 +212,7 @@ class LocalCluster:
             "directory": directory,
         }
 
-    def _try_devices(self, process: _Process) -> None:
+    def _try_devices(self, process: Process) -> None:
         """Give a process its devices and launch it, or let it wait for them."""
         wanted = process.spec.num_gpus
         if wanted is not None:
@@ -268,7 +230,7 @@ class LocalCluster:
             process.timer.cancel()
         self._launch(process)
 
-    def _no_devices(self, process: _Process) -> None:
+    def _no_devices(self, process: Process) -> None:
         with self._lock:
             if process not in self._waiting:
                 return
@@ -283,7 +245,7 @@ class LocalCluster:
             )
 
     @uninterruptible
-    def _launch(self, process: _Process) -> None:
+    def _launch(self, process: Process) -> None:
         server = self._server()
         process.server = server
         before, now = server.environment, process.environment
@@ -330,7 +292,7 @@ class LocalCluster:
         if not server.is_ready and not server.is_gone and server.pid:
             os.kill(server.pid, signal.SIGKILL)
 
-    def _not_joined(self, process: _Process) -> None:
+    def _not_joined(self, process: Process) -> None:
         with self._lock:
             if process.record is None and process.report is None and not process.future.done():
                 self._fail(
@@ -374,7 +336,7 @@ class LocalCluster:
             elif kind == "ended":
                 self._exited(process, message)
 
-    def _forked(self, process: _Process, pid: int) -> None:
+    def _forked(self, process: Process, pid: int) -> None:
         process.pid = pid
         process.begun = time.monotonic()
         assert process.pipes is not None
@@ -388,7 +350,7 @@ class LocalCluster:
             late = partial(self.agent.submit, partial(self._not_joined, process))
             process.timer = self.agent.clock.after(_START_S, late)
 
-    def _exited(self, process: _Process, message: dict[str, Any]) -> None:
+    def _exited(self, process: Process, message: dict[str, Any]) -> None:
         """Forget a process at once, and report on it when its last lines have been read."""
         if process.over:
             return
@@ -420,7 +382,7 @@ class LocalCluster:
                 self._forget(other)
                 self._fail(other, error)
 
-    def _reported(self, process: _Process, message: dict[str, Any]) -> None:
+    def _reported(self, process: Process, message: dict[str, Any]) -> None:
         with self._lock:
             if process.report is not None:
                 return
@@ -438,7 +400,7 @@ class LocalCluster:
                 del self._ended[next(iter(self._ended))]
             self._forget(process)
             if not process.future.done():
-                why = _killed(process) if process.doomed else _not_started(process, report.describe())
+                why = process.killed() if process.doomed else process.not_started(report.describe())
                 self._fail(process, why)
             asked, process.asked = process.asked, []
         for future in asked:
@@ -477,7 +439,7 @@ class LocalCluster:
             tail = "\n    ".join(output.tail) if output is not None else ""
             said = f"; its last lines on stderr:\n    {tail}" if tail else ""
             for process in unborn:
-                self._fail(process, _not_started(process, why + said))
+                self._fail(process, process.not_started(why + said))
 
         if output is not None:
             self.logs.end(output, partial(self.agent.submit, fail))
@@ -486,7 +448,7 @@ class LocalCluster:
 
     # -- ends --------------------------------------------------------------------------------------------------
 
-    def _forget(self, process: _Process) -> None:
+    def _forget(self, process: Process) -> None:
         """Take a process out of all tables."""
         self._processes.pop(process.id, None)
         self._names.pop(process.name, None)
@@ -508,7 +470,7 @@ class LocalCluster:
         if future._claim():
             future._finish(value, None, self.agent.submit)
 
-    def _fail(self, process: _Process, error: BaseException) -> None:
+    def _fail(self, process: Process, error: BaseException) -> None:
         asked, process.asked = process.asked, []
         if process.future._claim():
             process.future._finish(None, error, self.agent.submit)
@@ -605,83 +567,3 @@ class LocalCluster:
             for fd in process.pipes or ():
                 with contextlib.suppress(OSError):
                     os.close(fd)
-
-
-def _killed(process: _Process) -> RpcError:
-    return PeerDiedError(
-        f"{process.future.label}: it was killed before it had joined",
-        maybe_executed=False,
-        worker=process.name,
-    )
-
-
-def _not_started(process: _Process, why: str) -> RpcError:
-    return PeerDiedError(
-        f"the process for {process.spec.label!r} could not be started: {why}",
-        maybe_executed=False,
-        worker=process.name,
-    )
-
-
-# -- called by the workers --------------------------------------------------------------------------------------
-
-_cluster: LocalCluster | None = None
-
-
-def set_cluster(cluster: LocalCluster | None) -> None:
-    """Name the cluster of which this process is the driver."""
-    global _cluster
-    _cluster = cluster
-
-
-def current() -> LocalCluster | None:
-    """Return the cluster of which this process is the driver, if it is one."""
-    return _cluster
-
-
-def _here() -> LocalCluster:
-    if _cluster is None:
-        raise ShutdownError("the driver of the cluster has shut down", maybe_executed=False)
-    return _cluster
-
-
-def lookup(to: str | int) -> bytes | None:
-    """Return the record of a worker, packed."""
-    record = _here().directory.resolve(to)
-    return None if record is None else record.to_bytes()
-
-
-def listing() -> list[bytes]:
-    """Return the records of all workers, packed."""
-    return [record.to_bytes() for record in _here().directory.members()]
-
-
-def register(record: bytes) -> None:
-    """Say that a process has joined."""
-    _here().register(WorkerRecord.from_bytes(record))
-
-
-def leaving(worker: str) -> None:
-    """Say that a process has begun to leave by itself."""
-    if _cluster is not None:
-        _cluster.leaving(worker)
-
-
-def spawn(spec: ProcessSpec, creator: str) -> Later:
-    """Start a process for another worker."""
-    return Later(_here().spawn(spec, creator))
-
-
-def release(worker: str) -> None:
-    """Release a process."""
-    _here().release(worker)
-
-
-def kill(worker: str) -> None:
-    """Kill a process."""
-    _here().kill(worker)
-
-
-def report(worker: str) -> Later:
-    """Report how a process ended."""
-    return Later(_here().report(worker))

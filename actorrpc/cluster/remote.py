@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from actorrpc.actors.processes import DeathReport, ProcessSpec
-from actorrpc.cluster import processes
+from actorrpc.cluster import serving
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT
 from actorrpc.core.identity import WorkerInfo, WorkerRecord
@@ -64,7 +64,7 @@ class RemoteDirectory:
         """
         found = self._known.get(to)
         if found is None and self._agent is not None:
-            packed = self._ask(processes.lookup, to)
+            packed = self._ask(serving.lookup, to)
             if packed is not None:
                 found = WorkerRecord.from_bytes(packed)
                 self._keep(found)
@@ -76,7 +76,7 @@ class RemoteDirectory:
         Raises:
             RpcError: the driver does not answer.
         """
-        return [WorkerRecord.from_bytes(packed) for packed in self._ask(processes.listing)]
+        return [WorkerRecord.from_bytes(packed) for packed in self._ask(serving.listing)]
 
     def leave(self) -> None:
         """Do nothing: the driver sees that this process ends."""
@@ -110,19 +110,19 @@ class RemoteSpawner:
 
     def spawn(self, spec: ProcessSpec) -> Future[WorkerInfo]:
         """Start a process; the future completes when it has joined the group, or fails saying why."""
-        return self._ask(processes.spawn, spec, self._agent.name)
+        return self._ask(serving.spawn, spec, self._agent.name)
 
     def release(self, worker: str) -> None:
         """Let a process end by itself, once nothing that lives in it is referenced any more."""
-        _unseen(self._ask(processes.release, worker))
+        _unseen(self._ask(serving.release, worker))
 
     def kill(self, worker: str) -> None:
         """End a process at once (SIGKILL)."""
-        _unseen(self._ask(processes.kill, worker))
+        _unseen(self._ask(serving.kill, worker))
 
     def report(self, worker: str) -> Future[DeathReport]:
         """Return how a process ended; completes when it has."""
-        return self._ask(processes.report, worker)
+        return self._ask(serving.report, worker)
 
     def owns(self, worker: str) -> bool:
         """Say whether the cluster has started the worker: all but the driver."""

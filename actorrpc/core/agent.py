@@ -446,17 +446,6 @@ class Agent:
         conn.flush()
         return True
 
-    def tell_cancelled(self, call: Call, stop: bool) -> None:
-        """Tell the worker that nobody waits for a call any more."""
-        if call.conn is not None:
-            if (
-                call.may_arrive and not call.conn.broken
-            ):  # behind the call itself, also where that is still to leave
-                call.conn.outbox.append(pack_frame(frames.CANCEL, call.id, flags=int(stop)))
-                self.cork(call.conn)
-        elif call.peer.is_self:
-            self.inbox.cancelled(call.peer, call.id, stop)
-
     def announce(self, parcel: messages.Parcel, header: dict[str, Any] | None) -> dict[str, Any]:
         """Name the references that a message carries in its header, where they can be seen without opening it."""
         header = {} if header is None else header

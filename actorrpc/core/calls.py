@@ -17,6 +17,7 @@ import time
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc.core.frames import CANCEL, pack_frame
 from actorrpc.core.interrupts import checkpoint, uninterruptible
 from actorrpc.core.interrupts import state as _interrupts
 from actorrpc.errors import CancelledError, RpcTimeoutError
@@ -294,7 +295,7 @@ class Call:
             return False
         self._withdraw()
         self.fail(self.timed_out(), self.agent.pool.submit)
-        self.agent.tell_cancelled(self, stop=False)
+        self._tell_cancelled(stop=False)
         return True
 
     def _withdraw(self) -> None:
@@ -337,5 +338,16 @@ class Call:
             ),
             self.agent.pool.submit,
         )
-        self.agent.tell_cancelled(self, stop)
+        self._tell_cancelled(stop)
         return True
+
+    def _tell_cancelled(self, stop: bool) -> None:
+        """Tell the worker that nobody waits for the call any more."""
+        conn = self.conn
+        if conn is not None:
+            if self.may_arrive and not conn.broken:
+                # Behind the call itself, also where that is still to leave.
+                conn.outbox.append(pack_frame(CANCEL, self.id, flags=int(stop)))
+                self.agent.cork(conn)
+        elif self.peer.is_self:
+            self.agent.inbox.cancelled(self.peer, self.id, stop)

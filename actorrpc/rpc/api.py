@@ -59,7 +59,8 @@ _SETTLE_S = 30.0  # how long shutdown waits for the last references, once every 
 
 
 #: Called with a new agent and its references before the first call is served; what each returns is called at the
-#: end, the last one first, with whether the end is a graceful one. For the floors above.
+#: end, the last one first, with whether the end is a graceful one (and again, with False, if Ctrl-C comes in a
+#: graceful one). For the floors above.
 on_start: list[Callable[[Agent, References], Callable[[bool], None]]] = []
 
 
@@ -79,13 +80,17 @@ class _State:
         self.stop: Callable[[bool, float], None] | None = None
 
     def end(self, graceful: bool) -> None:
-        """Tell the floors above that it is over; once."""
+        """Tell the floors above that it is over; once, and again only where Ctrl-C has cut a graceful end short."""
         while self.ends:
             end = self.ends.pop()
             try:
                 end(graceful)
             except Exception:
                 _log.exception("the end of a part of this worker raised")
+            except BaseException:
+                if graceful:
+                    self.ends.append(end)
+                raise
 
 
 _state: _State | None = None

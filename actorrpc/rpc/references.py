@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+from actorrpc.core import codec, exceptions
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import Execution
 from actorrpc.core.interrupts import uninterruptible
@@ -204,7 +205,9 @@ class References:
             else:
                 if done._report is not None:
                     done._report.seen = True  # by whoever holds the RRef
-                self.carry_out(self.table.set_error(rref_id, error))
+                # A copy: the traceback of this one grows with each use, and its frames may hold the RRef itself.
+                packed = exceptions.dump(error, worker=self.agent.name, dumps=codec.dumps)
+                self.carry_out(self.table.set_error(rref_id, exceptions.load(packed, loads=codec.loads)))
 
         future.add_done_callback(fulfil)
         return rref

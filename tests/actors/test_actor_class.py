@@ -186,7 +186,9 @@ def test_an_abstract_class_is_refused() -> None:
         @abc.abstractmethod
         def m(self) -> None: ...
 
-    with pytest.raises(TypeError, match="Can't instantiate abstract class .*Abstract with abstract methods m"):
+    with pytest.raises(
+        TypeError, match=r"Can't instantiate abstract class .*Abstract with abstract methods m"
+    ):
         Abstract.remote()
 
 

@@ -54,7 +54,9 @@ def test_on_classes_and_functions() -> None:
 def test_with_options() -> None:
     assert Remote(num_cpus=2, name="x")(Plain)._actorrpc_options == ActorOptions(num_cpus=2, name="x")
     assert Remote(max_retries=1)(plain)._options == TaskOptions(max_retries=1)
-    assert Remote(timeout=3)(Remote(num_cpus=1)(Plain))._actorrpc_options == ActorOptions(num_cpus=1, timeout=3)
+    assert Remote(timeout=3)(Remote(num_cpus=1)(Plain))._actorrpc_options == ActorOptions(
+        num_cpus=1, timeout=3
+    )
     assert Remote(timeout=3)(Remote(plain))._options == TaskOptions(timeout=3)
     assert Remote(Remote(plain))._options == TaskOptions()
 
@@ -67,9 +69,9 @@ def test_wrong_options_are_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="num_cpus must be"):
         Remote(num_cpus="2")
     # Of the one or the other: known when it is seen what it is for.
-    with pytest.raises(ConfigError, match="not an option of a task.* option of an actor"):
+    with pytest.raises(ConfigError, match=r"not an option of a task.* option of an actor"):
         Remote(max_restarts=1)(plain)
-    with pytest.raises(ConfigError, match="not an option of an actor.* option of a task"):
+    with pytest.raises(ConfigError, match=r"not an option of an actor.* option of a task"):
         Remote(max_retries=1)(Plain)
 
 

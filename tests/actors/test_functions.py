@@ -33,8 +33,8 @@ def here(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def counter(here: None) -> Iterator[ActorHandle[Any]]:
-    yield things.Counter.remote(3)
+def counter(here: None) -> ActorHandle[Any]:
+    return things.Counter.remote(3)
 
 
 # -- finding -------------------------------------------------------------------------------------------------------
@@ -229,6 +229,9 @@ def test_call(counter: ActorHandle[Any]) -> None:
     get(actorrpc.call(counter, setattr, "n", 10))
     assert counter.rpc_sync().n == 10
     assert get(actorrpc.call(counter, _sum, counter.add.remote())) == 22  # a ref is resolved here, too
+    for function in (things.later.__wrapped__, things.tick.__wrapped__, things.count_to.__wrapped__):
+        with pytest.raises(TypeError, match=r"takes a plain function, and .* only returns a"):
+            actorrpc.call(counter, function)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="takes a function, not 'n'"):
         actorrpc.call(counter, "n")  # type: ignore[arg-type]
     with pytest.raises(AttributeError):

@@ -43,8 +43,8 @@ def here(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def counter(here: None) -> Iterator[Handle]:
-    yield things.Counter.remote(3)
+def counter(here: None) -> Handle:
+    return things.Counter.remote(3)
 
 
 # -- Ray's way -------------------------------------------------------------------------------------------------------
@@ -61,7 +61,9 @@ def test_calls(counter: Handle) -> None:
 
 
 def test_wrong_arguments_raise_at_the_call(counter: Handle) -> None:
-    with pytest.raises(TypeError, match=r"Counter.add\(\) takes from 1 to 2 positional arguments but 3 were given"):
+    with pytest.raises(
+        TypeError, match=r"Counter.add\(\) takes from 1 to 2 positional arguments but 3 were given"
+    ):
         counter.add.remote(1, 2)
     with pytest.raises(TypeError, match="unexpected keyword argument 'n'"):
         counter.rpc_sync().add(n=1)
@@ -160,7 +162,10 @@ def test_options_of_the_actor_hold_for_its_calls(here: None) -> None:
 def test_refs_as_arguments(counter: Handle) -> None:
     ref = counter.add.remote()
     assert get(counter.echo.remote(ref)) == 4
-    assert get(counter.kinds.remote(ref, [ref], x=ref, y=[ref])) == (["int", "list"], {"x": "int", "y": "list"})
+    assert get(counter.kinds.remote(ref, [ref], x=ref, y=[ref])) == (
+        ["int", "list"],
+        {"x": "int", "y": "list"},
+    )
     inner: Any = get(counter.echo.remote([ref]))
     assert isinstance(inner[0], ObjectRef)
     assert get(inner[0]) == 4

@@ -156,6 +156,22 @@ def test_a_promise_that_is_broken(group: None) -> None:
             get(each)
 
 
+def test_a_broken_promise_that_was_looked_at_is_forgotten(group: None) -> None:
+    def use() -> None:
+        future, ref = _pending()
+        back = _send(ref)
+        future.set_exception(ValueError("no"))
+        for each in (ref, back):
+            with pytest.raises(ValueError, match="no"):
+                get(each)  # from here on the error holds this frame, and with it the ObjectRefs
+
+    use()
+    for _ in range(2):
+        gc.collect()
+        rrefs.runtime().collect()
+    assert not rrefs.runtime().table._values.entries
+
+
 def test_a_promise_of_something_kept(group: None) -> None:
     future, ref = _pending()
     back = _send(ref)

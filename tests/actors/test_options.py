@@ -34,7 +34,7 @@ def test_merging_makes_new_options() -> None:
 
 @pytest.mark.parametrize("options", _KINDS, ids=lambda each: type(each).__name__)
 def test_an_unknown_option_is_refused_with_those_there_are(options: Any) -> None:
-    with pytest.raises(ConfigError, match="'naem' is not an option of .* Did you mean 'name'") as caught:
+    with pytest.raises(ConfigError, match=r"'naem' is not an option of .* Did you mean 'name'") as caught:
         options.merged(naem="x")
     assert "priority" in str(caught.value)
     assert "timeout" in str(caught.value)
@@ -53,7 +53,9 @@ def test_an_option_of_something_else_says_of_what() -> None:
 )
 @pytest.mark.parametrize("options", _KINDS, ids=lambda each: type(each).__name__)
 def test_options_that_only_make_sense_in_ray_say_what_to_do(options: Any, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name!r} is an option of Ray's that makes no sense here: .{{10}}"):
+    with pytest.raises(
+        ConfigError, match=f"{name!r} is an option of Ray's that makes no sense here: .{{10}}"
+    ):
         options.merged(**{name: 1})
 
 
@@ -167,7 +169,10 @@ def test_an_environment_as_ray_has_it(name: str) -> None:
 
 
 def test_variables_may_be_called_what_they_like() -> None:
-    assert ActorOptions().merged(env={"pip": "x", "working_dir_": "y"}).env == {"pip": "x", "working_dir_": "y"}
+    assert ActorOptions().merged(env={"pip": "x", "working_dir_": "y"}).env == {
+        "pip": "x",
+        "working_dir_": "y",
+    }
     with pytest.raises(ConfigError, match="two names for one thing"):
         ActorOptions().merged(env={}, runtime_env={})
 

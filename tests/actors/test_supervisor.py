@@ -87,6 +87,14 @@ def test_with_another_actor(monkeypatch: pytest.MonkeyPatch) -> None:
         world.settle()
         assert one.value().worker == two.value().worker
         assert one.value().resident_id != two.value().resident_id
+        watched = first.watch()
+        del first, handle
+        gc.collect()
+        world.settle()
+        assert watched.done()  # the second does not keep the first alive
+        future = world.call(world.workers[0], second, 3)
+        world.settle()
+        assert future.value() == 3
 
 
 def test_places_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

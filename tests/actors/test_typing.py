@@ -114,7 +114,7 @@ h.add.remote(h.static.remote(1))  # E: incompatible type "ObjectRef[str]"; expec
 Actor.remote(h.marked.remote(1))  # -> ActorHandle[Actor]
 Box.remote(3)  # -> ActorHandle[Box[int]]
 Box.remote("x").get.remote()  # -> ObjectRef[str]
-Sub.remote(1)  # -> ActorHandle[Actor]
+Sub.remote(1)  # E: "Sub" has no "remote": it is a plain class, put @remote over it
 actorrpc.get(h.add.remote(1))  # -> float
 actorrpc.get([h.add.remote(1), h.add.remote(2)])  # -> list[float]
 @actorrpc.remote
@@ -143,6 +143,7 @@ def _check(folder: Path, source: str, *, plugin: bool) -> list[str]:
     path = folder / "snippet.py"
     path.write_text("\n".join(lines))
     settings = "[mypy]\nstrict = True\n" + ("plugins = actorrpc.mypy_plugin\n" if plugin else "")
+    settings += "[mypy-torch.*]\nfollow_imports = skip\n"  # a minute of work, for nothing that is asked here
     (folder / "mypy.ini").write_text(settings)
     out, err, _ = api.run(
         [
@@ -182,9 +183,7 @@ def _package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "mypy" in sys.modules
 
 
-@pytest.mark.limit(300)
-@pytest.mark.parametrize(
-    ("source", "plugin"), [(_WITHOUT, False), (_WITHOUT.replace("h.add.remote(1)  # -> Any", ""), True), (_WITH, True)]
-)
+@pytest.mark.limit(180)
+@pytest.mark.parametrize(("source", "plugin"), [(_WITHOUT, False), (_WITH, True)], ids=["without", "with"])
 def test_what_mypy_knows(tmp_path: Path, source: str, plugin: bool) -> None:
     assert _check(tmp_path, source, plugin=plugin) == []

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from actorrpc.actors.processes import ProcessSpec
-from actorrpc.cluster import processes
+from actorrpc.cluster import serving
 from actorrpc.cluster.processes import LocalCluster
 
 __all__ = ["cluster", "script", "until", "workers"]
@@ -23,17 +23,17 @@ _HEAD = """
 import operator, os, signal, sys, threading, time
 from actorrpc import rpc
 from actorrpc.actors.processes import ProcessSpec
-from actorrpc.cluster import init, processes
+from actorrpc.cluster import init, serving
 from tests.cluster import remotes
 
 def spawn(label="Counter", **spec):
-    return processes.current().spawn(ProcessSpec(label=label, **spec)).wait(60).name
+    return serving.current().spawn(ProcessSpec(label=label, **spec)).wait(60).name
 """
 
 
 def cluster() -> LocalCluster:
     """Return the cluster that this process drives."""
-    found = processes.current()
+    found = serving.current()
     assert found is not None
     return found
 

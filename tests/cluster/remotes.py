@@ -15,7 +15,7 @@ import torch
 
 from actorrpc import rpc
 from actorrpc.actors.processes import ProcessSpec
-from actorrpc.cluster.processes import spawn
+from actorrpc.cluster.serving import spawn
 
 _kept: list[Any] = []
 

@@ -15,7 +15,7 @@ import pytest
 from actorrpc import rpc
 from actorrpc.actors import runtime
 from actorrpc.actors.processes import ProcessSpec
-from actorrpc.cluster import Context, init, processes
+from actorrpc.cluster import Context, init, serving
 from actorrpc.errors import ConfigError, NotInitializedError, RpcError, ShutdownError
 from tests.cluster import remotes
 from tests.cluster.drive import cluster, script, until, workers
@@ -45,7 +45,7 @@ def test_init_does_not_wait_and_shutdown_ends_everything() -> None:
     rpc.shutdown()
     assert not rpc.is_initialized()
     assert not psutil.pid_exists(server.pid)
-    assert processes.current() is None
+    assert serving.current() is None
     rpc.shutdown()
     with pytest.raises(NotInitializedError):
         rpc.rpc_sync("boss", os.getpid)
@@ -151,6 +151,21 @@ def test_a_floor_above_is_told_of_start_and_end(monkeypatch: pytest.MonkeyPatch)
     rpc.shutdown(graceful=False)
     assert said == ["driver", True, "driver", False]
 
+    def interrupted(agent: Any, references: Any) -> Any:
+        def end(graceful: bool) -> None:
+            said.append(("interrupted", graceful))
+            if graceful:
+                raise KeyboardInterrupt
+
+        return end
+
+    monkeypatch.setattr(rpc.api, "on_start", [start, interrupted])  # type: ignore[attr-defined]
+    init()
+    with pytest.raises(KeyboardInterrupt):
+        rpc.shutdown()
+    assert not rpc.is_initialized()
+    assert said[-4:] == ["driver", ("interrupted", True), ("interrupted", False), False]
+
     def fail(agent: Any, references: Any) -> Any:
         raise KeyError("of this start")
 
@@ -196,7 +211,7 @@ _END = """
 how = sys.argv[1]
 init()
 names = [spawn() for _ in range(2)]
-server = processes.current().server.pid
+server = serving.current().server.pid
 pids = [rpc.rpc_sync(name, os.getpid) for name in names]
 rpc.rpc_sync(names[0], remotes.say, ("the last words",))
 pids.append(rpc.rpc_sync(names[0], remotes.sleeper))
@@ -275,8 +290,8 @@ thread = threading.Thread(target=interrupt)
 thread.start()
 try:
     with init():
-        processes.current().spawn(ProcessSpec(label="Counter")).wait(60)
-        processes.current().spawn(ProcessSpec(label="Counter")).wait(60)
+        serving.current().spawn(ProcessSpec(label="Counter")).wait(60)
+        serving.current().spawn(ProcessSpec(label="Counter")).wait(60)
         rpc.shutdown()
 except KeyboardInterrupt:
     print("interrupted")
@@ -316,7 +331,7 @@ def test_a_fork_of_the_driver_has_no_cluster() -> None:
             code = 1
             try:
                 assert not rpc.is_initialized()
-                assert processes.current() is None
+                assert serving.current() is None
                 with pytest.raises(NotInitializedError):
                     rpc.rpc_sync(name, os.getpid)
                 assert not [link for link in map(_link, before) if link in ours]
@@ -337,7 +352,7 @@ def _link(fd: str) -> str:
 _FORK = """
 init()
 names = [spawn() for _ in range(2)]
-pids = [rpc.rpc_sync(name, os.getpid) for name in names] + [processes.current().server.pid]
+pids = [rpc.rpc_sync(name, os.getpid) for name in names] + [serving.current().server.pid]
 child = os.fork()
 if child == 0:
     # It outlives the driver, and must not keep anything of it alive.

@@ -86,18 +86,11 @@ def _value(item: Any) -> Any:
     return actorrpc.get(item) if isinstance(item, actorrpc.ObjectRef) else item
 
 
-@pytest.fixture(scope="module")
-def observers(place: str) -> Any:
-    found = [Observer.remote(n) for n in range(3)]
-    actorrpc.get([actorrpc.ready(each) for each in found])
-    yield found
-    found.clear()
-
-
 @pytest.mark.parametrize(
     "how", ["get", "refs", "wait", "as_completed", "rpc_async", "collect", "rpc_sync", "remote", "pool"]
 )
-def test_agent_and_observers(observers: list[Any], how: str) -> None:
+def test_agent_and_observers(how: str) -> None:
+    observers = [Observer.remote(n) for n in range(3)]
     agent = Agent.remote(observers)
     found, asked, threads = actorrpc.get(agent.run.remote(agent, 10, how))
     if how != "pool":

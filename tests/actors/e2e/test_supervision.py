@@ -49,7 +49,7 @@ def test_kill_is_for_good(gate: Path) -> None:
     actors.monitor(fragile).add_done_callback(lambda done: fired.append(done.value()))
     running = fragile.block.remote(str(gate))
     waiting = fragile.step.remote()
-    actors.ready(fragile).wait(30)
+    actorrpc.get(actors.ready(fragile))
     actors.kill(fragile)
     for ref in (running, waiting, fragile.step.remote()):
         error = error_of(ref)
