@@ -23,7 +23,7 @@ import torch
 
 from actorrpc.errors import CancelledError, RpcTimeoutError
 
-__all__ = ["WAITING", "Future", "Station", "collect_all", "wait_all"]
+__all__ = ["WAITING", "Future", "Station", "collect_all", "hush", "wait_all"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -70,7 +70,7 @@ class _Unretrieved:
     def __init__(self, error: BaseException, label: object) -> None:
         self.error = error
         self.label = label
-        self.seen = type(error) is CancelledError  # whoever cancels knows
+        self.seen = type(error) is CancelledError or _reporter.hushed  # whoever cancels, or leaves, knows
 
     def __del__(self) -> None:
         if (
@@ -85,6 +85,7 @@ class _Reporter:
 
     def __init__(self) -> None:
         self._lines: list[str] = []
+        self.hushed = False
 
     def report(self, line: str) -> None:
         self._lines.append(line)
@@ -103,6 +104,11 @@ class _Reporter:
 _reporter = _Reporter()
 
 
+def hush(hushed: bool) -> None:
+    """Have failures from now on not be reported, or be again: a process that leaves its group ends what it has begun."""
+    _reporter.hushed = hushed
+
+
 def _twin(error: BaseException) -> BaseException:
     """Return an error like this one, without what is attached to it when it is raised.
 
@@ -113,7 +119,7 @@ def _twin(error: BaseException) -> BaseException:
     try:
         native = next(each for each in cls.__mro__ if each.__module__ == "builtins")
         twin: BaseException = native.__new__(cls, *error.args)
-        native.__init__(twin, *error.args)
+        native.__init__(twin, *error.args)  # type: ignore[misc]
         twin.__dict__.update(error.__dict__)
     except Exception:
         twin = RuntimeError(cls.__qualname__)  # no code of its own is run here, its repr neither

@@ -123,7 +123,7 @@ def main() -> int:
     with actorrpc.init():
         server = ParameterServer.remote(lr)
         workers = [Worker.remote(index, args.batch) for index in range(args.workers)]
-        actorrpc.get([actorrpc.ready(actor) for actor in (server, *workers)])
+        actorrpc.get([actorrpc.ready(server), *map(actorrpc.ready, workers)])
         start = time.perf_counter()
         (train_sync if args.mode == "sync" else train_async)(server, workers, args.steps)
         accuracy = actorrpc.get(server.accuracy.remote())

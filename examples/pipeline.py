@@ -11,8 +11,10 @@ must come to the same losses and parameters.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +50,7 @@ class Stage:
     def forward(self, micro: int, inputs: Tensor) -> Tensor:
         """Return what comes out of this stage."""
         inputs = inputs.detach().requires_grad_()
-        outputs = self.layers(inputs)
+        outputs: Tensor = self.layers(inputs)
         self.open[micro] = inputs, outputs
         return outputs.detach()
 
@@ -93,7 +95,7 @@ def train_pipeline(stages: list[ActorHandle[Stage]], batches: list[Batch], micro
                 gradient = stage.backward.remote(micro, gradient)
         for stage in stages:
             stage.step.remote()
-        losses.append(sum(actorrpc.get(parts)))
+        losses.append(math.fsum(actorrpc.get(parts)))
     return losses
 
 
@@ -130,7 +132,7 @@ def main() -> int:
         start = time.perf_counter()
         losses = train_pipeline(stages, batches, args.micro_batches)
         seconds = time.perf_counter() - start
-        parameters = sum(actorrpc.get([stage.parameters.remote() for stage in stages]), [])
+        parameters = list(chain(*actorrpc.get([stage.parameters.remote() for stage in stages])))
     expected_losses, expected = train_alone(args.stages, args.width, args.lr, batches)
 
     # Micro-batches are summed up in another order than one batch: the last digits differ.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import logging
 import sys
 import time
@@ -181,8 +182,9 @@ class Callee:
         call: Callable[[], Any] = lambda: method(*args, **kwargs)  # noqa: E731
         for interceptor in reversed(self.agent.interceptors):
             call = interceptor.wrap(execution, method, args, kwargs, call)
-        if kind == "generator":
-            self._stream(entry, call())
+        if kind == "generator" or ("q" in header and kind == "sync"):
+            items = call()
+            self._stream(entry, items if inspect.isgenerator(items) else (item for item in items))
             return _NOTHING
         if kind.startswith("async"):
             # An async method that has come to a thread: the actor has no loop of its own.

@@ -219,7 +219,7 @@ class Station:
                 return
             frame = sys._current_frames().get(self.ident)
             module = frame.f_globals.get("__name__", "") if frame is not None else ""
-            if frame is not None and not module.startswith(_PACKAGE) and module not in ("threading", "queue"):
+            if frame is not None and not module.startswith(_PACKAGE):
                 self._interrupted = entry
                 _set_async_exc(ctypes.c_ulong(self.ident), ctypes.py_object(Interrupted))
                 return

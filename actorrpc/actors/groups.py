@@ -12,11 +12,8 @@ caller's order. A large argument for more than 8 members is passed on from worke
 from __future__ import annotations
 
 import difflib
-import itertools
-import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -31,20 +28,25 @@ from typing import (
 )
 
 from actorrpc.actors.actor_class import ActorClass, offer_class
-from actorrpc.actors.fanout import share
+from actorrpc.actors.group_calls import (
+    Crew,
+    Gathering,
+    GroupMethod,
+    GroupStream,
+    handles_of,
+    route_of,
+    title_of,
+)
 from actorrpc.actors.mesh import Mesh, Point, ValueMesh
 from actorrpc.actors.object_ref import ObjectRef
 from actorrpc.actors.options import CallOptions
-from actorrpc.actors.runtime import runtime
-from actorrpc.actors.waits import Completed, as_completed
 from actorrpc.core.calls import CURRENT
-from actorrpc.errors import ActorError, CancelledError, ConfigError, WrongTypeError
+from actorrpc.errors import ActorError, ConfigError, WrongTypeError
 from actorrpc.futures import Future, collect_all
 
 if TYPE_CHECKING:
-    from actorrpc.actors.handle import ActorHandle, ActorMethod
+    from actorrpc.actors.handle import ActorHandle
     from actorrpc.actors.methods import ClassInfo
-    from actorrpc.actors.route import Route
 
 __all__ = ["ActorGroup", "GroupMethod", "GroupStream", "current_rank", "group", "spawn"]
 
@@ -55,31 +57,7 @@ PerRank: TypeAlias = Callable[[Point], tuple[tuple[Any, ...], Mapping[str, Any]]
 Options: TypeAlias = Mapping[str, Any] | Callable[[Point], Mapping[str, Any]]
 _Slice: TypeAlias = slice  # in the classes, `slice` is the method
 
-_log = logging.getLogger("actorrpc.actors")
 _ASK_S: Final = 10.0  # how long a supervisor may take to answer
-
-
-def _route(handle: ActorHandle[Any]) -> Route:
-    return cast("Route", handle.__dict__["_actorrpc_route"])
-
-
-class _Crew(Generic[C]):
-    """The members of a group and of all of its slices. A member is replaced in one atomic step."""
-
-    __slots__ = ("handles", "info", "make", "mesh", "turns")
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        handles: list[ActorHandle[C]],
-        info: ClassInfo,
-        make: Callable[[Point], ActorHandle[C]] | None,
-    ) -> None:
-        self.mesh = mesh
-        self.handles = handles
-        self.info = info
-        self.make = make  # None in a group that came from another worker
-        self.turns = itertools.count()
 
 
 # -- making groups ------------------------------------------------------------------------------------------
@@ -139,8 +117,8 @@ def spawn(
         except Exception as error:
             error.add_note(f"while {point} of a group of {mesh.size} was made")
             raise
-    info = _route(handles[0]).info
-    return ActorGroup(_Crew(mesh, handles, info, make), mesh)
+    info = route_of(handles[0]).info
+    return ActorGroup(Crew(mesh, handles, info, make), mesh)
 
 
 def _checked_arguments(found: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -212,7 +190,7 @@ class ActorGroup(Generic[C]):
 
     def __init__(
         self,
-        crew: _Crew[C],
+        crew: Crew[C],
         mesh: Mesh,
         given: Mapping[str, Any] | None = None,
         return_exceptions: bool = False,
@@ -260,7 +238,7 @@ class ActorGroup(Generic[C]):
     @property
     def handles(self) -> ValueMesh[ActorHandle[C]]:
         """The handles of the members, as they are now."""
-        return ValueMesh(self._mesh, _handles(self))
+        return ValueMesh(self._mesh, handles_of(self))
 
     def __len__(self) -> int:
         return self._mesh.size
@@ -270,7 +248,7 @@ class ActorGroup(Generic[C]):
 
     def __iter__(self) -> Iterator[ActorHandle[C]]:
         """Iterate over the handles of the members, in order of rank."""
-        return iter(_handles(self))
+        return iter(handles_of(self))
 
     def slice(self, **where: int | _Slice) -> ActorGroup[C]:
         """Return a part of the group, by the names of dimensions: ``group.slice(hosts=0, gpus=slice(0, 2))``.
@@ -330,15 +308,15 @@ class ActorGroup(Generic[C]):
         Raises:
             RpcTimeoutError: a worker that looks after members does not answer within 10 s.
         """
-        _kill(_handles(self))
+        _kill(handles_of(self))
 
     def ready(self) -> ObjectRef[None]:
         """Return an ObjectRef that is complete when all members have been constructed.
 
         It fails as soon as one cannot be, with an ActorDiedError that says why and whose note says which one.
         """
-        futures = [_route(handle).located() for handle in _handles(self)]
-        gathering = _Gathering(self, f"ready({_title(self)})", False)
+        futures = [route_of(handle).located() for handle in handles_of(self)]
+        gathering = Gathering(self, f"ready({title_of(self)})", False)
         gathering.start(futures)
         nothing: Future[None] = gathering.future.then(_look)
         return ObjectRef(nothing, label=gathering.label)
@@ -400,7 +378,7 @@ class ActorGroup(Generic[C]):
     # -- Python --------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return f"<ActorGroup of {_title(self)}>"
+        return f"<ActorGroup of {title_of(self)}>"
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *self._crew.info.methods})
@@ -408,7 +386,7 @@ class ActorGroup(Generic[C]):
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (
             dict(self._mesh.extents),
-            _handles(self),
+            handles_of(self),
             self._crew.info,
             self._given,
             self._return_exceptions,
@@ -423,17 +401,7 @@ def _rebuild(
     return_exceptions: bool,
 ) -> ActorGroup[Any]:
     mesh = Mesh._made(extents, tuple(range(len(handles))))
-    return ActorGroup(_Crew(mesh, handles, info, None), mesh, given, return_exceptions)
-
-
-def _handles(group: ActorGroup[C]) -> list[ActorHandle[C]]:
-    handles = group._crew.handles
-    return [handles[at] for at in group._mesh.origin_ranks]
-
-
-def _title(group: ActorGroup[Any]) -> str:
-    extents = ", ".join(f"{label}={extent}" for label, extent in group._mesh.extents.items())
-    return f"{group._mesh.size} {group._crew.info.name}" + (f" ({extents})" if extents else "")
+    return ActorGroup(Crew(mesh, handles, info, None), mesh, given, return_exceptions)
 
 
 def _method(group: ActorGroup[Any], method: Any) -> GroupMethod[..., Any]:
@@ -454,288 +422,8 @@ def _look(done: Future[Any]) -> None:
 
 def _kill(handles: list[ActorHandle[Any]]) -> None:
     """Have actors killed, and wait until those who look after them have seen to it."""
-    asked = [_route(handle).kill(True) for handle in handles]
+    asked = [route_of(handle).kill(True) for handle in handles]
     collect_all(asked).wait(_ASK_S)
     for future in asked:
         if future._report is not None:
             future._report.seen = True  # whoever looked after it is gone, and so is the actor
-
-
-# -- calling --------------------------------------------------------------------------------------------------
-
-
-class GroupMethod(Generic[P, R]):
-    """A method of all members of a group. Thread-safe and cheap."""
-
-    __slots__ = ("_given", "_group", "_name", "_return_exceptions")
-
-    def __init__(
-        self,
-        group: ActorGroup[Any],
-        name: str,
-        given: Mapping[str, Any] | None = None,
-        return_exceptions: bool | None = None,
-    ) -> None:
-        self._group = group
-        self._name = name
-        self._given = group._given if given is None else given
-        self._return_exceptions = group._return_exceptions if return_exceptions is None else return_exceptions
-
-    def options(self, *, return_exceptions: bool | None = None, **options: Any) -> GroupMethod[P, R]:
-        """Return the method with other options of its calls.
-
-        Args:
-            return_exceptions: :meth:`call` waits for all members and never fails: what a member failed with stands in
-                its place among the results.
-            options: as for ``handle.method.options(...)``: ``timeout``, ``priority`` and so on.
-
-        Raises:
-            ConfigError: an option is unknown or wrong.
-        """
-        given = CallOptions.check({**self._given, **options})
-        keep = self._return_exceptions if return_exceptions is None else bool(return_exceptions)
-        return GroupMethod(self._group, self._name, given, keep)
-
-    def call(self, *args: P.args, **kwargs: P.kwargs) -> ObjectRef[ValueMesh[R]]:
-        """Call the method of all members.
-
-        Returns:
-            An ObjectRef of a :class:`ValueMesh` with their results. It fails with the first failure of a member, at
-            once; a note on the error, and its attribute ``rank``, say which member that was. Cancelling it
-            cancels all.
-
-        Raises:
-            TypeError: the method does not take these arguments. Nothing was sent.
-            SerializationError: an argument cannot be sent. Nothing was sent.
-            WrongTypeError: the method gives streams, or several ObjectRefs: call the members one by one.
-        """
-        gathering = _Gathering(self._group, self._label(), self._return_exceptions)
-        gathering.start(self._send("call", args, kwargs))
-        return ObjectRef(gathering.future, label=gathering.label)
-
-    def call_one(self, *args: P.args, **kwargs: P.kwargs) -> ObjectRef[R]:
-        """Call the method of the only member of this group, or slice.
-
-        Returns:
-            The ObjectRef of the member's result.
-
-        Raises:
-            ConfigError: there are several members, or none.
-        """
-        handles = _handles(self._group)
-        if len(handles) != 1:
-            raise ConfigError(
-                f"call_one() is for a group of one member, and this one has {len(handles)}: slice it, as in "
-                "group.slice(rank=0), or use choose() or call()"
-            )
-        return cast("ObjectRef[R]", self._of(handles[0]).remote(*args, **kwargs))
-
-    def choose(self, *args: P.args, **kwargs: P.kwargs) -> ObjectRef[R]:
-        """Call the method of one member: the one with the fewest calls of this process under way, in turn.
-
-        Members that are known to be dead are left out, unless all are.
-
-        Returns:
-            The ObjectRef of the member's result.
-
-        Raises:
-            ConfigError: there is no member.
-        """
-        handles = _handles(self._group)
-        if not handles:
-            raise ConfigError(f"there is no member to choose in {self._group!r}")
-        turn = next(self._group._crew.turns)
-        in_turn = [handles[(turn + at) % len(handles)] for at in range(len(handles))]
-        chosen = min(in_turn, key=_busyness)
-        return cast("ObjectRef[R]", self._of(chosen).remote(*args, **kwargs))
-
-    def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call the method of all members and wait for nothing. Failures are logged. Errors as for :meth:`call`."""
-        label = self._label()
-        group = self._group
-        for at, ref in enumerate(self._send("broadcast", args, kwargs)):
-            # Not ref.future(): nobody wants the values, so large ones are not fetched.
-            ref._ask().add_done_callback(partial(_log_failure, label, group, at))
-
-    def stream(self, *args: P.args, **kwargs: P.kwargs) -> GroupStream[R]:
-        """Call the method of all members and return an iterator over ``(point, ref)`` in the order of their results.
-
-        Failed calls come as well: ``get(ref)`` raises what they failed with. Errors as for :meth:`call`.
-        """
-        return GroupStream(self._group._mesh, self._send("stream", args, kwargs))
-
-    def _label(self) -> str:
-        return f"{self._group._crew.info.name}.{self._name} of {_title(self._group)}"
-
-    def _of(self, handle: ActorHandle[Any]) -> ActorMethod[..., Any]:
-        method: ActorMethod[..., Any] = getattr(handle, self._name)
-        return method.options(**self._given) if self._given else method
-
-    def _send(self, how: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ObjectRef[R]]:
-        """Make the calls. Nothing has been sent where it raises; what fails later is in the ObjectRefs."""
-        methods = [self._of(handle) for handle in _handles(self._group)]
-        if not methods:
-            return []
-        first = methods[0]
-        if not first._simple:
-            raise WrongTypeError(
-                f"{how}() is for methods with one result, and {self._label()} gives a stream, or num_returns: call the "
-                "members one by one, as in [handle.method.remote(...) for handle in group]"
-            )
-        first._info.check(args, kwargs)
-        shared = (
-            share(
-                args,
-                kwargs,
-                [_route(handle).located() for handle in _handles(self._group)],
-                runtime().agent.name,
-            )
-            if args or kwargs
-            else None
-        )
-        refs: list[ObjectRef[R]] = []
-        for at, method in enumerate(methods):
-            mine, named = (args, kwargs) if shared is None else shared[at]
-            try:
-                refs.append(method.remote(*mine, **named))
-            except Exception as error:
-                if not refs:
-                    raise
-                refs.append(ObjectRef.failed(error, label=self._label()))
-        return refs
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: say how the group is to be called.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(
-            f"a method of a group cannot be called directly: instead of group.{self._name}(...) write "
-            f"group.{self._name}.call(...), .call_one, .choose, .broadcast or .stream"
-        )
-
-    def __repr__(self) -> str:
-        return f"<{self._name} of {self._group!r}>"
-
-
-def _busyness(handle: ActorHandle[Any]) -> tuple[bool, int]:
-    route = _route(handle)
-    return route._line.death is not None, route.pending
-
-
-def _log_failure(label: str, group: ActorGroup[Any], at: int, done: Future[Any]) -> None:
-    if done._report is not None:
-        done._report.seen = True
-    if done._error is not None:
-        _log.error("broadcast of %s failed for %s: %r", label, _who(group, at), done._error)
-
-
-def _who(group: ActorGroup[Any], at: int) -> str:
-    """Say which member of a group it is, and where in the whole group if that is a slice."""
-    point = group._mesh.coords_of(at)
-    whole = group._crew.mesh
-    if whole == group._mesh:
-        return str(point)
-    return f"{point} of the slice, {whole.coords_of(group._mesh.origin_ranks[at])} of the whole group"
-
-
-class _Gathering:
-    """Collects the outcomes of calls to all members into one. The source of its future, as a call is of its own."""
-
-    __slots__ = ("_futures", "_group", "_left", "_return_exceptions", "future", "label")
-
-    def __init__(self, group: ActorGroup[Any], label: str, return_exceptions: bool) -> None:
-        self._group = group
-        self._return_exceptions = return_exceptions
-        self._futures: list[Future[Any]] = []
-        self._left: list[None] = []
-        self.label = label
-        self.future: Future[ValueMesh[Any]] = Future()
-        self.future.label = f"the call of {label}"
-
-    def start(self, parts: Sequence[ObjectRef[Any] | Future[Any]]) -> None:
-        """Begin to collect."""
-        self._futures = [part.future() if isinstance(part, ObjectRef) else part for part in parts]
-        self._left = [None] * len(self._futures)
-        self.future._source = self
-        for at, future in enumerate(self._futures):
-            future.add_done_callback(partial(self._ended, at))
-        if not self._futures:
-            self._succeed()
-
-    def _ended(self, at: int, done: Future[Any]) -> None:
-        error = done._error
-        if error is not None:
-            if done._report is not None:
-                done._report.seen = True
-            _annotate(error, self._group, at)
-            if not self._return_exceptions:
-                if self.future._claim():
-                    self.future._finish(None, error)
-                return
-        try:
-            self._left.pop()
-        except IndexError:
-            return
-        if not self._left:
-            self._succeed()
-
-    def _succeed(self) -> None:
-        if self.future._claim():
-            values = (future._value if future._error is None else future._error for future in self._futures)
-            self.future._finish(ValueMesh(self._group._mesh, values), None)
-
-    def drive(self, _deadline: float | None) -> None:
-        """Send what is gathered. Whoever waits sleeps then: reading the reply of one could miss another's failure."""
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what is still gathered for any member."""
-        for future in self._futures:
-            source = future._source
-            if source is not None:
-                source.flush()
-                return  # there is one agent, and it sends everything
-
-    def cancel(self) -> bool:
-        """Give all calls up that are under way."""
-        if not self.future._claim():
-            return False
-        self.future._finish(None, CancelledError(f"{self.future.label} was cancelled", maybe_executed=None))
-        for future in self._futures:
-            future.cancel()
-        return True
-
-
-def _annotate(error: BaseException, group: ActorGroup[Any], at: int) -> None:
-    """Note on an error which member it comes from."""
-    note = f"raised by {_who(group, at)}, of {_title(group)}"
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
-    try:
-        error.rank = at  # type: ignore[attr-defined]
-    except AttributeError:  # its class has slots
-        pass
-
-
-class GroupStream(Generic[R]):
-    """The results of :meth:`GroupMethod.stream` as they come: ``(point, ref)``, for ``for`` and for ``async for``."""
-
-    def __init__(self, mesh: Mesh, refs: list[ObjectRef[R]]) -> None:
-        self._points = {id(ref): point for ref, point in zip(refs, mesh, strict=True)}
-        self._completed: Completed[ObjectRef[R]] = as_completed(refs)
-
-    def __iter__(self) -> Iterator[tuple[Point, ObjectRef[R]]]:
-        return self
-
-    def __next__(self) -> tuple[Point, ObjectRef[R]]:
-        ref = next(self._completed)
-        return self._points[id(ref)], ref
-
-    def __aiter__(self) -> AsyncIterator[tuple[Point, ObjectRef[R]]]:
-        return self
-
-    async def __anext__(self) -> tuple[Point, ObjectRef[R]]:
-        ref = await anext(self._completed)
-        return self._points[id(ref)], ref

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ActorHandle", "ActorMethod", "ActorProxy", "Whole", "call_function", "offer", "shaped"]
 
-C = TypeVar("C")
+C_co = TypeVar("C_co", covariant=True)
 P = ParamSpec("P")
 Out = TypeVar("Out")
 Style = Literal["rpc_sync", "rpc_async", "remote"]
@@ -221,7 +221,7 @@ def _check_group(options: CallOptions, card: Card) -> None:
 # -- the handle -----------------------------------------------------------------------------------------------
 
 
-class ActorHandle(Generic[C]):
+class ActorHandle(Generic[C_co]):
     """A reference to an actor, usable on every worker. Thread-safe.
 
     ``handle.method.remote(...)`` calls a method and gives an ObjectRef; ``handle.rpc_sync().method(...)`` waits for the
@@ -246,9 +246,9 @@ class ActorHandle(Generic[C]):
 
     if TYPE_CHECKING:
         actor_id: int
-        rref: RRef[C]
+        rref: RRef[C_co]
 
-        def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> C:
+        def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> C_co:
             """Return a proxy whose methods wait for their results."""
             raise AssertionError
 
@@ -258,7 +258,7 @@ class ActorHandle(Generic[C]):
         def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
             """Return a proxy whose methods give ObjectRefs."""
 
-        def options(self, **options: Any) -> ActorHandle[C]:
+        def options(self, **options: Any) -> ActorHandle[C_co]:
             """Return the same handle with other options of its calls."""
 
         def ready(self) -> ObjectRef[None]:
@@ -318,10 +318,10 @@ class ActorHandle(Generic[C]):
         named = f" {card.name!r}" if card.name else ""
         return f"<ActorHandle of {card.info.name}{named} {card.actor_id:016x}>"
 
-    def __copy__(self) -> ActorHandle[C]:
+    def __copy__(self) -> ActorHandle[C_co]:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ActorHandle[C]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActorHandle[C_co]:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ from actorrpc.rpc.rref import RRef
 __all__ = ["SMALL", "Kept", "ObjectRef", "keep_large", "put"]
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 SMALL: Final = 64 << 10
 """Results up to this many bytes ride on the reply; larger ones stay where they were made."""
@@ -164,7 +165,7 @@ class _Pursuit:
 _lock = threading.RLock()
 
 
-class ObjectRef(Generic[T]):
+class ObjectRef(Generic[T_co]):
     """A reference to the result of a call to an actor or a task; :func:`actorrpc.get` gives the result.
 
     It can be awaited, on any event loop. Given to another call as an argument it is replaced by its result before
@@ -225,7 +226,7 @@ class ObjectRef(Generic[T]):
                 self._promise._references.agent.flush()
         return future
 
-    def _final(self) -> Future[T]:
+    def _final(self) -> Future[T_co]:
         """Return the future of the value itself; start to fetch it if it is known to be elsewhere."""
         future = self._ask()
         if future._done and (future._error is not None or type(future._value) is not Kept):
@@ -242,7 +243,7 @@ class ObjectRef(Generic[T]):
                 pursuit.follow(future)
         return found
 
-    def future(self) -> Future[T]:
+    def future(self) -> Future[T_co]:
         """Return a Future of the value itself. A value that stayed elsewhere is fetched."""
         return self._final()
 
@@ -257,7 +258,7 @@ class ObjectRef(Generic[T]):
         """
         return self._ask().cancel()
 
-    def _get(self, timeout: float | None, clock: Any) -> T:
+    def _get(self, timeout: float | None, clock: Any) -> T_co:
         future = self._ask()
         if timeout is None:
             value = future.wait()
@@ -266,7 +267,7 @@ class ObjectRef(Generic[T]):
         value = future.wait(timeout)
         return value if type(value) is not Kept else self._final().wait(max(0.0, until - clock()))
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def __await__(self) -> Generator[Any, None, T_co]:
         value = yield from self._ask().__await__()
         if type(value) is Kept:
             value = yield from self._final().__await__()
@@ -330,10 +331,10 @@ class ObjectRef(Generic[T]):
             return str(self._label)
         return "a result" if self._future is None else str(self._future.label)
 
-    def __copy__(self) -> ObjectRef[T]:
+    def __copy__(self) -> ObjectRef[T_co]:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ObjectRef[T]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ObjectRef[T_co]:
         return self
 
     def __reduce__(self) -> NoReturn:

@@ -13,13 +13,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from actorrpc.actors.object_ref import ObjectRef
-from actorrpc.actors.waits import get
 from actorrpc.errors import ActorDiedError, ConfigError, RpcTimeoutError, WrongTypeError
 from actorrpc.futures import Future
 
@@ -50,14 +49,10 @@ def _futures_of(result: Any) -> list[torch.futures.Future[Any]]:
     return futures
 
 
-def _value_of(part: Any) -> Any:
-    return get(part) if isinstance(part, ObjectRef) else part.wait()
-
-
 class _Task:
     """One call of the function: what for, by which actor, and how far it is."""
 
-    __slots__ = ("actor", "done", "error", "failure", "fn", "index", "left", "result", "value")
+    __slots__ = ("actor", "done", "error", "failure", "fn", "futures", "index", "left", "result", "value")
 
     def __init__(self, index: int, fn: Callable[[Any, Any], Any], value: Any) -> None:
         self.index = index
@@ -65,6 +60,7 @@ class _Task:
         self.value = value
         self.actor: Any = None  # the one that is at it; None before, and when it is free again
         self.result: Any = None  # what the function gave
+        self.futures: list[torch.futures.Future[Any]] = []  # of that
         self.error: BaseException | None = None  # what the function raised
         self.failure: BaseException | None = None  # what the first future that failed has for an error
         self.left: list[None] = []
@@ -148,7 +144,7 @@ class ActorPool(Generic[A]):
         actor = self._idle.pop()
         try:
             task.result = task.fn(actor, task.value)
-            futures = _futures_of(task.result)
+            futures = task.futures = _futures_of(task.result)
         except BaseException as error:
             self._idle.append(actor)
             if not isinstance(error, Exception):  # Ctrl-C is no outcome of a task
@@ -364,20 +360,16 @@ class ActorPool(Generic[A]):
                 assert timeout is not None
                 raise self._too_late(timeout, ignore) from None
         try:
-            if task.error is not None:
-                raise task.error
-            if isinstance(task.result, (list, tuple)):
-                return [await each for each in task.result]
-            return await _awaited(task.result)
+            return self._outcome(task)
         finally:
             self._take(task)
 
     def _outcome(self, task: _Task) -> Any:
         if task.error is not None:
             raise task.error
-        if isinstance(task.result, (list, tuple)):
-            return [_value_of(each) for each in task.result]
-        return _value_of(task.result)
+        # They are complete. These are looked at, and not the ObjectRefs, as a failure of these is what would be reported.
+        values = [future.wait() for future in task.futures]
+        return values if isinstance(task.result, (list, tuple)) else values[0]
 
 
 def _failure_of(future: Any) -> BaseException | None:
@@ -389,10 +381,6 @@ def _failure_of(future: Any) -> BaseException | None:
     except BaseException as error:
         return error
     return None
-
-
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
 
 
 class PoolResults(Iterator[Any], AsyncIterator[Any]):

@@ -264,8 +264,9 @@ class Resident:
         most = options.max_concurrency
         limits = {"": (1 if info.is_async else most or 1), **groups}
         async_limits = {"": most or _ASYNC_LIMIT, **groups} if info.is_async else {}
-        if info.is_async:
-            self.loop = EventLoop(self.title)
+        with self._lock:
+            if info.is_async and not self._wound_up:  # it may have been killed meanwhile: nobody would close the loop
+                self.loop = EventLoop(self.title)
         self.mailbox.configure(
             limits, async_limits, reentrant=options.reentrant, yielding=getattr(options, "yielding", False)
         )

@@ -22,6 +22,7 @@ from actorrpc.actors.asking import call_quietly, create_detached, looked_at, pee
 from actorrpc.actors.fates import ActorState, Restarting
 from actorrpc.actors.places import Places
 from actorrpc.actors.processes import DeathReport, ProcessSpec
+from actorrpc.actors.route import Route
 from actorrpc.actors.snapshot import Snapshot
 from actorrpc.actors.spec import Card, Location, ResidentGoneError
 from actorrpc.actors.supervised import Anchor, Supervised
@@ -271,6 +272,8 @@ class Supervisor:
             actor.restarts.came_to_life(self._agent.clock.now())
             if not actor.options.max_restarts:
                 actor.cls = actor.arguments = None  # and whatever only they keep alive
+            if isinstance(actor.place, Route):  # a neighbour's: from now on it does not keep that one alive
+                actor.place = self._runtime.routes.of(replace(actor.place.card, anchor=None))
             answers = actor.take_answered()
             orphaned = actor.orphaned
         for future, found in answers:
@@ -573,11 +576,7 @@ class Supervisor:
         with self._lock:
             self._closed = True
             actors = list(self._actors.values())
-            living = [
-                (each, each.resident_id, each.process)
-                for each in actors
-                if each.worker is not None and each.phase != "dead"
-            ]
+            living = [(one, one.resident_id, one.process) for one in actors if one.worker is not None]
         why = f"worker {self._agent.name!r}, which looked after it, has shut down"
         over = [self._end_there(actor, resident_id, "now", why) for actor, resident_id, _ in living]
         if over:
@@ -585,10 +584,9 @@ class Supervisor:
                 collect_all(over).wait(_END_S if graceful else 0.5)
             except RpcError:
                 pass
-        spawner = self._runtime.spawner
         for _, _, process in living:
-            if process is not None and spawner is not None:
-                spawner.release(process)
+            if process is not None and self._runtime.spawner is not None:
+                self._runtime.spawner.release(process)
         for actor in actors:
             self._bury(actor, why)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from actorrpc.actors import tasks
@@ -12,6 +13,7 @@ from actorrpc.actors.runtime import Runtime, set_runtime
 from actorrpc.actors.streams import Streams
 from actorrpc.actors.supervisor import Supervisor
 from actorrpc.core.agent import Agent
+from actorrpc.futures import hush
 from actorrpc.rpc import api
 from actorrpc.rpc.references import References
 
@@ -21,7 +23,7 @@ __all__ = ["start"]
 def start(agent: Agent, references: References) -> Callable[[bool], None]:
     """Bring the actor layer into force in this process; returns what ends it."""
     made = Runtime(agent, references)
-    made.names = Names(made)
+    made.names = Names(made, api.namespace())
     made.streams = Streams(agent)
     made.residents = Residents(made)
     made.routes = Routes(made)
@@ -29,6 +31,7 @@ def start(agent: Agent, references: References) -> Callable[[bool], None]:
     set_runtime(made)
 
     def end(graceful: bool) -> None:
+        hush(True)
         try:
             tasks.forget()
             made.supervisor.close(graceful)
@@ -42,3 +45,5 @@ def start(agent: Agent, references: References) -> Callable[[bool], None]:
 
 
 api.on_start.append(start)
+# A fork of a worker has none of its parent's actors.
+os.register_at_fork(after_in_child=lambda: set_runtime(None))

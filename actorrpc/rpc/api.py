@@ -21,7 +21,7 @@ from actorrpc.core.identity import WorkerInfo
 from actorrpc.core.interrupts import checkpoint, uninterruptible
 from actorrpc.core.rendezvous import open_store
 from actorrpc.errors import ConfigError, NotInitializedError, WrongTypeError
-from actorrpc.futures import Future
+from actorrpc.futures import Future, hush
 from actorrpc.rpc import group as groups
 from actorrpc.rpc import rref as rrefs
 from actorrpc.rpc import script
@@ -252,6 +252,7 @@ def _close(state: _State) -> None:
         state.group.close()
         rrefs.set_runtime(None)
         groups.set_current(None)
+        hush(False)
 
 
 def _options(given: Any) -> RpcBackendOptions:

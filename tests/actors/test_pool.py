@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actorrpc import futures
 from actorrpc.actors.object_ref import ObjectRef
 from actorrpc.actors.pool import ActorPool
 from actorrpc.errors import ActorDiedError, ConfigError, RpcTimeoutError, WrongTypeError
@@ -314,16 +314,35 @@ def test_the_function_must_give_refs(pool: ActorPool[_Actor]) -> None:
 
 
 def test_failures_that_are_fetched_are_not_reported(
-    actors: list[_Actor], caplog: pytest.LogCaptureFixture
+    actors: list[_Actor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    reported: list[str] = []
+    monkeypatch.setattr(futures._reporter, "report", reported.append)
     pool = ActorPool(actors)
-    with caplog.at_level(logging.ERROR, "actorrpc"):
-        pool.submit(_work, 1)
-        actors[1].fail(ValueError("fetched"))
-        with pytest.raises(ValueError, match="fetched"):
-            pool.get_next()
-        gc.collect()
-    assert not caplog.records
+    pool.submit(_work, 1)
+    pool.submit(_work, 2)
+    for actor in actors:
+        actor.fail(ValueError("fetched"))
+    with pytest.raises(ValueError, match="fetched"):
+        pool.get_next()
+    with pytest.raises(ValueError, match="fetched"):
+        asyncio.run(pool.get_next_async())
+    del pool
+    gc.collect()
+    assert not reported
+
+
+def test_failures_that_nobody_fetches_are_reported(
+    actors: list[_Actor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[str] = []
+    monkeypatch.setattr(futures._reporter, "report", reported.append)
+    pool = ActorPool(actors)
+    pool.submit(_work, 1)
+    actors[1].fail(ValueError("unseen"))
+    del pool
+    gc.collect()
+    assert len(reported) == 1
 
 
 # -- time ---------------------------------------------------------------------------------------------------
@@ -419,9 +438,3 @@ def test_every_task_is_done_once(data: st.DataObject, count: int, tasks: int) ->
         assert found == sorted(found)
     assert not list(results)
     assert pool.has_free()
-
-
-@pytest.fixture(autouse=True)
-def _no_reports(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    yield
-    assert not [record for record in caplog.records if "raised" in record.message]

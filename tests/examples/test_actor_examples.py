@@ -1,0 +1,107 @@
+"""The examples with actors run at small size, as a user would run them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def environment() -> dict[str, str]:
+    """This tree's actorrpc, and no group's addresses."""
+    found = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return found
+
+
+def run(directory: Path, name: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run an example to its end, in a directory of its own."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *flags],
+        cwd=directory,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+class TestCartpole:
+    pytest.importorskip("gymnasium", reason="the example needs gymnasium: pip install 'actorrpc[examples]'")
+
+    @pytest.mark.limit(60)
+    def test_plays_shows_its_progress_and_draws(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        done = run(tmp_path, "cartpole.py", "--max-episodes", "10", "--observers", "2", "--seed", "1")
+        report, curve = done.stdout.splitlines()
+        assert report.startswith("not solved after 10 episodes: running reward ")
+        assert curve == "learning curve: cartpole.png"
+        assert (tmp_path / "cartpole.png").read_bytes().startswith(PNG)
+        assert done.stderr.count("episode  10/10") == 1
+
+    @pytest.mark.limit(120)
+    def test_a_seed_gives_the_same_games_again(self, tmp_path: Path) -> None:
+        flags = ("--max-episodes", "3", "--observers", "3", "--seed", "7", "--plot", "")
+        reports = [run(tmp_path, "cartpole.py", *flags).stdout.split(" in ")[0] for _ in range(2)]
+        assert reports[0] == reports[1]
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.limit(60)
+    def test_ctrl_c_ends_it_with_a_report(self, tmp_path: Path) -> None:
+        process = subprocess.Popen(
+            [sys.executable, str(EXAMPLES / "cartpole.py"), "--plot", "curve.png"],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        with process:
+            try:
+                assert process.stderr is not None
+                progress = process.stderr.readline()
+                os.killpg(process.pid, signal.SIGINT)  # to all of them, as a terminal does
+                report, errors = process.communicate()
+            finally:
+                process.kill()
+        assert "episode  10/" in progress
+        assert process.returncode == 130
+        assert report.startswith("interrupted after ")
+        assert "Traceback" not in errors
+
+
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_parameter_server_learns(tmp_path: Path, mode: str) -> None:
+    flags = ("--mode", mode, "--steps", "20", "--workers", "2")
+    *progress, report = run(tmp_path, "parameter_server.py", *flags).stdout.splitlines()
+    assert len(progress) == 2
+    assert report.startswith(f"{mode}: 40 gradients of 2 workers in ")
+    assert float(report.rpartition(" ")[2]) > 0.8
+
+
+@pytest.mark.limit(60)
+def test_pipeline_is_the_same_as_one_process(tmp_path: Path) -> None:
+    done = run(
+        tmp_path, "pipeline.py", "--stages", "2", "--steps", "5", "--micro-batches", "3", "--batch", "50"
+    )
+    assert done.stdout.rstrip().endswith("the same as in one process")
+    assert "NOT" not in done.stdout
+
+
+@pytest.mark.limit(60)
+def test_asyncio_server_answers_many_at_once(tmp_path: Path) -> None:
+    done = run(tmp_path, "asyncio_server.py", "--self-test", "--replicas", "2")
+    assert "all answers right" in done.stdout
+    assert done.stderr == ""
