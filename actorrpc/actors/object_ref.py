@@ -202,7 +202,8 @@ class ObjectRef(Generic[T_co]):
         """Return an ObjectRef for a small value that is here already."""
         future: Future[Any] = Future()
         future.set_result(value)
-        return cls(future, label=label)
+        made: ObjectRef[T] = ObjectRef(future, label=label)
+        return made
 
     @classmethod
     def failed(cls, error: BaseException, *, label: object = None) -> ObjectRef[Any]:
