@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from actorrpc.actors.mailbox import Entry, Lane, Todo
 from actorrpc.core.calls import Call
 from actorrpc.futures import WAITING, Future
@@ -74,6 +76,7 @@ class Station:
         self.ident = 0
         self.leads = False
         self.running: Entry | None = None
+        self._grad = True  # the mode of autograd that the actor has between its calls
         self._resident = resident
         self.lane = lane
         self._ending = False
@@ -151,6 +154,7 @@ class Station:
                     self._sleep()
                     self.idle_since = 0.0
                     continue
+                self._grad = torch.is_grad_enabled()
                 resident.callee.run(entry, self)
                 entry = None
                 resident.finished(lane, mailbox.done(lane, self))
@@ -199,9 +203,14 @@ class Station:
         outer, stirs = self.running, self._stirs
         # What waits below is not stirred by what runs above it; a wait up there brings its own.
         self._stirs = []
+        # Nor does a `with torch.no_grad():` below that waits mean the calls that run within it.
+        grad = torch.is_grad_enabled()
+        if grad is not self._grad:
+            torch._C._set_grad_enabled(self._grad)
         try:
             self._resident.callee.run(entry, self)
         finally:
+            torch._C._set_grad_enabled(grad)
             self._stirs = stirs
             self.running = outer
 

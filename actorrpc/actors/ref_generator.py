@@ -404,6 +404,13 @@ class ObjectRefGenerator(Generic[T]):
         """Close the generator on the actor: it gets GeneratorExit at its yield. Items not taken are lost. Idempotent."""
         self._consumer.close()
 
+    def cancel(self) -> bool:
+        """Close the stream; False if it was over."""
+        if self._consumer.over:
+            return False
+        self._consumer.close()
+        return True
+
     def completed(self) -> ObjectRef[None]:
         """Return an ObjectRef that is complete when the generator is over and its last item is on this side.
 

@@ -238,8 +238,8 @@ class Producer:
         if asked is not None and asked._claim():
             asked._finish(None, error or _gone(self.stream))
 
-    def cancel(self) -> None:
-        """Close the stream because its call was cancelled, or its consumer has died."""
+    def cancel(self, stop: bool = False) -> None:
+        """Close the stream because its call was cancelled, has timed out, or its consumer has died."""
         self.close()
 
     def check(self) -> None:

@@ -7,6 +7,7 @@ in ``__del__``, which only puts them into a queue: deletes leave in batches, fro
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from actorrpc.core.calls import Execution
 from actorrpc.core.interrupts import uninterruptible
 from actorrpc.core.messages import Parcel
 from actorrpc.core.peer import Peer
-from actorrpc.errors import PeerDiedError, RpcError, RpcTimeoutError, RRefError
+from actorrpc.errors import PeerDiedError, RemoteError, RpcError, RpcTimeoutError, RRefError
 from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import (
     Message,
@@ -190,6 +191,21 @@ class References:
 
     # -- creating and fetching -------------------------------------------------------------------------
 
+    def copy_of(self, error: BaseException) -> BaseException:
+        """Return a copy of an error: one goes into the table, and others are raised.
+
+        Each raise adds frames to the traceback, and they may hold the very RRef that keeps the error in the table.
+        """
+        try:
+            if isinstance(error, RemoteError):
+                packed = exceptions.dump(error, worker=self.agent.name, dumps=codec.dumps)
+                return exceptions.load(packed, loads=codec.loads)
+            made = copy.copy(error)
+            made.__cause__ = error.__cause__
+        except Exception:  # a user's class that cannot be copied
+            return error.with_traceback(None)
+        return made if type(made) is type(error) else error.with_traceback(None)
+
     def promise(self, future: Future[Any]) -> Any:
         """Return an RRef of this worker to what a future will be completed with."""
         handle = self.table.create_user(self.me)
@@ -205,9 +221,7 @@ class References:
             else:
                 if done._report is not None:
                     done._report.seen = True  # by whoever holds the RRef
-                # A copy: the traceback of this one grows with each use, and its frames may hold the RRef itself.
-                packed = exceptions.dump(error, worker=self.agent.name, dumps=codec.dumps)
-                self.carry_out(self.table.set_error(rref_id, exceptions.load(packed, loads=codec.loads)))
+                self.carry_out(self.table.set_error(rref_id, self.copy_of(error)))
 
         future.add_done_callback(fulfil)
         return rref

@@ -80,9 +80,8 @@ def _wait_outcome(references: References, rref_id: RRefId, future: Future[Any] |
 
     def settle(outcome: Outcome) -> None:
         if future._claim():
-            if outcome.error is not None:
-                outcome.error.__traceback__ = None  # each use would add its frames to those of the last
-            future._finish(outcome.value, outcome.error)
+            error = outcome.error
+            future._finish(outcome.value, None if error is None else references.copy_of(error))
             if future._report is not None:
                 future._report.seen = True
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -36,12 +37,13 @@ def run(directory: Path, name: str, *flags: str) -> subprocess.CompletedProcess[
     return done
 
 
+@pytest.mark.skipif(
+    find_spec("gymnasium") is None, reason="needs gymnasium: pip install 'actorrpc[examples]'"
+)
 class TestCartpole:
-    pytest.importorskip("gymnasium", reason="the example needs gymnasium: pip install 'actorrpc[examples]'")
-
     @pytest.mark.limit(60)
     def test_plays_shows_its_progress_and_draws(self, tmp_path: Path) -> None:
-        pytest.importorskip("matplotlib")
+        pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'actorrpc[examples]'")
         done = run(tmp_path, "cartpole.py", "--max-episodes", "10", "--observers", "2", "--seed", "1")
         report, curve = done.stdout.splitlines()
         assert report.startswith("not solved after 10 episodes: running reward ")

@@ -183,8 +183,24 @@ def test_generators_may_call_whoever_consumes_them() -> None:
     assert actorrpc.get(sink.take_asking.remote(Source.remote(), sink, 20)) == [2 * n for n in range(20)]
 
 
+@actorrpc.remote
+class Counter:
+    """Has no async method, so that two of its methods may run at a time."""
+
+    def __init__(self) -> None:
+        self.log: list[int] = []
+
+    def count(self, n: int) -> Iterator[int]:
+        for number in range(n):
+            self.log.append(number)
+            yield number
+
+    def logged(self) -> list[int]:
+        return self.log
+
+
 def test_producers_do_not_run_away() -> None:
-    source = Source.options(max_concurrency=2).remote()
+    source = Counter.options(max_concurrency=2).remote()
     stream = source.count.options(max_buffered_items=3).remote(100)
     values = stream.values()
     assert [next(values), next(values)] == [0, 1]

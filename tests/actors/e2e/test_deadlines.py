@@ -1,0 +1,115 @@
+"""Deadlines: late calls are not started, nested calls inherit what is left, errors are typed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc.core.calls import CURRENT
+from tests.actors.e2e.kit import Gate, open_gate, pass_gate
+
+pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
+
+
+def left() -> float:
+    """How many seconds the call has left that this runs in."""
+    execution = CURRENT.get()
+    assert execution is not None
+    return execution.deadline - time.monotonic()
+
+
+@actorrpc.remote
+class Worker:
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def block(self, path: str) -> str:
+        return pass_gate(path)
+
+    def run(self, name: str) -> None:
+        self.ran.append(name)
+
+    def all(self) -> list[str]:
+        return self.ran
+
+    def left(self) -> float:
+        return left()
+
+    def nested(self, others: list[Any]) -> float:
+        return actorrpc.get(others[0].nested.remote(others[1:])) if others else left()
+
+    def nested_options(self, other: Any) -> float:
+        return actorrpc.get(other.left.options(timeout=500).remote())
+
+    def wait_for(self, gate: Any) -> str:
+        self.ran.append("waiting")
+        try:
+            return actorrpc.get(gate.wait.remote())
+        except TimeoutError as error:
+            self.ran.append(type(error).__name__)
+            raise
+
+    def stream(self) -> Any:
+        yield left()
+
+
+@actorrpc.remote
+class Async:
+    async def nested(self, others: list[Any]) -> float:
+        return await others[0].nested.remote(others[1:]) if others else left()
+
+
+def test_a_late_call_is_not_started(gate: Path) -> None:
+    actor = Worker.remote()
+    busy = actor.block.remote(str(gate))
+    late = actor.run.options(timeout=0.05).remote("late")
+    with pytest.raises(actorrpc.RpcTimeoutError) as caught:
+        actorrpc.get(late)
+    assert isinstance(caught.value, TimeoutError)
+    with pytest.raises(TimeoutError):
+        actor.rpc_sync(timeout=0.05).run("late, too")
+    open_gate(gate)
+    assert actorrpc.get(busy) == "go"
+    actorrpc.get(actor.run.remote("in time"))
+    assert actorrpc.get(actor.all.remote()) == ["in time"]
+    del caught
+
+
+def test_a_call_that_is_late_before_its_actor_is_there() -> None:
+    slow = SlowStart.remote()
+    with pytest.raises(actorrpc.RpcTimeoutError):
+        actorrpc.get(slow.all.options(timeout=0.05).remote())
+    actorrpc.kill(slow)
+
+
+@actorrpc.remote
+class SlowStart:
+    def __init__(self) -> None:
+        time.sleep(5)
+
+    def all(self) -> None: ...
+
+
+def test_nested_calls_inherit_what_is_left() -> None:
+    a, b, c = Worker.remote(), Async.remote(), Worker.remote()
+    assert actorrpc.get(a.nested.remote([b, c])) == float("inf")
+    for way in ([], [b], [b, c], [c, b, a]):
+        found = actorrpc.get(a.nested.options(timeout=100).remote(way))
+        assert 50 < found <= 100
+    assert actorrpc.get(a.nested_options.options(timeout=100).remote(c)) <= 100
+    assert actorrpc.get(next(a.stream.options(timeout=100).remote())) <= 100
+
+
+def test_a_wait_inside_of_a_call_ends_with_the_call() -> None:
+    actor, gate = Worker.remote(), Gate.remote()
+    actorrpc.get([actor.all.remote(), gate.count.remote()])
+    with pytest.raises(actorrpc.RpcTimeoutError):
+        actorrpc.get(actor.wait_for.options(timeout=0.3).remote(gate))
+    # And the actor goes on.
+    ran = actorrpc.get(actor.all.remote())
+    assert ran[0] == "waiting"
+    assert actorrpc.get(gate.open.remote()) is None

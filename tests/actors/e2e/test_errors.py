@@ -1,0 +1,293 @@
+"""What goes wrong in an actor, and how its callers hear of it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import actorrpc
+from actorrpc.errors import ConfigError, SerializationError
+from tests.actors.e2e.kit import open_gate, pass_gate
+
+pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
+
+
+class Odd(Exception):
+    """A user's exception that cannot be made from its args."""
+
+    def __init__(self, code: int, *, detail: str) -> None:
+        super().__init__(f"{code}: {detail}")
+        self.code = code
+        self.detail = detail
+
+
+class Sealed:
+    """Cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise ValueError("sealed")
+
+
+@actorrpc.remote
+class Faulty:
+    def __init__(self, broken: str = "") -> None:
+        if broken:
+            raise KeyError(broken)
+        self.calls = 0
+
+    def ping(self) -> str:
+        self.calls += 1
+        return "pong"
+
+    def boom(self, what: str) -> None:
+        raise ValueError(what)
+
+    def odd(self) -> None:
+        raise Odd(7, detail="of the user")
+
+    def chained(self) -> None:
+        try:
+            raise KeyError("inner")
+        except KeyError as error:
+            raise RuntimeError("outer") from error
+
+    def base(self, kind: str) -> None:
+        if kind == "exit":
+            sys.exit(3)
+        if kind == "interrupt":
+            raise KeyboardInterrupt
+        if kind == "generator":
+            raise GeneratorExit
+        if kind == "stop":
+            raise StopIteration(4)
+        raise BaseException("of the user")
+
+    async def async_base(self, kind: str) -> None:
+        self.base(kind)
+
+    def give(self, what: Any) -> Any:
+        return what
+
+    def sealed(self) -> Any:
+        return [1, Sealed()]
+
+    def sealed_error(self) -> Any:
+        raise ValueError(Sealed())
+
+    def lock(self) -> Any:
+        return threading.Lock()
+
+    def huge(self, count: int) -> Any:
+        return torch.arange(count)
+
+    def local_class(self) -> Any:
+        class Local(Exception):
+            pass
+
+        raise Local("from a local class")
+
+
+@pytest.fixture
+def actor(place: str) -> Any:
+    return Faulty.remote()
+
+
+# -- the constructor ---------------------------------------------------------------------------------------------
+
+
+def test_what_the_constructor_raised_reaches_every_call() -> None:
+    actor = Faulty.remote("of the constructor")
+    early = actor.ping.remote()
+    for call in (lambda: actorrpc.get(early), lambda: actorrpc.get(actor.ping.remote()), actor.rpc_sync().ping):
+        with pytest.raises(actorrpc.ActorDiedError, match="of the constructor") as caught:
+            call()
+        assert isinstance(caught.value.cause, KeyError)
+        assert isinstance(caught.value.__cause__, KeyError)
+        assert "__init__" in str(caught.value.__cause__.__cause__)  # the traceback of the other worker
+    with pytest.raises(actorrpc.ActorDiedError) as caught:
+        actorrpc.get(actorrpc.ready(actor))
+    assert isinstance(caught.value.cause, KeyError)
+    assert not actorrpc.is_alive(actor)
+    assert isinstance(actorrpc.monitor(actor).wait(10), actorrpc.ActorDiedError)
+    del caught
+
+
+@actorrpc.remote
+class Exits:
+    def __init__(self, how: str) -> None:
+        if how == "exit":
+            sys.exit(5)
+        if how == "exit_actor":
+            actorrpc.exit_actor()
+        raise KeyboardInterrupt
+
+    def ping(self) -> None: ...
+
+
+@pytest.mark.parametrize("how", ["exit", "interrupt", "exit_actor"])
+def test_a_constructor_that_wants_to_leave(how: str) -> None:
+    actor = Exits.remote(how)
+    with pytest.raises(actorrpc.ActorDiedError):
+        actorrpc.get(actor.ping.remote())
+
+
+def test_a_constructor_whose_argument_failed() -> None:
+    failing = Faulty.remote()
+    actor = Faulty.remote(failing.boom.remote("of the argument"))
+    with pytest.raises(actorrpc.ActorDiedError, match="of the argument"):
+        actorrpc.get(actor.ping.remote())
+
+
+# -- exceptions of methods -----------------------------------------------------------------------------------------
+
+
+def test_exceptions_have_both_types(actor: Any) -> None:
+    ref = actor.boom.remote("both")
+    with pytest.raises(ValueError, match="both") as caught:
+        actorrpc.get(ref)
+    error = caught.value
+    assert isinstance(error, actorrpc.RemoteError)
+    assert isinstance(error.cause, ValueError)
+    assert error.cause.args == ("both",)
+    assert "in boom" in error.traceback
+    with pytest.raises(actorrpc.RemoteError):
+        actorrpc.get(ref)  # again
+    with pytest.raises(Odd) as odd:
+        actorrpc.get(actor.odd.remote())
+    assert (odd.value.code, odd.value.detail) == (7, "of the user")
+    with pytest.raises(RuntimeError, match="outer") as outer:
+        actorrpc.get(actor.chained.remote())
+    assert "KeyError: 'inner'" in outer.value.traceback
+    with pytest.raises(actorrpc.RemoteError, match="from a local class"):
+        actorrpc.get(actor.local_class.remote())
+    with pytest.raises(actorrpc.RemoteError):
+        actorrpc.get(actor.sealed_error.remote())
+    assert actorrpc.get(actor.ping.remote()) == "pong"
+    del error, caught, odd, outer
+
+
+@pytest.mark.parametrize("kind", ["exit", "interrupt", "generator", "stop", "base"])
+@pytest.mark.parametrize("method", ["base", "async_base"])
+def test_no_exception_ends_the_worker(actor: Any, method: str, kind: str) -> None:
+    with pytest.raises(actorrpc.RemoteError) as caught:
+        actorrpc.get(getattr(actor, method).remote(kind))
+    names = {"exit": "SystemExit", "interrupt": "KeyboardInterrupt", "generator": "GeneratorExit"}
+    if kind in names:
+        assert names[kind] in str(caught.value) + caught.value.type_name
+    assert actorrpc.get(actor.ping.remote()) == "pong"
+    del caught
+
+
+# -- arguments and results -------------------------------------------------------------------------------------------
+
+
+def test_an_argument_that_cannot_be_sent(actor: Any) -> None:
+    actorrpc.get(actor.ping.remote())
+    for bad in (Sealed(), [Sealed()], threading.Lock(), {"x": threading.Lock()}):
+        with pytest.raises(SerializationError):
+            actor.give.remote(bad)
+        with pytest.raises(SerializationError):
+            actor.rpc_sync().give(bad)
+        with pytest.raises(SerializationError):
+            Faulty.remote(bad)
+        with pytest.raises(SerializationError):
+            actorrpc.put(bad)
+    assert actorrpc.get(actor.ping.remote()) == "pong"
+
+
+def test_an_argument_that_cannot_be_sent_while_the_actor_is_made() -> None:
+    actor = Faulty.remote()
+    with pytest.raises(SerializationError):
+        actor.give.remote(Sealed())
+    assert actorrpc.get(actor.ping.remote()) == "pong"
+
+
+def test_a_result_that_cannot_be_sent(actor: Any) -> None:
+    for method in ("sealed", "lock"):
+        with pytest.raises(SerializationError, match=method):
+            actorrpc.get(getattr(actor, method).remote())
+        with pytest.raises(SerializationError):
+            getattr(actor.rpc_sync(), method)()
+    assert actorrpc.get(actor.ping.remote()) == "pong"
+
+
+def test_a_huge_result(actor: Any) -> None:
+    count = 20_000_000  # 160 MB
+    found = actorrpc.get(actor.huge.remote(count))
+    assert int(found[-1]) == count - 1
+    assert actor.rpc_sync().huge(3_000_000).numel() == 3_000_000
+
+
+def test_wrong_calls_are_refused_here(actor: Any) -> None:
+    with pytest.raises(AttributeError, match="pong.*ping"):
+        _ = actor.pong
+    with pytest.raises(TypeError, match=r"boom\(\) missing 1 required positional argument: 'what'"):
+        actor.boom.remote()
+    with pytest.raises(TypeError, match="takes"):
+        actor.ping.remote(1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'how'"):
+        actor.ping.remote(how=1)
+    with pytest.raises(TypeError, match="takes"):
+        actor.rpc_sync().ping(1)
+    with pytest.raises(TypeError, match="takes"):
+        Faulty.remote(1, 2)
+    with pytest.raises(TypeError, match=r"Faulty\.remote"):
+        Faulty()
+    with pytest.raises(TypeError, match=r"handle\.ping\.remote"):
+        actor.ping()
+    with pytest.raises(ConfigError, match="did you mean|Did you mean"):
+        Faulty.options(max_restart=1)
+    with pytest.raises(ConfigError, match="an int of at least"):
+        Faulty.options(max_restarts=-2)
+    with pytest.raises(ConfigError, match="num_returns"):
+        actor.ping.options(num_return=2)
+    with pytest.raises(AttributeError, match="elsewhere"):
+        actor.x = 1
+    assert actorrpc.get(actor.ping.remote()) == "pong"
+
+
+def test_num_returns(actor: Any) -> None:
+    first, second = actor.give.options(num_returns=2).remote((1, torch.zeros(100_000)))
+    assert actorrpc.get(first) == 1
+    assert actorrpc.get(second).numel() == 100_000
+    assert actor.give.options(num_returns=0).remote(3) is None
+    refs = actor.give.options(num_returns=3).remote((1, 2))
+    for ref in refs:
+        with pytest.raises(ValueError, match="num_returns"):
+            actorrpc.get(ref)
+    for ref in actor.give.options(num_returns=2).remote(5):
+        with pytest.raises((TypeError, ValueError), match="num_returns"):
+            actorrpc.get(ref)
+
+
+def test_get_of_many_fails_with_the_first_failure_at_once(actor: Any, gate: Path) -> None:
+    other = Blocker.remote()
+    slow = other.block.remote(str(gate))
+    with pytest.raises(ValueError, match="early"):
+        actorrpc.get([slow, actor.boom.remote("early")])
+    open_gate(gate)
+    assert actorrpc.get(slow) == "go"
+
+
+@actorrpc.remote
+class Blocker:
+    def block(self, path: str) -> str:
+        return pass_gate(path)
+
+
+def test_timeouts_of_waits_are_typed(gate: Path) -> None:
+    actor = Blocker.remote()
+    slow = actor.block.remote(str(gate))
+    with pytest.raises(actorrpc.GetTimeoutError):
+        actorrpc.get(slow, timeout=0.01)
+    with pytest.raises(TimeoutError):
+        actorrpc.get([slow], timeout=0)
+    ready, left = actorrpc.wait([slow], timeout=0.01)
+    assert (ready, left) == ([], [slow])
+    open_gate(gate)
+    assert actorrpc.get(slow, timeout=20) == "go"
