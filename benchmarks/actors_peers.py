@@ -126,8 +126,8 @@ class Monarch:
         if cls not in self._classes:
             names = [name for name in dir(cls) if not name.startswith("_")]
             space = {name: self.package.endpoint(getattr(cls, name)) for name in names}
-            if cls.__init__ is not object.__init__:
-                space["__init__"] = cls.__init__
+            if "__init__" in vars(cls):
+                space["__init__"] = vars(cls)["__init__"]
             self._classes[cls] = type(cls.__name__, (self.package.Actor,), space)
         self._made += 1
         mesh = self.package.this_host().spawn_procs(per_host={"procs": 1})

@@ -295,7 +295,7 @@ def create(context: Context, *, count: int, torch_too: bool) -> dict[str, float]
         time.sleep(0.02)
     return {
         "time": seconds * 1e3,
-        "uss": private[len(private) // 2] / 1024,
+        "private": private[len(private) // 2] / 1024,
         "pss": total / 1024,
         "gather": gather * 1e3,
     }

@@ -13,12 +13,17 @@ from benchmarks.series import Key, Results, summarise
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw"]
+__all__ = ["COLOURS", "bars", "draw", "measured"]
 
 COLOURS = {
     "torch": "#d1603d",
+    "ray": "#d1603d",
+    "ray numpy": "#e9b39f",
+    "monarch": "#8f6bb3",
     "actorrpc": "#1f6fb2",
     "no spin": "#7fb2dd",
+    "proxy": "#7fb2dd",
+    "rpc_sync": "#5fae7b",
     "raw": "#8a8a8a",
     "memcpy": "#c4c4c4",
 }
@@ -33,7 +38,7 @@ def _plain(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def _bars(axes: Axes, results: Results, title: str, unit: str, keys: dict[str, Key], *, more: bool) -> None:
+def bars(axes: Axes, results: Results, title: str, unit: str, keys: dict[str, Key], *, more: bool) -> None:
     """Draw a group of bars for each key that was measured; whole decades, so that heights compare."""
     found = {
         (spot, peer): summary
@@ -90,7 +95,8 @@ def _sizes(axes: Axes, results: Results, direction: str, transport: str) -> None
     _plain(axes)
 
 
-def _measured(results: Results, key: Key) -> bool:
+def measured(results: Results, key: Key) -> bool:
+    """Return whether anybody's series for this key has a value."""
     return any(summarise(values) is not None for values in results.series.get(key, {}).values())
 
 
@@ -131,7 +137,7 @@ def draw(path: Path, results: Results, caption: str) -> None:
         f"1 observer,\n{PLACES[place]}": Key("reinforce", "1 observer", "same host", place, "steps")
         for place in ("own", "one")
     }
-    bars: list[tuple[str, str, dict[str, Key], bool]] = [
+    panels: list[tuple[str, str, dict[str, Key], bool]] = [
         ("round trip, p50", "us", pairs("round trip", "p50"), False),
         ("round trip, p99", "us", pairs("round trip", "p99"), False),
         ("round trip, processor time of both sides", "us a call", pairs("round trip", "cpu"), False),
@@ -142,26 +148,26 @@ def draw(path: Path, results: Results, caption: str) -> None:
         ("an idle pair, and a worker's memory", "", rest, False),
         ("reinforce.py", "environment steps/s", games, True),
     ]
-    bars = [
+    panels = [
         (title, unit, shown, more)
-        for title, unit, keys, more in bars
-        if (shown := {name: key for name, key in keys.items() if _measured(results, key)})
+        for title, unit, keys, more in panels
+        if (shown := {name: key for name, key in keys.items() if measured(results, key)})
     ]
     lines = [("argument", "same host"), ("echo", "same host"), ("argument", "TCP")]
     if not any(key.section == "tensors" for key in results.series):
         lines = []
-    rows = max(1, -(-(len(bars) + len(lines)) // 3))
+    rows = max(1, -(-(len(panels) + len(lines)) // 3))
     figure, grid = pyplot.subplots(
         rows, 3, figsize=(17, 4.3 * rows + 0.6), layout="constrained", squeeze=False
     )
     spots = iter(grid.flat)
-    for title, unit, keys, more in bars:
-        _bars(next(spots), results, title, unit, keys, more=more)
+    for title, unit, keys, more in panels:
+        bars(next(spots), results, title, unit, keys, more=more)
     for direction, transport in lines:
         _sizes(next(spots), results, direction, transport)
     for spot in spots:
         spot.set_visible(False)
-    drawn = {peer for key, peers in results.series.items() for peer in peers if _measured(results, key)}
+    drawn = {peer for key, peers in results.series.items() for peer in peers if measured(results, key)}
     handles = [Patch(color=colour, label=peer) for peer, colour in COLOURS.items() if peer in drawn]
     figure.legend(handles=handles, loc="outside upper center", ncols=max(1, len(handles)), frameon=False)
     figure.supxlabel(caption, fontsize=8)

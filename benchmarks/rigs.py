@@ -160,14 +160,16 @@ class Stable:
         self.log = (scratch / "workers.log").open("ab")
         self._servers: dict[tuple[tuple[int, ...], str], tuple[subprocess.Popen[bytes], socket.socket]] = {}
 
-    def _start(self, how: str, cpus: tuple[int, ...], modules: str) -> tuple[Any, socket.socket]:
+    def _start(
+        self, how: str, cpus: tuple[int, ...], modules: str, python: str = sys.executable
+    ) -> tuple[Any, socket.socket]:
         here, there = socket.socketpair()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ACTORRPC_")}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.root), "PYTHONWARNINGS": "ignore"}
         listed = ",".join(map(str, cpus))
         with there:
             process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.workers", how, str(there.fileno()), listed, modules],
+                [python, "-m", "benchmarks.workers", how, str(there.fileno()), listed, modules],
                 cwd=self.root,
                 env=environment,
                 pass_fds=[there.fileno()],
@@ -204,9 +206,14 @@ class Stable:
             pid = int(orders.recv(32))
         return Worker(here, pid)
 
-    def solo(self, cpus: tuple[int, ...], modules: str = "benchmarks.scenarios") -> Worker:
-        """Return a new worker that shares no memory with another process."""
-        process, here = self._start("solo", cpus, modules)
+    def solo(
+        self,
+        cpus: tuple[int, ...],
+        modules: str = "benchmarks.scenarios",
+        python: str = sys.executable,
+    ) -> Worker:
+        """Return a new worker that shares no memory with another process; ``python`` is what it runs on."""
+        process, here = self._start("solo", cpus, modules, python)
         return Worker(here, process.pid, process)
 
     def rendezvous(self, how: str) -> str:

@@ -45,6 +45,7 @@ _FLOORS: dict[str, Floor] = {
     "core.keys": Floor(1),
     "core.layout": Floor(1),
     # links: one other worker
+    "core.answering": Floor(2),
     "core.buffers": Floor(2),
     "core.connection": Floor(2),
     "core.events": Floor(2),

@@ -22,7 +22,7 @@ from actorrpc.actors.crew import Interrupted, Station
 from actorrpc.actors.exits import ActorExit
 from actorrpc.actors.letter_entry import LetterEntry
 from actorrpc.actors.mailbox import Entry, Lane
-from actorrpc.actors.object_ref import Kept
+from actorrpc.actors.object_ref import SMALL, Kept, keep_large
 from actorrpc.actors.reports import send_checkpoint
 from actorrpc.actors.snapshot import Snapshot
 from actorrpc.actors.spec import ResidentGoneError
@@ -37,11 +37,10 @@ from actorrpc.rpc.rref import RRef
 if TYPE_CHECKING:
     from actorrpc.actors.resident import Resident
 
-__all__ = ["KEPT_BYTES", "Callee", "died"]
+__all__ = ["Callee", "died"]
 
 _log = logging.getLogger("actorrpc.actors")
 INFINITE: Final = float("inf")
-KEPT_BYTES: Final = 64 << 10  # larger results stay with their actor until somebody fetches them
 _MAX_DEPTH: Final = 60  # calls nested on one thread
 _NOTHING: Final = object()
 _use_count: Final = getattr(torch._C, "_storage_Use_Count", None)
@@ -79,17 +78,15 @@ class Callee:
         conn = entry.conn
         if conn is None:
             return
-        if conn.outbox:
+        agent = self.agent
+        if station.lane.waiting and len(conn.outbox) < agent.settings.cork_frames:
+            agent.cork(conn)  # answers of a batch leave together
+        elif station.depth or station.lane.waiting or agent.pool.queue:
             conn.flush(True)
-        if (
-            station.depth == 0
-            and not self.agent.pool.queue
-            and not conn.broken
-            and not self.mailbox.lanes[""].waiting
-        ):
-            frames = conn.linger()
+        else:
+            frames = conn.answering.reply()
             if frames:
-                self.agent.deliver(conn, frames, True)
+                agent.deliver(conn, frames, True)
 
     def _run(self, entry: LetterEntry, station: Station) -> None:
         frame, peer = entry.frame, entry.peer
@@ -179,6 +176,8 @@ class Callee:
         args, kwargs = self.arguments(entry)
         self.resident.calls += 1
         method, kind = self._method(name)
+        if kind == "sync" and "q" not in header and not self.agent.interceptors:
+            return self._returned(entry, method, method(*args, **kwargs))
         call: Callable[[], Any] = lambda: method(*args, **kwargs)  # noqa: E731
         for interceptor in reversed(self.agent.interceptors):
             call = interceptor.wrap(execution, method, args, kwargs, call)
@@ -189,7 +188,10 @@ class Callee:
         if kind.startswith("async"):
             # An async method that has come to a thread: the actor has no loop of its own.
             raise TypeError(f"{self.resident.title}.{name} is async and cannot be run here")
-        value = call()
+        return self._returned(entry, method, call())
+
+    def _returned(self, entry: LetterEntry, method: Any, value: Any) -> Any:
+        """See to what a method has returned; ``_NOTHING``: the answer comes later."""
         if type(value) is Later:
             self._answer_later(entry, value.future)
             return _NOTHING
@@ -342,7 +344,7 @@ class Callee:
                 return True
         wants_kept = None
         if keep and header.get("k"):
-            wants_kept = _keep_itself if entry.sole else _keep_copy
+            wants_kept = _keep_itself if entry.sole else keep_large
         self.agent.executor.answer(entry.conn, entry.frame.id, value, execution, wants_kept)
         return True
 
@@ -359,7 +361,7 @@ class Callee:
         found = []
         for each in values:
             snapshot = Snapshot.of(each)
-            found.append(Kept(RRef(snapshot.open_once())) if snapshot.nbytes > KEPT_BYTES else each)
+            found.append(Kept(RRef(snapshot)) if snapshot.nbytes > SMALL else each)
         return found
 
     def fail(self, entry: LetterEntry, error: BaseException) -> None:
@@ -407,16 +409,9 @@ class Callee:
             self._start(entry, lane)
 
 
-def _keep_copy(value: Any, size: int) -> Any:
-    """Have a large result stay here as it is now: the object that the method returned may change with the next call."""
-    if size <= KEPT_BYTES:
-        return value
-    return Kept(RRef(Snapshot.of(value).open_once()))
-
-
 def _keep_itself(value: Any, size: int) -> Any:
     """Have a large result stay here that nobody else can change."""
-    return value if size <= KEPT_BYTES else Kept(RRef(value))
+    return value if size <= SMALL else Kept(RRef(value))
 
 
 def _has_own_memory(tensor: torch.Tensor) -> bool:

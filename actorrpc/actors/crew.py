@@ -112,6 +112,8 @@ class Station:
 
     def wake(self) -> None:
         """Have the thread look for work, whether it is parked or waits for something."""
+        if threading.get_ident() == self.ident:
+            return  # it has read its own letter, and is about to look
         stirs = self._stirs
         if stirs:
             try:

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from actorrpc.actors.mailbox import Entry
+from actorrpc.core.calls import FRAME_BIT
 from actorrpc.core.execution import path_of
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class LetterEntry(Entry):
         Entry.__init__(
             self,
             peer,
-            path=path_of(header, frame.chain),
+            path=path_of(header, frame.chain) if frame.chain >> FRAME_BIT else (),
             priority=int(header.get("y", 0)),
             ready=whole and "u" not in header,
             loose=bool(header.get("o")),

@@ -99,6 +99,9 @@ class Todo:
         self.start: list[Lane] = []
 
 
+NOTHING: Final = Todo()  # most steps leave nothing to be done; never changed
+
+
 class Lane:
     """The queue of one concurrency group. Its mailbox's lock guards it.
 
@@ -136,17 +139,15 @@ class Lane:
         self.waiting += 1
         heapq.heappush(self._heap, entry)
 
-    def _pop(self) -> Entry | None:
-        fresh, heap = self._fresh, self._heap
-        if heap and (not fresh or heap[0] < fresh[0]):
-            return heapq.heappop(heap)
-        return fresh.popleft() if fresh else None
-
     def next(self) -> Entry | None:
         """Take out the next entry that can run; None if there is none."""
+        fresh, heap = self._fresh, self._heap
         while True:
-            entry = self._pop()
-            if entry is None:
+            if heap and (not fresh or heap[0] < fresh[0]):
+                entry = heapq.heappop(heap)
+            elif fresh:
+                entry = fresh.popleft()
+            else:
                 return None
             if entry.state is not NEW or entry.seat is not None:
                 continue  # over, or moved to a station
@@ -247,16 +248,19 @@ class Mailbox:
                 return None
             if not entry.number:
                 entry.number = next(self._numbers)
-            todo = Todo()
             if entry.path and self.reentrant and entry.ready:
                 seat = self._seat_of(entry, lane)
                 if seat is not None:
                     entry.lane = lane
                     entry.seat = seat
                     seat.work.append(entry)
+                    todo = Todo()
                     todo.wake.append(seat)
                     return todo
             lane.put(entry)
+            if lane.running >= lane.limit and not lane.is_async:
+                return NOTHING
+            todo = Todo()
             self._look(lane, todo)
             return todo
 
@@ -375,19 +379,20 @@ class Mailbox:
 
     def done(self, lane: Lane, seat: Seat | None = None) -> Todo:
         """Note that an entry which :meth:`take` gave is over: others may run. What was left for it goes back."""
-        todo = Todo()
         with self._lock:
             lane.running -= 1
-            if seat is not None and seat.work:
-                left = list(seat.work)
-                seat.work.clear()
-                for entry in left:
-                    if entry.state is NEW and entry.lane is not None:
-                        entry.seat = None
-                        entry.lane.put_back(entry)
-                        if entry.lane is not lane:
-                            self._look(entry.lane, todo)
-        return todo
+            if seat is None or not seat.work:
+                return NOTHING
+            todo = Todo()
+            left = list(seat.work)
+            seat.work.clear()
+            for entry in left:
+                if entry.state is NEW and entry.lane is not None:
+                    entry.seat = None
+                    entry.lane.put_back(entry)
+                    if entry.lane is not lane:
+                        self._look(entry.lane, todo)
+            return todo
 
     def rest(self, lane: Lane) -> Todo | None:
         """Note that an entry of a yielding lane waits: another one may run."""

@@ -97,7 +97,7 @@ class Resident:
             return
         if todo.wake or todo.start:
             self.carry_out(todo)
-        if lane.waiting and not lane.is_async and any(each.waiting for each in self.crew):
+        if lane.running and lane.limit == 1 and self.crew and self.crew[0].waiting:
             self.runtime.residents.deadlocks.poke()
         if entry.seat is not None and not entry.seat.waiting:  # type: ignore[attr-defined]
             self.agent.clock.after(_BLOCKED_S, partial(self._look_after, entry))
@@ -265,7 +265,9 @@ class Resident:
         limits = {"": (1 if info.is_async else most or 1), **groups}
         async_limits = {"": most or _ASYNC_LIMIT, **groups} if info.is_async else {}
         with self._lock:
-            if info.is_async and not self._wound_up:  # it may have been killed meanwhile: nobody would close the loop
+            if (
+                info.is_async and not self._wound_up
+            ):  # it may have been killed meanwhile: nobody would close the loop
                 self.loop = EventLoop(self.title)
         self.mailbox.configure(
             limits, async_limits, reentrant=options.reentrant, yielding=getattr(options, "yielding", False)

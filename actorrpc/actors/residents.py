@@ -22,7 +22,7 @@ from actorrpc.actors.runtime import current, runtime
 from actorrpc.actors.spec import ResidentGoneError
 from actorrpc.core.calls import FRAME_BIT
 from actorrpc.core.execution import Later
-from actorrpc.core.frames import Frame, unpack_extra
+from actorrpc.core.frames import LETTER, Frame, unpack_extra
 from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future, collect_all
 from actorrpc.rpc.fork_messages import WorkerKey
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ResidentState", "Residents", "end", "states"]
 
+_HEADERS = 1024
+_SHORT = 128  # bytes; longer headers have something of their own
 _REMEMBERED = 1000  # residents that have ended, with the reason
 
 
@@ -62,6 +64,7 @@ class Residents:
         self._stations = Stations()
         self.deadlocks = Deadlocks(runtime)
         self._closed = False
+        self._headers: dict[bytes, dict[str, Any]] = {}
         # Not at import: processes that were forked from one another would all begin with the same number.
         self._executions = itertools.count(int.from_bytes(os.urandom(5), "little") << 22)
         self._agent.post = self
@@ -90,10 +93,17 @@ class Residents:
             self._agent.submit(entry.cancel)
 
     def _drop(self, conn: Connection | None, peer: Peer, frame: Frame, whole: bool) -> None:
-        header = unpack_extra(frame.extra)
-        resident_id = header.get("a")
-        if not isinstance(resident_id, int):
-            raise ProtocolError("a letter names no actor")
+        header = self._headers.get(frame.extra)
+        if header is None:
+            header = unpack_extra(frame.extra)
+            if not isinstance(header.get("a"), int):
+                raise ProtocolError("a letter names no actor")
+            if whole and len(frame.extra) < _SHORT and not frame.flags & ~LETTER:
+                # Calls of one method have equal headers. Nobody changes one.
+                if len(self._headers) >= _HEADERS:
+                    self._headers.clear()
+                self._headers[frame.extra] = header
+        resident_id: int = header["a"]
         entry = LetterEntry(conn, peer, frame, header, whole)
         resident = self._table.get(resident_id)
         if resident is not None:

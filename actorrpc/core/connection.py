@@ -23,6 +23,7 @@ uninterruptible: Ctrl-C waits for their end, and any other exception in one of t
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import socket
@@ -31,11 +32,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from itertools import chain
 from typing import Any, Final
 
 from actorrpc.config import Settings
 from actorrpc.core import interrupts
+from actorrpc.core.answering import ARMED, DISARMED, Answering
 from actorrpc.core.events import Events, Sendable
 from actorrpc.core.frames import (
     CHUNK,
@@ -57,8 +58,6 @@ from actorrpc.errors import ProtocolError
 
 __all__ = ["Connection"]
 
-_ARMED: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
-_DISARMED: Final = select.EPOLLONESHOT
 _DONTWAIT: Final = socket.MSG_DONTWAIT
 _SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
@@ -105,7 +104,7 @@ class Connection:
         self._flushing = False
         self._epoll = epoll
         self._events = events
-        self._settings = settings
+        self.settings = settings
         self._reader = FrameReader(
             max_frame=settings.max_frame, max_chunk=max(settings.chunk, 1 << 20), sink_for=self._sink_for
         )
@@ -117,15 +116,15 @@ class Connection:
             self._poller.register(interrupts.wake_fd(), select.POLLIN)
         self._writer_poller: select.poll | None = None
         self._wait_spin = Spin()
-        self._turn_spin = Spin(off=2e-3)
+        self.answering = Answering(self)
 
     # -- the pool's side of reading -------------------------------------------------------------
 
     def register(self) -> None:
         """Put the connection into the epoll, armed: from now on the pool reads it."""
-        self._epoll.register(self.fd, _ARMED)
+        self._epoll.register(self.fd, ARMED)
 
-    def _watch(self, mask: int) -> None:
+    def arm(self, mask: int) -> None:
         """Arm (the kernel wakes a pool thread for the next bytes) or disarm. Harmless when closed."""
         if not self.broken:
             try:
@@ -140,43 +139,16 @@ class Connection:
             return None
         frames: list[Frame] = []
         try:
-            self._receive(frames)
+            self.receive(frames)
         except BaseException as error:
-            self._failed(error)
+            self.failed(error)
         finally:
             self.read_lock.release()
         if not self.broken:
             try:
-                self._epoll.modify(self.fd, _ARMED)
+                self._epoll.modify(self.fd, ARMED)
             except (OSError, ValueError):
                 pass
-        return frames
-
-    @uninterruptible
-    def linger(self) -> list[Frame] | None:
-        """Spin for the next frames after having answered, if that has paid here; ``None`` if nothing came."""
-        spin = self._turn_spin
-        if not self._settings.spin_us:
-            return None
-        if not spin.choose() or not spinner.acquire():
-            return None
-        frames: list[Frame] = []
-        hit = False
-        try:
-            if not self.read_lock.acquire(False):
-                return None
-            self._watch(_DISARMED)
-            try:
-                hit = self._spin(frames)
-            except BaseException as error:
-                self._failed(error)
-            finally:
-                self.read_lock.release()
-            self._watch(_ARMED)
-        finally:
-            spinner.release()
-        # Compared with sleeping, which is noted as a long wait: a hit counts for spinning, a miss against it.
-        spin.note(True, 0.0 if hit else 2.0)
         return frames
 
     # -- a caller's side of reading ---------------------------------------------------------------
@@ -193,7 +165,7 @@ class Connection:
         # Disarmed before the call is sent: otherwise the reply wakes a pool thread that has nothing to do here.
         modify = self._epoll.modify
         try:
-            modify(self.fd, _DISARMED)
+            modify(self.fd, DISARMED)
         except (OSError, ValueError):
             pass
         try:
@@ -204,13 +176,13 @@ class Connection:
             if not call.done and not call.stirred:
                 self._receive_patiently(frames, call, deadline)
         except BaseException as error:
-            self._failed(error)
+            self.failed(error)
         finally:
             call.polling = None
             self.read_lock.release()
         if not self.broken:
             try:
-                modify(self.fd, _ARMED)
+                modify(self.fd, ARMED)
             except (OSError, ValueError):
                 pass
         if len(frames) == 1:
@@ -236,12 +208,12 @@ class Connection:
             pass
 
     def _receive_patiently(self, frames: list[Frame], call: Any, deadline: float | None) -> None:
-        spin = self._wait_spin if self._settings.spin_us else None
+        spin = self._wait_spin if self.settings.spin_us else None
         spun = spin is not None and spin.choose() and spinner.acquire()
         begun = time.monotonic()
         if spun and spin is not None:
             try:
-                came = self._spin(frames)
+                came = self.spin_for(frames)
             finally:
                 spinner.release()
             if came:
@@ -252,7 +224,7 @@ class Connection:
             wait_ms = max(0, int((deadline - begun) * 1e3) + 1)
         for fd, _ in self._poller.poll(wait_ms):
             if fd == self.fd:
-                self._receive(frames)
+                self.receive(frames)
                 if spin is not None and (spun or spin.due):
                     spin.note(spun, time.monotonic() - begun)
             elif fd == self._wake_fd:
@@ -261,9 +233,9 @@ class Connection:
                 except BlockingIOError:
                     pass
 
-    def _spin(self, frames: list[Frame]) -> bool:
+    def spin_for(self, frames: list[Frame]) -> bool:
         """Try to read for at most the spin time; say whether anything came."""
-        until = time.monotonic() + self._settings.spin_us * 1e-6
+        until = time.monotonic() + self.settings.spin_us * 1e-6
         reader, sock = self._reader, self.sock
         while True:
             try:
@@ -280,7 +252,7 @@ class Connection:
             self._take(count, frames)
             return True
 
-    def _receive(self, frames: list[Frame]) -> None:
+    def receive(self, frames: list[Frame]) -> None:
         """Read without blocking; while chunks come in, read on for a while."""
         reader = self._reader
         target = reader.target()
@@ -336,7 +308,7 @@ class Connection:
                 self._reader.target()[0][: len(data)] = data
                 self._take(len(data), frames)
             except BaseException as error:
-                self._failed(error)
+                self.failed(error)
         return frames
 
     def _sink_for(self, stream: int, position: int, length: int) -> memoryview:
@@ -371,7 +343,7 @@ class Connection:
                     done = self._wait_writable()
                     continue
             except BaseException as error:
-                self._failed(error)
+                self.failed(error)
                 return False
             finally:
                 self.write_lock.release()
@@ -391,7 +363,7 @@ class Connection:
             if freed:
                 found = True
                 self.outbox.appendleft(
-                    pack_frame(LANE_FREE, body=struct.pack(f"<{2 * len(freed)}Q", *chain(*freed)))
+                    pack_frame(LANE_FREE, body=struct.pack(f"<{2 * len(freed)}Q", *itertools.chain(*freed)))
                 )
         if lender is not None:
             retired = lender.drain_retired()
@@ -512,7 +484,7 @@ class Connection:
                     self._events.submit(self.flush_waiting)
                     return begun and not self._rest
         except BaseException as error:
-            self._failed(error)
+            self.failed(error)
             return False
         finally:
             self.write_lock.release()
@@ -521,7 +493,7 @@ class Connection:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def _failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException) -> None:
         """Take a failed read or write as the end of the connection."""
         self.close(error)
 

@@ -96,11 +96,12 @@ class Executor:
             # More work of the batch is waiting: its answers leave together, or with the cork.
             agent.cork(conn)
             return
-        conn.flush(True)
-        if not agent.pool.queue and not conn.broken:
-            frames = conn.linger()
-            if frames:
-                agent.deliver(conn, frames, False)
+        if agent.pool.queue:
+            conn.flush(True)
+            return
+        frames = conn.answering.reply()
+        if frames:
+            agent.deliver(conn, frames, False)
 
     def _execute(self, conn: Any, frame: Frame, arrived: float) -> None:
         peer = self._agent.self_peer if conn is None else conn.peer
@@ -245,6 +246,7 @@ class Executor:
     def fail(self, conn: Any, id: int, error: BaseException, execution: Execution) -> None:
         """Send an error back. Never raises."""
         data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps)
+        _let_frames_go(error)
         self._send(conn, FAILURE, id, messages.Plain(data), None)
 
     def refuse(self, conn: Any, frame: Frame, error: RpcError) -> None:
@@ -302,3 +304,20 @@ def _without_our_frames(traceback: Any) -> Any:
     while cut is not None and cut.tb_frame.f_code.co_filename == here:
         cut = cut.tb_next
     return cut if cut is not None else traceback
+
+
+def _let_frames_go(error: BaseException) -> None:
+    """Take the tracebacks off an error that has been sent.
+
+    A call that failed waits for the collector otherwise: the future that raised the error holds it, and its traceback
+    the frames with that future, and with handles whose actors are to end. In an idle process the collector never comes.
+    """
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        each.__traceback__ = None
+        left += (each.__cause__, each.__context__)

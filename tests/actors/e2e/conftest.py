@@ -70,21 +70,25 @@ def _test_leaves_nothing(request: pytest.FixtureRequest, _module_leaves_nothing:
     for name in ("place", "embedded"):
         if name in request.fixturenames:
             request.getfixturevalue(name)
-    before = processes.descendants()
+    before, actors = processes.descendants(), _living()
     request.config.stash[_WATCHDOG].keep(before)
     yield
     if request.node.stash.get(_RAISED, False):  # a traceback keeps the test's variables alive
         return
-    deadline = time.monotonic() + 10.0
-    while left := _left(before):
+    deadline = time.monotonic() + 5.0
+    while left := [text for actor, text in _living().items() if actor not in actors] + _more(before):
         gc.collect()
         if time.monotonic() > deadline:
             pytest.fail("left behind:\n" + "\n".join(left), pytrace=False)
         time.sleep(0.01)
 
 
-def _left(before: set[processes.ProcessId]) -> list[str]:
-    left = [str(row) for row in actorrpc.list_actors() if row.state != "DEAD"] if actorrpc.is_initialized() else []
+def _living() -> dict[int, str]:
+    rows = actorrpc.list_actors() if actorrpc.is_initialized() else []
+    return {row.actor_id: str(row) for row in rows if row.state != "DEAD"}
+
+
+def _more(before: set[processes.ProcessId]) -> list[str]:
     now = processes.descendants()
     # One that was there before may have been replaced: a process that runs tasks.
-    return left if len(now) <= len(before) else left + [processes.describe(each) for each in now - before]
+    return [processes.describe(each) for each in now - before] if len(now) > len(before) else []

@@ -92,11 +92,6 @@ class Faulty:
         raise Local("from a local class")
 
 
-@pytest.fixture
-def actor(place: str) -> Any:
-    return Faulty.remote()
-
-
 # -- the constructor ---------------------------------------------------------------------------------------------
 
 
@@ -146,7 +141,8 @@ def test_a_constructor_whose_argument_failed() -> None:
 # -- exceptions of methods -----------------------------------------------------------------------------------------
 
 
-def test_exceptions_have_both_types(actor: Any) -> None:
+def test_exceptions_have_both_types() -> None:
+    actor = Faulty.remote()
     ref = actor.boom.remote("both")
     with pytest.raises(ValueError, match="both") as caught:
         actorrpc.get(ref)
@@ -173,7 +169,8 @@ def test_exceptions_have_both_types(actor: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["exit", "interrupt", "generator", "stop", "base"])
 @pytest.mark.parametrize("method", ["base", "async_base"])
-def test_no_exception_ends_the_worker(actor: Any, method: str, kind: str) -> None:
+def test_no_exception_ends_the_worker(method: str, kind: str) -> None:
+    actor = Faulty.remote()
     with pytest.raises(actorrpc.RemoteError) as caught:
         actorrpc.get(getattr(actor, method).remote(kind))
     names = {"exit": "SystemExit", "interrupt": "KeyboardInterrupt", "generator": "GeneratorExit"}
@@ -186,7 +183,8 @@ def test_no_exception_ends_the_worker(actor: Any, method: str, kind: str) -> Non
 # -- arguments and results -------------------------------------------------------------------------------------------
 
 
-def test_an_argument_that_cannot_be_sent(actor: Any) -> None:
+def test_an_argument_that_cannot_be_sent() -> None:
+    actor = Faulty.remote()
     actorrpc.get(actor.ping.remote())
     for bad in (Sealed(), [Sealed()], threading.Lock(), {"x": threading.Lock()}):
         with pytest.raises(SerializationError):
@@ -207,7 +205,8 @@ def test_an_argument_that_cannot_be_sent_while_the_actor_is_made() -> None:
     assert actorrpc.get(actor.ping.remote()) == "pong"
 
 
-def test_a_result_that_cannot_be_sent(actor: Any) -> None:
+def test_a_result_that_cannot_be_sent() -> None:
+    actor = Faulty.remote()
     for method in ("sealed", "lock"):
         with pytest.raises(SerializationError, match=method):
             actorrpc.get(getattr(actor, method).remote())
@@ -216,14 +215,16 @@ def test_a_result_that_cannot_be_sent(actor: Any) -> None:
     assert actorrpc.get(actor.ping.remote()) == "pong"
 
 
-def test_a_huge_result(actor: Any) -> None:
+def test_a_huge_result() -> None:
+    actor = Faulty.remote()
     count = 20_000_000  # 160 MB
     found = actorrpc.get(actor.huge.remote(count))
     assert int(found[-1]) == count - 1
     assert actor.rpc_sync().huge(3_000_000).numel() == 3_000_000
 
 
-def test_wrong_calls_are_refused_here(actor: Any) -> None:
+def test_wrong_calls_are_refused_here() -> None:
+    actor = Faulty.remote()
     with pytest.raises(AttributeError, match="pong.*ping"):
         _ = actor.pong
     with pytest.raises(TypeError, match=r"boom\(\) missing 1 required positional argument: 'what'"):
@@ -251,7 +252,8 @@ def test_wrong_calls_are_refused_here(actor: Any) -> None:
     assert actorrpc.get(actor.ping.remote()) == "pong"
 
 
-def test_num_returns(actor: Any) -> None:
+def test_num_returns() -> None:
+    actor = Faulty.remote()
     first, second = actor.give.options(num_returns=2).remote((1, torch.zeros(100_000)))
     assert actorrpc.get(first) == 1
     assert actorrpc.get(second).numel() == 100_000
@@ -265,7 +267,8 @@ def test_num_returns(actor: Any) -> None:
             actorrpc.get(ref)
 
 
-def test_get_of_many_fails_with_the_first_failure_at_once(actor: Any, gate: Path) -> None:
+def test_get_of_many_fails_with_the_first_failure_at_once(gate: Path) -> None:
+    actor = Faulty.remote()
     other = Blocker.remote()
     slow = other.block.remote(str(gate))
     with pytest.raises(ValueError, match="early"):

@@ -1,0 +1,105 @@
+"""Answering: what the thread that has executed a call does with its connection after that.
+
+It sends the answer, and may find the next request before any other thread is woken for it: at once, where both ends
+share a processor (the caller has run while the answer was being sent), or by spinning for a moment where they do not.
+Which of the two pays is measured, for each connection.
+"""
+
+from __future__ import annotations
+
+import itertools
+import select
+from typing import TYPE_CHECKING, Final
+
+from actorrpc.core.frames import Frame
+from actorrpc.core.interrupts import uninterruptible
+from actorrpc.core.spin import Spin, spinner
+
+if TYPE_CHECKING:
+    from actorrpc.core.connection import Connection
+
+__all__ = ["ARMED", "DISARMED", "Answering"]
+
+ARMED: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
+DISARMED: Final = select.EPOLLONESHOT
+_PAYS: Final = 0.25  # how often the next request must have been there at once
+
+
+class Answering:
+    """The end of a call, for one connection. Any thread may use it; the measurements need no exactness."""
+
+    __slots__ = ("_conn", "_hit", "_quick", "_replies", "_spin")
+
+    def __init__(self, conn: Connection) -> None:
+        self._conn = conn
+        self._spin = Spin(off=2e-3)
+        self._quick = 0.0
+        self._hit = False
+        self._replies = itertools.count()
+
+    def reply(self) -> list[Frame] | None:
+        """Send the answers in the outbox, and return what comes at once or soon after; ``None`` if nothing is read.
+
+        Where both ends share a processor, the next request is here before ``send`` returns: then it is read here,
+        instead of waking another thread for it. Where they do not, spinning may pay.
+        """
+        conn = self._conn
+        if self._quick > _PAYS or not next(self._replies) & 31:
+            frames = self._turn_around()
+            if frames is None or self._hit:
+                return frames
+        else:
+            conn.flush(True)
+        return None if conn.broken else self._linger()
+
+    @uninterruptible
+    def _turn_around(self) -> list[Frame] | None:
+        """Send, and read without blocking, with nobody else reading between."""
+        conn = self._conn
+        self._hit = False
+        if not conn.read_lock.acquire(False):
+            conn.flush(True)
+            return None
+        frames: list[Frame] = []
+        before = conn.heard
+        conn.arm(DISARMED)
+        try:
+            conn.flush()
+            conn.receive(frames)
+        except BaseException as error:
+            conn.failed(error)
+        finally:
+            conn.read_lock.release()
+        conn.arm(ARMED)
+        if conn.outbox or conn._rest:
+            conn.flush(True)
+        hit = self._hit = conn.heard != before
+        self._quick += 0.125 * (hit - self._quick)
+        return frames
+
+    @uninterruptible
+    def _linger(self) -> list[Frame] | None:
+        """Spin for the next frames after having answered, if that has paid here; ``None`` if nothing came."""
+        conn, spin = self._conn, self._spin
+        if not conn.settings.spin_us:
+            return None
+        if not spin.choose() or not spinner.acquire():
+            return None
+        frames: list[Frame] = []
+        hit = False
+        try:
+            if not conn.read_lock.acquire(False):
+                return None
+            conn.arm(DISARMED)
+            try:
+                hit = conn.spin_for(frames)
+            except BaseException as error:
+                conn.failed(error)
+            finally:
+                conn.read_lock.release()
+            conn.arm(ARMED)
+        finally:
+            spinner.release()
+        # Compared with sleeping, which is noted as a long wait: a hit counts for spinning, a miss against it.
+        spin.note(True, 0.0 if hit else 2.0)
+        return frames

@@ -1,0 +1,110 @@
+"""The driver's side: one session process for each peer, on the interpreter that has the peer's package."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.bench import Bench, Member
+from benchmarks.rigs import Peer, Rig, RigError, Worker
+
+__all__ = ["Session", "interpreter", "sessions"]
+
+# where a peer's package may be, if this interpreter has it not: a variable that says so, and a usual place
+_ELSEWHERE = {
+    "ray": ("BENCHMARK_RAY_PYTHON", "/opt/venv-ray/bin/python"),
+    "monarch": ("BENCHMARK_MONARCH_PYTHON", "/opt/venv-monarch/bin/python"),
+}
+_MODULE = "benchmarks.actors_scenarios"
+
+
+@functools.cache
+def interpreter(peer: str) -> str | None:
+    """Return the Python that has a peer's package beside torch and what actorrpc needs, or ``None``."""
+    if peer == "actorrpc":
+        return sys.executable
+    variable, usual = _ELSEWHERE[peer]
+    named = os.environ.get(variable)
+    for python in [named] if named else [sys.executable, usual]:
+        if not Path(python).exists():
+            continue
+        look = f"import importlib.util as u, sys; sys.exit(None in map(u.find_spec, ({peer!r}, 'torch')))"
+        if subprocess.run([python, "-c", look], check=False, capture_output=True, timeout=60).returncode == 0:
+            return python
+    return None
+
+
+class Session(Rig):
+    """One running session, asked like a rig of one worker."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str, worker: Worker) -> None:
+        super().__init__(Peer(backend=name), [worker])
+        self.name, self.pairs = name, 1
+
+    def begin(self) -> None:
+        """Have it import the scenarios."""
+        self._all("begin", {"environment": {}, "module": _MODULE}, 120.0)
+
+    def close(self, *, kill: bool = False) -> None:
+        """Shut the session down, and see to it that nothing of its cluster is left."""
+        everything: list[psutil.Process] = []
+        with contextlib.suppress(psutil.Error):
+            everything = psutil.Process(self.workers[0].pid).children(recursive=True)
+        super().close(kill=kill)
+        _, alive = psutil.wait_procs(everything, timeout=5.0)
+        for process in alive:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(alive, timeout=5.0)
+
+
+def _open(bench: Bench, peer: str, found: dict[Member, Rig | None]) -> dict[str, float]:
+    """Start a peer's session and cluster; ``found`` has it as soon as there is something to close."""
+    python = interpreter(peer)
+    member = Member(peer)
+    found[member] = None
+    if python is None:
+        variable, usual = _ELSEWHERE[peer]
+        bench.note(
+            f"{peer} is not installed: neither here nor as {usual}, and {variable} names no interpreter"
+        )
+        return {}
+    scratch = bench.stable.scratch / peer[0]
+    scratch.mkdir(exist_ok=True)
+    try:
+        worker = bench.stable.solo(bench.placements["both"].callers, _MODULE, python)
+        session = found[member] = Session(peer, worker)
+        session.begin()
+        return session.caller("start", peer=peer, scratch=str(scratch))
+    except RigError as error:
+        failed = found[member]
+        if failed is not None:
+            failed.broken = True
+        bench.note(f"{peer} did not start: {str(error).splitlines()[-1]}; {bench.stable.news()}")
+        return {}
+
+
+@contextmanager
+def sessions(bench: Bench, peers: tuple[str, ...]) -> Iterator[tuple[dict[Member, Rig | None], Any]]:
+    """Run one session for each peer, all alive at the same time; also yields what their starts took."""
+    found: dict[Member, Rig | None] = {}
+    took: dict[str, dict[str, float]] = {}
+    try:
+        for peer in peers:
+            took[peer] = _open(bench, peer, found)
+        yield found, took
+    finally:
+        for session in found.values():
+            if session is not None:
+                session.close()

@@ -1,0 +1,65 @@
+"""What the actors are to reach, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.series import Key
+from benchmarks.targets import Target
+
+__all__ = ["ACTOR_TARGETS"]
+
+HOST = "same host"
+PLACES = (("own", "own CPUs"), ("one", "one CPU"))
+
+
+def _key(section: str, metric: str, placement: str, case: str = "") -> Key:
+    return Key(section, case, HOST, placement, metric)
+
+
+def _targets() -> Iterator[Target]:
+    for other, shown in (("ray", "Ray"), ("monarch", "Monarch")):
+        for place, where in PLACES:
+            yield Target(
+                text=f"actor call p50, {where} / {shown}",
+                key=_key("actor call", "p50", place), versus=other, at_most=1 / 6,
+            )  # fmt: skip
+    for place, where in PLACES:
+        yield Target(
+            text=f"actor call p50, {where} / rpc_sync",
+            key=_key("actor call", "p50", place), versus="rpc_sync", at_most=1.3,
+        )  # fmt: skip
+    for place, where in PLACES:
+        for other, shown in (("ray", "Ray"), ("monarch", "Monarch")):
+            yield Target(
+                text=f"pipelined actor calls/s, {where} / {shown}",
+                key=_key("pipelined actor calls", "rate", place), versus=other, at_least=8.0,
+            )  # fmt: skip
+        yield Target(
+            text=f"pipelined actor calls/s, {where}",
+            key=_key("pipelined actor calls", "rate", place),
+            at_least=40_000,
+        )
+    yield Target(
+        text="64 MiB tensor argument, GB/s / Ray's torch path",
+        key=_key("actor tensors", "rate", "both", "argument 64 MiB"), versus="ray", at_least=3.0,
+    )  # fmt: skip
+    yield Target(
+        text="8 actor processes ready (no torch needed), time / Ray",
+        key=_key("actor creation", "time", "both", "8 processes"), versus="ray", at_most=0.25,
+    )  # fmt: skip
+    yield Target(
+        text="8 actor processes ready (that use torch), time / Ray",
+        key=_key("actor creation", "time", "both", "8 processes with torch"), versus="ray", at_most=0.25,
+    )  # fmt: skip
+    yield Target(
+        text="init() until the first actor has answered, ms",
+        key=_key("start", "time", "both", "init and first answer"), at_most=2000.0,
+    )  # fmt: skip
+    yield Target(
+        text="private memory of an idle actor process / Ray's (no torch there)",
+        key=_key("actor creation", "private", "both", "8 processes"), versus="ray", at_most=0.5,
+    )  # fmt: skip
+
+
+ACTOR_TARGETS: tuple[Target, ...] = tuple(_targets())
