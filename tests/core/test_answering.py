@@ -42,9 +42,7 @@ def test_calls_are_served_whichever_way_answers_are_sent(
         assert a1.peer("a0").state == "alive"
 
 
-def test_a_request_that_is_there_at_once_is_read_by_the_thread_that_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_request_that_is_there_at_once_is_read_by_the_thread_that_answered() -> None:
     with agents(2) as (a0, a1):
         assert a0.call(a0.peer("a1"), operator.add, (1, 1), {}, 20.0).result() == 2
         conn = a1.peer("a0").conn
