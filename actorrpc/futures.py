@@ -263,6 +263,10 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def done(self) -> bool:
         """Say whether the future is complete, with a value or an error."""
+        if not self._done:
+            listen = getattr(self._source, "listen", None)
+            if listen is not None:
+                listen()  # somebody who asks again and again does not wait
         return self._done
 
     def cancelled(self) -> bool:
@@ -373,6 +377,10 @@ class Future(torch.futures.Future[T], Generic[T]):
         self._callbacks.append(callback)
         if self._done:
             self._run_callbacks()
+            return
+        listen = getattr(self._source, "listen", None)
+        if listen is not None:
+            listen()
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """Return a future for ``callback(self)``, called once this one is complete.

@@ -46,7 +46,7 @@ def _place(place: Placement, *callees: str, callers: tuple[str, ...] = ()) -> Ca
 
 def calls(bench: Bench) -> None:
     """Time single calls, the core's rpc_sync beside them, then calls of which a thousand are under way."""
-    count, windows = (400, 2) if bench.quick else (2000, 10)
+    count, windows = (400, 2) if bench.quick else (1500, 6)
     with sessions(bench, PEERS) as (rigs, _):
         _prepare(bench, rigs, _ask("make", what="tiny", count=1), "actor call")
         for place in bench.places("own", "one"):
@@ -156,7 +156,7 @@ def creation(bench: Bench) -> None:
     """Start eight actor processes in a running cluster, with and without torch, and weigh them idle."""
     metrics = ("time", "private", "pss", "gather")
     with sessions(bench, PEERS) as (rigs, _):
-        for _ in range(1 if bench.quick else min(5, bench.rounds)):
+        for _ in range(1 if bench.quick else min(3, bench.rounds)):
             for case, torch_too in (("8 processes", False), ("8 processes with torch", True)):
                 for member, rig in rigs.items():
                     measure = _ask("create", count=8, torch_too=torch_too)

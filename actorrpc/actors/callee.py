@@ -206,11 +206,11 @@ class Callee:
         info = self.resident.spec.info.methods.get(name)
         if info is not None:
             return getattr(self.resident.instance, name), info.kind
-        if name == "__call_function__":
+        if name == "<call>":
             return self._call_function, "sync"
-        if name == "__getattr__":
+        if name == "<getattr>":
             return self._attribute, "sync"
-        if name == "__rref__":
+        if name == "<rref>":
             return self._reference, "sync"
         raise AttributeError(f"actor {self.resident.title} has no method {name!r}")
 

@@ -35,10 +35,10 @@ P = ParamSpec("P")
 Out = TypeVar("Out")
 Style = Literal["rpc_sync", "rpc_async", "remote"]
 
-# What the runtime itself asks of an actor, through its mailbox.
-_GETATTR: Final = MethodInfo.anything("__getattr__", "getattr")
-_CALL: Final = MethodInfo.anything("__call_function__", "call")
-_RREF: Final = MethodInfo.anything("__rref__", "rref")
+# What the runtime itself asks of an actor, through its mailbox. No class has methods of such names.
+_GETATTR: Final = MethodInfo.anything("<getattr>", "getattr")
+_CALL: Final = MethodInfo.anything("<call>", "call")
+_RREF: Final = MethodInfo.anything("<rref>", "rref")
 
 # What every handle offers, as far as its class has no methods of these names: name -> function of a handle.
 _offered: dict[str, Callable[..., Any]] = {}

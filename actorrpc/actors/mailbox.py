@@ -337,6 +337,10 @@ class Mailbox:
                 entry = lane.next()
                 if entry is not None:
                     lane.running += 1
+                    if lane.idle and seat in lane.idle:
+                        # It was not woken for this: one that reads what has come looks by itself. What comes next
+                        # must not be left to it, as it has something to do.
+                        lane.idle.remove(seat)
                     todo = None
                     if seat is not None and lane.waiting and lane.running < lane.limit:
                         todo = Todo()

@@ -463,6 +463,8 @@ class Supervisor:
             elif worker is not None:
                 over = self._end_there(actor, resident_id, "now", why)
                 over.add_done_callback(lambda _: self.ended(actor, resident_id, why))
+            elif not no_restart:  # its process is on the way, and will find that it is not wanted
+                self._agent.submit(partial(self.ended, actor, resident_id, why))
         done.set_result(None)
         return done
 

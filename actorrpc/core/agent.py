@@ -385,6 +385,8 @@ class Agent:
                 or size * settings.cork_frames > settings.cork_bytes
                 or len(conn.outbox) >= settings.cork_frames
             ):
+                if idle and not call.future._callbacks and conn.expect():
+                    self.upkeep.expect(conn)
                 conn.flush()
             else:
                 self.cork(conn)

@@ -46,7 +46,7 @@ class Answering:
         conn = self._conn
         if self._quick > _PAYS or not next(self._replies) & 31:
             frames = self._turn_around()
-            if frames is None or self._hit:
+            if frames is None or self._hit or self._quick > _PAYS:
                 return frames
         else:
             conn.flush(True)
@@ -62,6 +62,7 @@ class Answering:
             return None
         frames: list[Frame] = []
         before = conn.heard
+        conn.expecting = False
         conn.arm(DISARMED)
         try:
             conn.flush()
@@ -90,6 +91,7 @@ class Answering:
         try:
             if not conn.read_lock.acquire(False):
                 return None
+            conn.expecting = False
             conn.arm(DISARMED)
             try:
                 hit = conn.spin_for(frames)

@@ -152,15 +152,7 @@ class Call:
         self.reply = reply
         self.error = error
         self.done = True
-        polling = self.polling
-        if polling is not None:
-            polling.wake()
-        lock = self.lock
-        if lock is not None:
-            try:
-                lock.release()
-            except RuntimeError:
-                pass
+        self._rouse()
 
     def fail(self, error: BaseException, submit: Any = None) -> None:
         """End the call with an error that arose on this side."""
@@ -225,6 +217,10 @@ class Call:
     def stir(self) -> None:
         """Have the thread that waits look around: there is something else for it to do."""
         self.stirred = True
+        self._rouse()
+
+    def _rouse(self) -> None:
+        """Wake the thread that waits, if one does."""
         polling = self.polling
         if polling is not None:
             polling.wake()
@@ -232,7 +228,7 @@ class Call:
         if lock is not None:
             try:
                 lock.release()
-            except RuntimeError:
+            except RuntimeError:  # it is awake
                 pass
 
     def _park(self, until: float | None) -> None:
@@ -282,6 +278,13 @@ class Call:
     def flush(self) -> None:
         """Send what is still gathered: somebody is going to wait."""
         self.agent.flush()
+        self.listen()
+
+    def listen(self) -> None:
+        """Have the pool read the reply: whoever waits for it does not wait here."""
+        conn = self.conn
+        if conn is not None and conn.expecting:
+            conn.listen()
 
     # -- giving up ---------------------------------------------------------------------------------
 

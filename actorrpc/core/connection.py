@@ -62,6 +62,8 @@ _DONTWAIT: Final = socket.MSG_DONTWAIT
 _SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
 _LOOKED_AT: Final = STREAM | LETTER
+_AT_ONCE_S: Final = 4e-6
+_SHARED: Final = 0.3
 _BULK_READS: Final = 64  # reads in one turn while chunks are coming in
 _SLICE_MS: Final = 1000  # an upper bound for one sleep in poll, so that nothing depends on a single wake-up
 
@@ -117,6 +119,10 @@ class Connection:
         self._writer_poller: select.poll | None = None
         self._wait_spin = Spin()
         self.answering = Answering(self)
+        self._at_once = 0.0
+        #: disarmed although nobody reads: whoever made a call is about to wait for it, or the clock listens again soon
+        self.expecting = False
+        self.expecting_since = 0.0
 
     # -- the pool's side of reading -------------------------------------------------------------
 
@@ -143,6 +149,7 @@ class Connection:
         except BaseException as error:
             self.failed(error)
         finally:
+            self.expecting = False
             self.read_lock.release()
         if not self.broken:
             try:
@@ -150,6 +157,30 @@ class Connection:
             except (OSError, ValueError):
                 pass
         return frames
+
+    @uninterruptible
+    def expect(self) -> bool:
+        """Stop listening for a moment, because the reply to what is sent now is read by the thread that sends it.
+
+        Otherwise that reply wakes a pool thread, which has nothing to do with it. Returns False where somebody reads.
+        Whoever calls this sees to it that :meth:`listen` is called soon.
+        """
+        if self.expecting or not self.read_lock.acquire(False):
+            return False
+        self.arm(DISARMED)
+        self.expecting = True
+        self.expecting_since = time.monotonic()
+        self.read_lock.release()
+        return True
+
+    @uninterruptible
+    def listen(self) -> None:
+        """Listen again, if nobody has come to read what was expected."""
+        if self.expecting and self.read_lock.acquire(False):
+            was, self.expecting = self.expecting, False
+            self.read_lock.release()
+            if was:
+                self.arm(ARMED)
 
     # -- a caller's side of reading ---------------------------------------------------------------
 
@@ -164,10 +195,13 @@ class Connection:
         frames: list[Frame] = []
         # Disarmed before the call is sent: otherwise the reply wakes a pool thread that has nothing to do here.
         modify = self._epoll.modify
-        try:
-            modify(self.fd, DISARMED)
-        except (OSError, ValueError):
-            pass
+        if self.expecting:
+            self.expecting = False  # it is disarmed already
+        else:
+            try:
+                modify(self.fd, DISARMED)
+            except (OSError, ValueError):
+                pass
         try:
             if self.outbox:
                 self.flush()
@@ -208,7 +242,9 @@ class Connection:
             pass
 
     def _receive_patiently(self, frames: list[Frame], call: Any, deadline: float | None) -> None:
-        spin = self._wait_spin if self.settings.spin_us else None
+        # Where replies are there as soon as somebody looks, both ends share a processor: spinning would keep it from
+        # the other one.
+        spin = self._wait_spin if self.settings.spin_us and self._at_once < _SHARED else None
         spun = spin is not None and spin.choose() and spinner.acquire()
         begun = time.monotonic()
         if spun and spin is not None:
@@ -217,21 +253,30 @@ class Connection:
             finally:
                 spinner.release()
             if came:
-                spin.note(True, time.monotonic() - begun)
+                waited = time.monotonic() - begun
+                if not self._came_at_once(waited):
+                    spin.note(True, waited)
                 return
         wait_ms = _SLICE_MS
         if deadline is not None and deadline - begun < 1.0:
             wait_ms = max(0, int((deadline - begun) * 1e3) + 1)
         for fd, _ in self._poller.poll(wait_ms):
             if fd == self.fd:
+                waited = time.monotonic() - begun
                 self.receive(frames)
-                if spin is not None and (spun or spin.due):
+                if not self._came_at_once(waited) and spin is not None and (spun or spin.due):
                     spin.note(spun, time.monotonic() - begun)
             elif fd == self._wake_fd:
                 try:
                     os.eventfd_read(fd)
                 except BlockingIOError:
                     pass
+
+    def _came_at_once(self, waited: float) -> bool:
+        """Note whether what somebody waited for was there already: such a wait says nothing about spinning."""
+        at_once = waited < _AT_ONCE_S
+        self._at_once += 0.0625 * (at_once - self._at_once)
+        return at_once
 
     def spin_for(self, frames: list[Frame]) -> bool:
         """Try to read for at most the spin time; say whether anything came."""

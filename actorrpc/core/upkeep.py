@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Upkeep"]
 
 INFINITE: Final = float("inf")
+_EXPECTED_S: Final = 2e-3  # rarely: a tick in the middle of every few calls costs more than it is worth
 _CREDIT_S: Final = 0.005
 _HAND_BACK_S: Final = 0.05
 _TRIM_S: Final = 30.0
@@ -37,6 +38,8 @@ class Upkeep:
         clock, settings = agent.clock, agent.settings
         self.corked: dict[Connection, None] = {}
         self._cork = Tick(clock, settings.cork_us * 1e-6, self._uncork)
+        self._expecting: dict[Connection, None] = {}
+        self._expected = Tick(clock, _EXPECTED_S, self._listen)
         self._credited: dict[Connection, None] = {}
         self._credit = Tick(clock, _CREDIT_S, self._send_credit)
         #: ask every connected peer for a sign of life, not only those with calls under way
@@ -50,6 +53,21 @@ class Upkeep:
         """Leave what is in the outbox for a moment, so that more can leave with it."""
         self.corked[conn] = None
         self._cork.poke()
+
+    def expect(self, conn: Connection) -> None:
+        """Have the pool listen to a connection again soon, if nobody comes to read what is expected there."""
+        self._expecting[conn] = None
+        self._expected.poke()
+
+    def _listen(self) -> bool:
+        busy = bool(self._expecting)
+        late = time.monotonic() - 0.5 * _EXPECTED_S
+        for conn in list(self._expecting):
+            # Whoever expects and waits, again and again, is left alone.
+            if not conn.expecting or conn.expecting_since < late:
+                self._expecting.pop(conn, None)
+                conn.listen()
+        return busy
 
     def flush(self) -> None:
         """Send everything that was corked: somebody is about to wait."""

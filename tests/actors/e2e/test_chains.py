@@ -338,6 +338,7 @@ class Branch:
 
 def test_a_sibling_does_not_enter_a_call_that_it_does_not_descend_from(gate: Path) -> None:
     a, b, c, opener = Branch.remote(), Branch.remote(), Branch.remote(), Gate.remote()
+    actorrpc.get([actorrpc.ready(each) for each in (a, b, c)])
     found = a.root.remote(b, c, str(gate), opener)
     open_gate(gate)
     until(lambda: row_of(b).pending_calls == 1)

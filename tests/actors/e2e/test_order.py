@@ -16,7 +16,7 @@ import torch
 import actorrpc
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
 
-pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(30)]
+pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
 
 @actorrpc.remote
@@ -146,6 +146,7 @@ def test_a_chain_of_refs_from_actor_to_actor() -> None:
 def test_priorities_overtake_what_waits(gate: Path) -> None:
     recorder = Recorder.remote()
     busy = recorder.block.remote(str(gate))
+    until(lambda: row_of(recorder).state == "ALIVE" and row_of(recorder).running_calls == 1)
     refs = [recorder.note.options(priority=n % 3).remote((n % 3, n)) for n in range(12)]
     until(lambda: row_of(recorder).pending_calls == 12)
     open_gate(gate)
@@ -346,6 +347,7 @@ def test_control_is_not_stuck_behind_work(gate: Path) -> None:
     assert actorrpc.cancel(waiting[2])
     with pytest.raises(actorrpc.CancelledError):
         actorrpc.get(waiting[2])
+    until(lambda: row_of(actor).pending_calls == 4)
     open_gate(gate)
     assert actorrpc.get(busy) == "go"
     assert actorrpc.get([waiting[n] for n in (0, 1, 3, 4)]) == [0, 1, 3, 4]

@@ -1,0 +1,247 @@
+"""Who calls actors: asyncio, threads, actors, tasks, and processes that cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import actorrpc
+from actorrpc.errors import NotInitializedError
+from tests.actors.e2e.kit import Gate, until
+
+pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(30)]
+
+
+@actorrpc.remote
+class Adder:
+    def __init__(self, base: int = 0) -> None:
+        self.base = base
+        self.children: list[Any] = []
+
+    def add(self, n: int) -> int:
+        return self.base + n
+
+    def big(self) -> Any:
+        return torch.ones(1 << 18)
+
+    def boom(self) -> None:
+        raise ValueError("boom")
+
+    def child(self, depth: int) -> int:
+        """Make an actor that makes an actor..."""
+        if not depth:
+            return 1
+        self.children.append(Adder.remote(depth))
+        return 1 + actorrpc.get(self.children[-1].child.remote(depth - 1))
+
+    def by_task(self, n: int) -> int:
+        return actorrpc.get(fib.remote(n))
+
+    def get_ref(self, refs: list[Any]) -> Any:
+        assert isinstance(refs[0], actorrpc.ObjectRef)
+        return actorrpc.get(refs[0])
+
+    def hand_out(self, other: Any) -> list[Any]:
+        return [other.add.remote(5), actorrpc.put(torch.ones(100_000))]
+
+    def in_threads(self, other: Any, count: int) -> list[int]:
+        found: list[int] = []
+
+        def call() -> None:
+            found.append(actorrpc.get(other.add.remote(1)))
+
+        threads = [threading.Thread(target=call) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+
+@actorrpc.remote
+def fib(n: int) -> int:
+    return n if n < 2 else sum(actorrpc.get([fib.remote(n - 1), fib.remote(n - 2)]))
+
+
+@actorrpc.remote
+def makes_an_actor(n: int) -> int:
+    return actorrpc.get(Adder.remote(10).add.remote(n))
+
+
+# -- asyncio -------------------------------------------------------------------------------------------------------
+
+
+def test_asyncio_callers() -> None:
+    actor = Adder.remote(100)
+
+    async def main() -> None:
+        assert await actor.add.remote(1) == 101
+        assert await asyncio.gather(*(actor.add.remote(n) for n in range(100))) == list(range(100, 200))
+        assert (await actor.big.remote()).sum() == 1 << 18
+        with pytest.raises(ValueError, match="boom"):
+            await actor.boom.remote()
+        assert await asyncio.wait_for(actor.rpc_async().add(2), 20) == 102
+
+    asyncio.run(main())
+
+
+def test_asyncio_time_outs_and_cancellation() -> None:
+    gate = Gate.remote()
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(gate.wait.remote(), 0.05)
+        task = asyncio.ensure_future(gate.wait.remote())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await gate.open.remote() is None
+        assert await gate.wait.remote() == "open"
+
+    asyncio.run(main())
+
+
+def test_an_event_loop_that_ends_before_its_results() -> None:
+    gate = Gate.remote()
+
+    async def main() -> Any:
+        ref = gate.wait.remote()
+        waiting = asyncio.ensure_future(ref)
+        await asyncio.sleep(0)
+        waiting.cancel()
+        return ref
+
+    ref = asyncio.run(main())
+    actorrpc.get(gate.open.remote())
+    try:
+        assert actorrpc.get(ref, timeout=20) == "open"
+    except actorrpc.CancelledError:
+        pass
+
+
+def test_event_loops_in_threads() -> None:
+    actor = Adder.remote()
+    found: list[int] = []
+
+    def run() -> None:
+        async def main() -> None:
+            found.extend(await asyncio.gather(*(actor.add.remote(n) for n in range(50))))
+
+        asyncio.run(main())
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == sorted(list(range(50)) * 4)
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_ref_that_many_threads_want() -> None:
+    gate = Gate.remote()
+    ref = gate.wait.remote()
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(actorrpc.get(ref))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    gate.open.remote()
+    for thread in threads:
+        thread.join()
+    assert found == ["open"] * 8
+
+
+def test_threads_of_an_actor_call_others() -> None:
+    assert actorrpc.get(Adder.remote().in_threads.remote(Adder.remote(1), 6)) == [2] * 6
+
+
+# -- actors and tasks that make more -------------------------------------------------------------------------------------
+
+
+def test_actors_make_actors() -> None:
+    actor = Adder.remote()
+    assert actorrpc.get(actor.child.remote(4)) == 5
+
+
+def test_tasks_call_tasks_and_actors() -> None:
+    assert actorrpc.get(fib.remote(7)) == 13
+    assert actorrpc.get(Adder.remote().by_task.remote(6)) == 8
+    assert actorrpc.get([makes_an_actor.remote(n) for n in range(4)]) == [10, 11, 12, 13]
+
+
+def test_references_travel() -> None:
+    a, b = Adder.remote(1), Adder.remote(2)
+    assert actorrpc.get(a.get_ref.remote([b.add.remote(1)])) == 3
+    gate = Gate.remote()
+    pending = gate.wait.remote()
+    waiting = a.get_ref.remote([pending])
+    until(lambda: actorrpc.get(gate.count.remote()) == 1)
+    actorrpc.get(gate.open.remote())
+    assert actorrpc.get(waiting) == "open"
+    small, large = actorrpc.get(a.hand_out.remote(b))
+    del a
+    assert actorrpc.get(small) == 7
+    assert actorrpc.get(b.get_ref.remote([large])).numel() == 100_000
+    with pytest.raises(ValueError, match="boom"):
+        actorrpc.get(b.get_ref.remote([b.boom.remote()]))
+
+
+def test_put() -> None:
+    actor = Adder.remote(1)
+    assert actorrpc.get(actor.add.remote(actorrpc.put(4))) == 5
+    tensor = torch.zeros(1 << 18)
+    ref = actorrpc.put(tensor)
+    tensor += 1
+    assert float(actorrpc.get(ref).sum()) == 0
+    assert float(actorrpc.get(_sum.remote(ref))) == 0
+    with pytest.raises(TypeError, match="reference already"):
+        actorrpc.put(ref)
+
+
+@actorrpc.remote
+def _sum(x: Any) -> float:
+    return float(x.sum())
+
+
+# -- forks -----------------------------------------------------------------------------------------------------------------
+
+
+class FromActor(Dataset[Any]):
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, n: int) -> Any:
+        return actorrpc.get(self.actor.add.remote(n))
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.actor.rpc_sync().add(1)
+
+
+@pytest.mark.parametrize("cls", [FromActor, Stream])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_data_loader_is_told(cls: Any) -> None:
+    actor = Adder.remote(1)
+    actorrpc.get(actor.add.remote(0))
+    loader = DataLoader(cls(actor), num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(NotInitializedError, match="fork"):
+        list(loader)
+    assert actorrpc.get(actor.add.remote(1)) == 2
+    # In this process it works.
+    assert [int(each) for each in DataLoader(FromActor(actor))] == [1, 2, 3, 4]

@@ -1,0 +1,288 @@
+"""Calls that are given up: those that wait, those that run, and all that they wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc.errors import ConfigError
+from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
+
+pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
+
+
+@actorrpc.remote
+class Busy:
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def spin(self) -> None:
+        """Busy in Python."""
+        self.log.append("spin")
+        try:
+            while True:
+                pass
+        finally:
+            self.log.append("out")
+
+    def sleepy(self) -> None:
+        """In C code, for short times."""
+        self.log.append("sleepy")
+        while True:
+            time.sleep(0.001)
+
+    def stubborn(self, gate: str) -> str:
+        """In C code, until the gate opens."""
+        self.log.append("stubborn")
+        pass_gate(gate)
+        for _ in range(1000):
+            pass
+        self.log.append("passed")
+        return "passed"
+
+    def catches(self) -> None:
+        while True:
+            try:
+                time.sleep(0.0001)
+            except Exception:
+                self.log.append("caught")
+
+    def wait_at(self, gate: Any) -> str:
+        self.log.append("waiting")
+        try:
+            return actorrpc.get(gate.wait.remote())
+        finally:
+            self.log.append("waited")
+
+    def wait_deep(self, others: list[Any], gate: Any) -> str:
+        if others:
+            return actorrpc.get(others[0].wait_deep.remote(others[1:], gate))
+        return self.wait_at(gate)
+
+    def note(self, word: str) -> str:
+        self.log.append(word)
+        return word
+
+    def all(self) -> list[str]:
+        return self.log
+
+    def stream(self) -> Any:
+        try:
+            n = 0
+            while True:
+                yield n
+                n += 1
+        finally:
+            self.log.append("closed")
+
+
+@actorrpc.remote
+class Async:
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    async def wait(self) -> None:
+        self.log.append("wait")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.log.append("cancelled")
+            raise
+
+    async def wait_at(self, gate: Any) -> str:
+        return str(await gate.wait.remote())
+
+    async def all(self) -> list[str]:
+        return self.log
+
+    async def stream(self) -> Any:
+        try:
+            n = 0
+            while True:
+                yield n
+                n += 1
+                await asyncio.sleep(0)
+        finally:
+            self.log.append("closed")
+
+
+def _started(actor: Any, ref: Any) -> None:
+    until(lambda: row_of(actor).state == "ALIVE" and row_of(actor).running_calls == 1)
+    assert not ref.done()
+
+
+@pytest.mark.parametrize("method", ["spin", "sleepy", "catches"])
+def test_a_running_method_is_interrupted(method: str) -> None:
+    actor = Busy.remote()
+    for _ in range(3):
+        ref = getattr(actor, method).remote()
+        _started(actor, ref)
+        assert actorrpc.cancel(ref)
+        with pytest.raises(actorrpc.CancelledError):
+            actorrpc.get(ref)
+        assert actorrpc.get(actor.note.remote("alive")) == "alive"
+        assert not actorrpc.cancel(ref)
+    assert "caught" not in actorrpc.get(actor.all.remote())
+
+
+def test_a_method_in_c_code_goes_on_until_it_is_out(gate: Path) -> None:
+    actor = Busy.remote()
+    ref = actor.stubborn.remote(str(gate))
+    _started(actor, ref)
+    assert actorrpc.cancel(ref)
+    with pytest.raises(actorrpc.CancelledError):
+        actorrpc.get(ref)
+    open_gate(gate)
+    assert actorrpc.get(actor.note.remote("after")) == "after"
+
+
+def test_a_call_that_waits_never_runs(gate: Path) -> None:
+    actor = Busy.remote()
+    busy = actor.stubborn.remote(str(gate))
+    refs = [actor.note.remote(str(n)) for n in range(10)]
+    until(lambda: row_of(actor).pending_calls == 10)
+    assert actorrpc.cancel(refs[::2])
+    until(lambda: row_of(actor).pending_calls == 5)
+    open_gate(gate)
+    assert actorrpc.get(busy) == "passed"
+    assert actorrpc.get(refs[1::2]) == [str(n) for n in range(1, 10, 2)]
+    for ref in refs[::2]:
+        with pytest.raises(actorrpc.CancelledError):
+            actorrpc.get(ref)
+    assert actorrpc.get(actor.all.remote())[2:] == [str(n) for n in range(1, 10, 2)]
+
+
+def test_a_coroutine() -> None:
+    actor = Async.remote()
+    refs = [actor.wait.remote() for _ in range(5)]
+    until(lambda: actorrpc.get(actor.all.remote()) == ["wait"] * 5)
+    for ref in refs:
+        assert actorrpc.cancel(ref)
+    for ref in refs:
+        with pytest.raises(actorrpc.CancelledError):
+            actorrpc.get(ref)
+    until(lambda: actorrpc.get(actor.all.remote()) == ["wait"] * 5 + ["cancelled"] * 5)
+
+
+@pytest.mark.parametrize("cls", [Busy, Async])
+def test_a_stream(cls: Any) -> None:
+    actor = cls.remote()
+    stream = actor.stream.remote()
+    assert [actorrpc.get(next(stream)) for _ in range(40)] == list(range(40))
+    actorrpc.cancel(stream)
+    with pytest.raises((actorrpc.CancelledError, StopIteration)):
+        for _ in range(1000):
+            actorrpc.get(next(stream))
+    until(lambda: "closed" in actorrpc.get(actor.all.remote()))
+
+
+def test_a_method_that_waits_for_another_actor() -> None:
+    actor, gate = Busy.remote(), Gate.remote()
+    ref = actor.wait_at.remote(gate)
+    until(lambda: actorrpc.get(gate.count.remote()) == 1)
+    actorrpc.cancel(ref)
+    with pytest.raises(actorrpc.CancelledError):
+        actorrpc.get(ref)
+    until(lambda: actorrpc.get(gate.count.remote()) == 0)  # that call was given up, too
+    assert actorrpc.get(actor.all.remote()) == ["waiting", "waited"]
+
+
+def test_all_calls_of_a_chain_are_given_up() -> None:
+    actors, gate = [Busy.remote() for _ in range(3)], Gate.remote()
+    ref = actors[0].wait_deep.remote(actors[1:], gate)
+    until(lambda: actorrpc.get(gate.count.remote()) == 1)
+    actorrpc.cancel(ref)
+    with pytest.raises(actorrpc.CancelledError):
+        actorrpc.get(ref)
+    until(lambda: actorrpc.get(gate.count.remote()) == 0)
+    assert actorrpc.get([each.note.remote("alive") for each in actors]) == ["alive"] * 3
+
+
+def test_an_await_is_given_up_with_its_call() -> None:
+    actor, gate = Async.remote(), Gate.remote()
+    ref = actor.wait_at.remote(gate)
+    until(lambda: actorrpc.get(gate.count.remote()) == 1)
+    actorrpc.cancel(ref)
+    until(lambda: actorrpc.get(gate.count.remote()) == 0)
+    with pytest.raises(actorrpc.CancelledError):
+        actorrpc.get(ref)
+
+
+def test_a_call_to_an_actor_that_is_being_made() -> None:
+    actor = Busy.remote()
+    ref = actor.note.remote("early")
+    cancelled = actorrpc.cancel(ref)
+    if cancelled:
+        with pytest.raises(actorrpc.CancelledError):
+            actorrpc.get(ref)
+    assert actorrpc.get(actor.note.remote("later")) == "later"
+
+
+def test_cancelling_in_a_nested_call_leaves_the_outer_one_alone() -> None:
+    """The interruption must hit the call that it is for."""
+    actor, gate, other = Busy.remote(), Gate.remote(), Busy.remote()
+    outer = actor.wait_at.remote(gate)
+    until(lambda: actorrpc.get(gate.count.remote()) == 1)
+    waiting = actor.note.remote("never")
+    assert actorrpc.cancel(waiting)
+    assert actorrpc.get(gate.open.remote()) is None
+    assert actorrpc.get(outer) == "open"
+    assert actorrpc.get([actor.all.remote(), other.all.remote()]) == [["waiting", "waited"], []]
+
+
+def test_cancel_many_times_at_random_moments() -> None:
+    actor = Busy.remote()
+    for n in range(60):
+        ref = actor.sleepy.remote() if n % 2 else actor.note.remote("x")
+        if n % 3:
+            actorrpc.wait([ref], timeout=0.001 * (n % 4))
+        actorrpc.cancel(ref)
+        try:
+            actorrpc.get(ref)
+        except actorrpc.CancelledError:
+            pass
+    assert actorrpc.get(actor.note.remote("alive")) == "alive"
+
+
+def test_what_cannot_be_cancelled() -> None:
+    actor = Busy.remote()
+    with pytest.raises(TypeError, match="kill"):
+        actorrpc.cancel(actor)
+    with pytest.raises(TypeError):
+        actorrpc.cancel(3)
+    ref = actor.note.remote("x")
+    with pytest.raises(ConfigError):
+        actorrpc.cancel(ref, force=True)
+    with pytest.raises(ConfigError):
+        actorrpc.cancel(ref, recursive=False)
+    assert actorrpc.get(ref) == "x"
+
+
+# -- tasks ---------------------------------------------------------------------------------------------------------
+
+
+@actorrpc.remote
+def spin_task(log: Any) -> None:
+    actorrpc.get(log.note.remote("spinning"))
+    while True:
+        pass
+
+
+def test_a_task() -> None:
+    log = Busy.remote()
+    ref = spin_task.remote(log)
+    until(lambda: actorrpc.get(log.all.remote()) == ["spinning"])
+    assert actorrpc.cancel(ref)
+    with pytest.raises(actorrpc.CancelledError):
+        actorrpc.get(ref)
+    assert actorrpc.get(say.remote("works")) == "works"
+
+
+@actorrpc.remote
+def say(word: str) -> str:
+    return word

@@ -1,0 +1,192 @@
+"""How drivers end, and that nothing is left of what they had."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.actors.e2e.kit import alive, until
+
+pytestmark = pytest.mark.limit(40)
+
+_ROOT = Path(__file__).resolve().parents[3]
+_HEAD = """
+import os, signal, sys, threading, time
+import actorrpc
+
+@actorrpc.remote
+class Worker:
+    def __init__(self): self.child = None
+    def pid(self): return os.getpid()
+    def wait(self): threading.Event().wait()
+    def nest(self):
+        self.child = Worker.remote()
+        return actorrpc.get(self.child.pid.remote())
+    def on_stop(self):
+        print("on_stop", flush=True)
+
+@actorrpc.remote
+def task(): return os.getpid()
+"""
+
+
+class Script:
+    """A driver in a process of its own."""
+
+    def __init__(self, folder: Path, source: str) -> None:
+        path = folder / "driver.py"
+        path.write_text(textwrap.dedent(_HEAD) + textwrap.dedent(source))
+        self.run_folder = folder / "run"
+        self.run_folder.mkdir(mode=0o700)
+        env = {**os.environ, "PYTHONPATH": str(_ROOT), "ACTORRPC_RUNTIME_DIR": str(self.run_folder)}
+        self.process = subprocess.Popen(
+            [sys.executable, str(path)],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def pids(self) -> list[int]:
+        """Read the line of process ids that it prints."""
+        assert self.process.stdout is not None
+        line = ""
+        while not line.startswith("pids"):
+            line = self.process.stdout.readline()
+            assert line or self.process.poll() is None, self.process.communicate()
+        return [int(word) for word in line.split()[1:]]
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate()
+        return self.process.returncode, out, err
+
+    def is_tidy(self, pids: list[int]) -> None:
+        until(lambda: not any(alive(pid) for pid in pids))
+        until(lambda: not list(self.run_folder.iterdir()))
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Iterator[Any]:
+    made: list[Script] = []
+
+    def make(source: str) -> Script:
+        made.append(Script(tmp_path, source))
+        return made[-1]
+
+    yield make
+    for script in made:
+        if script.process.poll() is None:
+            script.process.kill()
+        script.process.communicate()
+
+
+_PIDS = """
+workers = [Worker.remote() for _ in range(3)]
+pids = actorrpc.get([w.pid.remote() for w in workers] + [w.nest.remote() for w in workers] + [task.remote()])
+busy = [w.wait.remote() for w in workers]
+print("pids", *pids, flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_driver_takes_everything_along(scripts: Any, how: int) -> None:
+    script = scripts(_PIDS + "\nthreading.Event().wait()\n")
+    pids = script.pids()
+    assert len(set(pids)) == 7
+    script.process.send_signal(how)
+    assert script.end()[0] == -how
+    script.is_tidy(pids)
+
+
+def test_the_interpreter_ends_without_shutdown(scripts: Any) -> None:
+    script = scripts(_PIDS)
+    pids = script.pids()
+    code, _, err = script.end()
+    assert (code, err) == (0, "")
+    script.is_tidy(pids)
+
+
+def test_hooks_run_at_a_graceful_end(scripts: Any) -> None:
+    script = scripts("""
+    worker = Worker.remote()
+    print("pids", actorrpc.get(worker.pid.remote()), flush=True)
+    actorrpc.shutdown()
+    """)
+    pids = script.pids()
+    code, out, err = script.end()
+    assert (code, err) == (0, "")
+    assert "on_stop" in out
+    script.is_tidy(pids)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "actorrpc.get(busy)",
+        "actorrpc.wait(busy)",
+        "workers[0].rpc_sync().wait()",
+        "next(iter(actorrpc.as_completed(busy)))",
+        "busy[0].future().wait()",
+        "__import__('asyncio').run(asyncio_main())",
+    ],
+)
+def test_ctrl_c_in_a_wait(scripts: Any, wait: str) -> None:
+    script = scripts(f"""
+    async def asyncio_main():
+        await busy[0]
+
+    workers = [Worker.remote() for _ in range(2)]
+    pids = actorrpc.get([w.pid.remote() for w in workers])
+    busy = [w.wait.remote() for w in workers]
+    main = threading.main_thread().ident
+
+    def interrupt():
+        while True:
+            frame, depth = sys._current_frames()[main], 0
+            while frame is not None and frame.f_code.co_name not in ("_park", "read_for", "select"):
+                frame = frame.f_back
+            if frame is not None:
+                time.sleep(0.05)
+                signal.pthread_kill(main, signal.SIGINT)
+                return
+            time.sleep(0.01)
+
+    print("pids", *pids, flush=True)
+    threading.Thread(target=interrupt).start()
+    try:
+        {wait}
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    fresh = Worker.remote()
+    print("pid", actorrpc.get(fresh.pid.remote()) > 0, flush=True)
+    """)
+    pids = script.pids()
+    code, out, err = script.end()
+    assert "interrupted\npid True" in out, err
+    assert (code, err) == (0, "")
+    script.is_tidy(pids)
+
+
+def test_prints_of_actors_reach_the_terminal(scripts: Any) -> None:
+    script = scripts("""
+    @actorrpc.remote
+    class Talker:
+        def say(self, word):
+            print(word)
+            return os.getpid()
+    talker = Talker.remote()
+    actorrpc.get([talker.say.remote("hello from inside") for _ in range(3)])
+    """)
+    code, out, err = script.end()
+    assert code == 0, err
+    assert re.search(r"\(Talker pid=\d+\) hello from inside", out + err), (out, err)

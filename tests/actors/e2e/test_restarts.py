@@ -1,0 +1,212 @@
+"""Actors that die and are made again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actorrpc
+from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
+
+pytestmark = [pytest.mark.usefixtures("embedded"), pytest.mark.limit(20)]
+
+
+@actorrpc.remote
+class Phoenix:
+    def __init__(self, start: int = 0, *, path: str = "") -> None:
+        self.value = start
+        self.path = path
+
+    def add(self, n: int) -> int:
+        self.value += n
+        return self.value
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def die(self) -> None:
+        os._exit(3)
+
+    def die_once(self) -> str:
+        if not os.path.exists(self.path):
+            Path(self.path).touch()
+            os._exit(4)
+        return "second"
+
+    def fail_once(self) -> str:
+        if not os.path.exists(self.path):
+            Path(self.path).touch()
+            raise ValueError("first")
+        return "second"
+
+    def block(self, gate: str) -> str:
+        return pass_gate(gate)
+
+    def again(self) -> bool:
+        return actorrpc.get_runtime_context().was_current_actor_reconstructed
+
+    def wait(self, gate: Any) -> str:
+        return actorrpc.get(gate.wait.remote())
+
+    def leave(self) -> None:
+        actorrpc.exit_actor()
+
+
+@actorrpc.remote(max_restarts=5)
+class Saving:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, n: int) -> int:
+        self.value += n
+        return self.value
+
+    def die(self) -> None:
+        os._exit(3)
+
+    def checkpoint(self) -> int:
+        return self.value
+
+    def restore(self, state: int) -> None:
+        self.value = state
+
+
+def _eventually(call: Any) -> Any:
+    while True:
+        try:
+            return actorrpc.get(call())
+        except actorrpc.ActorUnavailableError:
+            pass
+
+
+def test_the_constructors_arguments_again() -> None:
+    actor = Phoenix.options(max_restarts=2).remote(10)
+    assert actorrpc.get(actor.add.remote(1)) == 11
+    pids = set()
+    for n in range(2):
+        pids.add(actorrpc.get(actor.pid.remote()))
+        with pytest.raises(actorrpc.ActorUnavailableError, match="exited with code 3") as caught:
+            actorrpc.get(actor.die.remote())
+        assert caught.value.maybe_executed
+        assert _eventually(lambda: actor.add.remote(1)) == 11
+        assert row_of(actor).restarts == n + 1
+        assert actorrpc.get(actor.again.remote()) is True
+    pids.add(actorrpc.get(actor.pid.remote()))
+    assert len(pids) == 3
+    with pytest.raises(actorrpc.ActorDiedError, match="max_restarts is 2"):
+        actorrpc.get(actor.die.remote())
+    with pytest.raises(actorrpc.ActorDiedError):
+        actorrpc.get(actor.add.remote(1))
+    del caught
+
+
+def test_calls_during_a_restart_wait_for_it() -> None:
+    actor = Phoenix.options(max_restarts=1).remote(10)
+    dying = actor.die.remote()
+    refs = [actor.add.remote(n) for n in range(5)]
+    with pytest.raises(actorrpc.ActorError):
+        actorrpc.get(dying)
+    results: list[Any] = []
+    for ref in refs:
+        try:
+            results.append(actorrpc.get(ref))
+        except actorrpc.ActorUnavailableError as error:
+            # It may have been on its way into the process that died.
+            assert error.maybe_executed
+    assert results == sorted(results)
+    assert _eventually(lambda: actor.add.remote(0)) >= 10
+
+
+def test_retries(tmp_path: Path) -> None:
+    actor = Phoenix.options(max_restarts=1, max_task_retries=1).remote(path=str(tmp_path / "died"))
+    assert actorrpc.get(actor.die_once.remote()) == "second"
+    other = Phoenix.remote(path=str(tmp_path / "failed"))
+    retried = other.fail_once.options(max_task_retries=2, retry_exceptions=[ValueError])
+    assert actorrpc.get(retried.remote()) == "second"
+    os.unlink(tmp_path / "failed")
+    with pytest.raises(ValueError, match="first"):
+        actorrpc.get(other.fail_once.options(max_task_retries=2, retry_exceptions=[KeyError]).remote())
+
+
+def test_state_is_carried_over() -> None:
+    actor = Saving.remote()
+    assert actorrpc.get([actor.add.remote(n) for n in range(5)]) == [0, 1, 3, 6, 10]
+    for _ in range(2):
+        with pytest.raises(actorrpc.ActorUnavailableError):
+            actorrpc.get(actor.die.remote())
+        assert _eventually(lambda: actor.add.remote(0)) == 10
+
+
+def test_kill_with_a_restart() -> None:
+    actor = Phoenix.options(max_restarts=1).remote(10)
+    pid = actorrpc.get(actor.pid.remote())
+    actorrpc.kill(actor, no_restart=False)
+    assert _eventually(actor.pid.remote) != pid
+    actorrpc.kill(actor)
+    with pytest.raises(actorrpc.ActorDiedError, match="killed"):
+        actorrpc.get(actor.pid.remote())
+
+
+def test_exit_actor_is_final() -> None:
+    actor = Phoenix.options(max_restarts=3).remote()
+    with pytest.raises(actorrpc.ActorDiedError, match="exit_actor"):
+        actorrpc.get(actor.leave.remote())
+    assert row_of(actor).state == "DEAD"
+
+
+def test_a_restarted_actor_keeps_its_name_and_its_handles() -> None:
+    actor = Phoenix.options(max_restarts=1, name="phoenix").remote(1)
+    watched = actorrpc.monitor(actor)
+    with pytest.raises(actorrpc.ActorUnavailableError):
+        actorrpc.get(actor.die.remote())
+    assert _eventually(lambda: actorrpc.get_actor("phoenix").add.remote(1)) == 2
+    assert not watched.done()
+    with pytest.raises(actorrpc.ActorDiedError):
+        actorrpc.get(actor.die.remote())
+    assert "code 3" in str(watched.wait(10))
+
+
+def test_a_death_report_says_what_is_known() -> None:
+    actor = Phoenix.remote()
+    actorrpc.get(actor.pid.remote())
+    with pytest.raises(actorrpc.ActorDiedError) as caught:
+        actorrpc.get(actor.die.remote())
+    text = str(caught.value)
+    for word in ("Phoenix", "die", "exited with code 3", "up ", "peak memory"):
+        assert word in text
+    victim = Phoenix.remote()
+    pid = actorrpc.get(victim.pid.remote())
+    os.kill(pid, 9)
+    with pytest.raises(actorrpc.ActorDiedError, match="SIGKILL"):
+        for _ in range(1000):
+            actorrpc.get(victim.add.remote(1))
+    del caught
+
+
+def test_the_last_words_are_in_the_report() -> None:
+    actor = LastWords.remote()
+    with pytest.raises(actorrpc.ActorDiedError, match="these are my last words"):
+        actorrpc.get(actor.die.remote())
+
+
+@actorrpc.remote
+class LastWords:
+    def die(self) -> None:
+        os.write(2, b"these are my last words\n")
+        os._exit(1)
+
+
+def test_calls_of_others_that_wait_for_a_killed_actor(gate: Path) -> None:
+    victim, caller = Phoenix.remote(), Phoenix.remote()
+    blocker = Gate.remote()
+    waiting = caller.wait.remote(blocker)
+    until(lambda: actorrpc.get(blocker.count.remote()) == 1)
+    actorrpc.kill(blocker)
+    with pytest.raises(actorrpc.ActorDiedError):
+        actorrpc.get(waiting)
+    busy = victim.block.remote(str(gate))
+    open_gate(gate)
+    assert actorrpc.get([busy, caller.add.remote(1)]) == ["go", 1]

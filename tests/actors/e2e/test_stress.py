@@ -1,0 +1,145 @@
+"""Random graphs of actors that call each other, with cancels and kills: every ObjectRef ends within its bound."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+import actorrpc
+
+pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(60)]
+
+_BOUND = 30.0
+
+
+class _Node:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def plan(self, plan: list[Any]) -> list[Any]:
+        """Start the calls of a plan: (actor, its own plan, whether to wait at once)."""
+        self.calls += 1
+        refs = []
+        for actor, inner, at_once in plan:
+            ref = actor.run.remote(inner)
+            if at_once:
+                actorrpc.get(ref)
+            refs.append(ref)
+        return refs
+
+
+@actorrpc.remote
+class Serial(_Node):
+    def run(self, plan: list[Any]) -> int:
+        return 1 + sum(actorrpc.get(self.plan(plan)))
+
+
+@actorrpc.remote(max_concurrency=3)
+class Threaded(_Node):
+    def run(self, plan: list[Any]) -> int:
+        return 1 + sum(actorrpc.get(self.plan(plan)))
+
+
+@actorrpc.remote
+class Async(_Node):
+    async def run(self, plan: list[Any]) -> int:
+        self.calls += 1
+        total = 1
+        refs = [actor.run.remote(inner) for actor, inner, _ in plan]
+        for ref in refs:
+            total += await ref
+        return total
+
+
+@actorrpc.remote(max_restarts=-1)
+class Mortal(_Node):
+    def run(self, plan: list[Any]) -> int:
+        return 1 + sum(actorrpc.get(self.plan(plan)))
+
+
+def _plan(seed: random.Random, actors: list[Any], below: int, depth: int) -> tuple[list[Any], int]:
+    """A plan whose calls go to actors of higher numbers, or back to one of the chain: so nothing can deadlock."""
+    if not depth:
+        return [], 0
+    plan, size = [], 0
+    for _ in range(seed.choice([0, 1, 1, 2, 3])):
+        number = seed.randrange(below, len(actors))
+        inner, count = _plan(seed, actors, number, depth - 1)
+        plan.append((actors[number], inner, seed.random() < 0.3))
+        size += 1 + count
+    return plan, size
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_random_graphs(number: int) -> None:
+    seed = random.Random(number)
+    actors = [seed.choice([Serial, Threaded, Async]).remote() for _ in range(6)]
+    expected, refs = [], []
+    for _ in range(60):
+        first = seed.randrange(len(actors))
+        plan, size = _plan(seed, actors, first, 4)
+        refs.append(actors[first].run.remote(plan))
+        expected.append(1 + size)
+    assert actorrpc.get(refs, timeout=_BOUND) == expected
+
+
+@pytest.mark.parametrize("number", [11, 12])
+def test_random_graphs_with_cancels(number: int) -> None:
+    seed = random.Random(number)
+    actors = [seed.choice([Serial, Threaded, Async]).remote() for _ in range(6)]
+    refs, expected, cancelled = [], [], set()
+    for n in range(60):
+        first = seed.randrange(len(actors))
+        plan, size = _plan(seed, actors, first, 4)
+        refs.append(actors[first].run.remote(plan))
+        expected.append(1 + size)
+        if seed.random() < 0.3:
+            victim = seed.randrange(len(refs))
+            if actorrpc.cancel(refs[victim]):
+                cancelled.add(victim)
+    for n, (ref, value) in enumerate(zip(refs, expected, strict=True)):
+        if n in cancelled:
+            with pytest.raises(actorrpc.CancelledError):
+                actorrpc.get(ref, timeout=_BOUND)
+        else:
+            assert actorrpc.get(ref, timeout=_BOUND) == value
+    assert actorrpc.get([each.run.remote([]) for each in actors], timeout=_BOUND) == [1] * 6
+
+
+@pytest.mark.parametrize("number", [21, 22])
+def test_random_graphs_with_kills(number: int) -> None:
+    seed = random.Random(number)
+    actors = [seed.choice([Serial, Threaded, Async, Mortal]).remote() for _ in range(6)]
+    refs, expected = [], []
+    for n in range(60):
+        first = seed.randrange(len(actors))
+        plan, size = _plan(seed, actors, first, 4)
+        try:
+            refs.append(actors[first].run.remote(plan))
+        except actorrpc.ActorError:
+            continue
+        expected.append(1 + size)
+        if n in (20, 35, 50):
+            actorrpc.kill(seed.choice(actors), no_restart=False)
+    ends = {"value": 0, "error": 0}
+    for ref, value in zip(refs, expected, strict=True):
+        try:
+            assert actorrpc.get(ref, timeout=_BOUND) == value
+            ends["value"] += 1
+        except (actorrpc.ActorError, actorrpc.PeerDiedError):
+            ends["error"] += 1
+    assert ends["value"] and ends["error"]
+
+
+def test_a_cycle_of_chains_is_reported_and_does_not_hang() -> None:
+    """Two chains that want each other's actors: as two threads with two locks. One of them is told."""
+    a, b = Serial.remote(), Serial.remote()
+    refs = [a.run.remote([(b, [], True)] * 5) for _ in range(20)]
+    refs += [b.run.remote([(a, [], True)] * 5) for _ in range(20)]
+    for ref in refs:
+        try:
+            assert actorrpc.get(ref, timeout=_BOUND) == 6
+        except actorrpc.DeadlockError as error:
+            assert "Serial" in str(error)
