@@ -47,7 +47,10 @@ def pack_arguments(
         future = each._future
         if future is not None and future._done:
             value = future.wait()
+            plan = getattr(future, "_plan", None)
             if type(value) is not Kept:
+                if plan is not None:  # it came with the reply, and would have been better kept
+                    plan.handed_on()
                 return value
         left = True
         return each

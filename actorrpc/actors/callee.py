@@ -81,12 +81,13 @@ class Callee:
         agent = self.agent
         if station.lane.waiting and len(conn.outbox) < agent.settings.cork_frames:
             agent.cork(conn)  # answers of a batch leave together
-        elif station.depth or station.lane.waiting or agent.pool.queue:
+        elif station.depth or station.lane.waiting:
             conn.flush(True)
         else:
-            frames = conn.answering.reply()
-            if frames:
-                agent.deliver(conn, frames, True)
+            # Sent by the station, when it sees that there is nothing else to do.
+            if station.caller is not None and station.caller is not conn and station.caller.outbox:
+                station.caller.flush()
+            station.caller = conn
 
     def _run(self, entry: LetterEntry, station: Station) -> None:
         frame, peer = entry.frame, entry.peer

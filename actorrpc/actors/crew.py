@@ -28,11 +28,12 @@ from actorrpc.futures import WAITING, Future
 
 if TYPE_CHECKING:
     from actorrpc.actors.resident import Resident
+    from actorrpc.core.connection import Connection
 
 __all__ = ["MAX_STATIONS", "Interrupted", "Station", "Stations"]
 
 _log = logging.getLogger("actorrpc.actors")
-MAX_STATIONS: Final = 256
+MAX_STATIONS: Final = 1024
 _AGAIN_S: Final = 0.02  # how soon an interruption is tried again on a thread that is in our own code
 _set_async_exc: Final = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _PACKAGE: Final = __name__.partition(".")[0] + "."
@@ -74,7 +75,8 @@ class Station:
         self.idle_since = 0.0
         self.depth = 0
         self.ident = 0
-        self.leads = False
+        self.caller: Connection | None = None
+        self.attends: Connection | None = None
         self.running: Entry | None = None
         self._grad = True  # the mode of autograd that the actor has between its calls
         self._resident = resident
@@ -125,8 +127,9 @@ class Station:
             self._parked.release()
         except RuntimeError:
             pass
-        if self.leads:
-            self._resident.agent.pool.call(self)
+        conn = self.attends
+        if conn is not None:
+            conn.wake()
 
     def retire(self) -> bool:
         """End the thread if it is idle."""
@@ -157,6 +160,8 @@ class Station:
                     self.idle_since = 0.0
                     continue
                 self._grad = torch.is_grad_enabled()
+                if self.caller is not None and self.caller.outbox:
+                    self.caller.flush(True)  # its last answer was left to be sent with the wait for more
                 resident.callee.run(entry, self)
                 entry = None
                 resident.finished(lane, mailbox.done(lane, self))
@@ -167,16 +172,22 @@ class Station:
             WAITING.station = None
 
     def _sleep(self) -> None:
-        """Wait for work: in the pool's epoll if no other station does, so that what is read there runs here at once."""
-        self.leads = True
-        try:
-            if self._resident.agent.pool.lead(self, self._called):
+        """Wait for work, where it is most likely to come from: the connection of the last caller."""
+        conn = self.caller
+        if conn is not None:
+            frames = conn.answering.attend(self)
+            if frames is not None:
+                if frames:
+                    self._resident.agent.deliver(conn, frames, True)
                 return
-        finally:
-            self.leads = False
+            if conn.outbox:
+                conn.flush(True)
+            if conn.broken:
+                self.caller = None
         self._parked.acquire()
 
-    def _called(self) -> bool:
+    def called(self) -> bool:
+        """See answering.Guest."""
         return self._parked.acquire(False)
 
     # -- while it waits ----------------------------------------------------------------------------

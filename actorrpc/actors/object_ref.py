@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Generator, Iterator
-from typing import Any, Final, Generic, NoReturn, TypeVar
+from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 from actorrpc.actors.runtime import runtime
 from actorrpc.actors.snapshot import Snapshot
@@ -22,7 +22,7 @@ from actorrpc.futures import Future
 from actorrpc.rpc import rref as rrefs
 from actorrpc.rpc.rref import RRef
 
-__all__ = ["SMALL", "Kept", "ObjectRef", "keep_large", "put"]
+__all__ = ["SMALL", "Kept", "ObjectRef", "Taste", "keep_large", "put"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -33,17 +33,29 @@ SMALL: Final = 64 << 10
 _MAX_HOPS: Final = 8  # a promise of a promise of a kept result is three
 
 
+class Taste(Protocol):
+    """Whether the large results of a method are better sent with the reply, or kept where they are made."""
+
+    def fetched(self) -> None:
+        """Hear that the caller wanted the result itself."""
+
+    def handed_on(self) -> None:
+        """Hear that the caller has passed the reference on."""
+
+
 class Kept:
     """Stands for a result that stayed where it was made.
 
     Attributes:
         rref: refers to it, or to a Snapshot of it. Nobody changes it there.
+        taste: hears what becomes of the result at its caller: whether it is fetched, or handed on.
     """
 
-    __slots__ = ("rref",)
+    __slots__ = ("rref", "taste")
 
     def __init__(self, rref: RRef[Any]) -> None:
         self.rref = rref
+        self.taste: Taste | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Kept, (self.rref,)
@@ -241,6 +253,8 @@ class ObjectRef(Generic[T_co]):
                 found = self._fetched
             assert found is not None
             if found is pursuit.future:
+                if future._done and type(future._value) is Kept and future._value.taste is not None:
+                    future._value.taste.fetched()
                 pursuit.follow(future)
         return found
 

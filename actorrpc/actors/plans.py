@@ -32,6 +32,8 @@ class Plan:
         "_fetching",
         "_there",
         "epoch",
+        "inlines",
+        "kept_letter",
         "label",
         "letter",
         "method",
@@ -73,6 +75,9 @@ class Plan:
         self.seconds: float = max(0.0, seconds) if seconds != UNSET_RPC_TIMEOUT else 0.0
         self.plain = not tries and not line.restarts and line.max_pending < 0
         self.letter: Letter | None = None
+        self.kept_letter: Letter | None = None
+        #: large results come with the reply
+        self.inlines = False
         self._fetching: Letter | None = None
         self._there: Plan | None = None
         if location is None:
@@ -90,7 +95,23 @@ class Plan:
             header["k"] = 1
         if options.allow_out_of_order:
             header["o"] = 1
-        self.letter = Letter(header)
+        self.letter = self.kept_letter = Letter(header)
+
+    # -- object_ref.Taste ----------------------------------------------------------------------------
+
+    def fetched(self) -> None:
+        """Have large results come with the reply from now on: that is half the way, and one copy less."""
+        if self.kept_letter is not None and not self.inlines and "nr" not in self.kept_letter.header:
+            self.inlines = True
+            self.letter = Letter(
+                {name: value for name, value in self.kept_letter.header.items() if name != "k"}
+            )
+
+    def handed_on(self) -> None:
+        """Have large results stay where they are made: they go directly to where they are wanted."""
+        if self.inlines:
+            self.inlines = False
+            self.letter = self.kept_letter
 
     def at(self, line: Line, location: Location, peer: Peer) -> Plan:
         """Return the same for another incarnation."""
@@ -104,5 +125,6 @@ class Plan:
         if not unresolved or self.letter is None:
             return self.letter
         if self._fetching is None:
-            self._fetching = Letter({**self.letter.header, "u": 1})
+            kept = self.kept_letter or self.letter
+            self._fetching = Letter({**kept.header, "u": 1})
         return self._fetching

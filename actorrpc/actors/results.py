@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc.actors.object_ref import Kept
 from actorrpc.actors.snapshot import Snapshot
 from actorrpc.core.calls import CURRENT
 from actorrpc.errors import BackpressureError, CancelledError, RpcTimeoutError, ShutdownError
@@ -57,7 +58,14 @@ class ResultFuture(Future[Any]):
             trip = self._trip
             if trip is not None and trip.may_have_run and type(error) in _ENDED:
                 error.maybe_executed = True  # type: ignore[union-attr]  # in an earlier try
-            self._route = self._plan = self._trip = None
+            plan = self._plan
+            if plan is not None:
+                # A value that could have been kept remembers how it came: what becomes of it decides about the next.
+                if type(value) is Kept:
+                    value.taste = plan
+                if not plan.inlines:
+                    self._plan = None
+            self._route = self._trip = None
             line.flying.pop(self._number, None)
             if line.barrier is not None:
                 line.passed(self._number)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.actors.arguments import has_refs, pack_arguments
 from actorrpc.actors.asking import ask
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from actorrpc.rpc.rref import RRef
 
 __all__ = ["Route", "Routes"]
+
+_INLINED: Final = 8  # calls under way whose large results may come with the reply
 
 
 class Route:
@@ -116,7 +118,8 @@ class Route:
                 plan.seconds if timeout is None else timeout,
                 future=future,
                 label=plan.label,
-                letter=plan.letter,
+                # Many large results at a time would fill this process: then they are kept after all.
+                letter=plan.letter if not plan.inlines or len(line.flying) < _INLINED else plan.kept_letter,
             )
         except PeerDiedError:
             # Its actor cannot come back (else the plan were not plain): this is for the line to put into words.

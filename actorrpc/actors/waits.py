@@ -249,9 +249,12 @@ def get(refs: Any, *, timeout: float | None = None) -> Any:
         TypeError: there is nothing to wait for in ``refs``.
         Exception: what a call raised; of several, the first that fails, at once.
     """
-    until = deadline_of(timeout)
     if type(refs) is ObjectRef:
-        return _get_one(refs, until, timeout)
+        if timeout is None:
+            value = refs._ask().wait()  # the path of most calls
+            return value if type(value) is not Kept else refs._final().wait()
+        return _get_one(refs, deadline_of(timeout), timeout)
+    until = deadline_of(timeout)
     if not isinstance(refs, (list, tuple)):
         future = _start(refs, "get()", True)
         return _wait_for(future, until, timeout)

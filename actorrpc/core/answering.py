@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import select
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from actorrpc.core.frames import Frame
 from actorrpc.core.interrupts import uninterruptible
@@ -18,11 +18,20 @@ from actorrpc.core.spin import Spin, spinner
 if TYPE_CHECKING:
     from actorrpc.core.connection import Connection
 
-__all__ = ["ARMED", "DISARMED", "Answering"]
+__all__ = ["ARMED", "DISARMED", "Answering", "Guest"]
 
 ARMED: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 DISARMED: Final = select.EPOLLONESHOT
-_PAYS: Final = 0.25  # how often the next request must have been there at once
+_PAYS: Final = 0.15  # how often the next request must have been there at once
+
+
+class Guest(Protocol):
+    """A thread that attends a connection."""
+
+    attends: Connection | None
+
+    def called(self) -> bool:
+        """Say, once, whether there is something else for it to do."""
 
 
 class Answering:
@@ -44,7 +53,7 @@ class Answering:
         instead of waking another thread for it. Where they do not, spinning may pay.
         """
         conn = self._conn
-        if self._quick > _PAYS or not next(self._replies) & 31:
+        if self._quick > _PAYS or not next(self._replies) & 15:
             frames = self._turn_around()
             if frames is None or self._hit or self._quick > _PAYS:
                 return frames
@@ -75,8 +84,58 @@ class Answering:
         if conn.outbox or conn._rest:
             conn.flush(True)
         hit = self._hit = conn.heard != before
-        self._quick += 0.125 * (hit - self._quick)
+        self._quick += 0.03 * (hit - self._quick)
         return frames
+
+    @uninterruptible
+    def attend(self, guest: Guest) -> list[Frame] | None:
+        """Send what is in the outbox, and wait for what comes over this connection; ``None``: somebody else reads it.
+
+        For a thread that has nothing to do but to execute what its last caller sends next: it reads that itself,
+        instead of being woken by another thread that has. Returns also when the guest is called, or the connection ends.
+        """
+        conn = self._conn
+        if conn.broken or not conn.read_lock.acquire(False):
+            return None
+        frames: list[Frame] = []
+        conn.expecting = False
+        conn.arm(DISARMED)
+        try:
+            if conn.outbox:
+                conn.flush()
+            # Whoever calls the guest either sees where it is and wakes it, or is seen here.
+            guest.attends = conn
+            if not guest.called():
+                self._wait(frames)
+        except BaseException as error:
+            conn.failed(error)
+        finally:
+            guest.attends = None
+            conn.read_lock.release()
+        conn.arm(ARMED)
+        if conn.outbox or conn._rest:
+            conn.flush(True)
+        return frames
+
+    def _wait(self, frames: list[Frame]) -> None:
+        conn, spin = self._conn, self._spin
+        if conn.settings.spin_us and self._quick < _PAYS and spin.choose() and spinner.acquire():
+            try:
+                tries = conn.spin_for(frames)
+            finally:
+                spinner.release()
+            self._note(tries)
+            if tries:
+                return
+        self._quick += 0.03 * (conn.sleep(frames) - self._quick)
+
+    def _note(self, tries: int) -> None:
+        """Take note of what spinning has brought. What was there already says nothing about it."""
+        if tries == 1:
+            self._quick += 0.03 * (1 - self._quick)
+        else:
+            # Compared with sleeping, which is noted as a long wait: a hit counts for spinning, a miss against it.
+            self._spin.note(True, 0.0 if tries else 2.0)
 
     @uninterruptible
     def _linger(self) -> list[Frame] | None:
@@ -87,14 +146,14 @@ class Answering:
         if not spin.choose() or not spinner.acquire():
             return None
         frames: list[Frame] = []
-        hit = False
+        tries = 0
         try:
             if not conn.read_lock.acquire(False):
                 return None
             conn.expecting = False
             conn.arm(DISARMED)
             try:
-                hit = conn.spin_for(frames)
+                tries = conn.spin_for(frames)
             except BaseException as error:
                 conn.failed(error)
             finally:
@@ -102,6 +161,5 @@ class Answering:
             conn.arm(ARMED)
         finally:
             spinner.release()
-        # Compared with sleeping, which is noted as a long wait: a hit counts for spinning, a miss against it.
-        spin.note(True, 0.0 if hit else 2.0)
+        self._note(tries)
         return frames

@@ -253,9 +253,8 @@ class Connection:
             finally:
                 spinner.release()
             if came:
-                waited = time.monotonic() - begun
-                if not self._came_at_once(waited):
-                    spin.note(True, waited)
+                if not self._came_at_once(came == 1):
+                    spin.note(True, time.monotonic() - begun)
                 return
         wait_ms = _SLICE_MS
         if deadline is not None and deadline - begun < 1.0:
@@ -264,23 +263,41 @@ class Connection:
             if fd == self.fd:
                 waited = time.monotonic() - begun
                 self.receive(frames)
-                if not self._came_at_once(waited) and spin is not None and (spun or spin.due):
+                if not self._came_at_once(waited < _AT_ONCE_S) and spin is not None and (spun or spin.due):
                     spin.note(spun, time.monotonic() - begun)
             elif fd == self._wake_fd:
-                try:
-                    os.eventfd_read(fd)
-                except BlockingIOError:
-                    pass
+                self._quieten()
 
-    def _came_at_once(self, waited: float) -> bool:
+    def sleep(self, frames: list[Frame]) -> bool:
+        """Wait, for as long as it takes, until something comes or :meth:`wake` is called. Under the read lock.
+
+        Returns whether it was there already.
+        """
+        begun = time.monotonic()
+        ready = self._poller.poll()
+        at_once = time.monotonic() - begun < _AT_ONCE_S
+        for fd, _ in ready:
+            if fd == self.fd:
+                self.receive(frames)
+            elif fd == self._wake_fd:
+                self._quieten()
+        return at_once
+
+    def _quieten(self) -> None:
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            pass
+
+    def _came_at_once(self, at_once: bool) -> bool:
         """Note whether what somebody waited for was there already: such a wait says nothing about spinning."""
-        at_once = waited < _AT_ONCE_S
         self._at_once += 0.0625 * (at_once - self._at_once)
         return at_once
 
-    def spin_for(self, frames: list[Frame]) -> bool:
-        """Try to read for at most the spin time; say whether anything came."""
+    def spin_for(self, frames: list[Frame]) -> int:
+        """Try to read for at most the spin time; return how many tries it took, 0 if nothing came."""
         until = time.monotonic() + self.settings.spin_us * 1e-6
+        tries = 1
         reader, sock = self._reader, self.sock
         while True:
             try:
@@ -292,10 +309,11 @@ class Connection:
                 )
             except BlockingIOError:
                 if time.monotonic() > until:
-                    return False
+                    return 0
+                tries += 1
                 continue
             self._take(count, frames)
-            return True
+            return tries
 
     def receive(self, frames: list[Frame]) -> None:
         """Read without blocking; while chunks come in, read on for a while."""

@@ -38,8 +38,6 @@ _HELPED_S: Final = 0.1  # a helper that has been at one task for this long needs
 _FLOWING: Final = 4  # calls that end between two ticks: work that flows needs no more threads
 _COMPETED_S: Final = 300e-6  # a tick that is later than this had to wait for the interpreter
 _PATIENCE_S: Final = 0.1  # how often a thread is brought in all the same
-_PASSES: Final = 50
-_PASS_S: Final = 50e-6
 _STUCK_S: Final = 5.0  # with every thread blocked for this long, queued calls are refused
 
 
@@ -90,10 +88,6 @@ class Pool:
         self._helpers = 0
         self._forsaken = False
         self._helped = 0.0
-        # Held by the guest that waits in epoll, so that there is one at most.
-        self._leadership = threading.Lock()
-        self.leader: object = None
-        self._wanted = False
 
     # -- what threads wait for -------------------------------------------------------------------
 
@@ -133,66 +127,6 @@ class Pool:
         if self._mean > _SLOW_S and not self._crowded:
             self.kick()
         self._starvation.poke()
-
-    # -- guests --------------------------------------------------------------------------------------
-
-    def lead(self, guest: object, called: Callable[[], bool]) -> bool:
-        """Have a thread that is not of the pool wait in epoll for one event, and read what has come.
-
-        The kernel wakes whoever came last: a guest that executes what it reads itself saves handing it over. It runs
-        no work of the pool. Where ``called()`` is true it returns at once; :meth:`call` makes it return.
-
-        Returns False where another guest is there, or the pool is over: nothing was waited for.
-        """
-        if not self._leadership.acquire(False):
-            return False
-        me = threading.get_ident()
-        events: Any = ()
-        try:
-            self.leader = guest
-            self.idle.add(me)
-            if self.stopping:
-                return False
-            if not called():
-                events = self.epoll.poll(-1, 1)
-        except (OSError, ValueError):
-            return False
-        finally:
-            self.idle.discard(me)
-            self.leader = None
-            self._wanted = False
-            self._leadership.release()
-        if events:
-            ready = self._sources.get(events[0][0])
-            if ready is not None:
-                try:
-                    ready()
-                except Exception:
-                    _log.exception("reading failed")
-        if self.queue:
-            self.kick()
-        return True
-
-    @uninterruptible
-    def call(self, guest: object) -> None:
-        """Have a guest that leads look around; does nothing for others."""
-        if self.leader is guest:
-            self._wanted = True
-            try:
-                os.eventfd_write(self._kick_fd, 1)
-            except (OSError, ValueError):  # a full counter is a wake-up, too; or the pool was closed just now
-                pass
-
-    def _pass_on(self) -> None:
-        """Woken in a guest's place: wake others, from outside of epoll, until it has been reached."""
-        for _ in range(_PASSES):
-            if not self._wanted or self.stopping:
-                return
-            try:
-                os.eventfd_write(self._kick_fd, 1)
-            except (OSError, ValueError):
-                return
-            time.sleep(_PASS_S)
 
     # -- keeping a reader ------------------------------------------------------------------------
 
@@ -278,9 +212,6 @@ class Pool:
                             ready()
                         except Exception:
                             _log.exception("reading failed")
-                    elif self._wanted:
-                        idle.discard(me)
-                        self._pass_on()
         finally:
             idle.discard(me)
             self._leave(me)

@@ -27,7 +27,6 @@ class Office:
         self.agent = agent
         self.places: list[int] = []
         self.given_up: list[int] = []
-        self.whole: dict[int, Any] = {}
         self.grew = threading.Condition()
         agent.post = self
 
@@ -41,8 +40,7 @@ class Office:
     def _open(self, conn: Any, peer: Any, frame: Frame) -> None:
         header = unpack_extra(frame.extra)
         parcel = messages.Parcel(peer)
-        args, kwargs = messages.open_body(conn, frame, header, parcel)
-        self.whole[frame.id] = (header["m"], args, kwargs)
+        args, _ = messages.open_body(conn, frame, header, parcel)
 
         self.agent.executor.answer(
             conn, frame.id, (header["m"], len(args)), Execution(peer, frame.id, 0.0, 0)
