@@ -144,6 +144,8 @@ class Callee:
     def open(self, entry: LetterEntry) -> Any:
         """Return ``(args, kwargs)`` of a letter."""
         frame, conn, agent = entry.frame, entry.conn, self.agent
+        if not entry.unseal():
+            raise CancelledError(f"{self.label(entry)} was given up", maybe_executed=False)
         if frame.flags == LETTER and "f" not in entry.header:
             return messages.open_plain(frame.body, entry.peer)
         parcel = messages.Parcel(entry.peer)
@@ -371,13 +373,15 @@ class Callee:
         execution = entry.execution or Execution(
             entry.peer, entry.frame.id, entry.deadline, entry.frame.chain
         )
+        if entry.unseal():  # it never came to its arguments
+            self.agent.inbox.discard(entry.conn, entry.frame)
         if error.__traceback__ is not None:
             error.__traceback__ = _users_part(error.__traceback__)
         self.agent.executor.fail(entry.conn, entry.frame.id, error, execution)
 
     def refuse(self, entry: LetterEntry, error: RpcError) -> None:
         if self._claim(entry):
-            self.agent.executor.refuse(entry.conn, entry.frame, error)
+            self.agent.executor.refuse(entry.conn, entry.frame, error, sealed=entry.unseal())
             if entry.conn is not None:
                 entry.conn.flush()
 

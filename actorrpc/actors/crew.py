@@ -166,6 +166,8 @@ class Station:
                 entry = None
                 resident.finished(lane, mailbox.done(lane, self))
         finally:
+            if self.caller is not None and self.caller.outbox:
+                self.caller.flush()  # nobody waits for more here
             mailbox.leave(lane, self)
             resident.stations.remove(self)
             resident.left(self)

@@ -38,6 +38,7 @@ class LetterEntry(Entry):
         "office",
         "opened",
         "peer",
+        "sealed",
         "sole",
         "suspected",
         "task",
@@ -64,8 +65,17 @@ class LetterEntry(Entry):
         self.task: asyncio.Task[Any] | None = None
         self.office: Resident | None = None
         self.whole = whole
+        self.sealed = True
         self.sole = False  # nobody but us has the result
         self.suspected = 0  # the execution that seems to wait for this call, which waits for it
+
+    def unseal(self) -> bool:
+        """Win the right to open the letter, or to give back what is in it; exactly one caller ever does."""
+        try:
+            del self.sealed
+        except AttributeError:
+            return False
+        return True
 
     def cancel(self, stop: bool = False) -> None:
         """Give the call up: its caller wants it no more. Runs on a pool thread.

@@ -15,6 +15,7 @@ import asyncio  # noqa: F401 (imported once here, and not in each child)
 import contextlib
 import ctypes
 import gc
+import importlib
 import multiprocessing  # noqa: F401
 import os
 import select
@@ -37,6 +38,8 @@ __all__ = ["main"]
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
 _GONE_S: Final = 5.0
+_IDLE_MS: Final = 1000  # how long nothing is asked of the server before it does what can wait
+_LATER: Final = ("torch._dynamo",)
 
 
 def main(fd: int, before: dict[str, str | None]) -> None:
@@ -92,14 +95,15 @@ class _Server:
             poller.register(self._driver, select.POLLIN)
         except OSError:
             pass  # an old kernel, or the driver is gone: then the socket says so
-        # What is there now is shared with the children for good, if the collector does not write into it.
-        gc.collect()
-        gc.disable()
-        gc.freeze()
+        _settle()
+        prepared = False
         try:
             self._say({"is": "ready"})
             while True:
-                ready = {fd for fd, _ in poller.poll()}
+                ready = {fd for fd, _ in poller.poll(None if prepared else _IDLE_MS)}
+                if not ready and not prepared:
+                    prepared = True
+                    _prepare()
                 if self._alarm in ready:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._alarm, 4096)
@@ -223,6 +227,22 @@ class _Server:
         with contextlib.suppress(Exception):
             keys.sweep()
         os._exit(0)
+
+
+def _settle() -> None:
+    """See to it that what is there now is shared with the children for good: the collector does not write into it."""
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+
+
+def _prepare() -> None:
+    """Import what most children will: making an optimizer imports it, which takes each of them a second otherwise."""
+    for name in _LATER:
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module(name)
+    _settle()
 
 
 def _kill(pid: int) -> None:

@@ -249,9 +249,13 @@ class Executor:
         _let_frames_go(error)
         self._send(conn, FAILURE, id, messages.Plain(data), None)
 
-    def refuse(self, conn: Any, frame: Frame, error: RpcError) -> None:
-        """Answer a request that is not executed with an error. Never raises."""
-        self._agent.inbox.discard(conn, frame)
+    def refuse(self, conn: Any, frame: Frame, error: RpcError, *, sealed: bool = True) -> None:
+        """Answer a request that is not executed with an error. Never raises.
+
+        ``sealed``: it has not been opened: what is in it goes back.
+        """
+        if sealed:
+            self._agent.inbox.discard(conn, frame)
         data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps, executed=False)
         self._send(conn, FAILURE, frame.id, messages.Plain(data), None)
 
