@@ -250,10 +250,11 @@ def get(refs: Any, *, timeout: float | None = None) -> Any:
         Exception: what a call raised; of several, the first that fails, at once.
     """
     if type(refs) is ObjectRef:
-        if timeout is None:
+        until = deadline_of(timeout)
+        if until == _INFINITE:
             value = refs._ask().wait()  # the path of most calls
             return value if type(value) is not Kept else refs._final().wait()
-        return _get_one(refs, deadline_of(timeout), timeout)
+        return _get_one(refs, until, timeout)
     until = deadline_of(timeout)
     if not isinstance(refs, (list, tuple)):
         future = _start(refs, "get()", True)
