@@ -132,7 +132,7 @@ def _twin(error: BaseException) -> BaseException:
 def _unwrap(result: Any) -> Any:
     """What torch does with the value of a failed future before it returns it."""
     if isinstance(result, BaseException):
-        raise result
+        raise _twin(result)  # what is raised is tied to frames
     return result
 
 

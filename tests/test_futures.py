@@ -11,6 +11,7 @@ import operator
 import pickle
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError as StdCancelledError
 from typing import Any
@@ -552,6 +553,41 @@ def _unseen(rank: int, world_size: int) -> None:
 
 def test_an_unseen_failure_of_a_call_is_reported() -> None:
     rpc_group(_unseen, 2)
+
+
+class _Kept:
+    pass
+
+
+def test_a_failure_that_was_raised_keeps_nothing() -> None:
+    """Its traceback leads to the frames that waited, and torch's half of the future is closed to the collector."""
+
+    def wait(error: BaseException) -> Any:
+        here = _Kept()
+        future: Future[None] = Future()
+        future.set_exception(error)
+        with pytest.raises(type(error)):
+            future.wait()
+        with pytest.raises(type(error)) as caught:
+            torch.futures.collect_all([future]).wait()
+        assert caught.value.args == error.args
+        del caught
+        return weakref.ref(here)
+
+    for make in (
+        lambda: KeyError("x"),
+        lambda: OSError(2, "gone"),
+        lambda: _Odd(1, detail="x"),
+        lambda: SystemExit(3),
+    ):
+        found = wait(make())
+        gc.collect()
+        assert found() is None
+
+
+class _Odd(Exception):
+    def __init__(self, code: int, *, detail: str) -> None:
+        super().__init__(code, detail)
 
 
 def test_names() -> None:

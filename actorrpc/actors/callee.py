@@ -107,6 +107,8 @@ class Callee:
         try:
             try:
                 station.enter(entry)
+                if entry.given_up:
+                    raise Interrupted
                 value = self._call(entry, execution)
             finally:
                 station.leave()
@@ -283,6 +285,8 @@ class Callee:
         self.mailbox.begin(id, None)
         task = loop.task(self._run_async(entry, execution), context)
         entry.task = task
+        if entry.given_up:  # it has to begin: what has not cannot answer
+            loop.submit(task.cancel)
 
         def over(_: Any) -> None:
             entry.task = None

@@ -186,6 +186,10 @@ class Station:
                 conn.flush(True)
             if conn.broken:
                 self.caller = None
+            # Somebody else is reading it: what that thread brings in is worth one turn of the interpreter.
+            time.sleep(0)
+            if self.lane.waiting:
+                return
         self._parked.acquire()
 
     def called(self) -> bool:

@@ -34,6 +34,7 @@ class LetterEntry(Entry):
         "deadline",
         "execution",
         "frame",
+        "given_up",
         "header",
         "office",
         "opened",
@@ -66,6 +67,7 @@ class LetterEntry(Entry):
         self.office: Resident | None = None
         self.whole = whole
         self.sealed = True
+        self.given_up = False  # it is not to run, if it does not yet
         self.sole = False  # nobody but us has the result
         self.suspected = 0  # the execution that seems to wait for this call, which waits for it
 

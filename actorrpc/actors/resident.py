@@ -195,6 +195,9 @@ class Resident:
 
     def cancel(self, entry: LetterEntry, stop: bool) -> None:
         """Give up a call: one that waits never runs; a method that runs is interrupted if that is wanted (``stop``)."""
+        lane = entry.lane
+        # Set first: one that has had its turn in this moment, and that nobody runs yet, sees it when it is about to.
+        entry.given_up = stop or (lane is not None and lane.is_async)
         todo = self.mailbox.cancel(entry)
         if todo is not None:
             self.callee.refuse(
@@ -205,7 +208,6 @@ class Resident:
         execution = entry.execution
         if execution is not None:
             execution.cancel(stop)
-        lane = entry.lane
         if lane is not None and lane.is_async:
             task, loop = entry.task, self.loop
             if task is not None and loop is not None:

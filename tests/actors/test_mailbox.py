@@ -292,3 +292,24 @@ def test_a_closed_mailbox_takes_nothing_and_gives_everything_back() -> None:
     assert {entry.payload for entry in left} == {1, 2, 3}
     assert mailbox.put(Entry("a", 4), lane) is None
     assert mailbox.take(lane) == (None, None)
+
+
+def test_a_station_that_has_looked_by_itself_is_not_woken_for_others() -> None:
+    """One that reads what comes looks without having been woken, and gets what another one was woken for."""
+    mailbox = Mailbox({"": 3})
+    lane = mailbox.lanes[""]
+    first, second = object(), object()
+    for station in (first, second):
+        assert mailbox.take(lane, station) == (None, None)
+    todo = mailbox.put(Entry("a", "a1"), lane)
+    assert todo is not None
+    assert todo.wake == [second]
+    entry, _ = mailbox.take(lane, first)
+    assert entry is not None
+    assert mailbox.take(lane, second) == (None, None)
+    for number in range(2):
+        todo = mailbox.put(Entry("b", number), lane)
+        assert todo is not None
+        assert first not in todo.wake
+        assert bool(todo.wake) != bool(todo.start)
+        mailbox.take(lane, second if todo.wake else object())

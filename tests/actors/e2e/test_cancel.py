@@ -175,9 +175,8 @@ def test_a_stream(cls: Any) -> None:
     stream = actor.stream.remote()
     assert [actorrpc.get(next(stream)) for _ in range(40)] == list(range(40))
     actorrpc.cancel(stream)
-    with pytest.raises((actorrpc.CancelledError, StopIteration)):
-        for _ in range(1000):
-            actorrpc.get(next(stream))
+    with pytest.raises(actorrpc.CancelledError):
+        list(stream.values())
     until(lambda: "closed" in actorrpc.get(actor.all.remote()))
 
 
@@ -286,3 +285,17 @@ def test_a_task() -> None:
 @actorrpc.remote
 def say(word: str) -> str:
     return word
+
+
+def test_cancel_of_coroutines_at_random_moments() -> None:
+    actor = Async.remote()
+    for n in range(100):
+        ref = actor.wait.remote()
+        if n % 3:
+            actorrpc.wait([ref], timeout=0.0005 * (n % 4))
+        assert actorrpc.cancel(ref)
+        with pytest.raises(actorrpc.CancelledError):
+            actorrpc.get(ref)
+    until(lambda: row_of(actor).running_calls == 0)
+    log = actorrpc.get(actor.all.remote())
+    assert log.count("wait") == log.count("cancelled")

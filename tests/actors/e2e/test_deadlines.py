@@ -79,17 +79,18 @@ def test_a_late_call_is_not_started(gate: Path) -> None:
     del caught
 
 
-def test_a_call_that_is_late_before_its_actor_is_there() -> None:
-    slow = SlowStart.remote()
+def test_a_call_that_is_late_before_its_actor_is_there(gate: Path) -> None:
+    slow = SlowStart.remote(str(gate))
     with pytest.raises(actorrpc.RpcTimeoutError):
         actorrpc.get(slow.all.options(timeout=0.05).remote())
-    actorrpc.kill(slow)
+    open_gate(gate)
+    assert actorrpc.get(slow.all.remote()) is None
 
 
 @actorrpc.remote
 class SlowStart:
-    def __init__(self) -> None:
-        time.sleep(5)
+    def __init__(self, path: str) -> None:
+        pass_gate(path)
 
     def all(self) -> None: ...
 

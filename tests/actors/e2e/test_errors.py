@@ -98,7 +98,11 @@ class Faulty:
 def test_what_the_constructor_raised_reaches_every_call() -> None:
     actor = Faulty.remote("of the constructor")
     early = actor.ping.remote()
-    for call in (lambda: actorrpc.get(early), lambda: actorrpc.get(actor.ping.remote()), actor.rpc_sync().ping):
+    for call in (
+        lambda: actorrpc.get(early),
+        lambda: actorrpc.get(actor.ping.remote()),
+        actor.rpc_sync().ping,
+    ):
         with pytest.raises(actorrpc.ActorDiedError, match="of the constructor") as caught:
             call()
         assert isinstance(caught.value.cause, KeyError)
@@ -225,7 +229,7 @@ def test_a_huge_result() -> None:
 
 def test_wrong_calls_are_refused_here() -> None:
     actor = Faulty.remote()
-    with pytest.raises(AttributeError, match="pong.*ping"):
+    with pytest.raises(AttributeError, match=r"pong.*ping"):
         _ = actor.pong
     with pytest.raises(TypeError, match=r"boom\(\) missing 1 required positional argument: 'what'"):
         actor.boom.remote()
@@ -241,7 +245,7 @@ def test_wrong_calls_are_refused_here() -> None:
         Faulty()
     with pytest.raises(TypeError, match=r"handle\.ping\.remote"):
         actor.ping()
-    with pytest.raises(ConfigError, match="did you mean|Did you mean"):
+    with pytest.raises(ConfigError, match="Did you mean"):
         Faulty.options(max_restart=1)
     with pytest.raises(ConfigError, match="an int of at least"):
         Faulty.options(max_restarts=-2)

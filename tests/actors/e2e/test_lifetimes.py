@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import actorrpc
-from actorrpc import rpc
 from tests.actors.e2e.kit import Gate, Log, alive, open_gate, pass_gate, row_of, until
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
@@ -161,13 +160,17 @@ def test_handles_in_containers_closures_and_other_actors(paths: list[str]) -> No
     actorrpc.get(holder.keep.remote({"deep": [(actorrpc.get(holder.give.remote()),)]}))
     inside = actorrpc.get(holder.give.remote())["deep"][0][0]
     assert actorrpc.get(inside.ping.remote()) == "pong"
-    assert actorrpc.get(call_it.remote(lambda: actorrpc.get(inside.ping.remote()))) == "pong"
+    assert actorrpc.get(call_it.remote(_pings(inside))) == "pong"
     del inside
     assert not os.path.exists(paths[0])
     actorrpc.get(holder.keep.remote(None))
     until(lambda: _ended(Path(paths[0])))
     del holder
     until(lambda: _ended(Path(paths[1])))
+
+
+def _pings(actor: Any) -> Any:
+    return lambda: actorrpc.get(actor.ping.remote())
 
 
 @actorrpc.remote
@@ -349,7 +352,7 @@ def test_a_worker_option(place: str, paths: list[str]) -> None:
     del beside, here
     until(lambda: _ended(Path(paths[0])) and _ended(Path(paths[2])))
     assert actorrpc.get(first.ping.remote()) == "pong"
-    with pytest.raises(rpc.RpcError if hasattr(rpc, "RpcError") else RuntimeError, match="nobody"):
+    with pytest.raises(actorrpc.RpcError, match="nobody"):
         Mortal.options(worker="nobody").remote(paths[3])
 
 
@@ -363,9 +366,9 @@ def test_two_actors_of_one_process_end_one_by_one(place: str, paths: list[str]) 
     if place == "group":
         assert actorrpc.get(second.ping.remote()) == "pong"
     else:  # the process was the first one's own
+        until(lambda: not actorrpc.is_alive(second))
         with pytest.raises(actorrpc.ActorDiedError):
-            while True:
-                actorrpc.get(second.ping.remote())
+            actorrpc.get(second.ping.remote())
 
 
 def test_ready_and_a_log(paths: list[str]) -> None:

@@ -106,11 +106,10 @@ def test_for_and_async_for(cls: Any) -> None:
 @both
 def test_errors_come_in_their_place(cls: Any) -> None:
     actor = cls.remote()
-    got = []
+    stream = actor.breaks.remote(50)
+    assert [actorrpc.get(next(stream)) for _ in range(50)] == list(range(50))
     with pytest.raises(ValueError, match="in mid-stream"):
-        for ref in actor.breaks.remote(50):
-            got.append(actorrpc.get(ref))
-    assert got == list(range(50))
+        actorrpc.get(next(stream))
     assert [actorrpc.get(ref) for ref in actor.numbers.remote(3)] == [0, 1, 2]
 
 
@@ -182,8 +181,7 @@ def test_the_producer_dies_in_mid_stream() -> None:
     assert actorrpc.get(next(stream)) == 0
     actorrpc.kill(actor)
     with pytest.raises((actorrpc.ActorDiedError, actorrpc.PeerDiedError)):
-        for ref in stream:
-            actorrpc.get(ref)
+        list(stream.values())
 
 
 @actorrpc.remote
