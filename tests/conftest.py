@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -60,6 +61,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Have the collector leave alone what is there for good: it is asked after every test what that has left."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     helpers = processes.helper_pids()
     left = {process for process in processes.of_session() if process.pid not in helpers}

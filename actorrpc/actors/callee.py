@@ -29,7 +29,7 @@ from actorrpc.actors.spec import ResidentGoneError
 from actorrpc.actors.streams import aproduce, produce
 from actorrpc.core import messages
 from actorrpc.core.calls import CURRENT, Execution
-from actorrpc.core.execution import ASYNC_MARK, Later, future_of
+from actorrpc.core.execution import ASYNC_MARK, Later, future_of, let_frames_go
 from actorrpc.core.frames import CREDIT, LETTER, pack_frame
 from actorrpc.errors import CancelledError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
@@ -372,7 +372,8 @@ class Callee:
         return found
 
     def fail(self, entry: LetterEntry, error: BaseException) -> None:
-        if not self._claim(entry):
+        if not self._claim(entry):  # nobody wants to hear of it any more
+            let_frames_go(error)
             return
         execution = entry.execution or Execution(
             entry.peer, entry.frame.id, entry.deadline, entry.frame.chain

@@ -288,6 +288,7 @@ class Resident:
         """End the actor because the call that ``entry`` brought has called exit_actor()."""
         why = why or "exit_actor() was called in it"
         self.callee.fail(entry, died(self, why))
+        _ = self.end("now", why)  # at once: nothing that waits may have its turn
         self.agent.submit(partial(self.end_itself, why))
 
     def end_itself(self, why: str) -> None:

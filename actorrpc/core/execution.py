@@ -30,7 +30,7 @@ from actorrpc.errors import (
 if TYPE_CHECKING:
     from actorrpc.core.agent import Agent
 
-__all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "path_of"]
+__all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "let_frames_go", "path_of"]
 
 _PLAIN: Final = frozenset({int, float, bool, type(None)})  # values that need no codec
 _dumps = pickle.dumps
@@ -246,7 +246,7 @@ class Executor:
     def fail(self, conn: Any, id: int, error: BaseException, execution: Execution) -> None:
         """Send an error back. Never raises."""
         data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps)
-        _let_frames_go(error)
+        let_frames_go(error)
         self._send(conn, FAILURE, id, messages.Plain(data), None)
 
     def refuse(self, conn: Any, frame: Frame, error: RpcError, *, sealed: bool = True) -> None:
@@ -310,7 +310,7 @@ def _without_our_frames(traceback: Any) -> Any:
     return cut if cut is not None else traceback
 
 
-def _let_frames_go(error: BaseException) -> None:
+def let_frames_go(error: BaseException) -> None:
     """Take the tracebacks off an error that has been sent.
 
     A call that failed waits for the collector otherwise: the future that raised the error holds it, and its traceback

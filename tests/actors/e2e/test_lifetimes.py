@@ -380,3 +380,28 @@ def test_ready_and_a_log(paths: list[str]) -> None:
     gate = Gate.remote()
     assert actorrpc.get(gate.count.remote()) == 0
     assert row_of(actor).state == "ALIVE"
+
+
+@actorrpc.remote
+class Swallows:
+    def boom(self) -> None:
+        raise ValueError("boom")
+
+    def swallow(self, other: Any, held: Any) -> str:
+        ref = other.boom.remote()
+        try:
+            actorrpc.get(ref)
+        except ValueError:
+            pass
+        return "swallowed"
+
+
+@pytest.mark.xfail(
+    strict=True, reason="an error that get() raised leads by its traceback to the frame with its ObjectRef"
+)
+def test_an_error_that_a_method_has_caught_keeps_nothing(paths: list[str]) -> None:
+    actor, other, held = Swallows.remote(), Swallows.remote(), Mortal.remote(paths[0])
+    assert actorrpc.get(actor.swallow.remote(other, held)) == "swallowed"
+    watched = actorrpc.monitor(held)
+    del held
+    watched.wait(1.0)  # nothing happens in the actor's process: no collector comes
