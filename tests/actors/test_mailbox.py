@@ -228,16 +228,19 @@ def test_a_descendant_goes_to_the_station_of_its_ancestor() -> None:
     mailbox = Mailbox({"": 1})
     lane = mailbox.lanes[""]
     todo = mailbox.put(Entry("a", "outer"), lane)
-    assert todo is not None and todo.start == [lane]
+    assert todo is not None
+    assert todo.start == [lane]
     seat = Seat(World(0, {"": 1}), lane)
     outer, _ = mailbox.take(lane, seat)
     assert outer is not None
     mailbox.begin(17, seat)
     mailbox.put(Entry("b", "sibling", path=(16,)), lane)
     todo = mailbox.put(Entry("b", "inner", path=(3, 17)), lane)
-    assert todo is not None and todo.wake == [seat]
+    assert todo is not None
+    assert todo.wake == [seat]
     inner = mailbox.take_nested(seat)
-    assert inner is not None and inner.payload == "inner"
+    assert inner is not None
+    assert inner.payload == "inner"
     assert mailbox.take_nested(seat) is None
 
 
@@ -273,11 +276,14 @@ def test_a_yielding_lane_lets_another_one_in_while_one_waits() -> None:
     mailbox.put(Entry("a", 1), lane)
     mailbox.put(Entry("a", 2), lane)
     first, _ = mailbox.take(lane)
-    assert first is not None and mailbox.take(lane)[0] is None
+    assert first is not None
+    assert mailbox.take(lane)[0] is None
     todo = mailbox.rest(lane)
-    assert todo is not None and todo.start == [lane]
+    assert todo is not None
+    assert todo.start == [lane]
     second, _ = mailbox.take(lane)
-    assert second is not None and second.payload == 2
+    assert second is not None
+    assert second.payload == 2
     mailbox.resume(lane)
     assert mailbox.counts() == (0, 2)
 
