@@ -139,6 +139,10 @@ def _unwrap(result: Any) -> Any:
 class Future(torch.futures.Future[T], Generic[T]):
     """The result of something that is still under way.
 
+    Attributes:
+        label: what it is, in words, for messages.
+        awaits: the futures (or what has one as ``future``) that it needs all of, where it is made of others.
+
     Thread-safe. All methods of ``torch.futures.Future`` are here, with the differences that
     :meth:`wait` takes a ``timeout``, every wait can be interrupted by Ctrl-C, :meth:`then` returns a future
     of this class, and it can be awaited (``await fut``) on any running event loop.
@@ -155,6 +159,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         "_waiters",
         "label",
     )
+
+    awaits: Sequence[Any] = ()
 
     def __init__(self, *, devices: Sequence[Any] | None = None) -> None:
         _base_init(self, [torch.device(d) for d in devices] if devices else [])
@@ -458,6 +464,7 @@ def collect_all(futures: Iterable[torch.futures.Future[Any]]) -> Future[list[Any
     given = list(futures)
     everything: Future[list[Any]] = Future()
     everything.label = f"collect_all of {len(given)} futures"
+    everything.awaits = given
     if not given:
         everything.set_result([])
         return everything

@@ -102,15 +102,18 @@ class Station:
         return bool(self._stirs)
 
     @property
-    def waits_for(self) -> Call | None:
-        """The call that the thread waits for; None where it does not wait, or for something else."""
+    def waits_for(self) -> list[Call]:
+        """The calls that the thread waits for, all of them; none where it does not wait, or for something else."""
         try:
             what = self._stirs[-1][1]
         except IndexError:
-            return None
+            return []
         if isinstance(what, Future):
-            what = what._source
-        return what if isinstance(what, Call) else None
+            parts = [getattr(each, "future", each) for each in list(what.awaits)] or [what]
+            sources = [each._source for each in parts if not each.done()]
+        else:
+            sources = [what]
+        return [each for each in sources if isinstance(each, Call)]
 
     def wake(self) -> None:
         """Have the thread look for work, whether it is parked or waits for something."""

@@ -1,10 +1,10 @@
 """Deadlocks: serial actors that wait for each other in a circle, found and broken.
 
 Where calls wait for an actor, and the actor itself waits for a call for a second, its worker asks the worker of that
-call what *it* waits for, and so on. Only what is certain is followed: a method that waits for one call, and a call that
-waits for the one method that a serial actor runs. If the question comes back to where it began, twice in a row, none
-of them can ever go on: the call that closes the circle fails with DeadlockError, which names all of it. (Edge
-chasing, after Chandy, Misra and Haas.)
+call what *it* waits for, and so on. Only what is certain is followed: a method that waits for a call (or for all of
+several), and a call that waits for the one method that a serial actor runs. If the question comes back to where it
+began, twice in a row, none of them can ever go on: the call that closes the circle fails with DeadlockError, which
+names all of it. (Edge chasing, after Chandy, Misra and Haas.)
 
 Runs on the clock's thread and on pool threads; takes no lock of its own.
 """
@@ -33,6 +33,7 @@ __all__ = ["Deadlocks", "Probe"]
 
 _LOOK_S: Final = 1.0
 _MOST_HOPS: Final = 64
+_BRANCHES: Final = 4  # of the calls that one waits for at a time, so many are followed
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Deadlocks:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._tick = Tick(runtime.agent.clock, _LOOK_S, self._look)
-        self._seen: dict[int, Call] = {}  # resident -> what it waited for when we looked last
+        self._seen: dict[int, list[Call]] = {}  # resident -> what it waited for when we looked last
 
     def poke(self) -> None:
         """See to it that somebody looks soon: an actor for which calls wait waits itself."""
@@ -62,18 +63,19 @@ class Deadlocks:
         seen, self._seen = self._seen, {}
         for resident in self._runtime.residents.all():
             station = _blocked(resident)
-            call = station.waits_for if station is not None else None
-            if station is None or call is None:
+            calls = station.waits_for if station is not None else []
+            if station is None or not calls:
                 continue
             busy = True
-            self._seen[resident.id] = call
+            self._seen[resident.id] = calls
             running = station.running
-            if seen.get(resident.id) is not call or not isinstance(running, LetterEntry):
-                continue  # it has only begun to wait
-            execution = running.execution
-            if execution is not None:
-                probe = Probe(self._runtime.references.me, resident.id, execution.chain, (_say(running),))
-                self._runtime.agent.submit(partial(_send, self._runtime, call, probe))
+            if not isinstance(running, LetterEntry) or running.execution is None:
+                continue
+            before = seen.get(resident.id, ())
+            probe = Probe(self._runtime.references.me, resident.id, running.execution.chain, (_say(running),))
+            for call in calls[:_BRANCHES]:
+                if any(call is each for each in before):  # otherwise it has only begun to wait
+                    self._runtime.agent.submit(partial(_send, self._runtime, call, probe))
         return busy
 
 
@@ -83,7 +85,7 @@ def _blocked(resident: Resident) -> Station | None:
     if lane.limit != 1 or lane.yielding or not lane.waiting:
         return None
     for station in list(resident.crew):
-        if station.lane is lane and station.waits_for is not None:
+        if station.lane is lane and station.waits_for:
             return station
     return None
 
@@ -145,9 +147,8 @@ def _pursue(id: int, probe: Probe) -> None:
         running = held
     for station in list(resident.crew):
         if station.running is running:
-            call = station.waits_for
-            if call is not None:
-                trail = (*probe.trail, _say(running))
+            trail = (*probe.trail, _say(running))
+            for call in station.waits_for[:_BRANCHES]:
                 _send(runtime, call, Probe(probe.worker, probe.resident_id, probe.execution, trail))
             return
 

@@ -134,6 +134,8 @@ class _Gate:
         self._fails = fails
         self._values = values
         self.watches: list[_Watch] = []
+        if fails:  # whoever waits for it waits for all of them: the search for deadlocks looks here
+            self.future.awaits = self.watches
 
     def add(self, item: Any, future: Future[Any]) -> None:
         """Let a result count. ``future``: what :func:`_start` gave for it."""

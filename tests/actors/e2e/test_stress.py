@@ -133,18 +133,21 @@ def test_random_graphs_with_kills(number: int) -> None:
 
 @actorrpc.remote
 class Crossing:
-    def cross(self, other: Any, gate: Any) -> str:
+    def cross(self, other: Any, gate: Any, count: int) -> str:
         actorrpc.get(gate.wait.remote())
-        return actorrpc.get(other.ping.remote())
+        if count == 1:
+            return actorrpc.get(other.ping.remote())
+        return actorrpc.get([other.ping.remote() for _ in range(count)])[0]
 
     def ping(self) -> str:
         return "pong"
 
 
-def test_two_chains_that_want_each_others_actors() -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_two_chains_that_want_each_others_actors(count: int) -> None:
     """As two threads with two locks: one of them is told."""
     a, b, gate = Crossing.remote(), Crossing.remote(), Gate.remote()
-    refs = [a.cross.remote(b, gate), b.cross.remote(a, gate)]
+    refs = [a.cross.remote(b, gate, count), b.cross.remote(a, gate, count)]
     until(lambda: actorrpc.get(gate.count.remote()) == 2)
     actorrpc.get(gate.open.remote())
     told = 0
