@@ -19,11 +19,8 @@ from benchmarks.rigs import Peer, Rig, RigError, Worker
 
 __all__ = ["Session", "interpreter", "sessions"]
 
-# where a peer's package may be, if this interpreter has it not: a variable that says so, and a usual place
-_ELSEWHERE = {
-    "ray": ("BENCHMARK_RAY_PYTHON", "/opt/venv-ray/bin/python"),
-    "monarch": ("BENCHMARK_MONARCH_PYTHON", "/opt/venv-monarch/bin/python"),
-}
+# The variable that names an interpreter with a peer's package, if this one has it not.
+_ELSEWHERE = {"ray": "BENCHMARK_RAY_PYTHON", "monarch": "BENCHMARK_MONARCH_PYTHON"}
 _MODULE = "benchmarks.actors_scenarios"
 
 
@@ -32,15 +29,12 @@ def interpreter(peer: str) -> str | None:
     """Return the Python that has a peer's package beside torch and what actorrpc needs, or ``None``."""
     if peer == "actorrpc":
         return sys.executable
-    variable, usual = _ELSEWHERE[peer]
-    named = os.environ.get(variable)
-    for python in [named] if named else [sys.executable, usual]:
-        if not Path(python).exists():
-            continue
-        look = f"import importlib.util as u, sys; sys.exit(None in map(u.find_spec, ({peer!r}, 'torch')))"
-        if subprocess.run([python, "-c", look], check=False, capture_output=True, timeout=60).returncode == 0:
-            return python
-    return None
+    python = os.environ.get(_ELSEWHERE[peer]) or sys.executable
+    if not Path(python).exists():
+        return None
+    look = f"import importlib.util as u, sys; sys.exit(None in map(u.find_spec, ({peer!r}, 'torch')))"
+    found = subprocess.run([python, "-c", look], check=False, capture_output=True, timeout=60)
+    return python if found.returncode == 0 else None
 
 
 class Session(Rig):
