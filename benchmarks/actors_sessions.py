@@ -69,10 +69,7 @@ def _open(bench: Bench, peer: str, found: dict[Member, Rig | None]) -> dict[str,
     member = Member(peer)
     found[member] = None
     if python is None:
-        variable, usual = _ELSEWHERE[peer]
-        bench.note(
-            f"{peer} is not installed: neither here nor as {usual}, and {variable} names no interpreter"
-        )
+        bench.note(f"{peer} is not installed here, and {_ELSEWHERE[peer]} names no interpreter that has it")
         return {}
     scratch = bench.stable.scratch / peer[0]
     scratch.mkdir(exist_ok=True)
