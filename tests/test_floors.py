@@ -54,6 +54,7 @@ _FLOORS: dict[str, Floor] = {
     "core.peer": Floor(2),
     "core.spin": Floor(2),
     "core.tensor_lane": Floor(2),
+    "core.waiting": Floor(2),
     # group: all of them
     "core.agent": Floor(3),
     "core.calls": Floor(3),

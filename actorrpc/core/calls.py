@@ -2,7 +2,7 @@
 
 A :class:`Call` ends exactly once. Whoever takes it out of its peer's ``pending`` table (one atomic step) ends
 it: the reader of its reply, the clock at its deadline, a cancellation, or the death of the peer. The thread
-that waits for it reads the connection itself when nobody else does (``Connection.read_for``), and sleeps
+that waits for it reads the connection itself when nobody else does (``Waiting.read_for``), and sleeps
 otherwise.
 
 ``CURRENT`` tells the call that a piece of code was called by. It is a ``ContextVar``: it follows coroutines
@@ -197,7 +197,11 @@ class Call:
                     continue
             if agent.pool.queue and agent.pool.is_member():
                 agent.pool.kick()  # what is queued must not wait for a thread that waits
-            foreign = conn.read_for(self, bounded) if reads and conn is not None and not conn.broken else None
+            foreign = (
+                conn.waiting.read_for(self, bounded)
+                if reads and conn is not None and not conn.broken
+                else None
+            )
             if _interrupts.pending:
                 checkpoint()
             if self.done:

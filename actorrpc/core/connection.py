@@ -44,7 +44,6 @@ from actorrpc.core.frames import (
     LANE_FREE,
     LANE_RETIRE,
     LETTER,
-    REQUEST,
     STREAM,
     STREAM_ABORT,
     Frame,
@@ -53,7 +52,7 @@ from actorrpc.core.frames import (
     pack_position,
 )
 from actorrpc.core.interrupts import pending_here, uninterruptible
-from actorrpc.core.spin import Spin, spinner
+from actorrpc.core.waiting import Waiting
 from actorrpc.errors import ProtocolError
 
 __all__ = ["Connection"]
@@ -63,9 +62,7 @@ _SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
 _LOOKED_AT: Final = STREAM | LETTER
 _AT_ONCE_S: Final = 4e-6
-_SHARED: Final = 0.3
 _BULK_READS: Final = 64  # reads in one turn while chunks are coming in
-_SLICE_MS: Final = 1000  # an upper bound for one sleep in poll, so that nothing depends on a single wake-up
 
 
 class Connection:
@@ -117,9 +114,8 @@ class Connection:
         if interrupts.wake_fd() >= 0:  # ends the poll of the main thread when a Ctrl-C was put off
             self._poller.register(interrupts.wake_fd(), select.POLLIN)
         self._writer_poller: select.poll | None = None
-        self._wait_spin = Spin()
         self.answering = Answering(self)
-        self._at_once = 0.0
+        self.waiting = Waiting(self)
         #: disarmed although nobody reads: whoever made a call is about to wait for it, or the clock listens again soon
         self.expecting = False
         self.expecting_since = 0.0
@@ -182,91 +178,12 @@ class Connection:
             if was:
                 self.arm(ARMED)
 
-    # -- a caller's side of reading ---------------------------------------------------------------
-
-    @uninterruptible
-    def read_for(self, call: Any, deadline: float | None) -> bool | None:
-        """Read one batch on behalf of ``call`` and deliver it; sleep for it if need be.
-
-        Returns ``None`` if somebody else is reading, otherwise whether something else than replies came.
-        """
-        if not self.read_lock.acquire(False):
-            return None
-        frames: list[Frame] = []
-        # Disarmed before the call is sent: otherwise the reply wakes a pool thread that has nothing to do here.
-        modify = self._epoll.modify
-        if self.expecting:
-            self.expecting = False  # it is disarmed already
-        else:
-            try:
-                modify(self.fd, DISARMED)
-            except (OSError, ValueError):
-                pass
-        try:
-            if self.outbox:
-                self.flush()
-            # A completion by another thread either sees ``polling`` and wakes us, or is seen here.
-            call.polling = self
-            if not call.done and not call.stirred:
-                self._receive_patiently(frames, call, deadline)
-        except BaseException as error:
-            self.failed(error)
-        finally:
-            call.polling = None
-            self.read_lock.release()
-        if not self.broken:
-            try:
-                modify(self.fd, ARMED)
-            except (OSError, ValueError):
-                pass
-        if len(frames) == 1:
-            # The path of most calls, without a detour: one frame, and it is the reply.
-            frame = frames[0]
-            if frame[2] == call.id and frame[0] != REQUEST and frame[0] <= FAILURE and call.future is None:
-                peer = self.peer
-                if peer.pending.pop(call.id, None) is call:
-                    if call.charge or peer.waiting:
-                        peer.release(call)
-                    call.reply = frame
-                    call.done = True
-                    if self.outbox:
-                        self.flush()
-                    return False
-        return self._events.deliver(self, frames, True) if frames else False
-
     def wake(self) -> None:
         """End the sleep of whoever polls this connection for a reply."""
         try:
             os.eventfd_write(self._wake_fd, 1)
         except (OSError, ValueError):  # closed meanwhile, or just now
             pass
-
-    def _receive_patiently(self, frames: list[Frame], call: Any, deadline: float | None) -> None:
-        # Where replies are there as soon as somebody looks, both ends share a processor: spinning would keep it from
-        # the other one.
-        spin = self._wait_spin if self.settings.spin_us and self._at_once < _SHARED else None
-        spun = spin is not None and spin.choose() and spinner.acquire()
-        begun = time.monotonic()
-        if spun and spin is not None:
-            try:
-                came = self.spin_for(frames)
-            finally:
-                spinner.release()
-            if came:
-                if not self._came_at_once(came == 1):
-                    spin.note(True, time.monotonic() - begun)
-                return
-        wait_ms = _SLICE_MS
-        if deadline is not None and deadline - begun < 1.0:
-            wait_ms = max(0, int((deadline - begun) * 1e3) + 1)
-        for fd, _ in self._poller.poll(wait_ms):
-            if fd == self.fd:
-                waited = time.monotonic() - begun
-                self.receive(frames)
-                if not self._came_at_once(waited < _AT_ONCE_S) and spin is not None and (spun or spin.due):
-                    spin.note(spun, time.monotonic() - begun)
-            elif fd == self._wake_fd:
-                self._quieten()
 
     def sleep(self, frames: list[Frame]) -> bool:
         """Wait, for as long as it takes, until something comes or :meth:`wake` is called. Under the read lock.
@@ -288,11 +205,6 @@ class Connection:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
             pass
-
-    def _came_at_once(self, at_once: bool) -> bool:
-        """Note whether what somebody waited for was there already: such a wait says nothing about spinning."""
-        self._at_once += 0.0625 * (at_once - self._at_once)
-        return at_once
 
     def spin_for(self, frames: list[Frame]) -> int:
         """Try to read for at most the spin time; return how many tries it took, 0 if nothing came."""

@@ -205,9 +205,10 @@ def install(
     with _lock:
         if _state is not None:
             raise RuntimeError(f"RPC is already initialized: this process is {_state.what}")
-        group = make()
+        group: Group | None = None
         state: _State | None = None
         try:
+            group = make()
             state = _State(group, timeout, what, namespace)
             settings = group.agent.settings
             if settings.switch_interval is None:
@@ -230,8 +231,9 @@ def install(
         except BaseException:
             if state is not None:
                 _close(state)
-            else:
+            elif group is not None:
                 group.close()
+            groups.close_forsaken()
             raise
 
 

@@ -27,7 +27,7 @@ from actorrpc.core.rendezvous import Rendezvous
 from actorrpc.errors import ConfigError, DeadlockError, PeerDiedError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
 
-__all__ = ["Directory", "Group", "Membership", "enter", "join"]
+__all__ = ["Directory", "Group", "Membership", "close_forsaken", "enter", "join"]
 
 _log = logging.getLogger("actorrpc.group")
 _AGAIN_S: Final = 0.1
@@ -218,8 +218,7 @@ def _arrive(stage: int, name: str) -> Any:
 # -- joining ---------------------------------------------------------------------------------------
 
 
-def _listen_unix(directory: str) -> tuple[socket.socket, str]:
-    path = keys.socket_path(directory)
+def _listen_unix(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         sock.bind(path)
@@ -228,7 +227,7 @@ def _listen_unix(directory: str) -> tuple[socket.socket, str]:
     except BaseException:
         sock.close()
         raise
-    return sock, path
+    return sock
 
 
 def _listen_tcp(host: str, port: int) -> socket.socket:
@@ -262,6 +261,7 @@ class _Doors:
         self.sockets: list[socket.socket] = []
         self.unix_path: str | None = None
         self.tcp: tuple[tuple[str, int], ...] = ()
+        _opened.append(self)
 
     def open(self, settings: Settings, own: str | None, has_key: bool) -> None:
         """Bind what the settings, the own address and the key allow.
@@ -270,8 +270,9 @@ class _Doors:
             ConfigError: TCP beyond this host was asked for without a key.
         """
         if settings.transport != "tcp":
-            sock, self.unix_path = _listen_unix(keys.runtime_directory())
-            self.sockets.append(sock)
+            # Known before there is a file: Ctrl-C may come anywhere.
+            self.unix_path = keys.socket_path(keys.runtime_directory())
+            self.sockets.append(_listen_unix(self.unix_path))
         host = settings.bind or own
         if settings.transport == "unix" or (host is None and settings.transport != "tcp"):
             return
@@ -303,6 +304,17 @@ class _Doors:
             sock.close()
         if self.unix_path is not None:
             keys.remove_file(self.unix_path)
+        if self in _opened:
+            _opened.remove(self)
+
+
+_opened: list[_Doors] = []
+
+
+def close_forsaken() -> None:
+    """Close what was opened for a group that nobody got: Ctrl-C came while it was being handed over."""
+    for doors in _opened:
+        doors.close()
 
 
 def join(

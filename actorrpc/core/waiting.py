@@ -1,0 +1,120 @@
+"""Waiting: how the thread that made a call reads its own reply, and whether it spins for it first.
+
+The rules of reading are those of ``connection.py``: release the read lock, then arm; whoever held the lock always arms.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc.core.answering import ARMED, DISARMED
+from actorrpc.core.frames import FAILURE, REQUEST, Frame
+from actorrpc.core.interrupts import uninterruptible
+from actorrpc.core.spin import Spin, spinner
+
+if TYPE_CHECKING:
+    from actorrpc.core.connection import Connection
+
+__all__ = ["Waiting"]
+
+_AT_ONCE_S: Final = 4e-6
+_SHARED: Final = (
+    0.3  # how often a reply must have been there at once for both ends to be taken for sharing a processor
+)
+_SLICE_MS: Final = 1000  # an upper bound for one sleep in poll, so that nothing depends on a single wake-up
+
+
+class Waiting:
+    """The waits for replies, on one connection. Any thread may use it; one at a time reads."""
+
+    __slots__ = ("_at_once", "_conn", "_spin")
+
+    def __init__(self, conn: Connection) -> None:
+        self._conn = conn
+        self._spin = Spin()
+        self._at_once = 0.0
+
+    @uninterruptible
+    def read_for(self, call: Any, deadline: float | None) -> bool | None:
+        """Read one batch on behalf of ``call`` and deliver it; sleep for it if need be.
+
+        Returns ``None`` if somebody else is reading, otherwise whether something else than replies came.
+        """
+        conn = self._conn
+        if not conn.read_lock.acquire(False):
+            return None
+        frames: list[Frame] = []
+        # Disarmed before the call is sent: otherwise the reply wakes a pool thread that has nothing to do here.
+        modify = conn._epoll.modify
+        if conn.expecting:
+            conn.expecting = False  # it is disarmed already
+        else:
+            try:
+                modify(conn.fd, DISARMED)
+            except (OSError, ValueError):
+                pass
+        try:
+            if conn.outbox:
+                conn.flush()
+            # A completion by another thread either sees ``polling`` and wakes us, or is seen here.
+            call.polling = conn
+            if not call.done and not call.stirred:
+                self._receive(frames, call, deadline)
+        except BaseException as error:
+            conn.failed(error)
+        finally:
+            call.polling = None
+            conn.read_lock.release()
+        if not conn.broken:
+            try:
+                modify(conn.fd, ARMED)
+            except (OSError, ValueError):
+                pass
+        if len(frames) == 1:
+            # The path of most calls, without a detour: one frame, and it is the reply.
+            frame = frames[0]
+            if frame[2] == call.id and frame[0] != REQUEST and frame[0] <= FAILURE and call.future is None:
+                peer = conn.peer
+                if peer.pending.pop(call.id, None) is call:
+                    if call.charge or peer.waiting:
+                        peer.release(call)
+                    call.reply = frame
+                    call.done = True
+                    if conn.outbox:
+                        conn.flush()
+                    return False
+        return conn._events.deliver(conn, frames, True) if frames else False
+
+    def _receive(self, frames: list[Frame], call: Any, deadline: float | None) -> None:
+        conn = self._conn
+        # Where replies are there as soon as somebody looks, both ends share a processor: spinning would keep it from
+        # the other one.
+        spin = self._spin if conn.settings.spin_us and self._at_once < _SHARED else None
+        spun = spin is not None and spin.choose() and spinner.acquire()
+        begun = time.monotonic()
+        if spun and spin is not None:
+            try:
+                came = conn.spin_for(frames)
+            finally:
+                spinner.release()
+            if came:
+                if not self._came_at_once(came == 1):
+                    spin.note(True, time.monotonic() - begun)
+                return
+        wait_ms = _SLICE_MS
+        if deadline is not None and deadline - begun < 1.0:
+            wait_ms = max(0, int((deadline - begun) * 1e3) + 1)
+        for fd, _ in conn._poller.poll(wait_ms):
+            if fd == conn.fd:
+                waited = time.monotonic() - begun
+                conn.receive(frames)
+                if not self._came_at_once(waited < _AT_ONCE_S) and spin is not None and (spun or spin.due):
+                    spin.note(spun, time.monotonic() - begun)
+            elif fd == conn._wake_fd:
+                conn._quieten()
+
+    def _came_at_once(self, at_once: bool) -> bool:
+        """Note whether what somebody waited for was there already: such a wait says nothing about spinning."""
+        self._at_once += 0.0625 * (at_once - self._at_once)
+        return at_once
