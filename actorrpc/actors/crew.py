@@ -4,8 +4,9 @@ A serial actor has one :class:`Station`, which runs everything, its constructor 
 connections and event loops are used from the thread that made them. A station that waits in one of our waits runs
 the calls that descend from its own meanwhile, nested on the same thread.
 
-Stations park on a lock of their own. A worker keeps at most ``MAX_STATIONS``; beyond that, the station that has been
-idle longest ends, and its actor gets a new one with its next call.
+An idle station waits on the connection of its last caller (see ``core/answering.py``), and so reads the next call itself;
+where somebody else reads that, it parks on a lock of its own. A worker keeps at most ``MAX_STATIONS``; beyond that,
+the station that has been idle longest ends, and its actor gets a new one with its next call.
 """
 
 from __future__ import annotations
