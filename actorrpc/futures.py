@@ -287,6 +287,11 @@ class Future(torch.futures.Future[T], Generic[T]):
             raise self._error
         return cast(T, self._value)
 
+    def acknowledge(self) -> None:
+        """Note that its failure, if it has failed, is known: it is not reported as one that nobody looked at."""
+        if self._report is not None:
+            self._report.seen = True
+
     def value(self) -> T:
         """Return the value of a completed future, or raise its error.
 
@@ -400,8 +405,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         following.label = f"then({getattr(callback, '__qualname__', callback)!s}) of {self.label}"
 
         def run(done: Future[T]) -> None:
-            if done._report is not None:  # the callback has the error in hand now
-                done._report.seen = True
+            done.acknowledge()  # the callback has the error in hand now
             try:
                 value = callback(done)
             except BaseException as error:

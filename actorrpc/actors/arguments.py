@@ -75,8 +75,7 @@ def resolve(
 
     def fetched(done: Future[list[Any]]) -> None:
         if done._error is not None:
-            if done._report is not None:
-                done._report.seen = True
+            done.acknowledge()
             resolved.set_exception(done._error)
             return
         values = iter(done._value)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.spec import Card
     from actorrpc.core.agent import Agent
 
-__all__ = ["ask", "call_quietly", "create_detached", "gather_states", "looked_at", "peer_of"]
+__all__ = ["ask", "call_quietly", "create_detached", "gather_states", "peer_of"]
 
 _STATES_S: Final = 5.0  # a worker that has not answered by then is left out of the list
 
@@ -53,7 +53,7 @@ def call_quietly(
 ) -> Future[Any]:
     """Call a function; what keeps the call from being made is the future's error, too. Nobody has to look at it."""
     future: Future[Any] = Future()
-    future.add_done_callback(looked_at)
+    future.add_done_callback(Future.acknowledge)
     try:
         agent.call(peer(), function, args, {}, timeout, future=future, label=label)
         agent.flush()
@@ -61,12 +61,6 @@ def call_quietly(
         if future._claim():
             future._finish(None, error)
     return future
-
-
-def looked_at(done: Future[Any]) -> None:
-    """See to it that nobody is blamed for not looking at a future's error: its done callback."""
-    if done._report is not None:
-        done._report.seen = True
 
 
 def ask(here: Runtime, key: WorkerKey, worker: str, what: str, *args: Any) -> Future[Any]:

@@ -31,6 +31,7 @@ from actorrpc.core import messages
 from actorrpc.core.calls import CURRENT, Execution
 from actorrpc.core.execution import ASYNC_MARK, Later, future_of, let_frames_go
 from actorrpc.core.frames import CREDIT, LETTER, pack_frame
+from actorrpc.core.interceptors import intercepted
 from actorrpc.errors import CancelledError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
 
@@ -90,20 +91,14 @@ class Callee:
             station.caller = conn
 
     def _run(self, entry: LetterEntry, station: Station) -> None:
-        frame, peer = entry.frame, entry.peer
         if not self._may_start(entry):
             return
         if station.depth > _MAX_DEPTH:
             raise RecursionError(
                 f"actor {self.resident.title}: calls that descend from each other are nested {_MAX_DEPTH} deep in it"
             )
-        id = self.runtime.residents.new_execution()
-        execution = entry.execution = Execution(peer, frame.id, entry.deadline, id)
-        execution.path = (*entry.path, id)
-        execution.actor = self.resident
-        execution.header = entry.header
+        execution = self._begin(entry, station)
         token = CURRENT.set(execution)
-        self.mailbox.begin(id, station)
         try:
             try:
                 station.enter(entry)
@@ -112,7 +107,7 @@ class Callee:
                 value = self._call(entry, execution)
             finally:
                 station.leave()
-                self.mailbox.end(id)
+                self.mailbox.end(execution.chain)
             if value is not _NOTHING:
                 if type(value) is torch.Tensor and sys.getrefcount(value) == 2 and _has_own_memory(value):
                     entry.sole = True
@@ -126,6 +121,16 @@ class Callee:
         finally:
             CURRENT.reset(token)
             entry.opened = None
+
+    def _begin(self, entry: LetterEntry, station: Station | None) -> Execution:
+        """Begin the execution of a call: what descends from it may run within it from now on."""
+        id = self.runtime.residents.new_execution()
+        execution = entry.execution = Execution(entry.peer, entry.frame.id, entry.deadline, id)
+        execution.path = (*entry.path, id)
+        execution.actor = self.resident
+        execution.header = entry.header
+        self.mailbox.begin(id, station)
+        return execution
 
     def _may_start(self, entry: LetterEntry) -> bool:
         if entry.deadline != INFINITE and time.monotonic() > entry.deadline:
@@ -183,9 +188,7 @@ class Callee:
         method, kind = self._method(name)
         if kind == "sync" and "q" not in header and not self.agent.interceptors:
             return self._returned(entry, method, method(*args, **kwargs))
-        call: Callable[[], Any] = lambda: method(*args, **kwargs)  # noqa: E731
-        for interceptor in reversed(self.agent.interceptors):
-            call = interceptor.wrap(execution, method, args, kwargs, call)
+        call = intercepted(self.agent.interceptors, execution, method, args, kwargs)
         if kind == "generator" or ("q" in header and kind == "sync"):
             items = call()
             self._stream(entry, items if inspect.isgenerator(items) else (item for item in items))
@@ -275,14 +278,9 @@ class Callee:
         if loop is None or not self._may_start(entry):
             self.resident.finished(lane, self.mailbox.done(lane))
             return
-        id = self.runtime.residents.new_execution()
-        execution = entry.execution = Execution(entry.peer, entry.frame.id, entry.deadline, id)
-        execution.path = (*entry.path, id)
-        execution.actor = self.resident
-        execution.header = entry.header
+        execution = self._begin(entry, None)
         context = contextvars.copy_context()
         context.run(CURRENT.set, execution)
-        self.mailbox.begin(id, None)
         task = loop.task(self._run_async(entry, execution), context)
         entry.task = task
         if entry.given_up:  # it has to begin: what has not cannot answer
@@ -291,7 +289,7 @@ class Callee:
         def over(_: Any) -> None:
             entry.task = None
             entry.opened = None
-            self.mailbox.end(id)
+            self.mailbox.end(execution.chain)
             if entry.conn is not None and entry.conn.outbox:
                 entry.conn.flush()
             self.resident.finished(lane, self.mailbox.done(lane))
@@ -304,9 +302,7 @@ class Callee:
             args, kwargs = self.arguments(entry)
             self.resident.calls += 1
             method, kind = self._method(entry.header["m"])
-            call: Callable[[], Any] = lambda: method(*args, **kwargs)  # noqa: E731
-            for interceptor in reversed(self.agent.interceptors):
-                call = interceptor.wrap(execution, method, args, kwargs, call)
+            call = intercepted(self.agent.interceptors, execution, method, args, kwargs)
             if kind == "async_generator":
                 producer = self.runtime.streams.open(
                     int(entry.header.get("q", 16)), entry.peer, owner=self.resident

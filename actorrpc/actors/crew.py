@@ -12,7 +12,6 @@ the station that has been idle longest ends, and its actor gets a new one with i
 from __future__ import annotations
 
 import ctypes
-import logging
 import sys
 import threading
 import time
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_STATIONS", "Interrupted", "Station", "Stations"]
 
-_log = logging.getLogger("actorrpc.actors")
 MAX_STATIONS: Final = 1024
 _AGAIN_S: Final = 0.02  # how soon an interruption is tried again on a thread that is in our own code
 _set_async_exc: Final = ctypes.pythonapi.PyThreadState_SetAsyncExc

@@ -103,8 +103,7 @@ def _send(runtime: Runtime, call: Call, probe: Probe) -> None:
     answer: Future[None] = Future()
 
     def over(done: Future[None]) -> None:
-        if done._report is not None:
-            done._report.seen = True  # whoever has ended does not wait any more
+        done.acknowledge()  # whoever has ended does not wait any more
 
     answer.add_done_callback(over)
     token = CURRENT.set(None)

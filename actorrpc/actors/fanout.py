@@ -136,8 +136,7 @@ def _plant(root: RRef[Any], found: list[Future[Any]], located: Sequence[Future[L
 def _worker_of(located: Future[Location]) -> str | None:
     if located._error is None:
         return located._value.worker_name  # type: ignore[no-any-return]
-    if located._report is not None:
-        located._report.seen = True  # its call fails in the same way
+    located.acknowledge()  # its call fails in the same way
     return None
 
 
@@ -169,8 +168,7 @@ def _fetch_copy(above: RRef[Any], root: RRef[Any]) -> Later:
         if done._error is None:
             answer.set_result(done._value)
             return
-        if done._report is not None:
-            done._report.seen = True
+        done.acknowledge()
         root._to_future().add_done_callback(second)
         root._references.agent.flush()
 
@@ -178,8 +176,7 @@ def _fetch_copy(above: RRef[Any], root: RRef[Any]) -> Later:
         if done._error is None:
             answer.set_result(done._value)
         else:
-            if done._report is not None:
-                done._report.seen = True
+            done.acknowledge()
             answer.set_exception(done._error)
 
     above._to_future().add_done_callback(first)

@@ -232,8 +232,7 @@ def _busyness(handle: ActorHandle[Any]) -> tuple[bool, int]:
 
 
 def _log_failure(label: str, group: ActorGroup[Any], at: int, done: Future[Any]) -> None:
-    if done._report is not None:
-        done._report.seen = True
+    done.acknowledge()
     if done._error is not None:
         _log.error("broadcast of %s failed for %s: %r", label, _who(group, at), done._error)
 
@@ -274,8 +273,7 @@ class Gathering:
     def _ended(self, at: int, done: Future[Any]) -> None:
         error = done._error
         if error is not None:
-            if done._report is not None:
-                done._report.seen = True
+            done.acknowledge()
             _annotate(error, self._group, at)
             if not self._return_exceptions:
                 if self.future._claim():

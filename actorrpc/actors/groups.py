@@ -425,5 +425,4 @@ def _kill(handles: list[ActorHandle[Any]]) -> None:
     asked = [route_of(handle).kill(True) for handle in handles]
     collect_all(asked).wait(_ASK_S)
     for future in asked:
-        if future._report is not None:
-            future._report.seen = True  # whoever looked after it is gone, and so is the actor
+        future.acknowledge()  # whoever looked after it is gone, and so is the actor

@@ -480,9 +480,7 @@ class Line:
         asked.add_done_callback(self._answered)
 
     def _answered(self, done: Future[Any]) -> None:
-        report = done._report
-        if report is not None:
-            report.seen = True
+        done.acknowledge()
         error, value = done._error, done._value
         if error is None:
             if isinstance(value, Location):

@@ -74,11 +74,6 @@ class EventLoop:
         """Start a coroutine; only on the loop's own thread."""
         return self._loop.create_task(coroutine, context=context)
 
-    @property
-    def inside(self) -> bool:
-        """Whether the calling thread is the loop's."""
-        return threading.current_thread() is self._thread
-
     def close(self) -> Future[None]:
         """End the loop and its tasks; completes when its thread is over."""
         over: Future[None] = Future()

@@ -237,10 +237,6 @@ class Mailbox:
 
     # -- putting in --------------------------------------------------------------------------------
 
-    def number(self) -> int:
-        """Return the next number of arrival, for an entry that is put in later."""
-        return next(self._numbers)
-
     def put(self, entry: Entry, lane: Lane) -> Todo | None:
         """Put an entry in. Returns None if the mailbox is closed: it is then the caller's to refuse."""
         with self._lock:
@@ -429,11 +425,6 @@ class Mailbox:
             lanes = [*self.lanes.values(), *self.async_lanes.values()]
             nested = sum(len(seat.work) for seat in set(self._running.values()) if seat is not None)
             return sum(lane.waiting for lane in lanes) + nested, sum(lane.running for lane in lanes)
-
-    def waiting(self) -> list[Entry]:
-        """Return the entries that wait in lanes."""
-        with self._lock:
-            return [e for lane in (*self.lanes.values(), *self.async_lanes.values()) for e in lane.entries()]
 
     def close(self) -> tuple[list[Entry], list[Any]]:
         """Take no more. Returns what was waiting, in order, and the idle stations."""

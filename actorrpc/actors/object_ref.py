@@ -106,8 +106,7 @@ class _Pursuit:
             return
         error, value = step._error, step._value
         if error is not None:
-            if step._report is not None:
-                step._report.seen = True  # it goes on in ours
+            step.acknowledge()  # it goes on in ours
             self._finish(None, error)
         elif type(value) is Kept:
             self._hop(value.rref)
@@ -385,8 +384,7 @@ def _worth_another_try(fetched: Future[Any]) -> bool:
 def _failed(error: BaseException) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_exception(error)
-    if future._report is not None:
-        future._report.seen = True  # it was raised, or logged, where it comes from
+    future.acknowledge()  # it was raised, or logged, where it comes from
     return future
 
 
@@ -406,8 +404,7 @@ def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
         rref = value.rref
         error = rref._references.table.failure(rref._handle)
     if error is not None:
-        if future._report is not None:
-            future._report.seen = True  # whoever gets it will see
+        future.acknowledge()  # whoever gets it will see
         worker = rrefs.runtime().agent.name
         return _arrive_failed, (*known, exceptions.dump(error, worker=worker, dumps=codec.dumps))
     return _arrive, (*known, value)

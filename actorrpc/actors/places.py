@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc.actors.asking import looked_at, peer_of
+from actorrpc.actors.asking import peer_of
 from actorrpc.actors.options import NEW_PROCESS
 from actorrpc.actors.processes import DeathReport
 from actorrpc.core.peer import Peer
@@ -108,7 +108,7 @@ class Places:
             submit(partial(take, report))
 
         def ready(done: Future[DeathReport]) -> None:
-            looked_at(done)
+            done.acknowledge()
             tell(done._value if done._error is None else None)
 
         spawner.report(worker).add_done_callback(ready)

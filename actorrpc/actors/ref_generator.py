@@ -83,8 +83,7 @@ class _Consumer:
             step, then = claim.pop()
         except IndexError:
             return
-        if step._report is not None:
-            step._report.seen = True
+        step.acknowledge()
         then(step)
         self._wake()
 
@@ -317,13 +316,11 @@ class _Consumer:
         if self._closed:
             error = CancelledError(f"{self.label} was closed before its end", maybe_executed=True)
         finished._finish(None, error)
-        if finished._report is not None:
-            finished._report.seen = True  # whoever takes the items sees it
+        finished.acknowledge()  # whoever takes the items sees it
 
 
 def _look_away(done: Future[Any]) -> None:
-    if done._report is not None:
-        done._report.seen = True
+    done.acknowledge()
 
 
 class ObjectRefGenerator(Generic[T]):

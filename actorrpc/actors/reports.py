@@ -37,8 +37,7 @@ def _tell(runtime: Runtime, spec: ActorSpec, function: Any, *args: Any) -> None:
     future: Future[None] = Future()
 
     def over(done: Future[None]) -> None:
-        if done._report is not None:
-            done._report.seen = True  # the supervisor is gone: the actor is about to hear of that
+        done.acknowledge()  # the supervisor is gone: the actor is about to hear of that
 
     future.add_done_callback(over)
     try:

@@ -136,8 +136,7 @@ class Resident:
 
         def ready(future: Future[Any]) -> None:
             error = future._error
-            if error is not None and future._report is not None:
-                future._report.seen = True
+            future.acknowledge()
             entry.opened = future._value if error is None else error
             self.carry_out(self.mailbox.ready(entry))
 

@@ -218,8 +218,7 @@ class Route:
         answer.label = f"whether {self.title} is alive"
 
         def ready(done: Future[Any]) -> None:
-            if done._report is not None:
-                done._report.seen = True
+            done.acknowledge()
             # A supervisor that is gone takes its actors along.
             answer.set_result(done._error is None and bool(done._value))
 
@@ -235,8 +234,7 @@ class Route:
         killed.label = f"kill() of {self.title}"
 
         def ready(done: Future[Any]) -> None:
-            if done._report is not None:
-                done._report.seen = True
+            done.acknowledge()
             if done._error is None:
                 self._line.doomed()
                 killed.set_result(None)
@@ -256,8 +254,7 @@ class Route:
         line = self._line
 
         def ready(done: Future[Any]) -> None:
-            if done._report is not None:
-                done._report.seen = True
+            done.acknowledge()
             answer.set_result(done._value if done._error is None else line.orphaned(done._error))
 
         # It outlives the call that it is asked for in.

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.actors import obituaries, residents
-from actorrpc.actors.asking import call_quietly, create_detached, looked_at, peer_of
+from actorrpc.actors.asking import call_quietly, create_detached, peer_of
 from actorrpc.actors.fates import ActorState, Restarting
 from actorrpc.actors.places import Places
 from actorrpc.actors.processes import DeathReport, ProcessSpec
@@ -192,7 +192,7 @@ class Supervisor:
             self._not_made(actor, resident_id, error)
 
     def _spawned(self, actor: Supervised, resident_id: int, done: Future[Any]) -> None:
-        looked_at(done)
+        done.acknowledge()
         if done._error is not None:
             self._agent.submit(partial(self._not_made, actor, resident_id, done._error))
             return
@@ -209,7 +209,7 @@ class Supervisor:
             self._runtime.spawner.kill(worker.name)  # nobody wants it any more
 
     def _neighbour(self, actor: Supervised, resident_id: int, done: Future[Location]) -> None:
-        looked_at(done)
+        done.acknowledge()
 
         def go() -> None:
             try:
@@ -248,7 +248,7 @@ class Supervisor:
         return True
 
     def _constructed(self, actor: Supervised, resident_id: int, done: Future[Any]) -> None:
-        looked_at(done)
+        done.acknowledge()
         error = done._error
         if error is not None:
             if type(error) is PeerDiedError:
@@ -481,7 +481,7 @@ class Supervisor:
         """
         future: Future[Any] = Future()
         future.label = "the location of an actor"
-        future.add_done_callback(looked_at)
+        future.add_done_callback(Future.acknowledge)
         with self._lock:
             actor = self._actors.get(actor_id)
             found: Location | Restarting | None = None

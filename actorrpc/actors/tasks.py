@@ -291,8 +291,7 @@ class TaskFuture(Future[Any]):
         error = call._error
         if runner is not None:
             self._crews.give_back(runner, dead=isinstance(error, ActorDiedError))
-        if call._report is not None:
-            call._report.seen = True  # it goes on in ours
+        call.acknowledge()  # it goes on in ours
         if isinstance(error, (ActorDiedError, ActorUnavailableError)):
             # Whatever it died of is in the text; that it can be called again later is no comfort to the task.
             cause = str(error.__cause__ or error).partition("is being restarted: ")[2] or str(error)

@@ -347,8 +347,7 @@ def all_of(refs: Sequence[Any]) -> Future[list[Any]]:
         for watch in watches:
             future = watch.future
             if future._done and future._error is not None:
-                if future._report is not None:
-                    future._report.seen = True
+                future.acknowledge()
                 gate.close()
                 values.set_exception(future._error)
                 return

@@ -164,8 +164,7 @@ class LocalCluster:
             future.set_exception(
                 UnknownWorkerError(f"{worker!r} is no process that this cluster has started")
             )
-            assert future._report is not None
-            future._report.seen = True
+            future.acknowledge()
         return future
 
     def owns(self, worker: str) -> bool:
@@ -474,8 +473,8 @@ class LocalCluster:
         asked, process.asked = process.asked, []
         if process.future._claim():
             process.future._finish(None, error, self.agent.submit)
-            if isinstance(error, ShutdownError) and process.future._report is not None:
-                process.future._report.seen = True  # whoever shut down knows
+            if isinstance(error, ShutdownError):
+                process.future.acknowledge()  # whoever shut down knows
         for future in asked:
             self._complete(future, DeathReport(worker=process.name))
 
@@ -492,8 +491,7 @@ class LocalCluster:
 
         def answered(done: Future[None]) -> None:
             if done._error is not None:
-                if done._report is not None:
-                    done._report.seen = True
+                done.acknowledge()
                 self.kill(worker)
 
         try:

@@ -133,7 +133,6 @@ def _unseen(future: Future[Any]) -> None:
     """Let a failure pass: it means that the driver is gone, and all processes with it."""
 
     def look(done: Future[Any]) -> None:
-        if done._report is not None:
-            done._report.seen = True
+        done.acknowledge()
 
     future.add_done_callback(look)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import select
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 
 from actorrpc.core.frames import Frame
@@ -62,29 +63,40 @@ class Answering:
         return None if conn.broken else self._linger()
 
     @uninterruptible
-    def _turn_around(self) -> list[Frame] | None:
-        """Send, and read without blocking, with nobody else reading between."""
+    def _read(self, read: Callable[[list[Frame]], None]) -> list[Frame] | None:
+        """Have ``read(frames)`` read, with nobody else reading before or between; ``None``: somebody else reads."""
         conn = self._conn
-        self._hit = False
-        if not conn.read_lock.acquire(False):
-            conn.flush(True)
+        if conn.broken or not conn.read_lock.acquire(False):
             return None
         frames: list[Frame] = []
-        before = conn.heard
         conn.expecting = False
         conn.arm(DISARMED)
         try:
-            conn.flush()
-            conn.receive(frames)
+            read(frames)
         except BaseException as error:
             conn.failed(error)
         finally:
             conn.read_lock.release()
         conn.arm(ARMED)
-        if conn.outbox or conn._rest:
+        return frames
+
+    @uninterruptible
+    def _turn_around(self) -> list[Frame] | None:
+        """Send, and read without blocking, with nobody else reading between."""
+        conn = self._conn
+        self._hit = False
+        before = conn.heard
+
+        def read(frames: list[Frame]) -> None:
+            conn.flush()
+            conn.receive(frames)
+
+        frames = self._read(read)
+        if frames is None or conn.outbox or conn._rest:
             conn.flush(True)
-        hit = self._hit = conn.heard != before
-        self._quick += 0.03 * (hit - self._quick)
+        if frames is not None:
+            hit = self._hit = conn.heard != before
+            self._quick += 0.03 * (hit - self._quick)
         return frames
 
     @uninterruptible
@@ -95,25 +107,20 @@ class Answering:
         instead of being woken by another thread that has. Returns also when the guest is called, or the connection ends.
         """
         conn = self._conn
-        if conn.broken or not conn.read_lock.acquire(False):
-            return None
-        frames: list[Frame] = []
-        conn.expecting = False
-        conn.arm(DISARMED)
-        try:
+
+        def read(frames: list[Frame]) -> None:
             if conn.outbox:
                 conn.flush()
             # Whoever calls the guest either sees where it is and wakes it, or is seen here.
             guest.attends = conn
-            if not guest.called():
-                self._wait(frames)
-        except BaseException as error:
-            conn.failed(error)
-        finally:
-            guest.attends = None
-            conn.read_lock.release()
-        conn.arm(ARMED)
-        if conn.outbox or conn._rest:
+            try:
+                if not guest.called():
+                    self._wait(frames)
+            finally:
+                guest.attends = None
+
+        frames = self._read(read)
+        if frames is not None and (conn.outbox or conn._rest):
             conn.flush(True)
         return frames
 
@@ -140,26 +147,19 @@ class Answering:
     @uninterruptible
     def _linger(self) -> list[Frame] | None:
         """Spin for the next frames after having answered, if that has paid here; ``None`` if nothing came."""
-        conn, spin = self._conn, self._spin
-        if not conn.settings.spin_us:
+        conn = self._conn
+        if not conn.settings.spin_us or not self._spin.choose() or not spinner.acquire():
             return None
-        if not spin.choose() or not spinner.acquire():
-            return None
-        frames: list[Frame] = []
         tries = 0
+
+        def read(frames: list[Frame]) -> None:
+            nonlocal tries
+            tries = conn.spin_for(frames)
+
         try:
-            if not conn.read_lock.acquire(False):
-                return None
-            conn.expecting = False
-            conn.arm(DISARMED)
-            try:
-                tries = conn.spin_for(frames)
-            except BaseException as error:
-                conn.failed(error)
-            finally:
-                conn.read_lock.release()
-            conn.arm(ARMED)
+            frames = self._read(read)
         finally:
             spinner.release()
-        self._note(tries)
+        if frames is not None:
+            self._note(tries)
         return frames

@@ -52,7 +52,7 @@ from actorrpc.core.frames import (
     pack_position,
 )
 from actorrpc.core.interrupts import pending_here, uninterruptible
-from actorrpc.core.waiting import Waiting
+from actorrpc.core.waiting import AT_ONCE_S, Waiting
 from actorrpc.errors import ProtocolError
 
 __all__ = ["Connection"]
@@ -61,7 +61,6 @@ _DONTWAIT: Final = socket.MSG_DONTWAIT
 _SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
 _LOOKED_AT: Final = STREAM | LETTER
-_AT_ONCE_S: Final = 4e-6
 _BULK_READS: Final = 64  # reads in one turn while chunks are coming in
 
 
@@ -192,7 +191,7 @@ class Connection:
         """
         begun = time.monotonic()
         ready = self._poller.poll()
-        at_once = time.monotonic() - begun < _AT_ONCE_S
+        at_once = time.monotonic() - begun < AT_ONCE_S
         for fd, _ in ready:
             if fd == self.fd:
                 self.receive(frames)

@@ -18,6 +18,7 @@ import torch
 from actorrpc.core import codec, exceptions, messages
 from actorrpc.core.calls import CURRENT, FRAME_BIT, Execution
 from actorrpc.core.frames import CREDIT, FAILURE, REPLY, Frame, pack_frame, unpack_extra
+from actorrpc.core.interceptors import intercepted
 from actorrpc.errors import (
     CancelledError,
     DeadlockError,
@@ -168,10 +169,7 @@ class Executor:
         if agent.interceptors:
             if execution.header is None:
                 execution.header = {}
-            call: Callable[[], Any] = lambda: function(*args, **kwargs)  # noqa: E731
-            for interceptor in reversed(agent.interceptors):
-                call = interceptor.wrap(execution, function, args, kwargs, call)
-            value = call()
+            value = intercepted(agent.interceptors, execution, function, args, kwargs)()
         else:
             value = function(*args, **kwargs)
         if type(value) is Later:

@@ -6,14 +6,14 @@ Where there is none, a call carries no header and pays nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from actorrpc.core.calls import Execution
     from actorrpc.core.peer import Peer
 
-__all__ = ["Interceptor"]
+__all__ = ["Interceptor", "intercepted"]
 
 
 class Interceptor(Protocol):
@@ -37,3 +37,17 @@ class Interceptor(Protocol):
 
     def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
         """See, and maybe replace, a value that has come back."""
+
+
+def intercepted(
+    interceptors: Sequence[Interceptor],
+    execution: Execution,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Callable[[], Any]:
+    """Return what to run in place of ``function(*args, **kwargs)``: the first interceptor is the outermost."""
+    call: Callable[[], Any] = lambda: function(*args, **kwargs)  # noqa: E731
+    for interceptor in reversed(interceptors):
+        call = interceptor.wrap(execution, function, args, kwargs, call)
+    return call

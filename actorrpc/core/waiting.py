@@ -16,9 +16,9 @@ from actorrpc.core.spin import Spin, spinner
 if TYPE_CHECKING:
     from actorrpc.core.connection import Connection
 
-__all__ = ["Waiting"]
+__all__ = ["AT_ONCE_S", "Waiting"]
 
-_AT_ONCE_S: Final = 4e-6
+AT_ONCE_S: Final = 4e-6  # seconds; a wait that is shorter was none
 _SHARED: Final = (
     0.3  # how often a reply must have been there at once for both ends to be taken for sharing a processor
 )
@@ -109,7 +109,7 @@ class Waiting:
             if fd == conn.fd:
                 waited = time.monotonic() - begun
                 conn.receive(frames)
-                if not self._came_at_once(waited < _AT_ONCE_S) and spin is not None and (spun or spin.due):
+                if not self._came_at_once(waited < AT_ONCE_S) and spin is not None and (spun or spin.due):
                     spin.note(spun, time.monotonic() - begun)
             elif fd == conn._wake_fd:
                 conn._quieten()

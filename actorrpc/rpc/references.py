@@ -219,8 +219,7 @@ class References:
             if error is None:
                 self.carry_out(self.table.set_value(rref_id, done._value))
             else:
-                if done._report is not None:
-                    done._report.seen = True  # by whoever holds the RRef
+                done.acknowledge()  # by whoever holds the RRef
                 self.carry_out(self.table.set_error(rref_id, self.copy_of(error)))
 
         future.add_done_callback(fulfil)
@@ -246,9 +245,7 @@ class References:
         rref._creation = future
 
         def created(done: Future[None]) -> None:
-            report = done._report
-            if report is not None:
-                report.seen = True  # it is kept in the RRef and raised at its next use
+            done.acknowledge()  # it is kept in the RRef and raised at its next use
             error = done._error
             if error is None:
                 self.carry_out(self.table.confirmed(handle))
@@ -267,8 +264,7 @@ class References:
                 self.carry_out(self.table.creation_failed(handle, error, reached=False))
                 future._callbacks.clear()
                 future._finish(None, error)
-                assert future._report is not None
-                future._report.seen = True
+                future.acknowledge()
             raise
         self.agent.flush()
         return rref

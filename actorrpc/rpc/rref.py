@@ -82,8 +82,7 @@ def _wait_outcome(references: References, rref_id: RRefId, future: Future[Any] |
         if future._claim():
             error = outcome.error
             future._finish(outcome.value, None if error is None else references.copy_of(error))
-            if future._report is not None:
-                future._report.seen = True
+            future.acknowledge()
 
     outcome = references.table.fetch(rref_id, settle)
     if outcome is not None:
