@@ -28,6 +28,7 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_LANE": "0 to turn the shared-memory tensor lane off",
     "ACTORRPC_LANE_BYTES": "most shared memory this process lends to each peer (default 1 GiB)",
     "ACTORRPC_HEARTBEAT": "seconds between heartbeats to a silent peer with calls under way (default 2)",
+    "ACTORRPC_CONTEXT_TTL": "seconds after which an unused autograd context of another worker is dropped (default 3600)",
     "ACTORRPC_RUNTIME_DIR": "the private directory for sockets and key files",
     "ACTORRPC_SWITCH_INTERVAL": "sets sys.setswitchinterval in the worker (default: left alone)",
 }
@@ -89,6 +90,7 @@ class Settings:
     # -- failure ---------------------------------------------------------------------------
     heartbeat: float = 2.0
     heartbeat_misses: int = 5
+    context_ttl: float = 3600.0
 
     def __post_init__(self) -> None:
         if self.transport not in ("auto", "unix", "tcp"):
@@ -101,8 +103,8 @@ class Settings:
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
                 raise ConfigError(f"{field.name} must not be negative, not {value!r}")
-        if self.window == 0 or self.max_frame < 1 << 16 or self.heartbeat == 0:
-            raise ConfigError("window and heartbeat must be positive, max_frame at least 65536")
+        if self.window == 0 or self.max_frame < 1 << 16 or self.heartbeat == 0 or self.context_ttl == 0:
+            raise ConfigError("window, heartbeat and context_ttl must be positive, max_frame at least 65536")
 
     @classmethod
     def from_environment(cls, **given: Any) -> Settings:
@@ -123,6 +125,7 @@ class Settings:
             "lane": _env("ACTORRPC_LANE", True, _flag),
             "lane_bytes": _env("ACTORRPC_LANE_BYTES", 1 << 30, int),
             "heartbeat": _env("ACTORRPC_HEARTBEAT", 2.0, float),
+            "context_ttl": _env("ACTORRPC_CONTEXT_TTL", 3600.0, float),
             "switch_interval": _env("ACTORRPC_SWITCH_INTERVAL", None, float),
         }
         values.update({name: value for name, value in given.items() if value is not None})

@@ -31,7 +31,7 @@ from actorrpc.core import messages
 from actorrpc.core.calls import CURRENT, Execution
 from actorrpc.core.execution import ASYNC_MARK, Later, future_of, let_frames_go
 from actorrpc.core.frames import CREDIT, LETTER, pack_frame
-from actorrpc.core.interceptors import intercepted
+from actorrpc.core.interceptors import TAG, intercepted
 from actorrpc.errors import CancelledError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
 
@@ -153,11 +153,11 @@ class Callee:
         frame, conn, agent = entry.frame, entry.conn, self.agent
         if not entry.unseal():
             raise CancelledError(f"{self.label(entry)} was given up", maybe_executed=False)
-        if frame.flags == LETTER and "f" not in entry.header:
+        if frame.flags == LETTER and "f" not in entry.header and TAG not in entry.header:
             return messages.open_plain(frame.body, entry.peer)
         parcel = messages.Parcel(entry.peer)
         agent.inbox.arrived(parcel, entry.header)
-        opened = messages.open_body(conn, frame, entry.header, parcel)
+        opened = messages.open_body(conn, frame, entry.header, parcel, agent.recorder)
         if conn is not None and (
             frame.flags & ~(messages.INLINE | LETTER) or len(frame.body) >= messages.CHARGED
         ):

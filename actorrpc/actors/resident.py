@@ -20,6 +20,7 @@ from actorrpc.actors.loop import EventLoop
 from actorrpc.actors.mailbox import Entry, Lane, Mailbox, Todo
 from actorrpc.actors.reports import send_ended
 from actorrpc.actors.spec import ActorSpec, ResidentGoneError
+from actorrpc.core.calls import CURRENT, Execution
 from actorrpc.core.frames import Frame
 from actorrpc.errors import CancelledError, RpcError
 from actorrpc.futures import Future
@@ -140,6 +141,10 @@ class Resident:
             entry.opened = future._value if error is None else error
             self.carry_out(self.mailbox.ready(entry))
 
+        # What is fetched for the call belongs to it: its time, its chain, and what rides along with it.
+        execution = Execution(entry.peer, entry.frame.id, entry.deadline, entry.frame.chain)
+        execution.header, execution.path = entry.header, entry.path
+        token = CURRENT.set(execution)
         try:
             args, kwargs = self.callee.open(entry)
             future = resolve(args, kwargs)
@@ -147,6 +152,8 @@ class Resident:
             entry.opened = error
             self.carry_out(self.mailbox.ready(entry))
             return
+        finally:
+            CURRENT.reset(token)
         if future is None:
             entry.opened = (args, kwargs)
             self.carry_out(self.mailbox.ready(entry))

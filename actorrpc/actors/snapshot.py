@@ -37,13 +37,14 @@ class Snapshot:
 
     Tensors, arrays and long bytes are copied once, into memory of its own; functions and classes that others
     cannot import are in it. RRefs, ObjectRefs and handles of actors are held: they are references, and every opening
-    gives the same ones. Thread-safe; never changes, but for :meth:`open_once`.
+    gives the same ones. In a distributed autograd context, gradients flow from what is opened, wherever that is, to what
+    was copied. Thread-safe; never changes, but for :meth:`open_once`.
 
     Snapshots travel in messages, their memory beside the pickle. What they hold becomes references of
     the receiver. What is in the main module goes by name to workers that run the same program, and by value to others.
     """
 
-    __slots__ = ("_body", "_buffers", "_by_name", "_definitions", "_held", "nbytes")
+    __slots__ = ("_body", "_buffers", "_by_name", "_definitions", "_held", "_tag", "nbytes")
 
     def __init__(
         self,
@@ -52,12 +53,14 @@ class Snapshot:
         definitions: Mapping[bytes, bytes],
         held: Sequence[Any],
         by_name: bool,
+        tag: Any = None,
     ) -> None:
         self._body = body
         self._buffers: list[memoryview] | None = [memoryview(each).cast("B") for each in buffers]
         self._definitions = definitions
         self._held = held
         self._by_name = by_name  # what is in the main module
+        self._tag = tag  # the recorder's
         #: its size in bytes
         self.nbytes: int = (
             len(body)
@@ -66,11 +69,12 @@ class Snapshot:
         )
 
     @classmethod
-    def of(cls, obj: object, *, remote_main: bool = True) -> Snapshot:
+    def of(cls, obj: object, *, remote_main: bool = True, context: int | None = None) -> Snapshot:
         """Copy an object as it is now.
 
         Args:
             remote_main: False copies what is in the main module by value even for workers that run the same program.
+            context: the autograd context that it belongs to; by default the current one, if there is one.
 
         Raises:
             SerializationError: a part cannot be copied; the message says which.
@@ -78,7 +82,11 @@ class Snapshot:
         holder = Holder()
         encoded = codec.encode(obj, remote_main=remote_main, context=holder)
         copies = [_copy_of(span) for span in encoded.spans]
-        return cls(encoded.body, copies, dict(encoded.definitions), holder.objects, remote_main)
+        runtime = current()
+        tag = None
+        if encoded.grad and runtime is not None:
+            tag = runtime.agent.recorder.sent(encoded.tensors, None, context)
+        return cls(encoded.body, copies, dict(encoded.definitions), holder.objects, remote_main, tag)
 
     def open(self) -> Any:
         """Make the object again: a new one each time, which shares no memory with others.
@@ -107,8 +115,10 @@ class Snapshot:
     def _decode(self, buffers: Sequence[memoryview]) -> Any:
         definitions = self._definitions
         holder = Holder(self._held)
+        tensors: list[Any] = []
         if not definitions:
-            return codec.decode(self._body, buffers, definitions=None, context=holder)
+            opened = codec.decode(self._body, buffers, definitions=None, context=holder, tensors=tensors)
+            return self._recorded(opened, tensors)
         store = _definitions
         for attempt in range(_ATTEMPTS):
             if attempt == _ATTEMPTS - 1:
@@ -116,27 +126,38 @@ class Snapshot:
             for key in store.missing(definitions):
                 store.add(key, definitions[key])
             try:
-                return codec.decode(self._body, buffers, definitions=store, context=holder)
+                opened = codec.decode(self._body, buffers, definitions=store, context=holder, tensors=tensors)
+                return self._recorded(opened, tensors)
             except codec.UnknownDefinitionError:
                 pass  # pushed out by others since; nothing has been unpickled yet
         raise RpcError("the definitions in a snapshot do not stay loaded: it has more than can be kept")
 
+    def _recorded(self, opened: Any, tensors: list[Any]) -> Any:
+        runtime = current()
+        if self._tag is not None and runtime is not None:
+            runtime.agent.recorder.arrived(self._tag, tensors, None)
+        return opened
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         context = codec.current_encoding()
+        runtime = current()
+        if self._tag is not None and runtime is not None and isinstance(context, Parcel):
+            runtime.agent.recorder.forwarded(self._tag, context.peer)
         if (
             self._by_name
             and isinstance(context, Parcel)
             and not context.peer.same_main
             and any(_find_main(each) for each in (self._body, *self._definitions.values()))
         ):
-            return Snapshot.of(self.open(), remote_main=False).__reduce_ex__(protocol)
+            in_context = self._tag[0] if self._tag else None
+            return Snapshot.of(self.open(), remote_main=False, context=in_context).__reduce_ex__(protocol)
         body: Any = self._body
         if len(body) > _OUT_OF_BAND:
             body = pickle.PickleBuffer(body)
         elif not isinstance(body, bytes):
             body = bytes(body)
         buffers = tuple(pickle.PickleBuffer(each) for each in self._whole())
-        return Snapshot, (body, buffers, dict(self._definitions), tuple(self._held), self._by_name)
+        return Snapshot, (body, buffers, dict(self._definitions), tuple(self._held), self._by_name, self._tag)
 
     def __repr__(self) -> str:
         return f"<Snapshot of {self.nbytes} bytes>"

@@ -34,7 +34,7 @@ from actorrpc.core.execution import Executor
 from actorrpc.core.frames import Frame, pack_frame
 from actorrpc.core.identity import WorkerInfo, WorkerRecord
 from actorrpc.core.inbox import Inbox
-from actorrpc.core.interceptors import Interceptor
+from actorrpc.core.interceptors import Interceptor, NoRecorder, Recorder, recorded
 from actorrpc.core.interrupts import uninterruptible
 from actorrpc.core.keys import Key
 from actorrpc.core.letters import Letter, NoMail, PostOffice
@@ -100,6 +100,7 @@ class Agent:
         )
         self.buffers = BufferPool(settings.recycle_bytes)
         self.interceptors: list[Interceptor] = []
+        self.recorder: Recorder = NoRecorder()
         self.on_notice: dict[str, Callable[[Peer, bytes], None]] = {}
         self.on_peer_end: list[Callable[[Peer], None]] = []
         self.post: PostOffice = NoMail(self)
@@ -272,6 +273,9 @@ class Agent:
                 peer.device_map,
                 parcel,
             )
+            if self.recorder.live or (not isinstance(encoded, bytes) and encoded.grad):
+                tensors = () if isinstance(encoded, bytes) else encoded.tensors
+                header = recorded(self.recorder, header, tensors, peer)
             if parcel.sent:
                 header = self.announce(parcel, header)
             conn = peer.conn

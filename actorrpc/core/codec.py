@@ -102,6 +102,11 @@ class Encoded:
         return () if self.outgoing is None else self.outgoing.tensors
 
     @property
+    def grad(self) -> bool:
+        """Whether one of the plain tensors requires grad."""
+        return self.outgoing is not None and self.outgoing.grad
+
+    @property
     def nbytes(self) -> int:
         """The size of body and spans together."""
         return len(self.body) + sum([span.nbytes for span in self.spans])

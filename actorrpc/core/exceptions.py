@@ -127,8 +127,8 @@ def _take(error: BaseException, plan: _Plan) -> _State:
             value = descriptor.__get__(error)
         except AttributeError:
             continue  # a slot never set
-        # C shows a field that is not set as None. OSError(None, None) has two that are set to it.
-        if value is not None or not in_c or (name in ("errno", "strerror") and len(args) == 2):
+        # C shows a field that is not set as None. OSError(None, None), of 2 to 5 arguments, has two that are set to it.
+        if value is not None or not in_c or (name in ("errno", "strerror") and 2 <= len(args) <= 5):
             fields[name] = value
     return (None if plan.group else args), fields, dict(_dict_of(error))
 

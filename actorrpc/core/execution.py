@@ -18,7 +18,7 @@ import torch
 from actorrpc.core import codec, exceptions, messages
 from actorrpc.core.calls import CURRENT, FRAME_BIT, Execution
 from actorrpc.core.frames import CREDIT, FAILURE, REPLY, Frame, pack_frame, unpack_extra
-from actorrpc.core.interceptors import intercepted
+from actorrpc.core.interceptors import intercepted, recorded
 from actorrpc.errors import (
     CancelledError,
     DeadlockError,
@@ -159,7 +159,7 @@ class Executor:
             if "w" in header:
                 execution.path = path_of(header, frame.chain)
             agent.inbox.arrived(parcel, header)
-            function, args, kwargs = messages.open_body(conn, frame, header, parcel)
+            function, args, kwargs = messages.open_body(conn, frame, header, parcel, agent.recorder)
             if conn is not None and (frame.flags & ~messages.INLINE or len(frame.body) >= messages.CHARGED):
                 # Taken up: its bytes no longer count as unread. Leaves with the answer, or by itself soon.
                 conn.outbox.append(pack_frame(CREDIT, frame.id))
@@ -228,6 +228,8 @@ class Executor:
                     agent.roll_back(parcel)
                     parcel = messages.Parcel(execution.peer)
                     encoded = agent.encode(kept, parcel)
+            if encoded.grad:
+                header = recorded(agent.recorder, header, encoded.tensors, execution.peer)
             if parcel.sent:
                 header = agent.announce(parcel, header)
         except BaseException as error:

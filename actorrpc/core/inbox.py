@@ -198,7 +198,7 @@ class Inbox:
         parcel = messages.Parcel(call.peer)
         header = unpack_extra(frame.extra) if frame.extra else {}
         self.arrived(parcel, header)
-        value = messages.open_body(call.conn, frame, header, parcel)
+        value = messages.open_body(call.conn, frame, header, parcel, self._agent.recorder)
         for interceptor in self._agent.interceptors:
             value = interceptor.reply_received(header, call.peer, value)
         return value

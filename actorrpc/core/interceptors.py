@@ -1,19 +1,22 @@
-"""Interceptors: what rides along with calls without the agent knowing of it.
+"""Interceptors and recorders: what rides along with calls without the agent knowing of it.
 
-Autograd contexts, traces, profiling and actors put fields into the headers of calls and answers, and wrap executions.
-Where there is none, a call carries no header and pays nothing.
+Traces, profiling and the like put fields into the headers of calls and answers, and wrap executions. A recorder takes note
+of the tensors in messages: distributed autograd. Where there is none, a call carries no header and pays nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     from actorrpc.core.calls import Execution
     from actorrpc.core.peer import Peer
 
-__all__ = ["Interceptor", "intercepted"]
+__all__ = ["TAG", "Interceptor", "NoRecorder", "Recorder", "intercepted", "recorded"]
+
+TAG: Final = "ag"
+"""The field of a header in which a recorder's tag travels."""
 
 
 class Interceptor(Protocol):
@@ -37,6 +40,65 @@ class Interceptor(Protocol):
 
     def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
         """See, and maybe replace, a value that has come back."""
+
+
+class Recorder(Protocol):
+    """Takes note of the tensors in messages, to follow them from worker to worker. One per agent. Thread-safe."""
+
+    @property
+    def live(self) -> bool:
+        """Whether there is something to record; otherwise it is asked about tensors that require grad only."""
+
+    def sent(self, tensors: Sequence[Any], peer: Peer | None, context: int | None = None) -> Any:
+        """See the plain tensors of what has been packed, on the thread that packs it.
+
+        Args:
+            peer: to whom the message goes; None for something that is kept, to be opened later anywhere.
+            context: what it belongs to; by default what the calling code does.
+
+        Returns:
+            What is to travel along (anything that msgpack can pack), or None.
+        """
+
+    def arrived(self, tag: Any, tensors: list[Any], peer: Peer | None) -> None:
+        """See the plain tensors of what has been opened, in the order in which they were packed.
+
+        Args:
+            tag: what :meth:`sent` has returned there, as it came over the wire.
+            peer: who has sent it; None for something that was kept.
+
+        Raises:
+            ProtocolError: the tag makes no sense.
+        """
+
+    def forwarded(self, tag: Any, peer: Peer) -> None:
+        """Hear that something kept goes to a worker."""
+
+
+class NoRecorder:
+    """The recorder where nobody wants to know."""
+
+    live = False
+
+    def sent(self, tensors: Sequence[Any], peer: Peer | None, context: int | None = None) -> Any:
+        """Do nothing."""
+
+    def arrived(self, tag: Any, tensors: list[Any], peer: Peer | None) -> None:
+        """Do nothing."""
+
+    def forwarded(self, tag: Any, peer: Peer) -> None:
+        """Do nothing."""
+
+
+def recorded(
+    recorder: Recorder, header: dict[str, Any] | None, tensors: Sequence[Any], peer: Peer
+) -> dict[str, Any] | None:
+    """Return the header of a message that has been packed, with the recorder's tag where it gives one."""
+    tag = recorder.sent(tensors, peer)
+    if tag is not None:
+        header = {} if header is None else header
+        header[TAG] = tag
+    return header
 
 
 def intercepted(

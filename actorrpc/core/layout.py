@@ -134,15 +134,17 @@ class Outgoing:
 
     Attributes:
         tensors: the plain tensors of the message, in the order in which the receiver rebuilds them.
+        grad: one of them requires grad.
     """
 
-    __slots__ = ("_by_storage", "_device_map", "pieces", "tensors")
+    __slots__ = ("_by_storage", "_device_map", "grad", "pieces", "tensors")
 
     def __init__(self, device_map: Mapping[str, str] | None) -> None:
         self._by_storage: dict[int, int] = {}
         self._device_map = device_map
         self.pieces: list[list[Any]] = []
         self.tensors: list[torch.Tensor] = []
+        self.grad = False
 
     def touch(self, t: torch.Tensor, low: int, high: int, used: int, off_cpu: int) -> int:
         """Note that ``t`` uses [low, high) of its storage; return the storage's number."""
@@ -288,6 +290,7 @@ def _describe(out: Outgoing, t: torch.Tensor, flags: int) -> tuple[int, ...]:
     code = _CODES[t.dtype] | flags & ~_OFF_CPU
     if t.requires_grad:
         code |= _GRAD
+        out.grad = True
     return (index, code, offset, *t.shape, *stride)
 
 
@@ -330,6 +333,7 @@ def _reduce_special(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
     if not t.is_nested and any(getattr(t, "names", ())):
         raise SerializationError("a tensor with named dimensions cannot be sent: drop its names first")
     grad = t.requires_grad
+    out.grad = out.grad or grad
     bare = t.detach()
     layout = t.layout
     if layout is torch.sparse_coo:
@@ -362,6 +366,7 @@ def _reduce_parameter(p: torch.nn.Parameter) -> tuple[Any, ...]:
         flags = _classify(p, keys)
     rebuild: tuple[Any, ...]
     if flags >= 0:
+        out.tensors.append(p)
         rebuild = (parameter, (p.requires_grad, *_describe(out, p, flags)))
     else:
         # The data travels as a tensor of its own, which pickle has to keep alive: hence in the arguments.
@@ -535,7 +540,7 @@ def empty_on(device: str, index: int, code: int, offset: int, *geometry: int) ->
 
 def parameter(requires_grad: bool, index: int, code: int, offset: int, *geometry: int) -> torch.Tensor:
     """Rebuild a parameter (wire format)."""
-    return torch.nn.Parameter(_build(index, code, offset, *geometry), requires_grad)
+    return _arrives(torch.nn.Parameter(_build(index, code, offset, *geometry), requires_grad))
 
 
 def set_attributes(t: torch.Tensor, attributes: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ import msgpack
 
 from actorrpc.core import codec, frames
 from actorrpc.core.frames import Frame, pack_frame, unpack_extra, unpack_position
+from actorrpc.core.interceptors import TAG, Recorder
 from actorrpc.core.tensor_lane import Placement
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError
 
@@ -291,8 +292,10 @@ def open_plain(body: bytes, peer: Peer) -> Any:
     return codec.decode(body, (), definitions=peer.definitions, context=Parcel(peer))
 
 
-def open_body(conn: Connection | None, frame: Frame, header: dict[str, Any], parcel: Parcel) -> Any:
-    """Return the object that a message carries.
+def open_body(
+    conn: Connection | None, frame: Frame, header: dict[str, Any], parcel: Parcel, recorder: Recorder
+) -> Any:
+    """Return the object that a message carries; the recorder sees its tensors, where the sender's has.
 
     Raises:
         ProtocolError: it makes no sense.
@@ -303,7 +306,13 @@ def open_body(conn: Connection | None, frame: Frame, header: dict[str, Any], par
     if flags & ~frames.LETTER:
         views, body = _buffers(conn, frame, header)
     peer = parcel.peer
-    return codec.decode(body, views, definitions=peer.definitions, context=parcel)
+    tag = header.get(TAG)
+    if tag is None:
+        return codec.decode(body, views, definitions=peer.definitions, context=parcel)
+    tensors: list[Any] = []
+    opened = codec.decode(body, views, definitions=peer.definitions, context=parcel, tensors=tensors)
+    recorder.arrived(tag, tensors, peer)
+    return opened
 
 
 def _buffers(

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Generic, Literal, TypeVar
 
+import torch
+
 from actorrpc.core import codec, exceptions
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT
@@ -36,17 +38,26 @@ from actorrpc.rpc.forks import Handle, Outcome
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from actorrpc.rpc.references import References
 
-__all__ = ["RRef", "RRefProxy", "new_references", "runtime", "set_runtime"]
+__all__ = ["RRef", "RRefProxy", "new_references", "runtime", "set_backward", "set_runtime"]
 
 T = TypeVar("T")
 
+_NO_CONTEXT: Final = -1
+
 _runtime: References | None = None
+_run_backward: Callable[[Any, int, bool], None] | None = None
 
 
 def set_runtime(references: References | None) -> None:
     """Name the references of the agent that is in force in this process."""
     global _runtime
     _runtime = references
+
+
+def set_backward(run: Callable[[Any, int, bool], None]) -> None:
+    """Name what runs the backward pass of a value in an autograd context. For the floor above."""
+    global _run_backward
+    _run_backward = run
 
 
 def runtime() -> References:
@@ -168,6 +179,18 @@ def _call_method(value: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     if getattr(method, ASYNC_MARK, None) is not None:
         return Later(future_of(result, method))
     return result
+
+
+def _backward(rref_id: RRefId, context_id: int, retain_graph: bool) -> None:
+    """Run the backward pass of an owned value, once it is there."""
+    value = _wait_outcome(runtime(), rref_id).wait()
+    if not isinstance(value, torch.Tensor):
+        raise RuntimeError(f"RRef should contain a tensor for .backward(), not {type(value).__name__}")
+    if context_id == _NO_CONTEXT:
+        value.backward(retain_graph=retain_graph)
+    else:
+        assert _run_backward is not None
+        _run_backward(value, context_id, retain_graph)
 
 
 def _rebuild(index: int) -> Any:
@@ -326,6 +349,31 @@ class RRef(Generic[T]):
             if future._claim():
                 future._finish(None, error.with_traceback(None))
         return future
+
+    def backward(self, dist_autograd_ctx_id: int = _NO_CONTEXT, retain_graph: bool = False) -> None:
+        """Run the backward pass from the value, a tensor with one element, on its owner; returns at its end.
+
+        Args:
+            dist_autograd_ctx_id: the distributed autograd context; without one, the owner runs a local backward pass.
+            retain_graph: keep the graph for another pass.
+
+        Raises:
+            RuntimeError: this worker is not the owner and there is no context; the value is no tensor, or cannot be
+                differentiated.
+            Exception: as :func:`actorrpc.autograd.backward`, and what the creation of the value raised.
+        """
+        if isinstance(dist_autograd_ctx_id, bool) or not isinstance(dist_autograd_ctx_id, int):
+            raise TypeError(f"dist_autograd_ctx_id must be an int, not {dist_autograd_ctx_id!r}")
+        arguments = (self._handle.rref_id, dist_autograd_ctx_id, bool(retain_graph))
+        if self.is_owner():
+            _backward(*arguments)
+            return
+        if dist_autograd_ctx_id == _NO_CONTEXT:
+            raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+        self._check()
+        agent = self._references.agent
+        peer = self._references.peer_of(self._handle.owner)
+        agent.call(peer, _backward, arguments, {}, 0, keep=self, label="RRef.backward").result()
 
     def _check(self) -> None:
         """Raise what has happened to this reference, if anything has."""

@@ -309,10 +309,17 @@ def test_the_list_of_tensors_is_the_same_on_both_sides() -> None:
     encoded = encode(sent)
     found: list[Any] = []
     arrived = trip(sent, tensors=found)
-    assert [id(t) for t in encoded.tensors] == [id(a), id(b), id(c), id(sent["e"])]
-    assert [id(t) for t in found] == [id(arrived[k][n]) for k, n in (("a", 0), ("a", 1), ("c", 0))] + [
-        id(arrived["e"])
-    ]
+    assert encoded.grad
+    assert [id(t) for t in encoded.tensors] == [id(a), id(b), id(sent["p"]), id(c), id(sent["e"])]
+    arrived_in_order = [*arrived["a"], arrived["p"], arrived["c"][0], arrived["e"]]
+    assert [id(t) for t in found] == [id(t) for t in arrived_in_order]
+
+
+def test_whether_one_requires_grad_is_known() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert not encode([torch.ones(2), leaf.detach(), 3]).grad
+    for each in (leaf, leaf * 2, torch.nn.Parameter(torch.ones(1)), torch.eye(2).to_sparse().requires_grad_()):
+        assert encode([torch.ones(2), each]).grad
 
 
 def test_freed_storage_is_refused() -> None:

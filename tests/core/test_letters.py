@@ -40,7 +40,7 @@ class Office:
     def _open(self, conn: Any, peer: Any, frame: Frame) -> None:
         header = unpack_extra(frame.extra)
         parcel = messages.Parcel(peer)
-        args, _ = messages.open_body(conn, frame, header, parcel)
+        args, _ = messages.open_body(conn, frame, header, parcel, self.agent.recorder)
 
         self.agent.executor.answer(
             conn, frame.id, (header["m"], len(args)), Execution(peer, frame.id, 0.0, 0)

@@ -1,0 +1,138 @@
+"""The functions of ``torch.distributed.autograd``, and what goes beyond them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from actorrpc.autograd import recording
+from actorrpc.autograd.wiring import participant
+from actorrpc.rpc import api, rref
+from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
+
+__all__ = ["backward", "context", "get_gradients"]
+
+
+class context:
+    """A distributed forward and backward pass: ``with context() as context_id``.
+
+    Calls that are made in the block, and calls nested in these on other workers, are recorded: tensors that require grad
+    stay connected with their history on the worker that sent them, so that :func:`backward` finds its way back. Calls of
+    actors, ObjectRefs, streams and RRefs count as well. At the end of the block all workers forget the context, with its
+    graphs and gradients.
+
+    A context belongs to the thread, or asyncio task, that entered it; others may have contexts of their own at the same
+    time. Within a call from another worker the context of the caller is in force.
+
+    Raises:
+        NotInitializedError: RPC is not initialised in this process.
+        RuntimeError: the code is in a context already.
+    """
+
+    def __init__(self) -> None:
+        self._id: int | None = None
+        self._token: Any = None
+
+    def __enter__(self) -> int:
+        part = participant()
+        outer = recording.current_context()
+        if outer is not None:
+            raise RuntimeError(
+                f"Already have an autograd context id for this thread: {outer}. Contexts cannot be nested; leave that one "
+                f"first, or use its id"
+            )
+        self._id = part.contexts.create().id
+        self._token = recording.enter(self._id)
+        return self._id
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        id, token, self._id, self._token = self._id, self._token, None, None
+        if id is None:
+            return
+        recording.leave(token)
+        if api.is_initialized():
+            participant().release(id)
+
+
+def backward(
+    context_id: int,
+    roots: Sequence[torch.Tensor],
+    retain_graph: bool = False,
+    *,
+    gradient: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    accumulate: Literal["context", "grad"] = "context",
+    mode: Literal["smart", "fast"] = "smart",
+    timeout: float = UNSET_RPC_TIMEOUT,
+    create_graph: bool = False,
+) -> None:
+    """Run the backward pass of a distributed forward pass, on all workers that took part in it; returns at its end.
+
+    The gradients of leaves are added up in the context, on the worker on which the leaf is: :func:`get_gradients` and
+    DistributedOptimizer find them there. Hooks of every kind run where the tensor is; those of leaves once, on the whole
+    gradient. A pass counts everywhere or nowhere: after an error the gradients in the context are what they were, and it
+    may be tried again (with ``retain_graph=True`` in the first try).
+
+    Results of calls that the roots do not depend on are left alone. Thread-safe; passes of different contexts run at the
+    same time.
+
+    Args:
+        context_id: what ``with context() as context_id`` gave.
+        roots: what to differentiate: tensors on this worker, with one element each unless ``gradient`` is given.
+        retain_graph: keep the graphs on all workers for another backward pass in this context.
+        gradient: the gradients of the roots, one for each, of their shapes; by default ones.
+        accumulate: where the gradients go: into the context, or, as a local ``backward()`` does, into ``.grad``.
+        mode: ``"smart"`` asks first which messages take part, and cannot hang. ``"fast"``, torch's, takes all of them to:
+            one round trip less, but with a result that the roots do not depend on it ends at the time-out.
+        timeout: seconds; 0 means that only the deaths of workers end it. By default 0 in smart mode, and the group's
+            time-out in fast mode.
+        create_graph: record the pass itself, for gradients of gradients (experimental).
+
+    Raises:
+        RuntimeError: there is no such context; a root does not require grad, has no history, or more than one element;
+            the graph was given up in an earlier pass.
+        RpcTimeoutError: it took longer than ``timeout``.
+        PeerDiedError: a worker that took part has died.
+        RemoteError: what a node or hook on another worker raised, which is an instance of its own class, too.
+    """
+    part = participant()
+    if timeout == UNSET_RPC_TIMEOUT:
+        seconds = api.get_rpc_timeout() if mode == "fast" else 0.0
+    else:
+        seconds = check_timeout(timeout)
+    part.backward(
+        context_id,
+        roots,
+        retain_graph=retain_graph,
+        gradients=gradient,
+        accumulate=accumulate,
+        mode=mode,
+        timeout=seconds,
+        create_graph=create_graph,
+    )
+
+
+def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+    """Return the gradients that backward passes have left in a context for the leaves of this worker.
+
+    Tensors as keys are compared by identity. Where a pass is just ending this waits for its outcome.
+
+    Raises:
+        RuntimeError: this worker does not know the context.
+    """
+    return participant().gradients(context_id, api.get_rpc_timeout())
+
+
+def _backward_of(value: Any, context_id: int, retain_graph: bool) -> None:
+    """Run the backward pass of an RRef's value, on its owner."""
+    backward(context_id, [value], retain_graph)
+
+
+rref.set_backward(_backward_of)

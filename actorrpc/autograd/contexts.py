@@ -1,0 +1,198 @@
+"""Autograd contexts: what one worker knows of one distributed forward pass, and the table of all that it knows of.
+
+A context is made on its origin by ``with context()`` and comes to other workers with the first message that names it.
+It ends everywhere when the origin leaves the block: what is left is its id in the list of the released, so that messages
+which come late do not make it again.
+
+Locks: ``Contexts._lock`` guards the tables of contexts; ``Context.lock`` guards what a context knows. Both are held for
+microseconds, never nested, and re-entrant, because the collector may run a finaliser that sends a message at any
+allocation. ``Context.engine`` is held over calls of the autograd engine, which run user code: it is taken before
+``Context.lock``, never under it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from actorrpc.errors import RpcError
+from actorrpc.rpc.fork_messages import WorkerKey
+
+if TYPE_CHECKING:
+    from actorrpc.autograd.passes import Pass
+
+__all__ = ["Context", "Contexts", "Node", "Receipt"]
+
+_RANK_BITS: Final = 48
+_REMEMBERED: Final = 10_000  # released contexts whose ids are kept
+
+#: A node of torch's autograd graph. There is no class that all of them share.
+Node = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """A message whose tensors have arrived here: where its gradient goes.
+
+    Attributes:
+        worker: who sent it.
+        message: its number there.
+        number: the number of the receipt on this worker: the same message may be opened several times (a kept result).
+        outputs: how many of its tensors require grad: the receiving node has as many outputs.
+    """
+
+    worker: WorkerKey
+    message: int
+    number: int
+    outputs: int
+
+
+class Context:
+    """One distributed forward pass, as this worker knows it. Thread-safe.
+
+    Attributes:
+        id: its number, with the rank of its origin in the top 16 bits.
+        lock: guards all that follows.
+        engine: held over one call of the autograd engine.
+        sends: the messages that left here with tensors that require grad: for each such tensor, in order, its edge.
+        receipts: the messages that arrived here with such tensors, by the node that stands for them.
+        peers: the workers that were sent a message of this context.
+        gradients: what backward passes have left for the leaves of this worker.
+        passes: the backward passes that are under way here, or wait for the verdict of their origin.
+        touched: when it was last used, on the monotonic clock.
+        released: it is over; nothing more is recorded.
+    """
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+        self.lock = threading.RLock()
+        self.engine = threading.RLock()
+        self.sends: dict[int, tuple[GradientEdge, ...]] = {}
+        self.receipts: dict[Node, Receipt] = {}
+        self.peers: set[WorkerKey] = set()
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.passes: dict[int, Pass] = {}
+        self.touched = time.monotonic()
+        self.released = False
+
+    @property
+    def origin(self) -> int:
+        """The rank of the worker that made it."""
+        return self.id >> _RANK_BITS
+
+    def record_send(self, message: int, edges: Sequence[GradientEdge]) -> None:
+        """Note that a message leaves with tensors that require grad."""
+        with self.lock:
+            if not self.released:
+                self.sends[message] = tuple(edges)
+
+    def record_receipt(self, node: Node, receipt: Receipt) -> None:
+        """Note that a message has arrived with tensors that require grad; ``node`` has them as its outputs."""
+        with self.lock:
+            if not self.released:
+                self.receipts[node] = receipt
+
+    def joined_by(self, peer: WorkerKey) -> None:
+        """Note that a worker was sent a message of this context."""
+        self.touched = time.monotonic()
+        if peer not in self.peers:
+            with self.lock:
+                self.peers.add(peer)
+
+    def __repr__(self) -> str:
+        return f"<autograd context {self.id} of worker {self.origin}>"
+
+
+class Contexts:
+    """The contexts of one worker. Thread-safe.
+
+    Args:
+        me: this worker.
+    """
+
+    def __init__(self, me: WorkerKey) -> None:
+        self.me = me
+        self._lock = threading.RLock()
+        self._contexts: dict[int, Context] = {}
+        self._released: OrderedDict[int, None] = OrderedDict()
+        # A restarted worker must not give out ids that its former life has used; the low bits are the count.
+        first = int.from_bytes(os.urandom(3), "big") << 20
+        self._ids = itertools.count((me.rank & 0xFFFF) << _RANK_BITS | first)
+        self._messages = itertools.count((me.rank & 0xFFFF) << _RANK_BITS | 1)
+        self._receipts = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    def new_message(self) -> int:
+        """Return a number for a message."""
+        return next(self._messages)
+
+    def new_receipt(self) -> int:
+        """Return a number for a receipt."""
+        return next(self._receipts)
+
+    def create(self) -> Context:
+        """Make a context whose origin is this worker."""
+        context = Context(next(self._ids))
+        with self._lock:
+            self._contexts[context.id] = context
+        return context
+
+    def find(self, id: int) -> Context | None:
+        """Return a context that this worker knows of, or None."""
+        return self._contexts.get(id)
+
+    def get(self, id: int) -> Context:
+        """Return a context that this worker knows of.
+
+        Raises:
+            TypeError: ``id`` is not an int.
+            RpcError: there is none: it was released, or no message of it has come here.
+        """
+        if isinstance(id, bool) or not isinstance(id, int):
+            raise TypeError(
+                f"a context is named by an int, the value of `with context() as id`, not by {id!r}"
+            )
+        context = self._contexts.get(id)
+        if context is None:
+            over = ": it has been released" if id in self._released else ""
+            raise RpcError(f"Could not find autograd context with id: {id}{over}")
+        return context
+
+    def reach(self, id: int) -> Context | None:
+        """Return the context that a message names, made if it is new here; None if it is over."""
+        context = self._contexts.get(id)
+        if context is None:
+            with self._lock:
+                if id in self._released:
+                    return None
+                context = self._contexts.get(id)
+                if context is None:
+                    context = self._contexts[id] = Context(id)
+        return context
+
+    def release(self, id: int) -> Context | None:
+        """Take a context out, for ever; None if it is not there. The caller ends its passes and tells its peers."""
+        with self._lock:
+            context = self._contexts.pop(id, None)
+            self._released[id] = None
+            while len(self._released) > _REMEMBERED:
+                self._released.popitem(last=False)
+        if context is not None:
+            with context.lock:
+                context.released = True
+        return context
+
+    def all(self) -> list[Context]:
+        """Return all contexts that this worker knows of."""
+        return list(self._contexts.values())

@@ -1,0 +1,131 @@
+"""What workers tell each other in a backward pass. No I/O, no state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from actorrpc.futures import Future
+from actorrpc.rpc.fork_messages import WorkerKey
+
+__all__ = [
+    "Contribution",
+    "Discover",
+    "Gradient",
+    "Message",
+    "Notice",
+    "Release",
+    "Run",
+    "Sink",
+    "Stratum",
+    "Transport",
+    "Verdict",
+]
+
+#: The gradients of one message: one for each of its tensors that require grad; None where there is none.
+Gradients = tuple["torch.Tensor | None", ...]
+
+
+class Contribution(NamedTuple):
+    """Who sends a gradient for a message: a worker, and the number of the receipt there. A message has one for each
+    receipt of it that takes part in the pass."""
+
+    worker: WorkerKey
+    receipt: int
+
+
+class Sink(NamedTuple):
+    """A receipt that can be reached from somewhere: the message that it is of, and its own number."""
+
+    worker: WorkerKey
+    message: int
+    receipt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Discover:
+    """Asks which receipts can be reached from messages of the asked worker. Answer: ``{message: [Sink, ...]}``."""
+
+    context: int
+    messages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stratum:
+    """Messages of one worker whose gradients are worked off in one call of the engine: all of one level.
+
+    Attributes:
+        messages: message -> the contributions that it waits for, in the order in which they are added up.
+    """
+
+    messages: dict[int, tuple[Contribution, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Gives a worker its part of a pass. Answered when the part is done, or with the error that ended it."""
+
+    context: int
+    pass_id: int
+    strata: Sequence[Stratum]
+    retain_graph: bool
+    create_graph: bool
+    accumulate: str  # "context" or "grad"
+    timeout: float  # seconds that are left of the pass; 0: no bound
+    gradients: Sequence[Gradient]  # what the origin has for this worker already
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """Brings the gradient of one message, from one of its receipts."""
+
+    context: int
+    pass_id: int
+    message: int
+    receipt: int
+    gradients: Gradients
+    fast: bool = False
+    retain_graph: bool = False
+    timeout: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Says that a pass has succeeded everywhere, so that its gradients count; or that it has failed, and they do not."""
+
+    context: int
+    pass_id: int
+    commit: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Says that a context is over."""
+
+    context: int
+
+
+Message = Discover | Run | Gradient
+Notice = Verdict | Release
+
+
+class Transport(Protocol):
+    """How messages go to other workers, and to this one."""
+
+    me: WorkerKey
+
+    def ask(self, to: WorkerKey, message: Message, timeout: float) -> Future[Any]:
+        """Send a message and return a future of the answer. Never raises, never waits.
+
+        Args:
+            timeout: seconds; 0 means no bound but the life of the worker.
+        """
+
+    def tell(self, to: WorkerKey, notice: Notice) -> None:
+        """Send a notice that needs no answer, as often as it takes. Never raises, never waits."""
+
+    def name(self, worker: WorkerKey) -> str:
+        """Return what errors call a worker."""

@@ -1,0 +1,115 @@
+"""How the messages of backward passes travel: as calls and notices of the agent."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import msgpack
+
+from actorrpc.autograd.messages import Message, Notice, Release, Verdict
+from actorrpc.core.agent import Agent
+from actorrpc.core.calls import CURRENT
+from actorrpc.core.execution import Later
+from actorrpc.core.peer import Peer
+from actorrpc.errors import NotInitializedError, ProtocolError, RpcError
+from actorrpc.futures import Future
+from actorrpc.rpc.fork_messages import WorkerKey
+from actorrpc.rpc.references import References
+
+if TYPE_CHECKING:
+    from actorrpc.autograd.participant import Participant
+
+__all__ = ["AgentTransport", "pack_notice", "serve", "set_participant", "unpack_notice"]
+
+_NOTICE: Final = "autograd"
+_RETRY_S: Final = 1.0  # a notice is sent again after this time, then 1.5 times that, ...
+_ATTEMPTS: Final = 20
+
+_participant: Participant | None = None
+
+
+def set_participant(participant: Participant | None) -> None:
+    """Name who answers for this process."""
+    global _participant
+    _participant = participant
+
+
+def serve(message: Message) -> Any:
+    """Take a message of a backward pass (called by RPC)."""
+    execution = CURRENT.get()
+    participant = _participant
+    if participant is None or execution is None:
+        raise NotInitializedError("this worker has no distributed autograd: it has been shut down")
+    answer = participant.handle(References.key_of(execution.peer), message)
+    return Later(answer) if isinstance(answer, Future) else answer
+
+
+def pack_notice(notice: Notice) -> bytes:
+    """Return a notice as bytes."""
+    if isinstance(notice, Verdict):
+        return msgpack.packb((notice.context, notice.pass_id, notice.commit))  # type: ignore[no-any-return]
+    return msgpack.packb((notice.context,))  # type: ignore[no-any-return]
+
+
+def unpack_notice(body: bytes) -> Notice:
+    """Return the notice that :func:`pack_notice` was given.
+
+    Raises:
+        ProtocolError: the bytes make no sense.
+    """
+    try:
+        fields = msgpack.unpackb(body)
+    except Exception as error:
+        raise ProtocolError(f"a notice of distributed autograd cannot be read: {error!r}") from error
+    if isinstance(fields, list) and all(isinstance(each, int) for each in fields):
+        if len(fields) == 1:
+            return Release(fields[0])
+        if len(fields) == 3:
+            return Verdict(fields[0], fields[1], bool(fields[2]))
+    raise ProtocolError("a notice of distributed autograd makes no sense")
+
+
+class AgentTransport:
+    """The way to the other workers, over an agent. Thread-safe."""
+
+    def __init__(self, agent: Agent, references: References) -> None:
+        self._agent = agent
+        self._references = references
+        self.me = references.me
+
+    def ask(self, to: WorkerKey, message: Message, timeout: float) -> Future[Any]:
+        """See :class:`actorrpc.autograd.messages.Transport`."""
+        future: Future[Any] = Future()
+        label = f"backward ({type(message).__name__})"
+        future.label = label
+        try:
+            self._agent.call(self._peer(to), serve, (message,), {}, timeout, future=future, label=label)
+            self._agent.flush()
+        except Exception as error:
+            if future._claim():
+                future._finish(None, error)
+        return future
+
+    def tell(self, to: WorkerKey, notice: Notice, attempt: int = 0) -> None:
+        """See :class:`actorrpc.autograd.messages.Transport`."""
+        agent = self._agent
+        try:
+            peer = self._peer(to)
+        except RpcError:
+            return
+        if agent.closed_down or peer.state != "alive" or agent.notify(peer, _NOTICE, pack_notice(notice)):
+            return
+        if attempt < _ATTEMPTS:
+            again = partial(self.tell, to, notice, attempt + 1)
+            agent.clock.after(_RETRY_S * 1.5**attempt, partial(agent.submit, again))
+
+    def name(self, worker: WorkerKey) -> str:
+        """See :class:`actorrpc.autograd.messages.Transport`."""
+        try:
+            return self._peer(worker).name
+        except RpcError:
+            return f"worker {worker.rank}"
+
+    def _peer(self, worker: WorkerKey) -> Peer:
+        return self._agent.self_peer if worker == self.me else self._references.peer_of(worker)

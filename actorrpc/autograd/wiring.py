@@ -1,0 +1,104 @@
+"""Wiring: puts distributed autograd on top of an agent when the process joins a group, and takes it off again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from actorrpc.autograd.contexts import Contexts
+from actorrpc.autograd.participant import Participant
+from actorrpc.autograd.recording import GraphRecorder
+from actorrpc.autograd.transport import AgentTransport, set_participant, unpack_notice
+from actorrpc.core.agent import Agent
+from actorrpc.core.interceptors import NoRecorder
+from actorrpc.core.peer import Peer
+from actorrpc.errors import NotInitializedError
+from actorrpc.rpc import api
+from actorrpc.rpc.references import References
+
+__all__ = ["contexts", "participant", "start"]
+
+_LOOKS: Final = 4  # so often is a context looked at during its lease
+
+_runtime: tuple[Contexts, Participant] | None = None
+
+
+def contexts() -> Contexts:
+    """Return the autograd contexts of this worker.
+
+    Raises:
+        NotInitializedError: RPC is not initialised in this process.
+    """
+    return _required()[0]
+
+
+def participant() -> Participant:
+    """Return who takes part in backward passes for this worker.
+
+    Raises:
+        NotInitializedError: RPC is not initialised in this process.
+    """
+    return _required()[1]
+
+
+def _required() -> tuple[Contexts, Participant]:
+    found = _runtime
+    if found is None:
+        raise NotInitializedError(
+            "distributed autograd needs RPC: call init_rpc() in every worker, or actorrpc.init(), first"
+        )
+    return found
+
+
+def start(agent: Agent, references: References) -> Callable[[bool], None]:
+    """Bring distributed autograd into force in this process; returns what ends it."""
+    global _runtime
+    made = Contexts(references.me)
+    part = Participant(made, AgentTransport(agent, references))
+    lease = agent.settings.context_ttl
+    over = False
+
+    def noticed(peer: Peer, body: bytes) -> None:
+        part.hear(References.key_of(peer), unpack_notice(body))
+
+    def peer_ended(peer: Peer) -> None:
+        part.worker_died(References.key_of(peer))
+
+    def look() -> None:
+        part.expire(lease)
+        look_later()
+
+    def look_later() -> None:
+        if not over:
+            agent.clock.after(lease / _LOOKS, partial(agent.submit, look))
+
+    def end(_graceful: bool) -> None:
+        global _runtime
+        nonlocal over
+        over = True
+        _runtime = None
+        set_participant(None)
+        agent.recorder = NoRecorder()
+        for context in made.all():
+            part.release(context.id)
+
+    agent.on_notice["autograd"] = noticed
+    agent.on_peer_end.append(peer_ended)
+    agent.recorder = GraphRecorder(made)
+    set_participant(part)
+    _runtime = made, part
+    look_later()
+    return end
+
+
+def _forget() -> None:
+    global _runtime
+    _runtime = None
+    set_participant(None)
+
+
+api.on_start.append(start)
+# A fork of a worker has none of its parent's contexts.
+os.register_at_fork(after_in_child=_forget)
