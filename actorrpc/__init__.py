@@ -14,7 +14,7 @@ if sys.platform != "linux":
 if sys.version_info < (3, 11):  # noqa: UP036 (for those who install it in spite of its metadata)
     raise PlatformError(f"actorrpc needs Python 3.11 or later; this is {sys.version.split()[0]}")
 
-from actorrpc import actors, cluster, errors, rpc
+from actorrpc import actors, autograd, cluster, errors, rpc
 from actorrpc.actors import (
     ActorClass,
     ActorGroup,
@@ -110,6 +110,7 @@ __all__ = [
     "__version__",
     "actors",
     "as_completed",
+    "autograd",
     "call",
     "cancel",
     "cluster",

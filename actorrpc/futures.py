@@ -30,6 +30,7 @@ S = TypeVar("S")
 
 _log = logging.getLogger("actorrpc.futures")
 _SLICE_S = 1.0
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: clear on classes that were made in C
 _base_init = torch._C.Future.__init__
 _base_set_result = torch._C.Future.set_result
 _base_set_unwrap = torch._C.Future._set_unwrap_func
@@ -117,9 +118,12 @@ def _twin(error: BaseException) -> BaseException:
     """
     cls = type(error)
     try:
-        native = next(each for each in cls.__mro__ if each.__module__ == "builtins")
+        # The class in C that objects of this one are laid out as: not the first in the order of methods.
+        native: Any = cls
+        while native.__flags__ & _HEAP_TYPE:
+            native = native.__base__
         twin: BaseException = native.__new__(cls, *error.args)
-        native.__init__(twin, *error.args)  # type: ignore[misc]
+        native.__init__(twin, *error.args)
         twin.__dict__.update(error.__dict__)
     except Exception:
         twin = RuntimeError(cls.__qualname__)  # no code of its own is run here, its repr neither
@@ -401,7 +405,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable, not {type(callback).__name__}")
-        following: Future[S] = Future()
+        following: Future[S] = type(self)()  # type: ignore[assignment]
         following.label = f"then({getattr(callback, '__qualname__', callback)!s}) of {self.label}"
 
         def run(done: Future[T]) -> None:

@@ -23,6 +23,8 @@ COLOURS = {
     "actorrpc": "#1f6fb2",
     "no spin": "#7fb2dd",
     "proxy": "#7fb2dd",
+    "fast mode": "#7fb2dd",
+    "plain": "#8a8a8a",
     "rpc_sync": "#5fae7b",
     "raw": "#8a8a8a",
     "memcpy": "#c4c4c4",

@@ -18,6 +18,8 @@ PEER_ORDER = (
     "ray numpy",
     "monarch",
     "actorrpc",
+    "fast mode",
+    "plain",
     "rpc_sync",
     "proxy",
     "no spin",
@@ -26,7 +28,7 @@ PEER_ORDER = (
     "raw",
     "memcpy",
 )
-COMPARED = ("torch", "ray", "monarch", "rpc_sync", "raw")
+COMPARED = ("torch", "ray", "monarch", "rpc_sync", "plain", "raw")
 
 METRICS: dict[str, str] = {
     "p50": "p50, us",
@@ -45,6 +47,11 @@ METRICS: dict[str, str] = {
     "pss": "MB of all of them (a page that n share counts 1/n to each)",
     "each": "us to make one and have its first answer",
     "weight": "private KiB of the worker for each actor",
+    "step_cpu": "processor time of all workers, us a step",
+    "forward": "forward, us",
+    "backward": "backward, us",
+    "hop": "us for each further hop",
+    "both_ways": "GB/s, the tensor and its gradient",
 }
 TENSOR_METRICS = {"rate": "GB/s", "cpu": "processor time of both sides, s per GB"}
 

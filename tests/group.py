@@ -36,6 +36,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from actorrpc.core import keys
 from tests import leaks, processes
 
 __all__ = ["Died", "GroupError", "rpc_group", "run_group", "start_server", "stop_server"]
@@ -310,6 +311,8 @@ def rpc_group(
         )
     finally:
         shutil.rmtree(store, ignore_errors=True)
+        if may_die:
+            keys.sweep()  # the next worker to start would do it: the sockets of those that were killed
 
 
 def _free_port() -> int:

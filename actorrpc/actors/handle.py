@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, ParamSpec, TypeVar, overload
 
+from actorrpc.actors import module_methods
 from actorrpc.actors.methods import MethodInfo
 from actorrpc.actors.object_ref import ObjectRef
 from actorrpc.actors.options import CallOptions
-from actorrpc.actors.ref_generator import ObjectRefGenerator
+from actorrpc.actors.outcomes import shaped
 from actorrpc.actors.runtime import runtime
 from actorrpc.core import codec
 from actorrpc.core.holder import Holder
@@ -24,11 +24,13 @@ from actorrpc.futures import Future
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from actorrpc.actors.route import Route
     from actorrpc.actors.spec import Card
     from actorrpc.rpc.rref import RRef
 
-__all__ = ["ActorHandle", "ActorMethod", "ActorProxy", "Whole", "call_function", "offer", "shaped"]
+__all__ = ["ActorHandle", "ActorMethod", "ActorProxy", "call_function", "offer"]
 
 C_co = TypeVar("C_co", covariant=True)
 P = ParamSpec("P")
@@ -43,6 +45,7 @@ _RREF: Final = MethodInfo.anything("<rref>", "rref")
 # What every handle offers, as far as its class has no methods of these names: name -> function of a handle.
 _offered: dict[str, Callable[..., Any]] = {}
 _offered_values: dict[str, Callable[[Any], Any]] = {}
+_offered_to_modules: dict[str, Callable[..., Any]] = {}  # only to those whose class is an nn.Module
 
 
 def offer(name: str, function: Callable[..., Any], *, value: bool = False) -> None:
@@ -112,16 +115,30 @@ class ActorMethod(Generic[P, Out]):
         return ActorMethod(self._card, self._route, self._info, merged)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: remote methods are called with ``remote``.
+        """Refuse: remote methods are called with ``remote``. Only what torch's modules have is called on the handle of one.
 
         Raises:
-            TypeError: always.
+            TypeError: it is none of these.
         """
+        if module_methods.is_direct(self._card.info, self._info):
+            return self._call_directly(args, kwargs)
         name = self._info.name
         raise TypeError(
             f"a method of an actor cannot be called directly: instead of handle.{name}(...) write handle.{name}.remote(...), "
             f"or handle.rpc_sync().{name}(...) to wait for the result"
         )
+
+    def _call_directly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        info, options, route = self._info, self._options, self._route
+        info.check(args, kwargs)
+        if options.num_returns != 1:
+            options = options.merged(num_returns=1)
+        if info.name == "__call__":
+            return route.call(info, options, args, kwargs, refs=False).wait()
+        asked = (module_methods.run, info.name, args, kwargs)
+        options = options.merged(name=info.name)  # so that errors say what was called
+        itself, value = route.call(_CALL, options, asked, {}, refs=False).wait()
+        return ActorHandle(self._card, route) if itself else value
 
     def __repr__(self) -> str:
         return f"<remote method {self._info.signature.title} of {self._card.title}>"
@@ -133,78 +150,6 @@ class ActorMethod(Generic[P, Out]):
     def _rebuild(handle: ActorHandle[Any], info: MethodInfo, options: CallOptions) -> ActorMethod[..., Any]:
         state = handle.__dict__
         return ActorMethod(state["_actorrpc_card"], state["_actorrpc_route"], info, options)
-
-
-def shaped(
-    future: Future[Any],
-    info: MethodInfo,
-    options: CallOptions,
-    label: object = None,
-    route: Route | None = None,
-) -> Any:
-    """Return what ``remote`` gives for a call: an ObjectRef, several, none, or a stream."""
-    count = options.num_returns
-    if count == "streaming" or info.streams:
-        translate = None if route is None else partial(route.explain, info, options)
-        return ObjectRefGenerator(future, translate=translate)
-    if count == 1:
-        return ObjectRef(future, label=label)
-    return [ObjectRef(each, label=label) for each in _split(future, count)] if count else None
-
-
-class Whole:
-    """The source of futures that another future completes: progress on any of them is progress on that call."""
-
-    __slots__ = ("_future",)
-
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
-
-    def drive(self, deadline: float | None) -> None:
-        """Make progress on the call."""
-        source = self._future._source
-        if source is not None:
-            source.drive(deadline)
-
-    def flush(self) -> None:
-        """Send the call."""
-        source = self._future._source
-        if source is not None:
-            source.flush()
-
-    def cancel(self) -> bool:
-        """Give the call up, and with it all that waits for it."""
-        return self._future.cancel()
-
-
-def _split(future: Future[Any], count: int) -> list[Future[Any]]:
-    """Return one future for each value that the call returns."""
-    parts: list[Future[Any]] = [Future() for _ in range(count)]
-    source = Whole(future)
-    for at, part in enumerate(parts):
-        part.label = f"value {at} of {future.label}"
-        part._source = source
-
-    def done(whole: Future[Any]) -> None:
-        error: BaseException | None = None
-        values: list[Any] = [None] * count
-        try:
-            result = whole.value()
-            if isinstance(result, (tuple, list)) and len(result) == count:
-                values = list(result)
-            else:
-                shown = len(result) if isinstance(result, (tuple, list)) else f"one {type(result).__name__}"
-                error = ValueError(
-                    f"{whole.label} was to return {count} values (num_returns), but returned {shown}"
-                )
-        except BaseException as raised:
-            error = raised
-        for part, value in zip(parts, values, strict=True):
-            if part._claim():
-                part._finish(None if error is not None else value, error)
-
-    future.add_done_callback(done)
-    return parts
 
 
 def _check_group(options: CallOptions, card: Card) -> None:
@@ -221,6 +166,35 @@ def _check_group(options: CallOptions, card: Card) -> None:
 # -- the handle -----------------------------------------------------------------------------------------------
 
 
+class _Calling:
+    """``handle(...)`` and ``handle.__call__``: Python looks on the type of a handle for these, not in ``__getattr__``."""
+
+    __slots__ = ()
+
+    def __get__(self, handle: ActorHandle[Any] | None, owner: Any = None) -> Any:
+        if handle is None:
+            return self
+        card = _card(handle)
+        info = card.info.methods.get("__call__")
+        if info is None:
+            return _Offered(handle, _not_callable, "__call__")
+        state = handle.__dict__
+        found = state.get("__call__")
+        if found is None:
+            found = state["__call__"] = _method(
+                card, state["_actorrpc_route"], info, state["_actorrpc_given"]
+            )
+        return found
+
+
+def _not_callable(handle: ActorHandle[Any], *args: Any, **kwargs: Any) -> Any:
+    del args, kwargs
+    name = _card(handle).info.name
+    raise TypeError(
+        f"{name} is not callable: it has no __call__; its methods are called as handle.method.remote(...)"
+    )
+
+
 class ActorHandle(Generic[C_co]):
     """A reference to an actor, usable on every worker. Thread-safe.
 
@@ -231,6 +205,14 @@ class ActorHandle(Generic[C_co]):
     As far as the class has no methods of these names, a handle also has ``rpc_sync``, ``rpc_async``, ``remote``, ``options``
     (the same handle with other options of its calls), ``rref`` (torch's reference to the instance), ``actor_id``, and
     the package's functions of handles: ``ready``, ``is_alive``, ``kill``, ``monitor``, ``call``.
+
+    Where the class is an ``nn.Module``, ``handle(x)`` calls the module and waits, and what modules have is called on the handle
+    without ``remote``, too, and waits: ``train``, ``eval``, ``to`` and the other conversions, ``requires_grad_``,
+    ``zero_grad`` and ``apply``, which return the handle; ``state_dict`` (copies on the CPU) and ``load_state_dict``;
+    ``parameters`` and ``named_parameters``, which give RRefs in place of the parameters. So does ``remote_parameters``, which
+    the class does not have. Such an RRef keeps a parameter, not the actor: it is of no use once the actor's process has
+    ended, or when the actor was restarted. Hooks run as the module has them; ``handle.forward.remote(x)`` is literally
+    ``forward``, and ``handle.__call__.remote(x)`` the call that does not wait.
 
     The actor lives as long as there is a handle somewhere; those that were got by name do not count. Handles are
     equal when they mean the same actor, and travel in arguments and results.
@@ -276,10 +258,18 @@ class ActorHandle(Generic[C_co]):
         def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> ObjectRef[Any]:
             """See :func:`actorrpc.call`."""
 
+        def remote_parameters(self: ActorHandle[nn.Module], recurse: bool = True) -> list[RRef[nn.Parameter]]:
+            """Return RRefs to the parameters of the module, each once. Only where the class is one."""
+            raise AssertionError
+
+        # Of a module, `handle(x)` calls it and waits.
+        __call__: ActorMethod[..., Any]
+
         # Full types of all methods come from actorrpc.mypy_plugin.
         def __getattr__(self, name: str) -> ActorMethod[..., Any]: ...
 
     else:
+        __call__ = _Calling()
 
         def __getattr__(self, name):
             state = self.__dict__
@@ -294,6 +284,8 @@ class ActorHandle(Generic[C_co]):
                 return _Offered(self, _offered[name], name)
             if name in _offered_values:
                 return _offered_values[name](self)
+            if name in _offered_to_modules and card.info.is_module:
+                return _Offered(self, _offered_to_modules[name], name)
             raise AttributeError(_missing(card, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -303,7 +295,9 @@ class ActorHandle(Generic[C_co]):
         )
 
     def __dir__(self) -> list[str]:
-        return sorted({*_card(self).info.methods, *_offered, *_offered_values})
+        info = _card(self).info
+        more = _offered_to_modules if info.is_module else ()
+        return sorted({*info.methods, *_offered, *_offered_values, *more})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ActorHandle):
@@ -536,6 +530,13 @@ def _rref(handle: ActorHandle[Any]) -> Any:
     return found
 
 
+def _remote_parameters(handle: ActorHandle[Any], recurse: bool = True) -> Any:
+    return _send(
+        handle, "rpc_sync", UNSET_RPC_TIMEOUT, _CALL, (module_methods.parameters,), {"recurse": recurse}
+    )
+
+
+_offered_to_modules["remote_parameters"] = _remote_parameters
 offer("rpc_sync", _rpc_sync)
 offer("rpc_async", _rpc_async)
 offer("remote", _remote)

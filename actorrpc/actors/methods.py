@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final, Literal, TypeVar, overload
 
+from torch import nn
+
 from actorrpc.actors.options import CallOptions
 
 __all__ = ["ClassInfo", "Kind", "MethodInfo", "Signature", "kind_of", "method"]
@@ -328,6 +330,7 @@ class ClassInfo:
         constructor: what making one takes.
         is_async: whether any method is an ``async def``.
         has_checkpoint: whether it has the methods ``checkpoint()`` and ``restore(state)``.
+        is_module: whether it is an ``nn.Module``.
         doc: the first line of its docstring.
     """
 
@@ -338,6 +341,7 @@ class ClassInfo:
         "doc",
         "has_checkpoint",
         "is_async",
+        "is_module",
         "methods",
         "module",
         "name",
@@ -350,12 +354,14 @@ class ClassInfo:
         methods: Mapping[str, MethodInfo],
         constructor: MethodInfo,
         doc: str = "",
+        is_module: bool = False,
     ) -> None:
         self.name = name
         self.module = module
         self.methods: dict[str, MethodInfo] = dict(methods)
         self.constructor = constructor
         self.doc = doc
+        self.is_module = is_module
         self.is_async = any(each.kind in ("async", "async_generator") for each in self.methods.values())
         self.has_checkpoint = _takes(self.methods.get("checkpoint"), ()) and _takes(
             self.methods.get("restore"), (None,)
@@ -377,6 +383,7 @@ class ClassInfo:
             {each.name: each for each in _methods(actor, name)},
             _constructor(actor, name),
             doc,
+            issubclass(actor, nn.Module),
         )
         return _known.setdefault(actor, info)
 
@@ -389,6 +396,7 @@ class ClassInfo:
                 [each.packed() for each in self.methods.values()],
                 self.constructor.packed(),
                 self.doc,
+                self.is_module,
             )
             if any(isinstance(each.given.get("retry_exceptions"), tuple) for each in self.methods.values()):
                 return _rebuild, packed  # those classes travel as the message sees fit
@@ -432,10 +440,15 @@ def _open(blob: bytes) -> ClassInfo:
 
 
 def _rebuild(
-    name: str, module: str, methods: Iterable[tuple[Any, ...]], constructor: tuple[Any, ...], doc: str
+    name: str,
+    module: str,
+    methods: Iterable[tuple[Any, ...]],
+    constructor: tuple[Any, ...],
+    doc: str,
+    is_module: bool,
 ) -> ClassInfo:
-    found = [MethodInfo.unpack(each) for each in methods]
-    return ClassInfo(name, module, {each.name: each for each in found}, MethodInfo.unpack(constructor), doc)
+    found = {each[0]: MethodInfo.unpack(each) for each in methods}
+    return ClassInfo(name, module, found, MethodInfo.unpack(constructor), doc, is_module)
 
 
 def _methods(actor: type, owner: str) -> Iterable[MethodInfo]:

@@ -17,9 +17,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, TypeVar, overload
 
 from actorrpc.actors.actor_class import ActorClass, is_importable
-from actorrpc.actors.handle import ActorHandle, Whole, shaped
+from actorrpc.actors.handle import ActorHandle
 from actorrpc.actors.methods import ClassInfo, MethodInfo, Signature, kind_of
 from actorrpc.actors.options import CallOptions, TaskOptions
+from actorrpc.actors.outcomes import Whole, shaped
 from actorrpc.actors.runtime import Runtime, runtime
 from actorrpc.errors import ActorDiedError, ActorUnavailableError, PeerDiedError
 from actorrpc.futures import Future

@@ -28,6 +28,8 @@ from actorrpc.errors import RpcError
 from actorrpc.rpc.fork_messages import WorkerKey
 
 if TYPE_CHECKING:
+    from actorrpc.autograd.graph import Reach
+    from actorrpc.autograd.messages import Sink
     from actorrpc.autograd.passes import Pass
 
 __all__ = ["Context", "Contexts", "Node", "Receipt"]
@@ -63,11 +65,16 @@ class Context:
         id: its number, with the rank of its origin in the top 16 bits.
         lock: guards all that follows.
         engine: held over one call of the autograd engine.
-        sends: the messages that left here with tensors that require grad: for each such tensor, in order, its edge.
+        sends: the messages that left here with tensors that require grad: for each such tensor, in order, its edge. Empty
+            where a backward pass has given the graph up.
         receipts: the messages that arrived here with such tensors, by the node that stands for them.
         peers: the workers that were sent a message of this context.
         gradients: what backward passes have left for the leaves of this worker.
         passes: the backward passes that are under way here, or wait for the verdict of their origin.
+        ended: the numbers of those that are over: what comes late of them is ignored.
+        reaches: what each of ``sends`` leads to, as far as somebody has asked.
+        sinks: which messages those of other workers lead to, as far as passes that began here have asked.
+        maker: the worker that made it, where that is known: its rank alone may be that of a later life.
         touched: when it was last used, on the monotonic clock.
         released: it is over; nothing more is recorded.
     """
@@ -81,6 +88,10 @@ class Context:
         self.peers: set[WorkerKey] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.passes: dict[int, Pass] = {}
+        self.ended: OrderedDict[int, None] = OrderedDict()
+        self.reaches: dict[int, Reach] = {}
+        self.sinks: dict[tuple[WorkerKey, int], Sequence[Sink]] = {}
+        self.maker: WorkerKey | None = None
         self.touched = time.monotonic()
         self.released = False
 

@@ -1,9 +1,11 @@
-"""What workers tell each other in a backward pass. No I/O, no state."""
+"""What workers tell each other in a backward pass. No I/O, no state.
+
+Messages are named tuples because these are pickled in C: one of them crosses for each message of the forward pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,6 +17,7 @@ __all__ = [
     "Contribution",
     "Discover",
     "Gradient",
+    "Gradients",
     "Message",
     "Notice",
     "Release",
@@ -45,27 +48,24 @@ class Sink(NamedTuple):
     receipt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Discover:
+class Discover(NamedTuple):
     """Asks which receipts can be reached from messages of the asked worker. Answer: ``{message: [Sink, ...]}``."""
 
     context: int
     messages: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Stratum:
+class Stratum(NamedTuple):
     """Messages of one worker whose gradients are worked off in one call of the engine: all of one level.
 
     Attributes:
         messages: message -> the contributions that it waits for, in the order in which they are added up.
     """
 
-    messages: dict[int, tuple[Contribution, ...]]
+    messages: Mapping[int, tuple[Contribution, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Gives a worker its part of a pass. Answered when the part is done, or with the error that ended it."""
 
     context: int
@@ -78,22 +78,27 @@ class Run:
     gradients: Sequence[Gradient]  # what the origin has for this worker already
 
 
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """Brings the gradient of one message, from one of its receipts."""
+class Gradient(NamedTuple):
+    """Brings the gradient of one message, from one of its receipts. Answered when it has been worked off.
+
+    In a fast pass there is no :class:`Run`, so the gradient says itself what is asked for, and the answer may come later:
+    when the worker that was idle until this gradient came is idle again, and all that it has sent on is answered. The
+    answer is then ``{worker: (gradients it has worked off, its messages that wait for one)}``, of all who took part.
+    """
 
     context: int
     pass_id: int
     message: int
     receipt: int
     gradients: Gradients
+    create_graph: bool = False  # the gradients have a history: they are recorded as tensors of any call are
     fast: bool = False
     retain_graph: bool = False
+    accumulate: str = "context"
     timeout: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Says that a pass has succeeded everywhere, so that its gradients count; or that it has failed, and they do not."""
 
     context: int
@@ -101,8 +106,7 @@ class Verdict:
     commit: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(NamedTuple):
     """Says that a context is over."""
 
     context: int

@@ -27,7 +27,7 @@ from actorrpc.core.peer import Peer
 from actorrpc.errors import ProtocolError
 from actorrpc.rpc.fork_messages import WorkerKey
 
-__all__ = ["GraphRecorder", "current_context", "enter", "leave", "receive"]
+__all__ = ["ANCHOR", "GraphRecorder", "current_context", "enter", "leave", "receive"]
 
 _log = logging.getLogger("actorrpc.autograd")
 
@@ -80,7 +80,8 @@ class _Received(torch.autograd.Function):
         )
 
 
-_anchor: Final = torch.empty(0, requires_grad=True)
+#: The leaf that all these nodes hang from: a walk that gets to it has passed through one.
+ANCHOR: Final = torch.empty(0, requires_grad=True)
 _apply: Final[Callable[..., tuple[torch.Tensor, ...]]] = _Received.apply
 
 
@@ -89,10 +90,10 @@ def receive(tensors: Sequence[torch.Tensor]) -> Any:
     for each in tensors:
         each.requires_grad_(False)
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        outputs = _apply(_anchor, list(tensors))
+        outputs = _apply(ANCHOR, list(tensors))
     else:
         with torch.inference_mode(False), torch.enable_grad():
-            outputs = _apply(_anchor, list(tensors))
+            outputs = _apply(ANCHOR, list(tensors))
     return outputs[0].grad_fn
 
 
@@ -121,7 +122,7 @@ class GraphRecorder:
         if peer is not None:
             found.joined_by(WorkerKey(peer.rank, peer.record.incarnation))
         indices = [index for index, each in enumerate(tensors) if each.requires_grad]
-        if not indices:
+        if not indices or not torch.is_grad_enabled():
             return None if peer is None else (id,)
         message = self._contexts.new_message()
         found.record_send(message, [get_gradient_edge(tensors[index]) for index in indices])

@@ -26,10 +26,13 @@ _taken: set[torch.Tensor] = set()  # tensors hash by identity
 
 
 @contextmanager
-def borrowed(leaves: Iterable[torch.Tensor], deadline: float | None = None) -> Iterator[None]:
+def borrowed(
+    leaves: Iterable[torch.Tensor], deadline: float | None = None
+) -> Iterator[list[torch.Tensor | None]]:
     """Have the ``.grad`` of leaves for oneself, empty; afterwards it is what it was.
 
-    All are taken at once, so that two users of overlapping sets cannot wait for each other.
+    All are taken at once, so that two users of overlapping sets cannot wait for each other. The block is given what was in
+    the slots, in order, and what it puts into that list is what is there afterwards.
 
     Args:
         leaves: the tensors; each once.
@@ -54,7 +57,7 @@ def borrowed(leaves: Iterable[torch.Tensor], deadline: float | None = None) -> I
         for leaf in mine:
             leaf.grad = None
         try:
-            yield
+            yield before
         finally:
             for leaf, grad in zip(mine, before, strict=True):
                 leaf.grad = grad

@@ -156,16 +156,31 @@ def init_rpc(
             f"rank {rank} and world_size {world_size} do not go together: ranks are 0..world_size-1"
         )
     _check_backend(backend)
+    join(name, rank, world_size, options)
+
+
+def join(name: str, rank: int, world_size: int | None, options: RpcBackendOptions, store: Any = None) -> None:
+    """Join a group with arguments that are in order, as :func:`init_rpc` does.
+
+    Args:
+        store: the store in which the workers of a fixed group meet; by default the one that the options name.
+
+    Raises:
+        ConfigError, RendezvousError, AuthenticationError, RuntimeError: as :func:`init_rpc`.
+    """
 
     def make() -> Group:
         settings = Settings.from_environment(**options._extra)
-        store, own_rank, size = open_store(options.init_method, rank, world_size, _JOIN_TIMEOUT)
+        if store is None:
+            found, own_rank, size = open_store(options.init_method, rank, world_size, _JOIN_TIMEOUT)
+        else:
+            found, own_rank, size = store, rank, world_size
         maps = options.device_maps if isinstance(options, TensorPipeRpcBackendOptions) else {}
         return groups.join(
             name,
             own_rank,
             size,
-            store,
+            found,
             settings=settings,
             key_text=options._key,
             timeout=_JOIN_TIMEOUT,
@@ -293,19 +308,35 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     Raises:
         RpcTimeoutError: others did not come in time. This worker is shut down all the same.
     """
+    leaks = leave(graceful, timeout)
+    if leaks:
+        _log.warning("Leaking RRef: %d values are still referenced: %s", len(leaks), leaks[:5])
+
+
+def leave(
+    graceful: bool = True, timeout: float = 0, *, let_go: Callable[[], None] | None = None
+) -> Sequence[object]:
+    """Do what :func:`shutdown` does and return the references that are left at a graceful end.
+
+    Args:
+        let_go: called when nobody works any more; what lets go of all RRefs by default (:func:`let_go_of_all`).
+
+    Raises:
+        RpcTimeoutError: as :func:`shutdown`.
+        Exception: what ``let_go`` raised. This worker is shut down all the same.
+    """
     global _state
     state = _state
     if state is None:
-        return
+        return ()
     if os.getpid() != state.agent.pid:
         _state = None
         rrefs.set_runtime(None)
-        return
+        return ()
     seconds = check_timeout(timeout)
     until = time.monotonic() + seconds if seconds else float("inf")
     try:
-        if graceful:
-            _end_together(state, until)
+        return _end_together(state, until, let_go or let_go_of_all) if graceful else ()
     finally:
         with _lock:
             if _state is state:
@@ -320,7 +351,13 @@ def _restore() -> None:
         _before = 0.0
 
 
-def _end_together(state: _State, until: float) -> None:
+def let_go_of_all() -> None:
+    """Let go of every RRef that this worker holds."""
+    references = _require().references
+    references.carry_out(references.table.delete_all_users())
+
+
+def _end_together(state: _State, until: float, let_go: Callable[[], None]) -> Sequence[object]:
     def left() -> float:
         return 0.0 if until == float("inf") else max(0.001, until - time.monotonic())
 
@@ -331,9 +368,9 @@ def _end_together(state: _State, until: float) -> None:
     stop, state.stop = state.stop, None
     if stop is not None:
         stop(True, left())
-        return  # all others have ended: there is nobody to settle anything with
+        return ()  # all others have ended: there is nobody to settle anything with
     # Let go of every reference, and see that the owners know.
-    references.carry_out(references.table.delete_all_users())
+    let_go()
     # Half of the time, so that others who wait for this worker do not give up on it.
     settle = min(until, time.monotonic() + _SETTLE_S / 2)
     pause = 0.0005
@@ -342,9 +379,7 @@ def _end_together(state: _State, until: float) -> None:
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
     group.wait_for_all(1, min(left() or _SETTLE_S, _SETTLE_S))
-    leaks = references.table.leaks()
-    if leaks:
-        _log.warning("Leaking RRef: %d values are still referenced: %s", len(leaks), leaks[:5])
+    return references.table.leaks()
 
 
 @atexit.register
@@ -460,10 +495,22 @@ def rpc_async(
     that do not go through shared memory are on their way when this returns. Arguments and errors as for
     :func:`rpc_sync`.
     """
-    state, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
     future: Future[T] = Future()
-    state.agent.call(peer, func, args, kwargs, seconds, future=future)
+    send(future, to, func, args, kwargs, timeout)
     return future
+
+
+def send(
+    future: Future[Any],
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> None:
+    """Do what :func:`rpc_async` does, with a future that the caller has made. For the floors above."""
+    state, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
+    state.agent.call(peer, func, args, kwargs, seconds, future=future)
 
 
 def remote(
@@ -521,3 +568,30 @@ def what() -> str | None:
 def get_rpc_timeout() -> float:
     """Return the default time-out of calls of this worker, in seconds; 0 means none."""
     return _require().timeout
+
+
+def set_rpc_timeout(timeout: float) -> None:
+    """Set the default time-out of calls of this worker, in seconds; 0 means none. Calls under way keep theirs.
+
+    Raises:
+        ConfigError: it is not a number of seconds >= 0.
+    """
+    _require().timeout = check_timeout(timeout)
+
+
+def group() -> Group:
+    """Return this worker's membership in the group. For the floors above.
+
+    Raises:
+        NotInitializedError: RPC is not initialised in this process.
+    """
+    return _require().group
+
+
+def references() -> References:
+    """Return the RRefs of this worker. For the floors above.
+
+    Raises:
+        NotInitializedError: RPC is not initialised in this process.
+    """
+    return _require().references

@@ -149,9 +149,7 @@ class Group:
                 del order[0]
                 continue
             if peer.is_self:
-                self._watch_all()
-                agent.upkeep.watching = True
-                agent.upkeep.pulse.poke()
+                self.watch_all()
             future: Future[None] = Future()
             try:
                 agent.call(peer, _arrive, (stage, agent.name), {}, 0.0, future=future, label="shutdown")
@@ -169,9 +167,11 @@ class Group:
                     worker=leader,
                 ) from None
 
-    def _watch_all(self) -> None:
-        """Connect to every worker, so that a death of any of them is noticed while waiting for it."""
+    def watch_all(self) -> None:
+        """Connect to every worker of a fixed group, so that a death of any of them is noticed while waiting for it."""
         agent = self.agent
+        agent.upkeep.watching = True
+        agent.upkeep.pulse.poke()
         for name in self._table:
             peer = agent.peer(name)
             if peer.is_self or peer.state != "alive" or peer.conn is not None:

@@ -38,7 +38,7 @@ from actorrpc.rpc.forks import Handle, Outcome
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from actorrpc.rpc.references import References
 
-__all__ = ["RRef", "RRefProxy", "new_references", "runtime", "set_backward", "set_runtime"]
+__all__ = ["RRef", "RRefProxy", "new_references", "reduce", "runtime", "set_backward", "set_class", "set_runtime"]
 
 T = TypeVar("T")
 
@@ -420,7 +420,12 @@ class RRef(Generic[T]):
         raise RRefError("an RRef is a reference: deepcopy would not copy its value; use to_here() for a copy")
 
 
-def _reduce(rref: RRef[Any]) -> tuple[Any, ...]:
+def reduce(rref: RRef[Any]) -> tuple[Any, ...]:
+    """Return how to pickle an RRef in the message that is being packed: a fork goes with it.
+
+    Raises:
+        RRefError: no message is being packed, or the reference is of no use any more.
+    """
     parcel = codec.current_encoding()
     if isinstance(parcel, Holder):
         return parcel.hold(rref)
@@ -435,12 +440,24 @@ def _reduce(rref: RRef[Any]) -> tuple[Any, ...]:
     return _rebuild, (len(parcel.sent) - 1,)
 
 
-codec.register(RRef, _reduce)
+codec.register(RRef, reduce)
+
+_made: type[RRef[Any]] = RRef
+
+
+def set_class(cls: type[RRef[Any]]) -> None:
+    """Name the class of the RRefs that calls give and bring, in groups that are joined from now on; :class:`RRef` is it.
+
+    For what stands on the floors above: a subclass of :class:`RRef` that adds names and no state to travel.
+    """
+    global _made
+    codec.register(cls, reduce)
+    _made = cls
 
 
 def new_references(agent: Agent, default_timeout: Callable[[], float]) -> References:
     """Return the references of a new agent."""
-    return References(agent, default_timeout, wrap=RRef._wrap, make=_create)
+    return References(agent, default_timeout, wrap=_made._wrap, make=_create)
 
 
 # What Python and its libraries look for on any object to find out how to treat it: a proxy is treated as a proxy.

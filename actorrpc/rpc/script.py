@@ -12,13 +12,14 @@ from __future__ import annotations
 import importlib
 import io
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 
 from actorrpc.core import codec
 
-__all__ = ["register"]
+__all__ = ["REDUCERS", "register"]
 
 
 def _imported(module: str, name: str) -> Any:
@@ -48,8 +49,15 @@ def _reduce_module(module: Any) -> tuple[Any, ...]:
     return _loaded, (archive.getvalue(),)
 
 
+#: How each class is reduced.
+REDUCERS: Final[dict[type, Callable[[Any], tuple[Any, ...]]]] = {
+    torch.jit.ScriptFunction: _reduce_function,
+    # torch.jit has them, and does not say so
+    **{getattr(torch.jit, name): _reduce_module for name in ("RecursiveScriptModule", "TopLevelTracedModule")},
+}
+
+
 def register() -> None:
     """Have messages carry TorchScript."""
-    codec.register(torch.jit.ScriptFunction, _reduce_function)
-    for name in ("RecursiveScriptModule", "TopLevelTracedModule"):  # torch.jit has them, and does not say so
-        codec.register(getattr(torch.jit, name), _reduce_module)
+    for cls, reducer in REDUCERS.items():
+        codec.register(cls, reducer)

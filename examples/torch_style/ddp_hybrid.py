@@ -33,7 +33,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["HybridModel", "Result", "Texts", "main"]
+__all__ = ["HybridModel", "Result", "Texts", "main", "make_layers"]
 
 MASTER, SERVER, TRAINER = "master", "ps", "trainer{}"
 TOPICS = 8
@@ -77,14 +77,18 @@ class Texts:
         return cls(words, lengths.cumsum(0) - lengths, topics)
 
 
+def make_layers(width: int) -> nn.Sequential:
+    """Return the layers that find the topic in what the embedding gives."""
+    return nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, TOPICS))
+
+
 class HybridModel(nn.Module):
     """The embedding on the parameter server, then layers that DDP replicates on the trainers."""
 
     def __init__(self, remote_embedding: Any, width: int) -> None:
         super().__init__()
         self.remote_embedding = remote_embedding
-        layers = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, TOPICS))
-        self.layers = DistributedDataParallel(layers)
+        self.layers = DistributedDataParallel(make_layers(width))
 
     def forward(self, words: Tensor, begins: Tensor) -> Tensor:
         """Return the scores of the topics for each text."""
@@ -97,11 +101,17 @@ class HybridModel(nn.Module):
         return [*rrefs, *(rpc.RRef(parameter) for parameter in self.layers.parameters())]
 
 
-@torch.no_grad()
 def accuracy(model: HybridModel, texts: Texts) -> float:
     """Return the share of texts whose topic is found."""
-    found = model(texts.words, texts.begins).argmax(1)
+    # no_grad does not reach the server: what it answers has a history, which belongs into a context.
+    with dist_autograd.context(), torch.no_grad():
+        found = model(texts.words, texts.begins).argmax(1)
     return (found == texts.topics).float().mean().item()
+
+
+def dice_of(seed: int, rank: int) -> torch.Generator:
+    """Return what a trainer draws its texts with."""
+    return torch.Generator().manual_seed(1000 * seed + rank)
 
 
 def run_trainer(remote_embedding: Any, rank: int, args: argparse.Namespace) -> tuple[list[float], float]:
@@ -109,7 +119,7 @@ def run_trainer(remote_embedding: Any, rank: int, args: argparse.Namespace) -> t
     torch.manual_seed(args.seed)
     model = HybridModel(remote_embedding, args.width)
     optimizer = DistributedOptimizer(torch.optim.SGD, model.parameter_rrefs(), lr=args.lr)
-    dice = torch.Generator().manual_seed(1000 * args.seed + rank)
+    dice = dice_of(args.seed, rank)
     losses = []
     for step in range(args.steps):
         texts = Texts.draw(args.batch, args.vocabulary, dice)
@@ -121,7 +131,7 @@ def run_trainer(remote_embedding: Any, rank: int, args: argparse.Namespace) -> t
         # something else; all of them in step make it the same in each run.
         dist.barrier()
         losses.append(loss.item())
-        if rank == 0 and not args.quiet and (step + 1) % args.log_interval == 0:
+        if rank == 0 and (step + 1) % args.log_interval == 0:
             recent = losses[-args.log_interval :]
             print(f"step {step + 1:4d}  loss {sum(recent) / len(recent):.3f}", flush=True)
     unseen = Texts.draw(1000, args.vocabulary, torch.Generator().manual_seed(-1))
@@ -207,12 +217,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--trainers", type=whole_number(1), default=2, help="beside them run a master and a server")
     add("--steps", type=whole_number(1), default=200, help="steps of each trainer")
     add("--batch", type=whole_number(1), default=64, help="texts of each trainer in a step")
-    add("--vocabulary", type=whole_number(TOPICS), default=800, help="words that there are")
+    add("--vocabulary", type=whole_number(TOPICS), default=400, help="words that there are")
     add("--width", type=whole_number(1), default=32, help="size of a word's vector")
     add("--lr", type=float, default=1.0, help="learning rate")
     add("--seed", type=whole_number(0), default=0, help="seed of the model and of the texts")
     add("--log_interval", type=whole_number(1), default=20, help="steps between log lines")
-    add("--quiet", action="store_true", help="show no progress")
     add("--json", action="store_true", help="print the outcome as one line of JSON")
     return parser.parse_args(argv)
 

@@ -22,10 +22,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import cross_entropy
@@ -57,7 +57,7 @@ def remote_method(method: Callable[..., Any], rref: Any, *args: Any) -> Any:
 
 def digits() -> tuple[Tensor, Tensor]:
     """Return 1797 images of 8 x 8 pixels, and which digit each of them shows."""
-    data = load_digits()
+    data = import_module("sklearn.datasets").load_digits()  # takes a second: once, in the first process
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1)
     return images / 16, torch.tensor(data.target)
 
@@ -82,6 +82,7 @@ class ParameterServer(nn.Module):
             nn.ReLU(),
             nn.Linear(64, 10),
         )
+        self.lock = threading.Lock()
         self.reports: dict[str, tuple[list[float], float]] = {}
 
     def forward(self, images: Tensor) -> Tensor:
@@ -90,13 +91,15 @@ class ParameterServer(nn.Module):
         It computes with a copy of the parameters. Some other trainer's step may change the parameters
         before this trainer's backward pass comes back here, and that must find what the forward pass used.
         """
-        copies = {name: parameter.clone() for name, parameter in self.net.named_parameters()}
-        scores: Tensor = torch.func.functional_call(self.net, copies, (images,))
+        with self.lock:  # the net has the copies in place of its parameters while functional_call() runs
+            copies = {name: parameter.clone() for name, parameter in self.net.named_parameters()}
+            scores: Tensor = torch.func.functional_call(self.net, copies, (images,))
         return scores
 
     def parameter_rrefs(self) -> list[Any]:
         """Return an RRef to each parameter, for the trainers' optimizers."""
-        return [rpc.RRef(parameter) for parameter in self.net.parameters()]
+        with self.lock:
+            return [rpc.RRef(parameter) for parameter in self.net.parameters()]
 
     def report(self, trainer: str, losses: list[float], seconds: float) -> None:
         """Take a trainer's losses and how long it was busy."""
@@ -116,12 +119,11 @@ def get_parameter_server(seed: int) -> ParameterServer:
         return server
 
 
-def run_parameter_server(args: argparse.Namespace) -> None:
+def run_parameter_server(args: argparse.Namespace, images: Tensor, labels: Tensor) -> None:
     """Serve until all trainers have left, then say how good the net is."""
     rpc.init_rpc("parameter_server", rank=0, world_size=args.world_size)
     rpc.shutdown()  # waits for the trainers, and serves their calls until then
 
-    images, labels = digits()
     trained = get_parameter_server(args.seed)
     with torch.no_grad():
         right = trained.net(images[-TEST_IMAGES:]).argmax(1) == labels[-TEST_IMAGES:]
@@ -158,11 +160,11 @@ class TrainerNet(nn.Module):
         return rrefs
 
 
-def run_trainer(rank: int, args: argparse.Namespace) -> None:
+def run_trainer(rank: int, args: argparse.Namespace, images: Tensor, labels: Tensor) -> None:
     """Train the net on one share of the images."""
     name = f"trainer{rank}"
     rpc.init_rpc(name, rank=rank, world_size=args.world_size)
-    images, labels = (part[:-TEST_IMAGES][rank - 1 :: args.world_size - 1] for part in digits())
+    images, labels = (part[:-TEST_IMAGES][rank - 1 :: args.world_size - 1] for part in (images, labels))
     dice = torch.Generator().manual_seed(args.seed + rank)
 
     net = TrainerNet(args.seed)
@@ -177,9 +179,8 @@ def run_trainer(rank: int, args: argparse.Namespace) -> None:
                 dist_autograd.backward(context_id, [loss])
                 optimizer.step(context_id)
             losses.append(loss.item())
-        if not args.json:
-            mean = sum(losses[first:]) / (len(losses) - first)
-            print(f"{name}  epoch {epoch:2d}/{args.epochs}  loss {mean:.3f}", flush=True)
+        mean = sum(losses[first:]) / (len(losses) - first)
+        print(f"{name}  epoch {epoch:2d}/{args.epochs}  loss {mean:.3f}", flush=True)
     remote_method(ParameterServer.report, net.server_rref, name, losses, time.perf_counter() - start)
     rpc.shutdown()
 
@@ -187,15 +188,15 @@ def run_trainer(rank: int, args: argparse.Namespace) -> None:
 # --- The processes ---------------------------------------------------------------------------------------
 
 
-def run_worker(rank: int, args: argparse.Namespace) -> None:
+def run_worker(rank: int, args: argparse.Namespace, images: Tensor, labels: Tensor) -> None:
     """Be one member of the group: the server on rank 0, a trainer on any other rank."""
     if args.backend == "torch":
         use_torch()
     torch.set_num_threads(1)
     if rank == 0:
-        run_parameter_server(args)
+        run_parameter_server(args, images, labels)
     else:
-        run_trainer(rank, args)
+        run_trainer(rank, args, images, labels)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -207,11 +208,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--backend", choices=("actorrpc", "torch"), default="actorrpc", help="which RPC to run on")
     add("--world_size", type=int, default=3, help="processes: one server, the rest trainers")
-    add("--epochs", type=int, default=6, help="how often a trainer goes through its share of the images")
+    add("--epochs", type=int, default=10, help="how often a trainer goes through its share of the images")
     add("--batch", type=int, default=32)
     add("--lr", type=float, default=0.03, help="learning rate of SGD with momentum")
     add("--seed", type=int, default=1)
-    add("--json", action="store_true", help="print nothing but the outcome, as one line of JSON")
+    add("--json", action="store_true", help="print the outcome as one line of JSON")
     args = parser.parse_args(argv)
     if args.world_size < 2:
         parser.error("--world_size: a server and a trainer make 2")
@@ -226,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         probe.bind(("localhost", 0))
         os.environ.setdefault("MASTER_PORT", str(probe.getsockname()[1]))
     try:
-        spawn(run_worker, args=(args,), nprocs=args.world_size)
+        spawn(run_worker, args=(args, *digits()), nprocs=args.world_size)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

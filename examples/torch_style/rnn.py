@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -193,9 +194,8 @@ def train(args: argparse.Namespace) -> None:
     optimizer = DistributedOptimizer(torch.optim.Adam, model.parameter_rrefs(), lr=args.lr)
     losses: list[float] = []
     history = [perplexity(model, text.test, args)]
-    if not args.json:
-        print(f"{len(text.train)} words of text, {len(text.words)} different ones; {args.backend}")
-        print(f"untrained  perplexity of unseen text {history[0]:7.1f}", flush=True)
+    print(f"{len(text.train)} words of text, {len(text.words)} different ones")
+    print(f"untrained  perplexity of unseen text {history[0]:7.1f}", flush=True)
 
     seconds = 0.0
     for epoch in range(1, args.epochs + 1):
@@ -216,21 +216,20 @@ def train(args: argparse.Namespace) -> None:
         seconds += took
         steps = len(losses) - first
         history.append(perplexity(model, text.test, args))
-        if not args.json:
-            print(
-                f"epoch {epoch:4d}  perplexity {math.exp(sum(losses[first:]) / steps):7.1f}, "
-                f"of unseen text {history[-1]:7.1f}  {steps / took:.1f} steps/s",
-                flush=True,
-            )
+        print(
+            f"epoch {epoch:4d}  perplexity {math.exp(sum(losses[first:]) / steps):7.1f}, "
+            f"of unseen text {history[-1]:7.1f}  {steps / took:.1f} steps/s",
+            flush=True,
+        )
     speed = len(losses) / seconds
     if args.plot:
         draw(history, f"{len(text.words)} words, LSTM of {args.hidden}, seed {args.seed}", args.plot)
+    print("what it says now:", sample(model, text, 60, args.seed))
     if args.json:
-        result = {"backend": args.backend, "steps_per_second": speed, "perplexities": history, "losses": losses}
-        print(json.dumps(result), flush=True)
+        result = {"backend": args.backend, "steps_per_second": speed, "perplexities": history}
+        print(json.dumps(result | {"losses": losses}), flush=True)
     else:
-        print(f"{len(losses)} steps in {seconds:.1f} s: {speed:.1f} steps/s on {args.backend}")
-        print("what it says now:", sample(model, text, 60, args.seed), flush=True)
+        print(f"{len(losses)} steps in {seconds:.1f} s: {speed:.1f} steps/s on {args.backend}", flush=True)
 
 
 def draw(history: Sequence[float], title: str, file: str) -> None:
@@ -266,8 +265,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--backend", choices=("actorrpc", "torch"), default="actorrpc", help="which RPC to run on")
-    add("--epochs", type=int, default=8)
-    add("--max_steps", type=int, help="end an epoch after this many steps (default: with the text)")
+    add("--epochs", type=int, default=5)
+    add("--max_steps", type=int, help="end an epoch after this many steps (None: with the text)")
     add("--vocabulary", type=int, default=1200, help="how many words to know")
     add("--embedding", type=int, default=64, help="width of the embeddings")
     add("--hidden", type=int, default=128, help="width of the LSTM")
@@ -275,9 +274,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--length", type=int, default=16, help="words of each column in a batch")
     add("--lr", type=float, default=5e-3, help="learning rate of Adam")
     add("--seed", type=int, default=1)
-    add("--plot", default="rnn_curve.png", metavar="FILE", help="the curve as PNG; '' for none (needs matplotlib)")
-    add("--json", action="store_true", help="print nothing but the outcome, as one line of JSON")
-    return parser.parse_args(argv)
+    add("--plot", default="rnn_curve.png", metavar="FILE", help="the curve as PNG; '' for none")
+    add("--json", action="store_true", help="print the outcome as one line of JSON")
+    args = parser.parse_args(argv)
+    if args.plot and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib, or give --plot ''")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:

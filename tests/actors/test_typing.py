@@ -90,6 +90,9 @@ class Box(Generic[T]):
     def get(self) -> T: return self.value
 class Sub(Actor):
     def more(self) -> str: return ""
+@actorrpc.remote
+class Called:
+    def __call__(self, x: int) -> str: return ""
 h = Actor.remote(1)
 h  # -> ActorHandle[Actor]
 Actor.remote("x")  # E: incompatible type "str"
@@ -116,6 +119,8 @@ h.add.remote(h.static.remote(1))  # E: incompatible type "ObjectRef[str]"; expec
 Actor.remote(h.marked.remote(1))  # -> ActorHandle[Actor]
 Box.remote(3)  # -> ActorHandle[Box[int]]
 Box.remote("x").get.remote()  # -> ObjectRef[str]
+Called.remote().__call__.remote(1)  # -> ObjectRef[str]
+Called.remote().__call__.remote("x")  # E: incompatible type "str"
 Sub.remote(1)  # E: "Sub" has no "remote": it is a plain class, put @remote over it
 actorrpc.get(h.add.remote(1))  # -> float
 actorrpc.get([h.add.remote(1), h.add.remote(2)])  # -> list[float]

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from actorrpc import rpc
-from actorrpc.core import keys
 from actorrpc.errors import NotInitializedError, PeerDiedError, RpcTimeoutError
 from tests.group import Died, rpc_group
 
@@ -97,13 +96,6 @@ def _await_stop(worker: str) -> None:
 def _is_blocked_in_send(thread: threading.Thread, worker: str) -> bool:
     conn = rpc.api._require().agent.peer(worker).conn  # type: ignore[attr-defined]
     return conn is not None and bool(conn._rest) and conn.write_lock.locked()
-
-
-def _deadly_group(*args: Any, **options: Any) -> list[Any]:
-    try:
-        return rpc_group(*args, **options)
-    finally:
-        keys.sweep()  # the next worker to start would do it: the sockets of those that were killed
 
 
 # -- killed ----------------------------------------------------------------------------------------
@@ -247,7 +239,7 @@ def test_calls_to_killed_workers_end(tmp_path: Path, transport: str) -> None:
     os.mkfifo(tmp_path / "end")
     os.mkfifo(tmp_path / "said")
     options = {"lane": False, "transport": transport}
-    results = _deadly_group(_victims, 7, str(tmp_path), options=options, may_die=range(1, 7))
+    results = rpc_group(_victims, 7, str(tmp_path), options=options, may_die=range(1, 7))
     assert results == ["survived", *([Died(-signal.SIGKILL)] * 6)] or results[6] == "arrived"
     assert results[:6] == ["survived", *([Died(-signal.SIGKILL)] * 5)]
 
@@ -261,7 +253,7 @@ def _first_dies(rank: int, world_size: int) -> None:
 
 
 def test_shutdown_goes_on_when_the_worker_that_is_asked_dies() -> None:
-    assert _deadly_group(_first_dies, 4, may_die=[0]) == [Died(-signal.SIGKILL), None, None, None]
+    assert rpc_group(_first_dies, 4, may_die=[0]) == [Died(-signal.SIGKILL), None, None, None]
 
 
 # -- stopped, and busy ----------------------------------------------------------------------------
@@ -289,7 +281,7 @@ def _stopped_and_busy(rank: int, world_size: int) -> None:
 
 
 def test_a_stopped_worker_is_declared_dead_and_a_busy_one_is_not() -> None:
-    _deadly_group(_stopped_and_busy, 3, options={"heartbeat": 0.2}, may_die=[1])
+    rpc_group(_stopped_and_busy, 3, options={"heartbeat": 0.2}, may_die=[1])
 
 
 # -- time-outs ---------------------------------------------------------------------------------------

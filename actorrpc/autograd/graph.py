@@ -1,0 +1,333 @@
+"""What a backward pass asks of torch's autograd graph: where edges lead, gradients without side effects, leaves finished.
+
+A pass runs on a worker in parts. Each part is one call of the engine that *captures* gradients: those of the nodes which
+stand for received messages, and those of leaves. Hooks of leaves must see the whole gradient, once; so they are silent
+during captures, and when all parts are done one further call *finishes* the leaves: it puts the sums into their ``.grad``
+as a local backward pass would, with hooks of every kind, those made in C++ (DDP's) included.
+
+All runs on the thread that calls, user code (hooks, custom Functions) included; no lock is held here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from actorrpc.autograd import slots
+from actorrpc.autograd.contexts import Node, Receipt
+from actorrpc.autograd.recording import ANCHOR
+
+__all__ = ["Reach", "Tensors", "accumulate", "add", "add_to", "capture", "finish", "nodes", "reach"]
+
+#: Gradients of some tensors, in order; None where there is none.
+Tensors = list["torch.Tensor | None"]
+
+# What torch.autograd.backward and grad call at last, without the half of the time that they spend before it.
+_run: Final[Callable[..., tuple[torch.Tensor | None, ...]]] = Variable._execution_engine.run_backward
+_ACCUMULATE: Final[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+
+
+# -- where edges lead -------------------------------------------------------------------------------------------------
+
+
+class Reach(NamedTuple):
+    """What a backward pass comes to from some edges: each node once, in the order of the walk.
+
+    Attributes:
+        receipts: the nodes that stand for received messages.
+        leaves: the AccumulateGrad nodes of leaves.
+    """
+
+    receipts: tuple[Node, ...]
+    leaves: tuple[Node, ...]
+
+
+def reach(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> Reach:
+    """Walk from edges to where their gradients end on this worker.
+
+    Args:
+        receipts: the nodes at which this context was entered.
+
+    Raises:
+        RuntimeError: the walk came to a tensor that was received in another context.
+    """
+    leaves: list[Node] = []
+    found: list[Node] = []
+    for node in _walk(edges, receipts, set()):
+        (found if node in receipts else leaves).append(node)
+    return Reach(tuple(found), tuple(leaves))
+
+
+def nodes(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> set[Node]:
+    """Return the nodes that a backward pass from some edges executes: those before where the gradients end."""
+    seen: set[Node] = set()
+    seen.difference_update(list(_walk(edges, receipts, seen)))
+    return seen
+
+
+def _walk(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt], seen: set[Node]) -> list[Node]:
+    # Nodes themselves are kept, never their id(): a node that nothing refers to in Python is a new object next time.
+    ends: list[Node] = []
+    stack: list[Node] = [edge.node for edge in reversed(edges)]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        following = node.next_functions
+        if not following:
+            if type(node) is _ACCUMULATE:
+                if node.variable is ANCHOR:
+                    raise RuntimeError(
+                        "a tensor that takes part in the backward pass was received in another context: detach() it, or "
+                        "call backward() with the id of the context in which it was received"
+                    )
+                ends.append(node)
+        elif node in receipts:
+            ends.append(node)
+        else:
+            for after, _ in following:
+                if after is not None and after not in seen:
+                    stack.append(after)
+    return ends
+
+
+# -- captures ---------------------------------------------------------------------------------------------------------
+
+
+class _Silence:
+    """Whether hooks of leaves are silent, for one thread and what the engine does for it on threads of its own."""
+
+    __slots__ = ("on",)
+
+    def __init__(self) -> None:
+        self.on = False
+
+
+_SILENCE: Final = "actorrpc.silence"
+_has: Final[Callable[[str], bool]] = torch._C._is_key_in_tls
+_get: Final[Callable[[str], _Silence]] = torch._C._get_obj_in_tls
+_put: Final[Callable[[str, _Silence], None]] = torch._C._stash_obj_in_tls
+
+
+def _silence() -> _Silence:
+    # Among torch's thread-local objects, as the engine carries these to its device threads, which run the hooks of leaves
+    # that are not on the CPU.
+    if not _has(_SILENCE):
+        _put(_SILENCE, _Silence())
+    return _get(_SILENCE)
+
+
+@contextmanager
+def _silent(on: bool) -> Iterator[None]:
+    state = _silence()
+    before, state.on = state.on, on
+    try:
+        yield
+    finally:
+        state.on = before
+
+
+class _Hook:
+    """A user's hook of a leaf, silent during captures. It is in the hook's place, so that its handle removes it; where it
+    is copied or pickled, it is the hook again."""
+
+    __slots__ = ("hook",)
+
+    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, gradient: torch.Tensor) -> Any:
+        if _has(_SILENCE) and _get(_SILENCE).on:
+            return None
+        return self.hook(gradient)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "hook"), name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.hook, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.hook,)
+
+
+def _itself(hook: Any) -> Any:
+    return hook
+
+
+def _hush(leaves: Sequence[Node]) -> None:
+    for node in leaves:
+        hooks = node.variable._backward_hooks
+        if hooks:
+            for key, hook in list(hooks.items()):
+                if type(hook) is not _Hook:
+                    hooks[key] = _Hook(hook)
+
+
+def capture(
+    outputs: Sequence[GradientEdge],
+    gradients: Sequence[torch.Tensor],
+    receipts: Sequence[tuple[Node, int]],
+    leaves: Sequence[Node],
+    *,
+    retain_graph: bool,
+    create_graph: bool,
+) -> tuple[list[Tensors], Tensors]:
+    """Run the engine once and return what comes to received messages and to leaves, without executing either.
+
+    Hooks of interior tensors run, those of leaves do not.
+
+    Args:
+        outputs: where to begin; an edge that is there more than once gets the sum, added up in this order.
+        gradients: for each of ``outputs``.
+        receipts: nodes that stand for received messages, and how many outputs each of them has.
+        leaves: AccumulateGrad nodes.
+
+    Raises:
+        Exception: what a node or a hook raised.
+    """
+    if not outputs or not (receipts or leaves):
+        return [[None] * count for _, count in receipts], [None] * len(leaves)
+    _hush(leaves)
+    inputs = [GradientEdge(node, index, None) for node, count in receipts for index in range(count)]
+    inputs += [GradientEdge(node, 0, None) for node in leaves]
+    with _silent(True):
+        captured = _run(
+            tuple(outputs), tuple(gradients), retain_graph, create_graph, tuple(inputs), True, False
+        )
+    at = 0
+    of_receipts: list[Tensors] = []
+    for _, count in receipts:
+        of_receipts.append(list(captured[at : at + count]))
+        at += count
+    return of_receipts, list(captured[at:])
+
+
+# -- sums -------------------------------------------------------------------------------------------------------------
+
+
+def add(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the sum of two gradients, in new memory: sparse if both are."""
+    if one.layout is not torch.strided and other.layout is torch.strided:
+        one, other = other, one  # torch adds sparse to dense, but not dense to sparse
+    if one.requires_grad or other.requires_grad:
+        with torch.enable_grad():  # whatever the caller of backward() has set
+            return one + other
+    return one + other
+
+
+def add_to(total: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Add to a sum that nobody else knows; returns it, or a new one where it cannot hold the result."""
+    if total.layout is not torch.strided or total.requires_grad or other.requires_grad:
+        return add(total, other)
+    return total.add_(other)
+
+
+def accumulate(gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Add gradients to the ``.grad`` of leaves as a local backward pass does: in place where it would."""
+    with slots.borrowed(gradients) as grads:
+        for index, gradient in enumerate(gradients.values()):
+            before = grads[index]
+            grads[index] = gradient if before is None else add_to(before, gradient)
+
+
+# -- finishing leaves -------------------------------------------------------------------------------------------------
+
+
+class _Feed(torch.autograd.Function):
+    """A node with leaves for its inputs, whose backward gives them what is in a box.
+
+    The box is emptied, so that nobody but the engine knows the gradients any more: then they become ``.grad`` as they are
+    wherever a local backward pass would not copy either.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, box: list[torch.Tensor], *_leaves: torch.Tensor) -> torch.Tensor:
+        ctx.box = box
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        box = ctx.box
+        gradients = (None, *box)
+        box.clear()
+        return gradients
+
+
+_feed: Final[Callable[..., torch.Tensor]] = _Feed.apply
+_one: Final = torch.ones(())
+
+
+def _users(gradient: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+
+
+_ALONE: Final = _users(torch.empty(1))
+
+
+def _unshared(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient whose memory no other tensor has, copied if need be.
+
+    The engine looks only whether the tensor is known elsewhere: views of one gradient (of a sum's operands, say) would
+    become the ``.grad`` of several leaves.
+    """
+    if gradient.layout is torch.strided and _users(gradient) > _ALONE:
+        return gradient.clone()
+    return gradient
+
+
+def finish(
+    leaves: Sequence[torch.Tensor],
+    box: list[torch.Tensor],
+    *,
+    create_graph: bool = False,
+    deadline: float | None = None,
+) -> dict[torch.Tensor, torch.Tensor]:
+    """Run the hooks of leaves on their whole gradients; return what is in ``.grad`` after that.
+
+    ``.grad`` itself is as it was when this returns. Leaves that do not require grad any more are left out, as are those
+    whose gradient a hook has taken away. No two of the results share memory.
+
+    Args:
+        leaves: each once.
+        box: the gradient of each; empty afterwards. Those that nobody else refers to are not copied.
+        create_graph: the gradients have a history. Then only tensor hooks run.
+        deadline: until when to wait for others that use the ``.grad`` of these leaves; monotonic, None for ever.
+
+    Raises:
+        RpcTimeoutError: others did not give the leaves back in time.
+        Exception: what a hook raised.
+    """
+    for leaf in leaves:
+        if not leaf.is_leaf:
+            raise RuntimeError("a leaf Variable has been moved into the graph interior")
+    if not all(leaf.requires_grad for leaf in leaves):
+        box[:] = [each for leaf, each in zip(leaves, box, strict=True) if leaf.requires_grad]
+        leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    if not leaves:
+        return {}
+    if create_graph:
+        return _finish_with_history(leaves, box)
+    for index in range(len(box)):
+        box[index] = _unshared(box[index])
+    with _silent(False), slots.borrowed(leaves, deadline):
+        with torch.inference_mode(False), torch.enable_grad():
+            root = _feed(box, *leaves)
+        _run((root,), (_one,), False, False, (), True, True)
+        return {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
+
+
+def _finish_with_history(leaves: Sequence[torch.Tensor], box: list[torch.Tensor]) -> dict[torch.Tensor, Any]:
+    # Not into .grad: with a history, gradient and leaf would refer to each other.
+    edges = tuple(get_gradient_edge(leaf) for leaf in leaves)
+    with _silent(False):
+        results = _run(edges, tuple(box), True, True, edges, True, False)
+    box.clear()
+    return {leaf: each for leaf, each in zip(leaves, results, strict=True) if each is not None}

@@ -1,0 +1,511 @@
+"""What a worker does in backward passes: it answers discovery, works off its part, and hears what becomes of the pass.
+
+Any thread may call, any number at once. The engine runs on the calling thread, under ``Context.engine``; nothing is
+called under ``Context.lock`` that could wait or run user code. Messages are asked and told without waiting: what comes of
+them arrives in callbacks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from actorrpc.autograd.contexts import Context, Contexts
+from actorrpc.autograd.faults import blame, died
+from actorrpc.autograd.graph import Reach
+from actorrpc.autograd.messages import (
+    Discover,
+    Gradient,
+    Message,
+    Notice,
+    Release,
+    Run,
+    Sink,
+    Transport,
+    Verdict,
+)
+from actorrpc.autograd.origin import Origin, wait
+from actorrpc.autograd.passes import FINISH, Pass, Terms, reach_of, remember
+from actorrpc.autograd.roots import check_roots
+from actorrpc.errors import RpcError, RpcTimeoutError
+from actorrpc.futures import Future
+from actorrpc.rpc.fork_messages import WorkerKey
+
+__all__ = ["Participant"]
+
+_log = logging.getLogger("actorrpc.autograd")
+
+
+class Participant:
+    """One worker's side of all backward passes. Thread-safe.
+
+    Args:
+        contexts: what this worker knows.
+        transport: the way to the other workers.
+    """
+
+    def __init__(self, contexts: Contexts, transport: Transport) -> None:
+        self.contexts = contexts
+        self.transport = transport
+        self.me = contexts.me
+        # A restarted worker must not begin passes under numbers of its former life.
+        first = int.from_bytes(os.urandom(3), "big") << 20
+        self._ids = itertools.count((self.me.rank & 0xFFFF) << 48 | first)
+
+    # -- what users call -----------------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        context_id: int,
+        roots: Sequence[torch.Tensor],
+        *,
+        retain_graph: bool = False,
+        gradients: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+        accumulate: str = "context",
+        mode: str = "smart",
+        timeout: float = 0.0,
+        create_graph: bool = False,
+    ) -> None:
+        """Run a backward pass that begins here; returns when it has succeeded everywhere. See ``api.backward``.
+
+        Ctrl-C gives the pass up.
+        """
+        origin = self._origin(
+            context_id, roots, retain_graph, gradients, accumulate, mode, timeout, create_graph
+        )
+        steps = origin.steps()
+        for futures in steps:
+            try:
+                wait(futures)
+            except BaseException as error:
+                steps.throw(error)
+                raise
+
+    def start(
+        self,
+        context_id: int,
+        roots: Sequence[torch.Tensor],
+        *,
+        retain_graph: bool = False,
+        gradients: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+        accumulate: str = "context",
+        mode: str = "smart",
+        timeout: float = 0.0,
+        create_graph: bool = False,
+    ) -> Future[None]:
+        """Begin a backward pass as :meth:`backward` does, without waiting; bad arguments are refused at once."""
+        origin = self._origin(
+            context_id, roots, retain_graph, gradients, accumulate, mode, timeout, create_graph
+        )
+        return origin.run()
+
+    def _origin(
+        self,
+        context_id: int,
+        roots: Sequence[torch.Tensor],
+        retain_graph: bool,
+        gradients: torch.Tensor | Sequence[torch.Tensor | None] | None,
+        accumulate: str,
+        mode: str,
+        timeout: float,
+        create_graph: bool,
+    ) -> Origin:
+        context = self.contexts.get(context_id)
+        if mode not in ("smart", "fast"):
+            raise ValueError(f'mode must be "smart" or "fast", not {mode!r}')
+        if accumulate not in ("context", "grad"):
+            raise ValueError(f'accumulate must be "context" or "grad", not {accumulate!r}')
+        edges, given = check_roots(roots, gradients)
+        terms = Terms(bool(retain_graph), bool(create_graph), accumulate, timeout, mode == "fast")
+        part = Pass(context, next(self._ids), self.me)
+        part.begun = True
+        with context.lock:
+            if context.released:
+                raise RpcError(f"{context} was released")
+            context.passes[part.id] = part
+        return Origin(self, part, terms, edges, given)
+
+    def gradients(self, context_id: int, timeout: float) -> dict[torch.Tensor, torch.Tensor]:
+        """Return what passes have left in a context for the leaves of this worker.
+
+        Where this worker's part of a pass is done and the verdict has not come, this waits for it.
+
+        Args:
+            timeout: seconds; 0 for no bound.
+
+        Raises:
+            RpcError: this worker does not know the context.
+            RpcTimeoutError: a verdict did not come in time.
+        """
+        context = self.contexts.get(context_id)
+        deadline = time.monotonic() + timeout if timeout else None
+        while True:
+            with context.lock:
+                pending = next((each for each in context.passes.values() if each.finished), None)
+                if pending is None:
+                    return dict(context.gradients)
+                if pending.decided is None:
+                    pending.decided = Future()
+                decided = pending.decided
+            try:
+                decided.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except RpcTimeoutError:
+                raise RpcTimeoutError(
+                    f"a backward pass of {context} is done on worker {self.transport.name(self.me)}, but worker "
+                    f"{pending.id >> 48}, where it began, has not said within {timeout} s what became of it"
+                ) from None
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def handle(self, sender: WorkerKey, message: Message) -> Any:
+        """Act on a message; return the answer, or a future of it. Each may come late, or twice.
+
+        Raises:
+            Exception: what ended this worker's part of the pass: it is the answer.
+        """
+        context = self.contexts.get(message.context)
+        context.touched = time.monotonic()
+        if sender.rank == context.origin:
+            context.maker = sender
+        if isinstance(message, Gradient):
+            return (
+                self._fast(context, sender, message) if message.fast else self._take(context, sender, message)
+            )
+        if isinstance(message, Run):
+            return self._run(context, sender, message)
+        assert isinstance(message, Discover)
+        return {each: self.sinks(context, each) for each in message.messages}
+
+    def sinks(self, context: Context, message: int) -> tuple[Sink, ...]:
+        """Return which receipts can be reached from a message that was sent from here.
+
+        Raises:
+            RpcError: it was not, or the context is over.
+            RuntimeError: its graph was given up, or leads into another context.
+        """
+        return self.sinks_of(context, reach_of(context, message))
+
+    def sinks_of(self, context: Context, reach: Reach) -> tuple[Sink, ...]:
+        """Return the receipts of a walk.
+
+        Raises:
+            RpcError: the context is over.
+        """
+        found = []
+        for node in reach.receipts:
+            receipt = context.receipts.get(node)
+            if receipt is None:
+                raise RpcError(f"{context} was released")
+            found.append(Sink(receipt.worker, receipt.message, receipt.number))
+        return tuple(found)
+
+    def _join(self, context: Context, id: int, origin: WorkerKey | None) -> Pass | None:
+        """Return, under the lock of the context, its pass of this number; None if it is over."""
+        part = context.passes.get(id)
+        if part is None:
+            if context.released:
+                raise RpcError(f"{context} was released")
+            if id in context.ended:
+                return None
+            part = context.passes[id] = Pass(context, id, origin)
+        if origin is not None:
+            part.origin = origin
+        return None if part.over else part
+
+    def _take(self, context: Context, sender: WorkerKey, message: Gradient) -> None:
+        with context.lock:
+            part = self._join(context, message.pass_id, None)
+            if part is None:
+                return
+            part.arrive(sender, message.receipt, message.message, message.gradients)
+        # Whoever waits for this worker's part is told what has gone wrong; the sender of a gradient has done its own.
+        self.advance(part)
+
+    def _run(self, context: Context, sender: WorkerKey, message: Run) -> Any:
+        with context.lock:
+            part = self._join(context, message.pass_id, sender)
+            if part is None:
+                raise RpcError(
+                    f"the backward pass was given up before worker {self.transport.name(self.me)} began it"
+                )
+            first, part.begun = not part.begun, True
+        if first:
+            terms = Terms(message.retain_graph, message.create_graph, message.accumulate, message.timeout)
+            try:
+                part.begin(terms, message.strata)
+                with context.lock:
+                    for each in message.gradients:
+                        part.arrive(sender, each.receipt, each.message, each.gradients)
+            except BaseException as error:
+                self.fail(part, error)
+            self.advance(part)
+        with context.lock:
+            if part.error is not None:
+                raise part.error
+            if part.idle or part.over:
+                return None
+            return self.answer_of(part)
+
+    def _fast(self, context: Context, sender: WorkerKey, message: Gradient) -> Any:
+        # Who is idle is engaged by a gradient, and answers it when it is idle again. So the answer to what the origin has
+        # sent means that nobody has anything left to do.
+        error: BaseException | None = None
+        with context.lock:
+            part = self._join(context, message.pass_id, None)
+            if part is None:
+                return None
+            first, part.begun = not part.begun, True
+            engaged, part.engaged = part.engaged, True
+            try:
+                part.arrive(sender, message.receipt, message.message, message.gradients)
+            except RpcError as refused:
+                error = refused
+        try:
+            if error is not None:
+                raise error
+            if first:
+                part.begin_fast(
+                    Terms(
+                        message.retain_graph, message.create_graph, message.accumulate, message.timeout, True
+                    )
+                )
+        except BaseException as failure:
+            self.fail(part, failure)
+        self.advance(part)
+        if engaged:
+            return None
+        with context.lock:
+            if part.error is not None:
+                raise part.error
+            if part.over:
+                return None
+            if part.idle:
+                part.engaged = False
+                return self.reports(part)
+            return self.answer_of(part)
+
+    def answer_of(self, part: Pass) -> Future[Any]:
+        """Return, under the lock of the context, what is completed when the part comes to its end."""
+        if part.answer is None:
+            part.answer = Future()
+            part.answer.label = f"a part of a backward pass of {part.context}"
+        return part.answer
+
+    def reports(self, part: Pass) -> dict[WorkerKey, tuple[int, tuple[int, ...]]]:
+        """Return, under the lock of the context, what this worker knows of all parts of a fast pass."""
+        return {**part.reports, self.me: part.report()}
+
+    def hear(self, sender: WorkerKey, notice: Notice) -> None:
+        """Act on a notice. Each may come late, or twice."""
+        if isinstance(notice, Release):
+            self._release(notice.context, sender, RpcError(f"autograd context {notice.context} was released"))
+            return
+        context = self.contexts.find(notice.context)
+        if context is None:
+            return
+        with context.lock:
+            part = context.passes.get(notice.pass_id)
+            if part is None:
+                remember(context, notice.pass_id)  # its gradients are still on their way here
+                return
+        try:
+            self.decide(part, notice.commit)
+        except Exception:
+            _log.exception("gradients of a backward pass of %r could not be stored", context)
+
+    # -- the part ------------------------------------------------------------------------------------------------
+
+    def advance(self, part: Pass) -> None:
+        """Work off what is there, unless another thread is at it; never raises."""
+        while self.step(part):
+            pass
+        self._settle(part)
+
+    def step(self, part: Pass, direct: dict[WorkerKey, list[Gradient]] | None = None) -> bool:
+        """Work off one stratum, or finish the leaves, if that can be done now; say whether it was. Never raises.
+
+        Args:
+            direct: gradients for other workers are put in here, not sent.
+        """
+        lock = part.context.lock
+        with lock:
+            index = part.take()
+        if index is None:
+            return False
+        done = False
+        try:
+            if index == FINISH:
+                part.finish()
+            else:
+                for to, gradient in part.work(index):
+                    if to == self.me:
+                        with lock:
+                            part.arrive(to, gradient.receipt, gradient.message, gradient.gradients)
+                    elif direct is not None:
+                        direct.setdefault(to, []).append(gradient)
+                    else:
+                        self._send(part, to, gradient)
+            done = True
+        except BaseException as error:
+            self.fail(part, error)
+        with lock:
+            part.put(index, done)
+        return True
+
+    def _send(self, part: Pass, to: WorkerKey, gradient: Gradient) -> None:
+        terms = part.terms
+        assert terms is not None
+        left = terms.left()
+        with part.context.lock:
+            if part.over or part.error is not None:
+                return
+            if terms.fast:
+                part.told.add(to)
+        future = self.transport.ask(to, gradient, left)
+        with part.context.lock:
+            part.asks.add(future)
+        future.add_done_callback(partial(self._answered, part, to))
+
+    def _answered(self, part: Pass, to: WorkerKey, future: Future[Any]) -> None:
+        """Note that a gradient has been worked off, or what went wrong with it."""
+        lock = part.context.lock
+        try:
+            reports = future.value()
+        except BaseException as error:
+            self.fail(part, blame(error, to, self.transport.name(to)))
+            reports = None
+        with lock:
+            part.asks.discard(future)
+            if reports:
+                for worker, report in reports.items():
+                    key = WorkerKey(*worker)
+                    if key not in part.reports or part.reports[key] < report:
+                        part.reports[key] = report
+        self._settle(part)
+
+    def _settle(self, part: Pass) -> None:
+        """Answer whoever waits for this part, if it has come to its end."""
+        with part.context.lock:
+            answer = part.answer
+            if answer is None or part.error is not None or not part.idle:
+                return
+            part.answer, part.engaged = None, False
+            value = self.reports(part) if part.terms is not None and part.terms.fast else None
+        _complete(answer, value)
+
+    # -- its end -------------------------------------------------------------------------------------------------
+
+    def fail(self, part: Pass, error: BaseException) -> None:
+        """End a part with an error, which goes to whoever waits for it; the verdict follows."""
+        with part.context.lock:
+            if part.over or part.error is not None:
+                return
+            part.error = error
+            answer, part.answer = part.answer, None
+            asks = [*part.asks, *part.awaited]
+        for ask in asks:
+            ask.cancel()
+        _complete(answer, None, error)
+
+    def decide(self, part: Pass, commit: bool) -> None:
+        """End a pass on this worker, and on those that hear of it from here; the first verdict counts."""
+        context = part.context
+        with context.lock:
+            if part.over:
+                return
+            part.over = True
+            counts = commit and part.finished and part.error is None
+            told = sorted(part.told)
+        for worker in told:
+            self.transport.tell(worker, Verdict(context.id, part.id, commit))
+        try:
+            if counts:
+                part.commit()
+        finally:
+            with context.lock:
+                context.passes.pop(part.id, None)
+                remember(context, part.id)
+                part.drop()
+                answer, part.answer = part.answer, None
+                asks, decided = list(part.asks), part.decided
+            for ask in asks:
+                ask.cancel()
+            _complete(answer, None, RpcError(f"a backward pass of {context} was given up"))
+            _complete(decided, None)
+
+    def release(self, context_id: int) -> None:
+        """End a context here and on all workers that were in it; passes that are under way fail. Idempotent."""
+        self._release(
+            context_id,
+            None,
+            RpcError(f"autograd context {context_id} was released while a backward pass was under way in it"),
+        )
+
+    def _release(
+        self, context_id: int, sender: WorkerKey | None, error: BaseException, tell: bool = True
+    ) -> None:
+        context = self.contexts.release(context_id)
+        if context is None:
+            return
+        with context.lock:
+            parts = list(context.passes.values())
+            peers = context.peers.union(*(part.told for part in parts))
+        for part in parts:
+            self.fail(part, error)
+            self.decide(part, False)
+        with context.lock:
+            for table in (context.sends, context.receipts, context.reaches, context.sinks, context.gradients):
+                table.clear()
+        if tell:
+            for peer in sorted(peers - {self.me, sender}):
+                self.transport.tell(peer, Release(context_id))
+
+    def worker_died(self, key: WorkerKey) -> None:
+        """End what cannot go on without a worker: passes that need it, and contexts that it made."""
+        error = died(key, self.transport.name(key))
+        for context in self.contexts.all():
+            with context.lock:
+                context.peers.discard(key)
+                parts = list(context.passes.values())
+            for part in parts:
+                self._bereave(part, key, error)
+            # A later life of the same rank makes contexts of its own.
+            if context.origin == key.rank and context.maker in (None, key) and key.rank != self.me.rank:
+                self._release(context.id, key, error)
+
+    def _bereave(self, part: Pass, key: WorkerKey, error: BaseException) -> None:
+        with part.context.lock:
+            if part.origin == self.me:
+                concerned, orphaned = key in part.told or key in part.reports, False
+            else:
+                # In a fast pass the verdict comes the way the gradients came; the origin is not known.
+                origin = part.origin.rank if part.origin is not None else part.id >> 48
+                fast = part.terms is not None and part.terms.fast
+                orphaned = part.origin == key if part.origin else origin == key.rank
+                orphaned = orphaned or (fast and key in part.senders)
+                concerned = orphaned or part.waits_for(key)
+        if concerned:
+            self.fail(part, error)
+        if orphaned:
+            self.decide(part, False)
+
+    def expire(self, older_than: float) -> None:
+        """Drop contexts of other workers that nobody has used for longer than ``older_than`` seconds."""
+        before = time.monotonic() - older_than
+        for context in self.contexts.all():
+            if context.touched < before and context.origin != self.me.rank:
+                error = RpcError(f"{context} was not used for {older_than} s, and dropped")
+                self._release(context.id, None, error, tell=False)
+
+
+def _complete(future: Future[Any] | None, value: Any, error: BaseException | None = None) -> None:
+    if future is not None and future._claim():
+        future._finish(value, error)
+        future.acknowledge()  # whoever it matters to hears it some other way, too

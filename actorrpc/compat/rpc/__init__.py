@@ -1,0 +1,231 @@
+"""What stands in the place of ``torch.distributed.rpc``: its public names, and the private ones that are in use."""
+
+from __future__ import annotations
+
+import logging
+import numbers
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from actorrpc.compat import autograd as dist_autograd
+from actorrpc.compat.rpc import (
+    api,
+    backend_registry,
+    constants,
+    functions,
+    internal,
+    options,
+    server_process_global_profiler,
+)
+from actorrpc.compat.rpc.agent import RpcAgent, TensorPipeAgent, enable_gil_profiling
+from actorrpc.compat.rpc.agent import debug_info_of_references as _debug_info_of_references
+from actorrpc.compat.rpc.api import (
+    AllGatherStates,
+    PyRRef,
+    RRef,
+    _delete_all_user_and_unforked_owner_rrefs,
+    _get_current_rpc_agent,
+    _is_current_rpc_agent_set,
+    _reset_current_rpc_agent,
+    _set_and_start_rpc_agent,
+    get_worker_info,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from actorrpc.compat.rpc.backend_registry import (
+    BackendType,
+    BackendValue,
+    backend_registered,
+    construct_rpc_backend_options,
+    init_backend,
+    register_backend,
+)
+from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
+from actorrpc.compat.rpc.server_process_global_profiler import _server_process_global_profile
+from actorrpc.core.identity import WorkerInfo
+from actorrpc.core.meeting import open_store
+from actorrpc.rpc import api as _core
+from actorrpc.rpc.options import RpcBackendOptions
+
+__all__ = [
+    "AllGatherStates",
+    "BackendType",
+    "BackendValue",
+    "RRef",
+    "TensorPipeRpcBackendOptions",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "get_worker_info",
+    "init_backend",
+    "init_rpc",
+    "is_available",
+    "register_backend",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_INIT_METHOD = constants.DEFAULT_INIT_METHOD
+_DEFAULT_NUM_WORKER_THREADS = constants.DEFAULT_NUM_WORKER_THREADS
+_DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC
+_UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
+_is_tensorpipe_available = True
+_JOIN_S = 300.0
+
+
+def is_available() -> bool:
+    """Say whether RPC can be used in this build: always."""
+    return True
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+) -> None:
+    """Join a group of workers and start this one, as :func:`actorrpc.init_rpc` does.
+
+    Raises:
+        TypeError: there is no such backend, or the options are not those of one.
+        ValueError: nobody has said which rank this worker has.
+        RuntimeError: RPC is initialised already, or as :func:`actorrpc.init_rpc`.
+    """
+    if backend is not None and not isinstance(backend, backend_registry.BackendType):
+        raise TypeError("Argument backend must be a member of BackendType")
+    if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    if backend is None:
+        backend = (
+            backend_registry.BackendType.TENSORPIPE
+            if rpc_backend_options is None
+            else _backend_of(rpc_backend_options)
+        )
+    if rpc_backend_options is None:
+        rpc_backend_options = construct_rpc_backend_options(backend)
+    _check_rank(rank, world_size, rpc_backend_options.init_method)
+    store = None
+    if backend.name != "TENSORPIPE":
+        store, rank, world_size = open_store(rpc_backend_options.init_method, rank, world_size, _JOIN_S)
+    dist_autograd._init(rank)
+    _start(backend, store, name, rank, world_size, rpc_backend_options)
+
+
+def _backend_of(given: Any) -> Any:
+    for candidate in backend_registry.BackendType:
+        if isinstance(given, type(construct_rpc_backend_options(candidate))):
+            if candidate.name != "TENSORPIPE":
+                logger.warning(
+                    "init_rpc: the options are those of %s, which is taken for the backend", candidate
+                )
+            return candidate
+    raise TypeError(f"Could not infer backend for options {given}")
+
+
+def _check_rank(rank: int, world_size: int | None, init_method: str) -> None:
+    """See that a worker of a group of any size says its rank, as torch has it. (actorrpc itself hands one out.)"""
+    if rank >= 0 or (world_size or 0) > 0:
+        return
+    kind = init_method.partition("://")[0]
+    if kind == "env":
+        if "RANK" not in os.environ:
+            raise ValueError(
+                "Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not set"
+            )
+    elif "rank=" not in init_method.partition("?")[2]:
+        raise ValueError(
+            f"Error initializing torch.distributed using {kind}:// rendezvous: rank parameter missing"
+        )
+
+
+def _init_rpc_backend(
+    backend: Any = None,
+    store: Any = None,
+    name: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+) -> None:
+    """Start a worker of a group that meets in a store of torch's.
+
+    Raises:
+        RuntimeError: an argument has a wrong type, RPC is initialised already, or as :func:`init_rpc`.
+    """
+    expected = {
+        "backend": (backend, backend_registry.BackendType),
+        "store": (store, dist.Store),
+        "name": (name, str),
+        "rank": (rank, numbers.Integral),
+        "world_size": (world_size, (numbers.Integral, type(None))),
+        "rpc_backend_options": (rpc_backend_options, RpcBackendOptions),
+    }
+    for argument, (given, kind) in expected.items():
+        if not isinstance(given, kind):
+            raise RuntimeError(f"Argument {argument} must be of type {kind} but got type {type(given)}")
+    _start(backend, store, name, rank, world_size, rpc_backend_options)
+
+
+def _start(backend: Any, store: Any, name: str, rank: int, world_size: int | None, options_: Any) -> None:
+    if _is_current_rpc_agent_set():
+        raise RuntimeError("RPC is already initialized")
+    agent = init_backend(
+        backend, store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=options_
+    )
+    api._init_rpc_states(agent)
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    """Return counters of the RRefs of this worker, as text."""
+    return _debug_info_of_references()
+
+
+@api._require_initialized
+def _get_debug_info() -> dict[str, str]:
+    """Return all counters of this worker, as text."""
+    agent = _get_current_rpc_agent()
+    return {
+        **_rref_context_get_debug_info(),
+        **agent.get_debug_info(),
+        **dist_autograd._get_debug_info(),
+    }
+
+
+def get_rpc_timeout() -> float:
+    """Return the default time-out of calls of this worker, in seconds; 0 means none."""
+    return _core.get_rpc_timeout()
+
+
+def _set_rpc_timeout(timeout: float) -> None:
+    """Set the default time-out of calls of this worker, in seconds; 0 means none."""
+    _core.set_rpc_timeout(timeout)
+
+
+def _enable_jit_rref_pickle() -> None:
+    """Do nothing: RRefs do not go into TorchScript here."""
+
+
+def _disable_jit_rref_pickle() -> None:
+    """Do nothing: RRefs do not go into TorchScript here."""
+
+
+def _cleanup_python_rpc_handler() -> None:
+    """Do nothing: there is no handler outside of Python."""
+
+
+def _destroy_rref_context(_ignore_rref_leak: bool) -> list[Any]:
+    """Do nothing: the references end with the group."""
+    return []
+
+
+def _set_profiler_node_id(node_id: int) -> None:
+    """Say under which number this worker's events are found in profiles."""
+    torch._C._distributed_rpc._set_profiler_node_id(node_id)

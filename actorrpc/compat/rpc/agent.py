@@ -1,0 +1,83 @@
+"""What ``torch.distributed.rpc`` calls the agent: a view of the group that this process is in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
+from actorrpc.core.agent import Agent
+from actorrpc.core.identity import WorkerInfo
+from actorrpc.errors import UnknownWorkerError
+from actorrpc.rpc import api
+
+__all__ = ["RpcAgent", "TensorPipeAgent", "debug_info_of_references", "enable_gil_profiling"]
+
+_gil_profiling = False
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """Have the debug information tell how long threads wait for the interpreter. It is not measured here, and 0."""
+    global _gil_profiling
+    _gil_profiling = flag
+
+
+class RpcAgent:
+    """Base of agents."""
+
+
+class TensorPipeAgent(RpcAgent):
+    """The agent in force in this process, under the name that torch's has. Thread-safe.
+
+    Args:
+        agent: the one that this is a view of.
+        options: with which it was made.
+    """
+
+    def __init__(self, agent: Agent, options: TensorPipeRpcBackendOptions) -> None:
+        self.agent = agent
+        self.options = options
+
+    @property
+    def name(self) -> str:
+        """This worker's name."""
+        return self.agent.name
+
+    @property
+    def is_static_group(self) -> bool:
+        """Whether the group has a fixed size."""
+        return api.group().is_fixed
+
+    def get_worker_info(self, worker: str | int | WorkerInfo | None = None) -> WorkerInfo:
+        """Return the WorkerInfo of a worker; of this one by default.
+
+        Raises:
+            UnknownWorkerError: there is no such worker.
+        """
+        try:
+            return self.agent.info if worker is None else self.agent.peer(worker).info
+        except UnknownWorkerError as error:
+            raise UnknownWorkerError(f"could not find destination {worker}: {error}") from error
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """Return the WorkerInfo of every worker."""
+        return api.get_worker_infos()
+
+    def get_debug_info(self) -> dict[str, str]:
+        """Return counters of this worker, as text, under torch's names."""
+        calls = sum(len(peer.pending) for peer in self.agent.peers())
+        info = {
+            "agent.thread_pool_size": self.options.num_worker_threads,
+            "agent.num_pending_requests": len(self.agent.pool.queue),
+            "agent.client_active_calls": calls,
+        }
+        if _gil_profiling:
+            info["agent.gil_average_wait_time_us"] = 0
+        return {name: str(value) for name, value in info.items()}
+
+    def _get_backend_options(self) -> Any:
+        return self.options
+
+
+def debug_info_of_references() -> dict[str, str]:
+    """Return counters of the RRefs of this worker, as text, under torch's names."""
+    return {name: str(count) for name, count in api.references().table.debug_info().items()}

@@ -1,0 +1,440 @@
+"""``torch.distributed.rpc.api``: the functions, and the private names beside them that users and tests reach for.
+
+Names that others replace in this module (``_wait_all_workers``, ``_broadcast_to_followers`` and their like) are looked up
+when they are needed, here and on other workers.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from actorrpc.compat.futures import Future
+from actorrpc.compat.rpc.agent import TensorPipeAgent
+from actorrpc.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from actorrpc.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, deserialize
+from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
+from actorrpc.compat.rpc.references import RRef
+from actorrpc.compat.wording import reword
+from actorrpc.core.identity import WorkerInfo
+from actorrpc.errors import (
+    BackpressureError,
+    NotInitializedError,
+    PeerDiedError,
+    RpcTimeoutError,
+    RRefError,
+    ShutdownError,
+)
+from actorrpc.rpc import api as core
+from actorrpc.rpc.rref import RRef as CoreRRef
+
+__all__ = [
+    "AllGatherStates",
+    "RRef",
+    "get_worker_info",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+logger = logging.getLogger(__name__)
+_WITHDRAWAL_S = 10.0
+_LOOK_S = 0.2  # so often whoever waits for others looks whether they are alive
+
+_ignore_rref_leak = True
+_default_pickler: Any = _internal_rpc_pickler
+
+PyRRef = RRef
+
+_agent: Any = None
+
+
+# -- the agent ------------------------------------------------------------------------------------------
+
+
+def _is_current_rpc_agent_set() -> bool:
+    """Say whether RPC is initialised in this process."""
+    return core.is_initialized() or (_agent is not None and not isinstance(_agent, TensorPipeAgent))
+
+
+def _get_current_rpc_agent() -> Any:
+    """Return the agent.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    global _agent
+    if not _is_current_rpc_agent_set():
+        raise NotInitializedError(
+            "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
+        )
+    if core.is_initialized() and (_agent is None or _agent.agent is not core.group().agent):
+        _agent = TensorPipeAgent(core.group().agent, TensorPipeRpcBackendOptions())
+    return _agent
+
+
+def _set_and_start_rpc_agent(agent: Any) -> None:
+    """Name the agent that a user's backend has made."""
+    global _agent
+    _agent = agent
+
+
+def _reset_current_rpc_agent() -> None:
+    """Forget the agent."""
+    global _agent
+    _agent = None
+
+
+def _took_place(agent: TensorPipeAgent) -> None:
+    global _agent
+    _agent = agent
+
+
+def _init_rpc_states(agent: Any) -> None:
+    """Take note of an agent, and start it if it is not at work."""
+    global _ALL_WORKER_NAMES
+    _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
+    if not _is_current_rpc_agent_set():
+        _set_and_start_rpc_agent(agent)
+
+
+def _require_initialized(function: _F) -> _F:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not _is_current_rpc_agent_set():
+            raise NotInitializedError(
+                "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
+            )
+        return function(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
+
+
+# -- calling --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+    """Have functions and arguments packed by a pickler of the user's within the block, in all threads."""
+    global _default_pickler
+    _default_pickler = rpc_pickler
+    try:
+        yield
+    finally:
+        _default_pickler = _internal_rpc_pickler
+
+
+def _run_packed(data: bytes, tensors: list[torch.Tensor]) -> Any:
+    """Call what a pickler of the user's has packed."""
+    udf = deserialize(data, tensors)
+    if isinstance(udf, AttributeError):
+        raise udf
+    return udf.func(*udf.args, **udf.kwargs)
+
+
+def _packed(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    if _default_pickler is _internal_rpc_pickler or not callable(function):
+        return function, args, kwargs
+    udf = PythonUDF(function, args or (), kwargs or {})
+    return _run_packed, tuple(_default_pickler.serialize(udf)), None
+
+
+_thread_local_var = threading.local()
+
+
+@contextlib.contextmanager
+def _wait_all() -> Iterator[None]:
+    """Wait, at the end of the block, for all that this thread has called with ``rpc_async`` in it."""
+    _thread_local_var.future_list = []
+    try:
+        yield
+    finally:
+        try:
+            torch.futures.wait_all(_thread_local_var.future_list)
+        finally:
+            del _thread_local_var.future_list
+
+
+def _to_worker_info(to: Any) -> WorkerInfo:
+    if isinstance(to, WorkerInfo):
+        return to
+    if isinstance(to, (str, int)):
+        return _get_current_rpc_agent().get_worker_info(to)  # type: ignore[no-any-return]
+    raise ValueError(f"Cannot get WorkerInfo from name {to}")
+
+
+@_require_initialized
+def rpc_sync(
+    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Any:
+    """As :func:`actorrpc.rpc_sync`."""
+    try:
+        return core.rpc_sync(_to_worker_info(to), *_packed(func, args, kwargs), timeout)
+    except Exception as error:
+        reword(error, func)
+        raise
+
+
+@_require_initialized
+def rpc_async(
+    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Any:
+    """As :func:`actorrpc.rpc_async`."""
+    future: Future[Any] = Future()
+    future.function = func
+    try:
+        core.send(future, _to_worker_info(to), *_packed(func, args, kwargs), timeout)
+    except (BackpressureError, PeerDiedError, RpcTimeoutError, ShutdownError) as error:
+        # torch says so when the future is waited for.
+        if future._claim():
+            future._finish(None, error.with_traceback(None))
+    collected = getattr(_thread_local_var, "future_list", None)
+    if collected is not None:
+        collected.append(future)
+    return future
+
+
+@_require_initialized
+def remote(
+    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Any:
+    """As :func:`actorrpc.rpc.remote`."""
+    return core.remote(_to_worker_info(to), *_packed(func, args, kwargs), timeout)
+
+
+@_require_initialized
+def get_worker_info(worker_name: Any = None) -> WorkerInfo:
+    """Return the WorkerInfo of a worker; of this one by default."""
+    return _get_current_rpc_agent().get_worker_info(worker_name)  # type: ignore[no-any-return]
+
+
+def _rref_typeof_on_owner(rref: Any, blocking: bool = True) -> Any:
+    """Return the class of a value, on its owner."""
+    return rref._get_type(blocking=blocking)
+
+
+def _rref_typeof_on_user(rref: Any, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+    """Return the class of a value that another worker owns."""
+    return rref._get_type(timeout, blocking)
+
+
+# -- all workers together -------------------------------------------------------------------------------
+
+
+class AllGatherStates:
+    """What is known of one gathering: what has come, and whether it is over."""
+
+    def __init__(self) -> None:
+        self.gathered_objects: dict[str, Any] = {}
+        self.withdrawn: set[str] = set()  # who could not bring anything in time
+        self.proceed_signal = threading.Event()
+
+
+_ALL_WORKER_NAMES: set[str] = set()
+_all_gather_dict_lock = threading.RLock()  # guards the two below
+_all_gather_sequence_id: dict[str, int] = {}
+_all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates] = collections.defaultdict(
+    AllGatherStates
+)
+
+
+def _gather_to_leader(
+    sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None
+) -> None:
+    """Bring what one worker has to the leader."""
+    with _all_gather_dict_lock:
+        names = worker_names or _ALL_WORKER_NAMES
+        if worker_name not in names:
+            raise AssertionError(f"{worker_name} is not expected by leader.")
+        states = _all_gather_sequence_id_to_states[sequence_id]
+        if worker_name in states.gathered_objects:
+            raise AssertionError(f"{worker_name} reported intent sequence id {sequence_id} twice. ")
+        states.gathered_objects[worker_name] = obj
+        if names == set(states.gathered_objects):
+            states.proceed_signal.set()
+
+
+def _withdraw(sequence_id: str, worker_name: str) -> None:
+    """Tell the leader that one worker's part does not come."""
+    with _all_gather_dict_lock:
+        _all_gather_sequence_id_to_states[sequence_id].withdrawn.add(worker_name)
+
+
+def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
+    """Bring to one worker what all have."""
+    with _all_gather_dict_lock:
+        states = _all_gather_sequence_id_to_states[sequence_id]
+    if states.proceed_signal.is_set():
+        raise AssertionError(f"Termination signal sequence id {sequence_id} got set twice.")
+    states.gathered_objects = objects_map
+    states.proceed_signal.set()
+
+
+def _by_name(name: str, *args: Any) -> Any:
+    """Call a function of this module, or what has been put in its place here."""
+    return globals()[name](*args)
+
+
+def _is_dead(name: str) -> bool:
+    return bool(core.group().agent.peer(name).state != "alive")
+
+
+def _await_signal(states: AllGatherStates, others: Iterable[str], seconds: float | None) -> None:
+    """Wait for the signal, for the time given, or until all that could still give it are dead."""
+    until = float("inf") if seconds is None else time.monotonic() + seconds
+    names = list(others)
+    while not states.proceed_signal.wait(max(0.0, min(_LOOK_S, until - time.monotonic()))):
+        if time.monotonic() >= until:
+            return
+        come = states.withdrawn.union(states.gathered_objects)
+        if all(name in come or _is_dead(name) for name in names):
+            return
+
+
+@_require_initialized
+def _all_gather(
+    obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, Any]:
+    """Return what every worker has given, by name, when all have called this.
+
+    Raises:
+        PeerDiedError: a worker has died without giving anything.
+        RuntimeError: it could not be brought to all in time.
+    """
+    names = set(worker_names or _ALL_WORKER_NAMES)
+    leader = min(names)
+    me = _get_current_rpc_agent().get_worker_info().name
+    with _all_gather_dict_lock:
+        joined = "".join(sorted(names))
+        number = _all_gather_sequence_id.get(joined, 0)
+        _all_gather_sequence_id[joined] = number + 1
+    sequence_id = f"{joined}{number}"
+    call_timeout = core.get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
+    wait = None if timeout in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT) else timeout
+    try:
+        if me == leader:
+            _gather_to_leader(sequence_id, me, obj, names)
+            core.group().watch_all()
+        else:
+            _bring(leader, sequence_id, me, obj, names, call_timeout)
+        with _all_gather_dict_lock:
+            states = _all_gather_sequence_id_to_states[sequence_id]
+        _await_signal(states, names - {me} if me == leader else [leader], wait)
+        if me == leader:
+            _broadcast(sequence_id, states.gathered_objects, names - {me}, call_timeout)
+        elif not states.proceed_signal.is_set() and _is_dead(leader):
+            raise PeerDiedError(f"_all_gather: {leader!r} has died", maybe_executed=True, worker=leader)
+        missing = sorted(names - set(states.gathered_objects))
+        dead = [name for name in missing if _is_dead(name)]
+        if dead:
+            raise PeerDiedError(f"_all_gather: {', '.join(dead)} died before", worker=dead[0])
+        if missing:
+            raise RuntimeError(
+                f"Followers {missing} timed out in _all_gather after {call_timeout:.2f} seconds."
+            )
+        return states.gathered_objects
+    finally:
+        with _all_gather_dict_lock:
+            _all_gather_sequence_id_to_states.pop(sequence_id, None)
+
+
+def _bring(leader: str, sequence_id: str, me: str, obj: Any, names: set[str], timeout: float) -> None:
+    arguments = ("_gather_to_leader", sequence_id, me, obj, names)
+    try:
+        core.rpc_sync(leader, _by_name, arguments, timeout=timeout)
+    except RpcTimeoutError as error:
+        if error.maybe_executed is not True:
+            try:
+                core.rpc_sync(leader, _by_name, ("_withdraw", sequence_id, me), timeout=_WITHDRAWAL_S)
+            except RuntimeError as failure:
+                logger.warning("%s does not know that this worker's part does not come: %s", leader, failure)
+        reword(error)
+        raise
+
+
+def _broadcast(sequence_id: str, objects: dict[str, Any], followers: set[str], timeout: float) -> None:
+    calls = {
+        name: core.rpc_async(
+            name, _by_name, ("_broadcast_to_followers", sequence_id, objects), timeout=timeout
+        )
+        for name in sorted(followers)
+        if not _is_dead(name)
+    }
+    errors: list[tuple[str, BaseException]] = []
+    for name, call in calls.items():
+        try:
+            call.wait()
+        except RuntimeError as error:
+            errors.append((name, error))
+    if errors:
+        raise RuntimeError(
+            f"Followers {[name for name, _ in errors]} timed out in _all_gather after {timeout:.2f} seconds. "
+            f"The first exception is {errors[0][1]}"
+        )
+
+
+@_require_initialized
+def _barrier(worker_names: Iterable[str]) -> None:
+    """Return when all of these workers have called this."""
+    try:
+        _all_gather(None, set(worker_names))
+    except RuntimeError:
+        logger.exception("Failed to complete barrier")
+
+
+@_require_initialized
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Return when every live worker has called this.
+
+    Raises:
+        RuntimeError: not all have in time.
+    """
+    try:
+        _all_gather(None, timeout=timeout)
+    except PeerDiedError as error:
+        logger.warning("%s; the others go on", error)  # shutdown itself waits for those that live
+    except RuntimeError:
+        logger.exception("Failed to respond to 'Shutdown Proceed' in time")
+        raise
+
+
+def _delete_all_user_and_unforked_owner_rrefs(_timeout: Any = None) -> None:
+    """Let go of every RRef that this worker holds."""
+    core.let_go_of_all()
+
+
+@_require_initialized
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Leave the group, as :func:`actorrpc.shutdown` does.
+
+    Raises:
+        RuntimeError: RPC is not initialised; ``_ignore_rref_leak`` is False, and RRefs are left.
+    """
+    try:
+        if graceful and core.is_initialized():
+            if core.group().is_fixed:
+                _wait_all_workers(timeout)
+            left = core.leave(True, timeout, let_go=lambda: _delete_all_user_and_unforked_owner_rrefs())
+            if left and not _ignore_rref_leak:
+                raise RRefError(f"Leaking RRef: {len(left)} values are still referenced: {left[:5]}")
+    finally:
+        core.leave(False)
+        _reset_current_rpc_agent()
+        with _all_gather_dict_lock:
+            _all_gather_sequence_id.clear()
+            _all_gather_sequence_id_to_states.clear()
+
+
+def _is_rref(value: Any) -> bool:
+    return isinstance(value, CoreRRef)

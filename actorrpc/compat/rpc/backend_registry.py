@@ -1,0 +1,111 @@
+"""``torch.distributed.rpc.backend_registry``: kinds of agents by name. There is one of ours, called as torch's is.
+
+``BackendType`` is made anew, with one member more, whenever a backend is registered: look it up in this module.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from actorrpc.compat.rpc import api
+from actorrpc.compat.rpc import constants as rpc_constants
+from actorrpc.compat.rpc.agent import TensorPipeAgent
+from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
+from actorrpc.errors import RendezvousError
+from actorrpc.rpc import api as core
+
+__all__ = [
+    "BackendType",
+    "BackendValue",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "init_backend",
+    "register_backend",
+]
+
+
+class BackendValue(NamedTuple):
+    """How to make the options and the agent of a backend."""
+
+    construct_rpc_backend_options_handler: Callable[..., Any]
+    init_backend_handler: Callable[..., Any]
+
+
+def _enum_of(members: dict[str, BackendValue]) -> Any:
+    made: Any = enum.Enum("BackendType", members, module=__name__)
+    made.__repr__ = lambda self: f"BackendType.{self.name}"
+    return made
+
+
+BackendType: Any = _enum_of({})
+
+
+def backend_registered(backend_name: str) -> bool:
+    """Say whether there is a backend of this name."""
+    return backend_name in BackendType.__members__
+
+
+def register_backend(
+    backend_name: str,
+    construct_rpc_backend_options_handler: Callable[..., Any],
+    init_backend_handler: Callable[..., Any],
+) -> Any:
+    """Add a backend; return its member of the new ``BackendType``.
+
+    Args:
+        construct_rpc_backend_options_handler: makes its options.
+        init_backend_handler: makes its agent, from ``store``, ``name``, ``rank``, ``world_size``, ``rpc_backend_options``.
+
+    Raises:
+        RuntimeError: there is one of this name.
+    """
+    global BackendType
+    if backend_registered(backend_name):
+        raise RuntimeError(f"RPC backend {backend_name}: already registered")
+    members = {member.name: member.value for member in BackendType}
+    value = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
+    BackendType = _enum_of({**members, backend_name: value})
+    return BackendType[backend_name]
+
+
+def construct_rpc_backend_options(
+    backend: Any,
+    rpc_timeout: float = rpc_constants.DEFAULT_RPC_TIMEOUT_SEC,
+    init_method: str = rpc_constants.DEFAULT_INIT_METHOD,
+    **kwargs: Any,
+) -> Any:
+    """Return the options of a backend."""
+    handler = backend.value.construct_rpc_backend_options_handler
+    return handler(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
+
+
+def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the agent of a backend, which may be at work already."""
+    return backend.value.init_backend_handler(*args, **kwargs)
+
+
+def _make_options(**given: Any) -> TensorPipeRpcBackendOptions:
+    return TensorPipeRpcBackendOptions(**given)
+
+
+def _make_agent(
+    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
+) -> TensorPipeAgent:
+    if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
+        raise TypeError(
+            f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}"
+        )
+    try:
+        core.join(name, rank, world_size or None, rpc_backend_options, store)
+    except RendezvousError as error:
+        if "name of its own" not in str(error):
+            raise
+        raise RendezvousError(f"RPC worker name {name} is not unique: {error}") from error
+    agent = TensorPipeAgent(core.group().agent, rpc_backend_options)
+    api._took_place(agent)
+    return agent
+
+
+register_backend("TENSORPIPE", _make_options, _make_agent)

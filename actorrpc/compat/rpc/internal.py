@@ -1,0 +1,141 @@
+"""``torch.distributed.rpc.internal``: torch's pickler, which keeps tensors apart, and names for profiles.
+
+Messages of actorrpc are packed by its own codec. This pickler is for those who call it themselves, and for what they
+have :func:`actorrpc.compat.rpc.api._use_rpc_pickler` put in its place.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import traceback
+from collections import ChainMap
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from actorrpc.compat.rpc.references import RRef
+from actorrpc.rpc import script
+from actorrpc.rpc.rref import reduce
+
+__all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
+
+_Reducer = Callable[[Any], Any]
+
+
+class RPCExecMode(Enum):
+    """How a call is made."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+    ASYNC_JIT = "async_jit"
+    REMOTE = "remote"
+
+
+class PythonUDF(NamedTuple):
+    """A function and its arguments."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+
+
+class RemoteException(NamedTuple):
+    """What a function raised, in words, and its class."""
+
+    msg: str
+    exception_type: type[BaseException]
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) is not torch.Tensor:
+            return None
+        self._tensors.append(obj)
+        return len(self._tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, index: Any) -> torch.Tensor:
+        return self._tensors[index]
+
+
+class _InternalRPCPickler:
+    """Packs an object into bytes and a list of its tensors. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._class_reducer_dict: dict[type, _Reducer] = {}
+        self._own: dict[type, _Reducer] = {RRef: reduce, **script.REDUCERS}
+
+    def _register_reducer(self, obj_class: type, reducer: _Reducer) -> None:
+        """Have objects of a class be reduced by a function; the first one given for a class stays."""
+        self._class_reducer_dict.setdefault(obj_class, reducer)
+
+    def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
+        """Return the object's bytes and its tensors."""
+        file = io.BytesIO()
+        tensors: list[torch.Tensor] = []
+        pickler = _Pickler(file, tensors)
+        table: Any = ChainMap(self._class_reducer_dict, self._own, copyreg.dispatch_table)
+        pickler.dispatch_table = table
+        pickler.dump(obj)
+        return file.getvalue(), tensors
+
+    def deserialize(self, binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
+        """Return the object; for one whose class or function is not there, an AttributeError that says so."""
+        try:
+            return _Unpickler(io.BytesIO(binary_data), tensor_table).load()
+        except AttributeError as error:
+            unknown = AttributeError(
+                f"{error} Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both "
+                f"caller and callee modules."
+            )
+            unknown.__cause__ = error
+            return unknown
+
+
+_internal_rpc_pickler = _InternalRPCPickler()
+
+
+def serialize(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """Pack an object into bytes and a list of its tensors."""
+    return _internal_rpc_pickler.serialize(obj)
+
+
+def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
+    """Unpack what :func:`serialize` made."""
+    return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
+
+
+def _run_function(python_udf: Any) -> Any:
+    """Call what :func:`deserialize` gave; return the result, or what was raised as a :class:`RemoteException`."""
+    try:
+        if isinstance(python_udf, AttributeError):
+            raise python_udf
+        return python_udf.func(*python_udf.args, **python_udf.kwargs)
+    except Exception as error:
+        return RemoteException(f"{error!r}\n{traceback.format_exc()}", type(error))
+
+
+def _handle_exception(result: Any) -> None:
+    """Raise what a :class:`RemoteException` stands for; anything else is left alone."""
+    if isinstance(result, RemoteException):
+        raise result.exception_type(result.msg)
+
+
+def _build_rpc_profiling_key(
+    exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
+) -> str:
+    """Return the name under which a call is found in a profile."""
+    return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"

@@ -1,0 +1,20 @@
+"""``torch.distributed.rpc.options``: our options class, with torch's words for what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from actorrpc.errors import WrongTypeError
+from actorrpc.rpc import options
+
+__all__ = ["TensorPipeRpcBackendOptions"]
+
+
+class TensorPipeRpcBackendOptions(options.TensorPipeRpcBackendOptions):
+    """As :class:`actorrpc.TensorPipeRpcBackendOptions`."""
+
+    def __init__(self, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except WrongTypeError as error:
+            raise WrongTypeError(f"incompatible constructor arguments: {error}") from error

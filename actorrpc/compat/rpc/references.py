@@ -1,0 +1,143 @@
+"""RRefs with the private names of torch's, and its words in errors.
+
+Calls of a group that was joined while the drop-in is installed give and bring RRefs of this class.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Literal, NoReturn, TypeVar
+
+from actorrpc import futures
+from actorrpc.compat.futures import Future
+from actorrpc.compat.wording import reword
+from actorrpc.errors import NotInitializedError, RpcTimeoutError, RRefError
+from actorrpc.rpc import api, rref
+from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
+from actorrpc.rpc.rref import RRefProxy
+
+__all__ = ["RRef"]
+
+T = TypeVar("T")
+
+# Guards RRef._kind.
+_lock = threading.Lock()
+
+
+def _type_of(reference: RRef[Any]) -> type:
+    """Return the class of a value, on its owner."""
+    return type(reference.local_value())
+
+
+def _look_up(reference: RRef[Any], name: str) -> None:
+    """See whether a value has an attribute, on its owner."""
+    getattr(reference.local_value(), name)
+
+
+class RRef(rref.RRef[T]):
+    """As :class:`actorrpc.RRef`."""
+
+    __slots__ = ("_kind",)
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        try:
+            super().__init__(value, type_hint)
+        except NotInitializedError as error:
+            raise NotInitializedError(
+                f"Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)? {error}"
+            ) from None
+
+    def local_value(self) -> T:
+        """Return the value itself, on its owner."""
+        if not self.is_owner():
+            me = self._references.agent.info
+            shown = f"UserRRef(rref_id={self._handle.rref_id}, fork_id={self._handle.fork_id})"
+            raise RRefError(
+                f"For {shown}, can't call localValue() on user {me}. Call it on owner {self.owner()}"
+            )
+        return super().local_value()
+
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+        """Fetch a copy of the value; on the owner, return the value itself."""
+        if not self.is_owner():
+            if self._references.agent.closed_down:
+                raise RRefError(f"{self!r} has been deleted. Cannot call to_here() on it after deletion.")
+            error = self._references.table.failure(self._handle)
+            if isinstance(error, RpcTimeoutError):
+                self._raise_not_made(error)
+        try:
+            return super().to_here(timeout)
+        except RpcTimeoutError as error:
+            reword(error)
+            raise
+
+    def _raise_not_made(self, error: RpcTimeoutError) -> NoReturn:
+        raise RpcTimeoutError(
+            f"RRef creation via rpc.remote() to {self.owner()} timed out, and it is possible that the RRef on the owner "
+            f"node does not exist: {error}",
+            maybe_executed=error.maybe_executed,
+            worker=error.worker,
+        ) from error
+
+    def _check(self) -> None:
+        if self._references.agent.closed_down and not self.is_owner():
+            raise RRefError(f"{self!r} has been deleted. Cannot call fork an UserRRef after deletion.")
+        super()._check()
+
+    def __reduce__(self) -> Any:
+        self._check()
+        return super().__reduce__()
+
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Return a proxy: ``rref.remote().method(x)`` calls the method on the owner and gives an RRef to its result.
+
+        As with torch's, a value that is not there in time, or has no such method, shows when the method is called.
+        """
+        return _CheckedProxy(self, "remote", timeout)
+
+    # -- private names of torch's ------------------------------------------------------------------------
+
+    def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+        """Return the class of the value, or a future of it. The owner is asked once."""
+        with _lock:
+            future: Future[type] | None = getattr(self, "_kind", None)
+        if future is None or (future.done() and future._error is not None):
+            if self.is_owner():
+                future = Future()
+                future.set_result(_type_of(self))
+            else:
+                future = Future()
+                api.send(future, self.owner(), _type_of, (self,), timeout=timeout)
+            with _lock:
+                self._kind = future
+        return future.wait() if blocking else future
+
+    def _get_future(self) -> futures.Future[None]:
+        """Return a future that completes when the owner is known to have the value, or its creation has failed."""
+        if self._creation is not None:
+            return self._creation
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _serialize(self) -> NoReturn:
+        self._check()
+        raise RRefError("an RRef can only be packed into a message")
+
+
+class _CheckedProxy(RRefProxy):
+    __slots__ = ()
+
+    def __init__(self, reference: RRef[Any], style: Literal["remote"], timeout: float) -> None:
+        super().__init__(reference, style, timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        method = super().__getattr__(name)
+        reference: Any = self._rref
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not hasattr(reference._get_type(self._timeout), name):
+                api.rpc_sync(reference.owner(), _look_up, (reference, name), timeout=self._timeout)
+            return method(*args, **kwargs)
+
+        return call

@@ -1,0 +1,54 @@
+"""torch's words in errors, for those who look for them: put in front of our own, which say more.
+
+All functions change an error that is about to be raised, in place: its class and fields stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch.jit._builtins
+
+from actorrpc.errors import RpcTimeoutError
+
+__all__ = ["as_runtime_error", "reword"]
+
+_TIMED_OUT: Final = "RPC ran for more than"
+_NO_SCHEMA: Final = "Overloaded torch operator invoked from Python failed to match any schema"
+_find_builtin: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
+
+
+def reword(error: BaseException, function: Any = None) -> None:
+    """Say what has happened to a call as torch does.
+
+    Args:
+        function: what was called.
+    """
+    if len(error.args) != 1 or not isinstance(error.args[0], str):
+        return
+    text = error.args[0]
+    if isinstance(error, RpcTimeoutError) and _TIMED_OUT not in text:
+        error.args = (f"{text} ({_TIMED_OUT} its time-out)",)
+    elif isinstance(error, TypeError) and _NO_SCHEMA not in text and _is_builtin(function):
+        error.args = (f"{_NO_SCHEMA}: {text}",)
+
+
+def _is_builtin(function: Any) -> bool:
+    try:
+        return function is not None and _find_builtin(function) is not None
+    except Exception:  # a callable that cannot be looked up
+        return False
+
+
+def as_runtime_error(error: Exception) -> Exception:
+    """Return an error that is of its own class and a RuntimeError, as which torch raises what callbacks raise."""
+    cls = type(error)
+    if isinstance(error, RuntimeError):
+        return error
+    try:
+        made: Any = type(cls.__name__, (cls, RuntimeError), {"__module__": cls.__module__})(*error.args)
+    except Exception:  # two layouts that do not mix, or a constructor with other arguments
+        made = RuntimeError(f"{cls.__name__}: {error}")
+    made.__cause__ = error
+    return made  # type: ignore[no-any-return]

@@ -1,0 +1,7 @@
+"""Modules on other workers: the API of ``torch.distributed.nn``, on actorrpc's own agent."""
+
+from __future__ import annotations
+
+from actorrpc.nn.remote_module import RemoteModule
+
+__all__ = ["RemoteModule"]

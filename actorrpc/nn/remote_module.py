@@ -1,0 +1,457 @@
+"""RemoteModule: an nn.Module that lives on another worker, used as if it were here.
+
+It is an ``nn.Module`` itself, so that it can be a part of a local one, but it has no parameters, buffers and modules of
+its own: what torch's machinery asks of the parts of a model (``state_dict``, ``train``, ``to``, ``apply``) is passed on
+to the owner, where :mod:`actorrpc.rpc.modules` does it. Nothing here is recorded for autograd: calls are, by the RPC layer.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NoReturn, Self
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from actorrpc.core import codec
+from actorrpc.core.holder import Holder
+from actorrpc.core.messages import Parcel
+from actorrpc.errors import RRefError, SerializationError, WrongTypeError
+from actorrpc.futures import Future
+from actorrpc.nn.places import device_of, place_of
+from actorrpc.rpc import api, modules
+from actorrpc.rpc.rref import RRef
+
+__all__ = ["RemoteModule"]
+
+# The dtypes that parameters and buffers may have: what a conversion of the model around does to them is tried out.
+_DTYPES: Final = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+# Where the metadata of a saved state keeps those of the parts of a remote module: torch's loading hands on only
+# what belongs to the prefix of the module itself.
+_PARTS: Final = "remote_parts"
+
+
+def _refuse(name: str, instead: str = "") -> NoReturn:
+    raise ValueError(f"Method ``{name}`` not supported for RemoteModule{instead}")
+
+
+class RemoteModule(nn.Module):
+    """A module on another worker. ``remote(x)`` calls it there and returns its output.
+
+    Usable as a part of a local module. Of such an outer module ``state_dict`` and ``load_state_dict`` include the remote
+    parameters and buffers (as copies on the CPU), ``train``, ``eval`` and ``apply`` reach the remote module, and so do
+    conversions of the dtype; a device does not, as one of this worker is none of that worker. What asks for tensors
+    (``parameters``, ``buffers``, and by them ``zero_grad`` and ``requires_grad_`` of the outer module) finds the local ones
+    only: remote parameters are had with ``remote_parameters()``, for a ``DistributedOptimizer``.
+
+    Calls inside of a distributed autograd context are recorded. Hooks that are registered here run here: around ``remote(x)``,
+    but neither around ``forward_async`` nor, as torch has it, around ``forward``; those of the module over there run over
+    there, with every call.
+
+    It can be sent to other workers, in arguments and results, and used there; hooks, and attributes that were added, stay
+    behind. It cannot be pickled otherwise: save its ``state_dict()``. The module lives until the last RemoteModule and the
+    last RRef to it is gone. Calls are thread-safe as far as the module is: several may run at the same time.
+
+    Args:
+        remote_device: ``"worker"``, ``"worker/device"``, ``"rank:1/device"``, or a device of this worker; a WorkerInfo or a rank
+            will do, too. The device is the CPU unless one is named.
+        module_cls: the module's class (an actor class will do), or a function that returns a module. It is called over
+            there, and this does not wait for it: what it raises is raised at the first use.
+        args, kwargs: its arguments.
+
+    Attributes:
+        on: the name of the worker.
+        device: the device that it is on there, as far as this RemoteModule has heard.
+        module_rref: the RRef to the module.
+        training: what it was last told here.
+
+    Raises:
+        ConfigError: the place cannot be read, or torch knows no such device.
+        UnknownWorkerError: there is no such worker.
+        ValueError: ``module_cls`` is a class, but not of modules.
+        SerializationError: the class, or an argument, cannot be sent.
+        NotInitializedError: RPC is not initialised.
+    """
+
+    #: TorchScript interfaces of remote modules are not supported.
+    is_scriptable = False
+    on: str
+    device: str
+    module_rref: RRef[nn.Module]
+    _what: str
+
+    def __init__(
+        self,
+        remote_device: Any,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        worker, device = place_of(remote_device)
+        args, kwargs = _arguments(module_cls, args, kwargs)
+        self.on = api.get_worker_info(worker).name  # type: ignore[arg-type]
+        self.device = device
+        self.module_rref = api.remote(self.on, modules.create, (module_cls, args, kwargs, device))
+        self._what = getattr(module_cls, "__name__", "module")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        codec.register(cls, _reduce)
+
+    @classmethod
+    def from_rref(cls, module_rref: RRef[Any], device: Any = "cpu") -> Self:
+        """Return a RemoteModule for a module that there is a reference to. Several may share one.
+
+        Args:
+            module_rref: refers to the module: what ``get_module_rref()`` gave, or the ``rref`` of an actor whose class is a
+                module (calls go past its mailbox, then).
+            device: the device that it is on; inputs are moved there.
+
+        Raises:
+            TypeError: it is no RRef. What it refers to shows at the first use.
+            ConfigError: torch knows no such device.
+        """
+        if not isinstance(module_rref, RRef):
+            raise TypeError(f"a RemoteModule is made from an RRef, not from a {type(module_rref).__name__}")
+        return cls._made(module_rref.owner_name(), device_of(device), module_rref, "module", True)
+
+    @staticmethod
+    def init_from_module_rref(
+        remote_device: Any, module_rref: RRef[Any], _module_interface_cls: Any = None
+    ) -> RemoteModule:
+        """Return a RemoteModule for a module that there is a reference to, torch's way: see :meth:`from_rref`.
+
+        Args:
+            remote_device: as of a RemoteModule; the worker in it does not count, as the reference says who it is.
+
+        Raises:
+            ValueError: a TorchScript interface was given.
+        """
+        if _module_interface_cls is not None:
+            raise ValueError("TorchScript interfaces are not supported for RemoteModule")
+        return RemoteModule.from_rref(module_rref, place_of(remote_device)[1])
+
+    @classmethod
+    def _made(cls, on: str, device: str, rref: RRef[Any], what: str, training: bool) -> Self:
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.on, made.device, made.module_rref, made._what = on, device, rref, what
+        made.training = training
+        return made
+
+    # -- calling --------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module with these arguments and return its output. Where it is not on the CPU, tensors are moved.
+
+        Raises:
+            RpcTimeoutError, PeerDiedError: the call did not end; ``maybe_executed`` says whether it may have run.
+            SerializationError: it was not sent.
+            Exception: what the module raised, or its constructor.
+        """
+        return self._on_owner("forward", modules.forward, self.device, args, kwargs)
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call the module with these arguments and return a Future of its output at once. Errors as for :meth:`forward`."""
+        future: Future[Any] = Future()
+        self._on_owner("forward", modules.forward, self.device, args, kwargs, future=future)
+        return future
+
+    def get_module_rref(self) -> RRef[nn.Module]:
+        """Return the RRef to the module."""
+        return self.module_rref
+
+    def _on_owner(self, name: str, function: Any, *args: Any, future: Future[Any] | None = None) -> Any:
+        label = f"{self._what}.{name} on {self.on!r}"
+        return modules.on_owner(self.module_rref, function, *args, label=label, future=future)
+
+    # -- parameters -----------------------------------------------------------------------------------------------------
+
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
+        """Return RRefs to the parameters of the module, each once, for a ``DistributedOptimizer``.
+
+        Args:
+            recurse: those of modules within it, too.
+        """
+        found: list[RRef[nn.Parameter]] = self._on_owner(
+            "remote_parameters", modules.parameter_rrefs, recurse
+        )
+        return found
+
+    def named_parameters(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
+        """Return an iterator over the names of the module's parameters and RRefs to them. They are fetched at once."""
+        asked = (modules.named_parameter_rrefs, prefix, recurse, remove_duplicate)
+        return iter(self._on_owner("named_parameters", *asked))
+
+    def parameters(self, recurse: bool = True) -> NoReturn:
+        """Refuse: the parameters are elsewhere. Raises ValueError."""
+        _refuse("parameters", ". Please use ``remote_parameters`` instead.")
+
+    # -- state -------------------------------------------------------------------------------------------------------------
+
+    # ``state_dict`` and ``load_state_dict`` are torch's: they call these two, also for a RemoteModule within a module.
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        # Copies, whatever ``keep_vars`` says: the variables themselves cannot be had.
+        state = self._on_owner("state_dict", modules.state_of)
+        for name, value in state.items():
+            destination[prefix + name] = value
+        known, found = getattr(destination, "_metadata", None), getattr(state, "_metadata", None)
+        if known is None or found is None:
+            return
+        for name, value in found.items():
+            known.setdefault(prefix + name if name else prefix[:-1], {}).update(value)
+        known.setdefault(prefix[:-1], {})[_PARTS] = {name: dict(value) for name, value in found.items()}
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        arguments = (state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(*arguments)
+        state = {
+            name[len(prefix) :]: value.detach() if isinstance(value, torch.Tensor) else value
+            for name, value in state_dict.items()
+            if name.startswith(prefix)
+        }
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        metadata = local_metadata.get(_PARTS)
+        if metadata is None and not prefix:  # it was saved, and is loaded, by itself
+            metadata = getattr(state_dict, "_metadata", None)
+        missing, unexpected, wrong = self._on_owner(
+            "load_state_dict", modules.load_state, state, metadata, assign
+        )
+        missing_keys.extend(prefix + name for name in missing)
+        unexpected_keys.extend(prefix + name for name in unexpected)
+        error_msgs.extend(f"{prefix[:-1] or self._what} on {self.on!r}: {text}" for text in wrong)
+
+    # -- what changes it over there ------------------------------------------------------------------------------------
+
+    def _steer(self, name: str, *args: Any, **kwargs: Any) -> Self:
+        device = self._on_owner(name, modules.steer, name, args, kwargs)
+        if device is not None:
+            self.device = device
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the module into training mode, or out of it."""
+        if not isinstance(mode, bool):
+            raise ValueError("training mode is expected to be boolean")
+        self._steer("train", mode)
+        self.training = mode
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call ``fn`` with every module within it and with itself, over there: what it changes here stays there."""
+        return self._steer("apply", fn)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Have autograd record what is done with its parameters, or not."""
+        return self._steer("requires_grad_", requires_grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the ``.grad`` of its parameters. Passes of distributed autograd do not touch them by default."""
+        self._steer("zero_grad", set_to_none)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move and convert the module: takes what ``nn.Module.to`` takes. Devices are those of its worker."""
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        options: dict[str, Any] = {"device": device, "dtype": dtype, "non_blocking": non_blocking}
+        if memory_format is not None:
+            options["memory_format"] = memory_format
+        return self._steer("to", **options)
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
+        """Move the module to a device of its worker without its contents."""
+        return self._steer("to_empty", device=device, recurse=recurse)
+
+    def cpu(self) -> Self:
+        """Move the module to the CPU."""
+        return self._steer("cpu")
+
+    def cuda(self, device: Any = None) -> Self:
+        """Move the module to a GPU of its worker."""
+        return self._steer("cuda", device)
+
+    def type(self, dst_type: Any) -> Self:
+        """Convert parameters and buffers."""
+        return self._steer("type", dst_type)
+
+    def float(self) -> Self:
+        """Convert floating point parameters and buffers to float32."""
+        return self._steer("float")
+
+    def double(self) -> Self:
+        """Convert floating point parameters and buffers to float64."""
+        return self._steer("double")
+
+    def half(self) -> Self:
+        """Convert floating point parameters and buffers to float16."""
+        return self._steer("half")
+
+    def bfloat16(self) -> Self:
+        """Convert floating point parameters and buffers to bfloat16."""
+        return self._steer("bfloat16")
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # By way of the module around. ``fn`` may be anything, and is not sent: what it does to dtypes is found out here.
+        changed = {}
+        for dtype in _DTYPES:
+            became = fn(torch.empty(0, dtype=dtype)).dtype
+            if became is not dtype:
+                changed[dtype] = became
+        if changed:
+            self._on_owner("to", modules.convert, changed)
+        return self
+
+    # -- what a module has and this has not ------------------------------------------------------------------------------
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Refuse: the modules within it are elsewhere. Raises ValueError."""
+        if memo is None:
+            _refuse("named_modules")
+        return self._as_part(memo, prefix, remove_duplicate)
+
+    def _as_part(
+        self, memo: set[nn.Module], prefix: str, remove_duplicate: bool
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Go on with the walk through the module around."""
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+
+    def register_backward_hook(self, hook: Any) -> RemovableHandle:
+        """Refuse: torch's old hooks see the gradients of one node only. Raises ValueError."""
+        _refuse("register_backward_hook", ": use ``register_full_backward_hook``")
+
+    def extra_repr(self) -> str:
+        """Return what is shown of it."""
+        return f"{self._what} on {self.on}/{self.device}"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            _refuse("add_module", f": {name!r} would not be where the module is")
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        known = self.__dict__
+        if name.startswith("__") or "on" not in known:
+            raise AttributeError(name)
+        raise AttributeError(
+            f"RemoteModule has no attribute {name!r}. The module is on {known['on']!r}: its own methods are called with "
+            f"get_module_rref().rpc_sync().{name}(...)"
+        )
+
+    # -- travelling -------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> NoReturn:
+        raise SerializationError(
+            "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC; to save "
+            "it, save its state_dict()"
+        )
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise SerializationError(
+            "Cannot unpickle RemoteModule in python pickler. RemoteModule can only be unpickled when using RPC"
+        )
+
+    def __copy__(self) -> Self:
+        return self._made(self.on, self.device, self.module_rref, self._what, self.training)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise RRefError(
+            f"a RemoteModule is a reference: deepcopy would not copy the module, which is on {self.on!r}; make another one "
+            "there and load its state_dict() into it"
+        )
+
+
+def _arguments(module_cls: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Check what a module is made of, as far as that can be done here."""
+    if isinstance(module_cls, type) and not issubclass(module_cls, nn.Module):
+        # A class whose ``__new__``, or whose metaclass, makes something else may well make modules.
+        if module_cls.__new__ is object.__new__ and type(module_cls).__call__ is type.__call__:
+            raise ValueError(
+                "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but it returns an "
+                f"instance of {module_cls}."
+            )
+    elif not callable(module_cls):
+        raise TypeError(f"module_cls must be a class of modules, not {module_cls!r}")
+    if args is None:
+        args = ()
+    elif isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise WrongTypeError(f"args must be a tuple of arguments, not {type(args).__name__}: write args=(x,)")
+    if kwargs is None:
+        kwargs = {}
+    elif not isinstance(kwargs, Mapping):
+        raise WrongTypeError(f"kwargs must be a dict, not {type(kwargs).__name__}")
+    return tuple(args), dict(kwargs)
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def method(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
+        del self, args, kwargs
+        _refuse(name)
+
+    method.__name__, method.__qualname__ = name, f"RemoteModule.{name}"
+    method.__doc__ = "Refuse: a remote module has no such thing here. Raises ValueError."
+    return method
+
+
+for _name in (
+    *("register_buffer", "register_parameter", "add_module", "register_module"),
+    *("buffers", "named_buffers", "children", "named_children", "modules"),
+    *("get_submodule", "set_submodule", "get_parameter", "get_buffer"),
+    *("share_memory", "compile", "ipu", "xpu", "mtia", "_replicate_for_data_parallel"),
+):
+    setattr(RemoteModule, _name, _refused(_name))
+
+
+# -- in messages --------------------------------------------------------------------------------------------------------
+
+_STAYS: Final = frozenset(nn.Module().__dict__)
+_TRAVELS: Final = frozenset({"on", "device", "module_rref", "_what"})
+
+
+def _reduce(remote: RemoteModule) -> Any:
+    if not isinstance(codec.current_encoding(), (Parcel, Holder)):
+        remote.__getstate__()
+    for name in remote.__dict__.keys() - _STAYS - _TRAVELS:
+        warnings.warn(
+            f"The new attribute ``{name}`` of RemoteModule is ignored during RPC pickling: on other workers it is missing",
+            stacklevel=2,
+        )
+    return _rebuild, (
+        type(remote),
+        remote.on,
+        remote.device,
+        remote.module_rref,
+        remote._what,
+        remote.training,
+    )
+
+
+def _rebuild(
+    cls: type[RemoteModule], on: str, device: str, rref: RRef[Any], what: str, training: bool
+) -> RemoteModule:
+    return cls._made(on, device, rref, what, training)
+
+
+codec.register(RemoteModule, _reduce)

@@ -1,0 +1,519 @@
+"""DistributedOptimizer: one optimizer for parameters on several workers.
+
+Each worker with parameters has a local optimizer (``resident.py``); this is the side of the one who trains. Every
+operation is one call to each worker, all at once, or two where the second needs all answers of the first. Calls that
+concern a context carry its id, so that every worker knows it; no tensor in them requires grad.
+
+``_lock`` guards the table of workers and the stand-in of the hyper-parameters. It is held while changes of
+hyper-parameters are sent, so that all workers get them in one order, and over the code of schedulers, which decide on
+them; re-entrant, because functions given to a scheduler may look at the optimizer. Steps do not take it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from actorrpc.autograd import recording
+from actorrpc.core.identity import WorkerInfo
+from actorrpc.futures import Future
+from actorrpc.optim.errors import gather
+from actorrpc.optim.gradients import check_context
+from actorrpc.optim.hyperparameters import ParamGroup, StandIn
+from actorrpc.optim.parameters import Given, parse
+from actorrpc.optim.resident import Account, LocalOptimizer, create
+from actorrpc.optim.scheduler import DistributedLRScheduler
+from actorrpc.rpc import api
+from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
+from actorrpc.rpc.rref import RRef
+
+__all__ = ["DistributedOptimizer"]
+
+
+class _Time:
+    """How much of a time-out is left for the calls of an operation."""
+
+    def __init__(self, timeout: float) -> None:
+        self._seconds = api.get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
+        self._until = time.monotonic() + self._seconds
+
+    def left(self) -> float:
+        """Return the time-out of calls that are made now: 0 means none."""
+        return max(0.001, self._until - time.monotonic()) if self._seconds else 0.0
+
+
+class DistributedOptimizer:
+    """Optimizes parameters that live on several workers, with a local optimizer on each of them.
+
+    As ``torch.distributed.optim.DistributedOptimizer``, and more: it has a state to save and load, hyper-parameters to
+    read and set, learning rate schedulers and gradient clipping, and takes whole modules::
+
+        with dist_autograd.context() as context_id:
+            loss = ...
+            dist_autograd.backward(context_id, [loss])
+            optimizer.clip_grad_norm_(context_id, 1.0)
+            optimizer.step(context_id)
+
+    Parameters in several dicts make parameter groups, as with torch; all workers then have all groups. The local
+    optimizers live as long as this object.
+
+    Thread-safe. Operations of any number of optimizers on the same parameters follow one after the other on each worker,
+    in no particular order; those on different parameters run at the same time. All methods end with RpcTimeoutError if
+    they take longer than ``timeout`` seconds (default: that of the group; 0: no bound), with PeerDiedError if a worker
+    dies, and with what the code of an optimizer raises. Errors of several workers come in one OptimizerError; the
+    workers that did not fail have done what was asked, unless a method says otherwise.
+
+    Args:
+        optimizer_class: a class of ``torch.optim``, or any other subclass of ``torch.optim.Optimizer`` whose ``step``
+            needs no closure.
+        params: RRefs to tensors or whole modules, handles of actors that are modules, RemoteModules, local modules, or
+            local tensors that require grad: one of these, an iterable of them, or dicts with such under ``"params"`` and
+            hyper-parameters of their own.
+        args, kwargs: for the class, besides the parameters.
+
+    Raises:
+        TypeError: ``optimizer_class`` is no class of optimizers or needs closures; something in ``params`` is no
+            parameter.
+        ValueError: there are no parameters, one is given twice or cannot have gradients, or none of them requires grad.
+        OptimizerError: several workers could not create their optimizers. Nothing is left of the others.
+        Exception: what the class raises, or kept an RRef's value from being made. An instance of its own class.
+    """
+
+    def __init__(
+        self, optimizer_class: type[torch.optim.Optimizer], params: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        _check_class(optimizer_class)
+        self._class = optimizer_class
+        self._arguments = (args, kwargs)
+        self._lock = threading.RLock()
+        self._scheduled = False  # hyper-parameters were changed: a scheduler may look whether steps were made
+        self._behind = False  # some workers have not got all changes
+        self._optimizers: dict[str, RRef[LocalOptimizer]] = {}
+        self._positions: dict[str, list[int]] = {}  # of each worker's parameters among all
+        self._count = 0
+        groups = parse(params)
+        made = self._created(groups, _Time(UNSET_RPC_TIMEOUT))
+        accounts = {name: account for name, (_, account) in made.items()}
+        count = sum(sum(counts) for account in accounts.values() for counts in account.counts)
+        if not any(account.trainable for account in accounts.values()):
+            raise ValueError(
+                f"none of the {count} parameters requires grad: there is nothing to optimize. Call requires_grad_() on those "
+                f"that are to be trained"
+            )
+        self._optimizers = {name: rref for name, (rref, _) in made.items()}
+        self._note(groups, {name: account.counts for name, account in accounts.items()})
+        account = next(iter(accounts.values()))
+        self._stand_in = StandIn(account.groups, account.defaults)
+
+    # -- the workers ---------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The names of the workers that have parameters of this optimizer, in the order of ``params``."""
+        return tuple(self._optimizers)
+
+    def _created(
+        self, groups: Sequence[Given], left: _Time
+    ) -> dict[str, tuple[RRef[LocalOptimizer], Account]]:
+        """Make an optimizer on each worker that these groups are on."""
+        calls: dict[str, Future[Any] | Exception] = {}
+        args, kwargs = self._arguments
+        for name, (info, shares) in _by_worker(groups).items():
+            share = [(group.options, rrefs) for group, rrefs in zip(groups, shares, strict=True)]
+            try:
+                calls[name] = api.rpc_async(
+                    info, create, (self._class, share, args, kwargs), timeout=left.left()
+                )
+            except Exception as error:
+                calls[name] = error
+        return gather("Error creating optimizer", calls)
+
+    def _note(self, groups: Sequence[Given], counts: Mapping[str, list[list[int]]]) -> None:
+        """Count the parameters of new groups, in the order in which they were given."""
+        for number, group in enumerate(groups):
+            inside = {name: iter(each[number]) for name, each in counts.items()}
+            for rref in group.rrefs:
+                name = rref.owner_name()
+                more = range(self._count, self._count + next(inside[name]))
+                self._positions.setdefault(name, []).extend(more)
+                self._count = more.stop
+
+    def _all(
+        self,
+        what: str,
+        method: str,
+        *args: Any,
+        seconds: float,
+        context: int | None = None,
+        each: Callable[[str], tuple[Any, ...]] | None = None,
+    ) -> dict[str, Any]:
+        """Call a method of the optimizers on all workers; return the results by worker.
+
+        Args:
+            what: begins the message of an error.
+            context: whose gradients it is about.
+            each: gives the arguments for a worker, in place of ``args``.
+        """
+        calls: dict[str, Future[Any] | Exception] = {}
+        token = None if context is None else recording.enter(context)
+        try:
+            for name, rref in list(self._optimizers.items()):
+                try:
+                    call = getattr(rref.rpc_async(seconds), method)
+                    calls[name] = call(*(args if each is None else each(name)))
+                except Exception as error:
+                    calls[name] = error
+        finally:
+            if token is not None:
+                recording.leave(token)
+        return gather(what, calls)
+
+    # -- steps and gradients ----------------------------------------------------------------------------
+
+    def step(
+        self, context_id: int | None, closure: None = None, *, timeout: float = UNSET_RPC_TIMEOUT
+    ) -> None:
+        """Make a step on all workers, with the gradients that a context has for the parameters.
+
+        Parameters without a gradient are left out, as torch does with those whose ``.grad`` is None. No other parameters
+        are touched, and the ``.grad`` of all is left as it is found.
+
+        Args:
+            context_id: what ``with context() as context_id`` gave; None for the gradients in ``.grad``, where backward
+                passes with ``accumulate="grad"`` leave them.
+            closure: refused; there for those who pass one.
+
+        Raises:
+            TypeError: ``context_id`` is neither an int nor None, or a closure was given.
+            RuntimeError: there is no such context.
+            OptimizerError: several workers failed; those that did not have made their step.
+        """
+        if closure is not None:
+            raise TypeError(
+                "DistributedOptimizer.step() takes no closure: compute the loss, and call backward(context_id, [loss]), "
+                "before it"
+            )
+        check_context(context_id)
+        left = _Time(timeout)
+        if self._behind:
+            with self._changing(left.left()):
+                pass
+        self._all("Error running optimizer", "step", context_id, seconds=left.left(), context=context_id)
+        if self._scheduled:
+            self._stand_in.step()
+
+    def zero_grad(
+        self,
+        context_id: int | None = None,
+        set_to_none: bool = True,
+        *,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> None:
+        """Forget the gradients of this optimizer's parameters: those in a context, or those in ``.grad``.
+
+        Each context begins without gradients, so that this is for those who make several backward passes in one context,
+        or passes with ``accumulate="grad"``.
+
+        Args:
+            context_id: the context; None for ``.grad``.
+            set_to_none: if false, fill them with zeros instead.
+
+        Raises:
+            TypeError, RuntimeError: as in :meth:`step`.
+        """
+        check_context(context_id)
+        self._all(
+            "Error clearing gradients",
+            "clear",
+            context_id,
+            bool(set_to_none),
+            seconds=_Time(timeout).left(),
+            context=context_id,
+        )
+
+    def clip_grad_norm_(
+        self,
+        context_id: int | None,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> torch.Tensor:
+        """Scale the gradients on all workers so that their norm, as if they were one vector, is at most ``max_norm``.
+
+        They are changed in place, in the context, so that a ``step`` uses them as they are then. Sparse gradients count
+        as well. The result is what ``torch.nn.utils.clip_grad_norm_`` gives for the same gradients on one worker.
+
+        Args:
+            context_id: the context; None for the gradients in ``.grad``.
+            max_norm: the norm that they have at most afterwards.
+            norm_type: the p of the p-norm; ``inf`` for the largest element.
+            error_if_nonfinite: raise if the norm is infinite or NaN, before anything is changed.
+
+        Returns:
+            The norm before clipping, a tensor without dimensions. 0 if there are no gradients.
+
+        Raises:
+            TypeError: as in :meth:`step`.
+            RuntimeError: there is no such context, or the norm is not finite and ``error_if_nonfinite`` is true.
+        """
+        check_context(context_id)
+        norm_type, max_norm = float(norm_type), float(max_norm)
+        left = _Time(timeout)
+        what = "Error clipping gradients"
+        answers = self._all(
+            what, "norms", context_id, norm_type, seconds=left.left(), context=context_id
+        ).items()
+        # In the order of the parameters, so that the sum is that of one worker to the last bit.
+        found: list[tuple[int, torch.Tensor]] = []
+        for name, (positions, norms) in answers:
+            if norms is not None:
+                found += zip((self._positions[name][each] for each in positions), norms, strict=True)
+        if not found:
+            return torch.tensor(0.0)
+        found.sort(key=lambda pair: pair[0])
+        device = found[0][1].device
+        total: torch.Tensor = torch.linalg.vector_norm(
+            torch.stack([norm.to(device) for _, norm in found]), norm_type
+        )
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for the gradients is non-finite ({total.item()}), so they cannot be "
+                f"clipped. Give error_if_nonfinite=False to scale them by it all the same"
+            )
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        if factor.item() != 1.0:
+            self._all(what, "scale", context_id, factor, seconds=left.left(), context=context_id)
+        return total
+
+    def clip_grad_value_(
+        self, context_id: int | None, clip_value: float, *, timeout: float = UNSET_RPC_TIMEOUT
+    ) -> None:
+        """Bring each element of the gradients between ``-clip_value`` and ``clip_value``, in place, on all workers.
+
+        Args:
+            context_id: the context; None for the gradients in ``.grad``.
+
+        Raises:
+            TypeError, RuntimeError: as in :meth:`step`.
+        """
+        check_context(context_id)
+        self._all(
+            "Error clipping gradients",
+            "clip_values",
+            context_id,
+            float(clip_value),
+            seconds=_Time(timeout).left(),
+            context=context_id,
+        )
+
+    def _unscale(self, context_id: int | None, inverse: torch.Tensor, timeout: float) -> bool:
+        """Multiply all gradients; say whether any worker found an infinity or a NaN among them. For the scaler."""
+        found = self._all(
+            "Error unscaling gradients",
+            "unscale",
+            context_id,
+            inverse,
+            seconds=_Time(timeout).left(),
+            context=context_id,
+        )
+        return any(found.values())
+
+    # -- hyper-parameters -----------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        """The hyper-parameters of each group. ``for group in optimizer.param_groups: group["lr"] = 0.1`` sets them on all
+        workers, one call to each per assignment. Reading asks nobody."""
+        with self._lock:
+            count = len(self._stand_in.param_groups)
+        return [ParamGroup(index, self._read_group, self._write_group) for index in range(count)]
+
+    def _read_group(self, index: int) -> dict[str, Any]:
+        with self._lock:
+            return self._stand_in.groups()[index]
+
+    def _write_group(self, index: int, values: dict[str, Any]) -> None:
+        with self._changing(UNSET_RPC_TIMEOUT) as stand_in:
+            stand_in.param_groups[index].update(values)
+
+    @contextmanager
+    def _changing(self, timeout: float) -> Iterator[StandIn]:
+        """Change hyper-parameters; what is different at the end of the block goes to all workers."""
+        left = _Time(timeout)
+        with self._lock:
+            self._scheduled = True
+            yield self._stand_in
+            changes = self._stand_in.changes()
+            if changes is not None:
+                self._behind = True
+                self._all(
+                    "Error setting hyper-parameters", "set_hyperparameters", changes, seconds=left.left()
+                )
+                self._stand_in.sent(changes)
+            self._behind = False
+
+    def add_param_group(self, param_group: Mapping[str, Any], *, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+        """Add a group of parameters, which may be on workers that had none so far.
+
+        Args:
+            param_group: parameters under ``"params"``, as in the constructor, and hyper-parameters of the group.
+
+        Raises:
+            TypeError, ValueError: as in the constructor; also for parameters that the optimizer has already.
+            OptimizerError: several workers failed. No worker has the group then.
+        """
+        if not isinstance(param_group, Mapping):
+            raise TypeError(f"a parameter group is a dict with 'params', not a {type(param_group).__name__}")
+        left = _Time(timeout)
+        [group] = parse(dict(param_group))
+        with self._lock:
+            shares = _by_worker([group])
+            # Workers that had no parameters get an optimizer that has the other groups, without parameters, as well.
+            strangers = [rref for rref in group.rrefs if rref.owner_name() not in self._optimizers]
+            before = [Given(options, []) for options in self._stand_in.groups()]
+            made = self._created([*before, Given(group.options, strangers)], left) if strangers else {}
+            accounts: dict[str, Account] = self._all(
+                what := "Error adding a parameter group",
+                "stage_group",
+                seconds=left.left(),
+                each=lambda name: (group.options, shares[name][1][0] if name in shares else []),
+            )
+            counts = {name: account.counts for name, account in accounts.items()}
+            # Before any worker has the group: who clips meanwhile must know where its parameters belong.
+            self._note([group], counts | {name: account.counts[-1:] for name, (_, account) in made.items()})
+            self._all(what, "commit_group", seconds=left.left())
+            # A new table: whoever goes through the old one goes on.
+            self._optimizers = self._optimizers | {name: rref for name, (rref, _) in made.items()}
+            self._stand_in.add(next(iter(accounts.values())).groups[-1])
+
+    # -- state ------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
+        """Return a copy of the state of the optimizers of all workers, for ``torch.save``.
+
+        ``{"optimizer": name of the class, "workers": {name of the worker: state}}``; each state is that of torch, with the
+        shapes of the parameters besides. Each is of a moment between two steps of that worker; for one moment on all of
+        them, make no step meanwhile.
+        """
+        states = self._all("Error reading the optimizer's state", "state", seconds=_Time(timeout).left())
+        return {"optimizer": self._class.__qualname__, "workers": states}
+
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        workers: Mapping[str, str] | None = None,
+        *,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> None:
+        """Put a state in place that :meth:`state_dict` gave. Each worker tries its part first: either all load, or none.
+
+        Args:
+            state_dict: the state; what it holds is copied.
+            workers: names of workers in the state, and those of today that have their parameters now. In a new
+                process that has given its parameters in the same order:
+                ``dict(zip(state["workers"], optimizer.workers))``.
+
+        Raises:
+            ValueError: the state is of another class of optimizer, or for other workers, groups or parameters. The message
+                says what differs; nothing was changed.
+            OptimizerError: several workers found their part unfit. Nothing was changed.
+        """
+        left = _Time(timeout)
+        states = self._states_in(state_dict, workers or {})
+        what = "Error loading the optimizer's state"
+        with self._lock:
+            self._all(what, "stage_state", seconds=left.left(), each=lambda name: (states[name],))
+            accounts: dict[str, Account] = self._all(what, "commit_state", seconds=left.left())
+            self._stand_in.replace(next(iter(accounts.values())).groups)
+
+    def _states_in(self, state_dict: Mapping[str, Any], workers: Mapping[str, str]) -> dict[str, Any]:
+        """Return the state of each worker, by its name of today."""
+        if not isinstance(state_dict, Mapping) or not {"optimizer", "workers"} <= set(state_dict):
+            raise ValueError(
+                "this is no state of a DistributedOptimizer, which has 'optimizer' and 'workers'"
+                + (": it has " + ", ".join(map(repr, state_dict)) if isinstance(state_dict, Mapping) else "")
+            )
+        if state_dict["optimizer"] != self._class.__qualname__:
+            raise ValueError(
+                f"the state is of a {state_dict['optimizer']}, this optimizer is a {self._class.__qualname__}"
+            )
+        unknown = sorted(set(workers) - set(state_dict["workers"]))
+        if unknown:
+            raise ValueError(f"the state has no worker of these names, which workers= gives: {unknown}")
+        states = {workers.get(name, name): state for name, state in state_dict["workers"].items()}
+        here = set(self._optimizers)
+        if set(states) != here or len(states) != len(state_dict["workers"]):
+            raise ValueError(
+                f"the state is for the workers {sorted(states)}, the parameters of this optimizer are on {sorted(here)}: "
+                f"workers= says which is which, as {{'name in the state': 'name now'}}"
+            )
+        for name, state in states.items():
+            if not isinstance(state, Mapping) or not {"state", "param_groups", "shapes"} <= set(state):
+                raise ValueError(f"the state of worker {name!r} lacks 'state', 'param_groups' or 'shapes'")
+        return states
+
+    # -- schedulers -------------------------------------------------------------------------------------------
+
+    def lr_scheduler(
+        self, scheduler_class: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> DistributedLRScheduler:
+        """Return a learning rate scheduler: ``optimizer.lr_scheduler(StepLR, step_size=30)``.
+
+        All of ``torch.optim.lr_scheduler`` can be used; those that are made of others take them, or are made in a function
+        that is given a stand-in for the optimizer::
+
+            warm = optimizer.lr_scheduler(LinearLR, total_iters=5)
+            rest = optimizer.lr_scheduler(CosineAnnealingLR, T_max=95)
+            scheduler = optimizer.lr_scheduler(SequentialLR, [warm, rest], milestones=[5])
+
+        Args and errors are those of :class:`DistributedLRScheduler`.
+        """
+        return DistributedLRScheduler(self, scheduler_class, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a DistributedOptimizer stays in its process: save its state_dict(), or make one in the other process"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"DistributedOptimizer({self._class.__name__}, {self._count} parameters on {list(self.workers)})"
+        )
+
+
+def _by_worker(groups: Sequence[Given]) -> dict[str, tuple[WorkerInfo, list[list[RRef[Any]]]]]:
+    """Return the workers of some groups, by name, and for each the RRefs of each group that are there."""
+    found: dict[str, tuple[WorkerInfo, list[list[RRef[Any]]]]] = {}
+    for number, group in enumerate(groups):
+        for rref in group.rrefs:
+            info = rref.owner()
+            if info.name not in found:
+                found[info.name] = (info, [[] for _ in groups])
+            found[info.name][1][number].append(rref)
+    return found
+
+
+def _check_class(optimizer_class: Any) -> None:
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise TypeError(
+            f"DistributedOptimizer needs a class of optimizers, such as torch.optim.SGD, not {optimizer_class!r}"
+        )
+    needed = [
+        name
+        for name, parameter in list(inspect.signature(optimizer_class.step).parameters.items())[1:]
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        raise TypeError(
+            f"{optimizer_class.__name__}.step() needs {', '.join(needed)}: optimizers that evaluate the loss themselves, by a "
+            f"closure, cannot be distributed, as the loss is computed across workers. Use one whose step() needs nothing"
+        )

@@ -1,0 +1,273 @@
+"""What is done with an nn.Module on the worker that it lives on, for those who have a reference to it.
+
+Both wings use it: :class:`~actorrpc.nn.RemoteModule`, by way of :func:`on_owner`, and the handles of actors whose class
+is a module, by way of the actor's mailbox. The functions here take the module itself, run on its owner, on the thread of
+the call, and return what can travel: RRefs in place of parameters, never the module. They know no locks: who calls
+``to`` and ``forward`` of one module at the same time gets what torch gives on two threads.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from actorrpc.core.calls import CURRENT
+from actorrpc.core.execution import ASYNC_MARK, Later, future_of
+from actorrpc.futures import Future
+from actorrpc.rpc import rref as rrefs
+from actorrpc.rpc.rref import RRef
+
+__all__ = [
+    "convert",
+    "create",
+    "forward",
+    "load_state",
+    "named_parameter_rrefs",
+    "on_owner",
+    "parameter_rrefs",
+    "relocate",
+    "state_of",
+    "steer",
+]
+
+# Where modules are that were put on another device than the CPU: what their callers send follows them there. On the
+# owner, because a module may be moved by one of several who have it.
+_placed: Final[weakref.WeakKeyDictionary[nn.Module, torch.device]] = weakref.WeakKeyDictionary()
+_AT_HOME: Final = ("cpu", "meta")  # devices from and to which nothing is moved
+_LOADING: Final = "Error(s) in loading state_dict"  # how torch begins the error that lists several
+
+
+# -- on the way there --------------------------------------------------------------------------------------------
+
+
+def on_owner(
+    rref: RRef[Any],
+    function: Callable[..., Any],
+    *args: Any,
+    label: str,
+    future: Future[Any] | None = None,
+) -> Any:
+    """Call ``function(value, *args)`` on the owner of an RRef, with the time-out of the group.
+
+    Args:
+        label: what errors call the call.
+        future: to be completed with the result; without it, this waits and returns the result.
+
+    Raises:
+        RpcError: the call did not end, or was not made.
+        Exception: what the creation of the value, or the function, raised.
+    """
+    references = rref._references
+    references.agent.check_process()
+    rref._check()
+    agent, handle = references.agent, rref._handle
+    peer = agent.self_peer if handle.owner == references.me else references.peer_of(handle.owner)
+    call = agent.call(
+        peer,
+        _with_value,
+        (handle.rref_id, function, args),
+        {},
+        references.default_timeout(),
+        future=future,
+        keep=rref,
+        label=label,
+    )
+    return call.result() if future is None else future
+
+
+def _with_value(rref_id: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call a function with an owned value, once it is there (named in messages)."""
+    return function(rrefs._wait_outcome(rrefs.runtime(), rref_id).wait(), *args)
+
+
+def _module(value: Any) -> nn.Module:
+    if not isinstance(value, nn.Module):
+        raise TypeError(
+            f"the RRef was expected to refer to an nn.Module, but refers to a {type(value).__name__}"
+        )
+    return value
+
+
+# -- being made, and called ------------------------------------------------------------------------------------------
+
+
+def create(
+    module_cls: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str
+) -> nn.Module:
+    """Make a module and move it to a device.
+
+    Args:
+        module_cls: its class, an actor class, or a function that returns a module.
+
+    Raises:
+        ValueError: what was made is not a module.
+    """
+    module = getattr(module_cls, "__actor_class__", module_cls)(*args, **kwargs)
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
+            f"but it returns an instance of {type(module)}."
+        )
+    module.to(device)
+    _note_place(module)
+    return module
+
+
+def forward(module: nn.Module, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a module, with all of its hooks.
+
+    Where the module is not on the CPU, tensors go there before and come back after, as far as no device map says how the
+    caller gets them. A ``forward`` marked with ``async_execution`` is answered when its future completes.
+
+    Args:
+        device: where it is, if nothing else is known of that here.
+    """
+    place = _placed.get(_module(module))
+    if place is None and device not in _AT_HOME:
+        place = torch.device(device)
+    if place is not None:
+        args, kwargs = relocate((args, kwargs), place)
+    output = module(*args, **kwargs)
+    if getattr(module.forward, ASYNC_MARK, None) is not None:
+        return Later(future_of(output, module.forward))
+    return output if place is None else _brought_home(output)
+
+
+def relocate(value: Any, device: torch.device) -> Any:
+    """Move the tensors on the CPU in tuples, lists and dicts to a device; all else stays what it is."""
+    return _mapped(value, lambda t: t.to(device) if t.data.device.type == "cpu" else t)
+
+
+def _brought_home(value: Any) -> Any:
+    """Move tensors to the CPU which could not be sent from where they are."""
+    execution = CURRENT.get()
+    may_stay: Mapping[str, str] = (execution.peer.device_map if execution is not None else None) or {}
+    return _mapped(value, lambda t: t if str(t.data.device) in may_stay else t.cpu())
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (torch.Tensor, PackedSequence)):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        parts = [_mapped(each, function) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, dict):
+        found = copy.copy(value)  # of its own class
+        for key, each in value.items():
+            found[key] = _mapped(each, function)
+        return found
+    return value
+
+
+def _note_place(module: nn.Module) -> str | None:
+    """Take note of where a module is now; return that, or None for one without tensors."""
+    tensor: torch.Tensor | None = next(iter(module.parameters()), None)
+    if tensor is None:
+        tensor = next(iter(module.buffers()), None)
+    if tensor is None:
+        return None
+    if tensor.device.type in _AT_HOME:
+        _placed.pop(module, None)
+    else:
+        _placed[module] = tensor.device
+    return str(tensor.device)
+
+
+# -- its parameters ---------------------------------------------------------------------------------------------------
+
+
+def parameter_rrefs(module: nn.Module, recurse: bool = True) -> list[RRef[nn.Parameter]]:
+    """Return RRefs, of this worker, to the parameters of a module, each once.
+
+    They keep the parameters alive, not the module. Two calls give different RRefs to the same parameters.
+
+    Args:
+        recurse: those of modules within it, too.
+    """
+    return [RRef(each) for each in _module(module).parameters(recurse)]
+
+
+def named_parameter_rrefs(
+    module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> list[tuple[str, RRef[nn.Parameter]]]:
+    """Return RRefs to the parameters of a module with their names: see :func:`parameter_rrefs`."""
+    found = _module(module).named_parameters(prefix, recurse, remove_duplicate)
+    return [(name, RRef(each)) for name, each in found]
+
+
+# -- its state ----------------------------------------------------------------------------------------------------------
+
+
+def state_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Return the module's ``state_dict(...)``, its tensors on the CPU."""
+    state = _module(module).state_dict(*args, **kwargs)
+    if not isinstance(state, dict):  # a class may think otherwise
+        return state
+    elsewhere = [
+        name
+        for name, each in state.items()
+        if isinstance(each, torch.Tensor) and each.device.type not in _AT_HOME
+    ]
+    if elsewhere:
+        state = copy.copy(state)  # with torch's metadata, which is an attribute of it
+        for name in elsewhere:
+            state[name] = state[name].cpu()
+    return state
+
+
+def load_state(
+    module: nn.Module, state: Mapping[str, Any], metadata: Mapping[str, Any] | None, assign: bool
+) -> tuple[list[str], list[str], list[str]]:
+    """Load a state into a module as far as it fits.
+
+    Args:
+        metadata: torch's versions of the parts, by their names.
+        assign: put the tensors themselves into the module, instead of copying them into those that are there.
+
+    Returns:
+        The keys that are missing, those that nobody knows, and what was wrong with others, in torch's words.
+    """
+    loaded: Any = OrderedDict(state)
+    if metadata is not None:
+        loaded._metadata = OrderedDict(metadata)
+    options = {"assign": True} if assign else {}  # a class that overrides it may not know of that
+    keys: list[Any] = []
+    wrong: list[str] = []
+    # Where it raises it does not say which keys were missing; hooks are told before that.
+    told = _module(module).register_load_state_dict_post_hook(lambda _, found: keys.append(found))
+    try:
+        keys.append(module.load_state_dict(loaded, strict=False, **options))
+    except RuntimeError as error:
+        text = str(error)
+        if not text.startswith(_LOADING):
+            raise
+        wrong = text.split("\n\t")[1:]
+    finally:
+        told.remove()
+    found = keys[-1] if keys else None
+    return list(getattr(found, "missing_keys", ())), list(getattr(found, "unexpected_keys", ())), wrong
+
+
+# -- everything else -----------------------------------------------------------------------------------------------------
+
+
+def steer(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Call a method that changes the module and returns nothing of interest.
+
+    Returns:
+        The device that the module is on then; None where it has no tensors.
+    """
+    getattr(_module(module), name)(*args, **kwargs)
+    return _note_place(module)
+
+
+def convert(module: nn.Module, dtypes: Mapping[torch.dtype, torch.dtype]) -> None:
+    """Change the dtypes of parameters and buffers; those that are not named stay what they are."""
+    _module(module)._apply(lambda t: t.to(dtypes[t.dtype]) if t.dtype in dtypes else t)

@@ -1,0 +1,44 @@
+"""What distributed autograd is to reach, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.autograd_sections import MODELS, WORLDS
+from benchmarks.series import Key
+from benchmarks.targets import Target
+
+__all__ = ["AUTOGRAD_TARGETS"]
+
+HOST = "same host"
+PLACES = (("own", "own CPUs"), ("one", "one CPU"))
+
+
+def _targets() -> Iterator[Target]:
+    for case in MODELS["rnn"]:
+        for world in WORLDS:
+            for place, where in PLACES:
+                yield Target(
+                    text=f"RNN training step, {case}, {world} workers, {where} / torch",
+                    key=Key("rnn", f"{case}, {world} workers", HOST, place, "time"),
+                    versus="torch",
+                    at_most=0.5,
+                )
+    for world in WORLDS:
+        for place, where in PLACES:
+            yield Target(
+                text=f"each further hop, {world} workers, {where} / torch",
+                key=Key("chain", f"each hop, {world} workers", HOST, place, "hop"),
+                versus="torch",
+                at_most=1 / 3,
+            )
+    for place, where in PLACES:
+        yield Target(
+            text=f"64 MiB activation and its gradient, GB/s, {where} / torch",
+            key=Key("activation", "64 MiB", HOST, place, "both_ways"),
+            versus="torch",
+            at_least=2.0,
+        )
+
+
+AUTOGRAD_TARGETS: tuple[Target, ...] = tuple(_targets())

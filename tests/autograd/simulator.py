@@ -1,0 +1,423 @@
+"""A group of participants in one thread: random programs, and their backward passes over a network that misbehaves.
+
+Each worker is a :class:`Participant` with the recorder that records real messages. What they ask and tell lies in one
+heap, from which the seed draws what arrives next, in whatever order. A :class:`Fault` hits one message: it is lost (asks
+end at their time-out, which comes when nothing else is left to happen; notices come again), comes twice, or comes last; or
+its target dies, or the origin does, or the context is released, just before it arrives.
+
+A :class:`World` executes a program step by step; ``backward`` runs one pass to its end. Whatever goes wrong, a pass ends:
+with the gradients that local autograd finds, or with a clear error and all gradients as they were.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from actorrpc.autograd import slots
+from actorrpc.autograd.contexts import Contexts
+from actorrpc.autograd.messages import Gradient, Message, Notice, Run
+from actorrpc.autograd.participant import Participant
+from actorrpc.autograd.recording import GraphRecorder
+from actorrpc.core import exceptions
+from actorrpc.errors import PeerDiedError, RpcError, RpcTimeoutError
+from actorrpc.futures import Future
+from actorrpc.rpc.fork_messages import WorkerKey
+from tests.autograd.programs import (
+    Compute,
+    InPlace,
+    Keep,
+    Leaf,
+    Open,
+    Program,
+    Send,
+    Step,
+    copies,
+    make_leaf,
+    make_root,
+    perform,
+)
+
+__all__ = ["KINDS", "TYPES", "Fault", "Network", "Worker", "World"]
+
+#: What can go wrong with a message.
+KINDS = ("drop", "duplicate", "delay", "kill target", "kill origin", "release")
+#: The messages with which it can; "Answer" is that to any of the others.
+TYPES = ("Discover", "Run", "Gradient", "Answer", "Verdict", "Release")
+
+_TIMEOUT = 1000.0  # seconds that never pass: time-outs come when nothing else is left
+
+
+@dataclass(slots=True)
+class Fault:
+    """What goes wrong: with the ``nth`` message of a type, counted from 0."""
+
+    kind: str
+    type: str
+    nth: int = 0
+    hit: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Letter:
+    """Something on its way; ``arrive`` does what it does at ``to``."""
+
+    type: str
+    sender: WorkerKey
+    to: WorkerKey
+    arrive: Callable[[], None]
+    ask: Future[Any] | None = None
+    last: bool = False
+
+
+class Worker:
+    """One worker: what it knows, and the way from it to the others."""
+
+    def __init__(self, network: Network, key: WorkerKey) -> None:
+        self.network = network
+        self.me = key
+        self.contexts = Contexts(key)
+        self.recorder = GraphRecorder(self.contexts)
+        self.participant = Participant(self.contexts, self)
+        self.peer: Any = SimpleNamespace(rank=key.rank, record=SimpleNamespace(incarnation=key.incarnation))
+        self.alive = True
+        self.asks: dict[Future[Any], WorkerKey] = {}
+
+    def ask(self, to: WorkerKey, message: Message, timeout: float) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.label = f"{type(message).__name__} to {to.rank}"
+        self.network.ask(self, to, message, timeout, future)
+        return future
+
+    def tell(self, to: WorkerKey, notice: Notice) -> None:
+        self.network.tell(self, to, notice)
+
+    def name(self, worker: WorkerKey) -> str:
+        return f"worker{worker.rank}"
+
+
+class Network:
+    """Carries messages between workers, in an order that the seed gives."""
+
+    def __init__(self, seed: int, workers: int, fault: Fault | None = None) -> None:
+        self.rng = random.Random(seed ^ 0xFA17)
+        self.fault = fault
+        self.keys = [WorkerKey(rank, f"life{rank}") for rank in range(workers)]
+        self.workers = {key: Worker(self, key) for key in self.keys}
+        self.letters: list[Letter] = []
+        self.counts: Counter[str] = Counter()
+        self.release: Callable[[], None] = lambda: None
+        self.faultless = False
+
+    def worker(self, rank: int) -> Worker:
+        return self.workers[self.keys[rank]]
+
+    # -- what workers send -----------------------------------------------------------------------------------------
+
+    def ask(
+        self, sender: Worker, to: WorkerKey, message: Message, timeout: float, future: Future[Any]
+    ) -> None:
+        worker = self.workers[to]
+        if not worker.alive:
+            future.set_exception(PeerDiedError(f"worker{to.rank} is dead", worker=f"worker{to.rank}"))
+            return
+        if timeout:
+            sender.asks[future] = to
+        packed = self.pack(message, sender)
+
+        def arrive() -> None:
+            def answered(done: Future[Any]) -> None:
+                error = done.exception()
+                self.reply(worker, sender, future, None if error else done.value(), error)
+
+            try:
+                answer = worker.participant.handle(sender.me, self.unpack(packed, worker, sender))
+            except BaseException as error:
+                self.reply(worker, sender, future, None, error)
+                return
+            if isinstance(answer, Future):
+                answer.add_done_callback(answered)
+            else:
+                self.reply(worker, sender, future, answer, None)
+
+        self.letters.append(Letter(type(message).__name__, sender.me, to, arrive, future))
+
+    def tell(self, sender: Worker, to: WorkerKey, notice: Notice) -> None:
+        worker = self.workers[to]
+
+        def arrive() -> None:
+            worker.participant.hear(sender.me, notice)
+
+        self.letters.append(Letter(type(notice).__name__, sender.me, to, arrive))
+
+    def reply(
+        self,
+        sender: Worker,
+        to: Worker,
+        future: Future[Any],
+        value: Any,
+        error: BaseException | None,
+    ) -> None:
+        if not sender.alive:
+            return
+        if error is not None:
+            name = f"worker{sender.me.rank}"
+            data = exceptions.dump(error, worker=name, dumps=cloudpickle.dumps)
+            error = exceptions.load(data, loads=pickle.loads)
+        else:
+            value = pickle.loads(pickle.dumps(value))
+
+        def arrive() -> None:
+            to.asks.pop(future, None)
+            if future._claim():
+                future._finish(value, error)
+
+        self.letters.append(Letter("Answer", sender.me, to.me, arrive))
+
+    def pack(self, message: Message, sender: Worker) -> Any:
+        """Take a message apart into bytes and tensors, and record these as those of any call are."""
+        tensors: list[Tensor] = []
+        gradients = (message,) if isinstance(message, Gradient) else ()
+        if isinstance(message, Run):
+            gradients = tuple(message.gradients)
+        for each in gradients:
+            tensors += [tensor for tensor in each.gradients if tensor is not None]
+        holes = [each._replace(gradients=tuple(g is not None for g in each.gradients)) for each in gradients]
+        bare = message._replace(gradients=holes) if isinstance(message, Run) else (holes or [message])[0]
+        tag = sender.recorder.sent(tensors, sender.peer, context=message.context)
+        return pickle.dumps(bare), copies(tensors, connected=False), tag
+
+    def unpack(self, packed: Any, worker: Worker, sender: Worker) -> Any:
+        data, tensors, tag = packed
+        tensors = [each.clone() for each in tensors]
+        message = pickle.loads(data)
+        if tag is not None:
+            worker.recorder.arrived(tag, tensors, sender.peer)
+        left = iter(tensors)
+
+        def fill(gradient: Gradient) -> Gradient:
+            return gradient._replace(gradients=tuple(next(left) if g else None for g in gradient.gradients))
+
+        if isinstance(message, Gradient):
+            return fill(message)
+        if isinstance(message, Run):
+            return message._replace(gradients=[fill(each) for each in message.gradients])
+        return message
+
+    # -- what happens to it ----------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Let one thing happen; say whether anything did."""
+        ready = [letter for letter in self.letters if not letter.last] or self.letters
+        if not ready:
+            return self.time_out()
+        letter = self.rng.choice(ready)
+        number, self.counts[letter.type] = self.counts[letter.type], self.counts[letter.type] + (not letter.last)
+        fault = self.fault
+        if (
+            fault is not None
+            and not fault.hit
+            and not self.faultless
+            and (letter.type, number) == (fault.type, fault.nth)
+        ):
+            fault.hit = True
+            if self.hit(fault.kind, letter):
+                return True
+        if letter in self.letters:  # its target may have died
+            self.letters.remove(letter)
+            letter.arrive()
+        return True
+
+    def hit(self, kind: str, letter: Letter) -> bool:
+        """Do what a fault does; say whether the letter does not arrive now."""
+        if kind == "delay":
+            letter.last = True
+            return True
+        if kind == "drop":
+            if letter.ask is None and letter.type != "Answer":
+                letter.last = True  # a notice is sent again until it has been heard
+            else:
+                self.letters.remove(letter)
+            return True
+        if kind == "duplicate":
+            letter.arrive()
+        elif kind == "kill target":
+            self.kill(letter.to)
+        elif kind == "kill origin":
+            self.kill(self.keys[0])
+        else:
+            self.release()
+        return False
+
+    def kill(self, key: WorkerKey) -> None:
+        """End a worker: what it has sent may still arrive, and the others hear of it some time."""
+        worker = self.workers[key]
+        if not worker.alive:
+            return
+        worker.alive = False
+        self.letters = [
+            letter
+            for letter in self.letters
+            if letter.to != key and (letter.sender != key or self.rng.random() < 0.5)
+        ]
+        for other in self.workers.values():
+            if other.alive:
+                self.letters.append(Letter("Death", key, other.me, lambda other=other: self.mourn(other, key)))  # type: ignore[misc]
+
+    def mourn(self, worker: Worker, key: WorkerKey) -> None:
+        died = PeerDiedError(f"worker{key.rank} is dead", worker=f"worker{key.rank}")
+        for future, to in list(worker.asks.items()):
+            if to == key:
+                del worker.asks[future]
+                if future._claim():
+                    future._finish(None, died)
+        worker.participant.worker_died(key)
+
+    def time_out(self) -> bool:
+        """End an ask by its time-out."""
+        late = []
+        for worker in self.workers.values():
+            for future in list(worker.asks):
+                if future.done():
+                    del worker.asks[future]
+                elif worker.alive:
+                    late.append((worker, future))
+        if not late:
+            return False
+        worker, future = self.rng.choice(late)
+        del worker.asks[future]
+        if future._claim():
+            future._finish(None, RpcTimeoutError(f"{future.label}: no answer"))
+        return True
+
+    def settle(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Let happen what can happen."""
+        while not until() and self.step():
+            pass
+
+
+class World:
+    """Executes a program on the workers of a network, up to its roots."""
+
+    def __init__(self, program: Program, network: Network, *, hooks: bool = True) -> None:
+        self.program = program
+        self.network = network
+        self.origin = network.worker(0)
+        self.context = self.origin.contexts.create().id
+        for worker in network.workers.values():
+            # It is a call from the origin that has a worker do its steps.
+            worker.recorder.arrived(self.origin.recorder.sent((), worker.peer, self.context), [], self.origin.peer)
+        network.release = lambda: self.origin.participant.release(self.context)
+        self.values: list[dict[int, Tensor]] = [{} for _ in range(program.workers)]
+        self.leaves: dict[int, tuple[Leaf, Tensor]] = {}
+        self.kept: dict[int, tuple[int, list[Tensor], Any]] = {}
+        for leaf in program.leaves:
+            made = make_leaf(leaf)
+            self.values[leaf.worker][leaf.name] = made
+            self.leaves[leaf.name] = leaf, made
+        for step in program.steps:
+            self.do(step)
+        self.roots = [make_root(names, self.values[0]) for names in program.roots]
+
+    def do(self, step: Step) -> None:
+        values = self.values[step.worker]
+        worker = self.network.worker(step.worker)
+        if isinstance(step, (Compute, InPlace)):
+            perform(step, values)
+        elif isinstance(step, Send):
+            tensors = [values[name] for name in step.values]
+            to = self.network.worker(step.to)
+            tag = worker.recorder.sent(_distinct(tensors), to.peer, context=self.context)
+            self.arrive(to, step.outs, tensors, tag, worker)
+        elif isinstance(step, Keep):
+            tensors = [values[name] for name in step.values]
+            tag = worker.recorder.sent(_distinct(tensors), None, context=self.context)
+            self.kept[step.message] = step.worker, copies(tensors, connected=False), tag
+        else:
+            assert isinstance(step, Open)
+            keeper, tensors, tag = self.kept[step.message]
+            if tag is not None:
+                self.network.worker(keeper).recorder.forwarded(tag, worker.peer)
+            self.arrive(worker, step.outs, tensors, tag, self.network.worker(keeper))
+
+    def arrive(
+        self, to: Worker, outs: tuple[int, ...], tensors: list[Tensor], tag: Any, sender: Worker
+    ) -> None:
+        arrived = copies(tensors, connected=False)
+        if tag is not None:
+            to.recorder.arrived(tag, _distinct(arrived), sender.peer)
+        for name, each in zip(outs, arrived, strict=True):
+            self.values[to.me.rank][name] = each
+
+    # -- passes ----------------------------------------------------------------------------------------------------
+
+    def start(self, **options: Any) -> Future[None]:
+        options.setdefault("timeout", _TIMEOUT)
+        return self.origin.participant.start(self.context, self.roots, **options)
+
+    def backward(self, **options: Any) -> None:
+        """Run a pass to its end.
+
+        Raises:
+            Exception: what ended it.
+        """
+        future = self.start(**options)
+        self.network.settle(lambda: future.done() or not self.origin.alive)
+        if self.origin.alive:
+            assert future.done(), "the pass came to no end"
+            future.value()
+
+    def gradients(self) -> dict[int, Tensor]:
+        """Return the gradients in the context, on all workers, by the names of the leaves; verdicts arrive first."""
+        self.network.settle()
+        found = {}
+        for name, (leaf, tensor) in self.leaves.items():
+            worker = self.network.worker(leaf.worker)
+            context = worker.contexts.find(self.context)
+            if context is not None and tensor in context.gradients:
+                found[name] = context.gradients[tensor]
+        return found
+
+    def known(self) -> Mapping[int, Any]:
+        return {
+            worker.me.rank: context
+            for worker in self.network.workers.values()
+            if (context := worker.contexts.find(self.context)) is not None
+        }
+
+    def check_quiet(self) -> None:
+        """Check that no pass has left anything in the contexts."""
+        for rank, context in self.known().items():
+            if self.network.worker(rank).alive:
+                assert not context.passes, f"worker {rank}: {context.passes}"
+        assert not slots._taken
+
+    def leave(self) -> None:
+        """Release the context, and check that nothing is left of it."""
+        self.network.faultless = True
+        if self.origin.alive:
+            self.origin.participant.release(self.context)
+        self.network.settle()
+        for worker in self.network.workers.values():
+            if worker.alive:
+                assert len(worker.contexts) == 0, f"{worker.me} keeps {worker.contexts.all()}"
+                assert not worker.asks
+        assert not slots._taken
+
+
+def _distinct(tensors: list[Tensor]) -> list[Tensor]:
+    return list({id(each): each for each in tensors}.values())
+
+
+def clear_error(error: BaseException) -> bool:
+    """Say whether an error is one of those that faults may cause."""
+    return isinstance(error, RpcError)

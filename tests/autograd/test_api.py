@@ -1,0 +1,794 @@
+"""Distributed autograd between real workers. Local autograd is the oracle."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import actorrpc.autograd as dist_autograd
+from actorrpc import rpc
+from actorrpc.autograd.wiring import contexts
+from actorrpc.errors import NotInitializedError, PeerDiedError, RemoteError, RpcError, RpcTimeoutError
+from tests.group import Died, rpc_group
+
+Tensor = torch.Tensor
+
+# -- what runs on workers ------------------------------------------------------------------------
+
+_for_ever = threading.Event()
+_hooked: list[str] = []
+_parameters: dict[str, torch.nn.Parameter] = {}
+_dying: list[threading.Event] = []
+
+
+def _double(*sizes: int) -> Tensor:
+    return torch.rand(*sizes, dtype=torch.float64)
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    """Wait for something that nothing announces; bounded by the test's limit."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.005)
+
+
+def mix(a: Tensor, b: Tensor) -> Tensor:
+    return torch.tanh(a @ b) + a
+
+
+def through(to: str, a: Tensor, b: Tensor) -> Tensor:
+    return rpc.rpc_sync(to, mix, (a * 2, b)) * b
+
+
+def through_reference(to: str, a: Tensor, b: Tensor) -> rpc.RRef[Tensor]:
+    return rpc.remote(to, mix, (a, b))
+
+
+def in_place(a: Tensor, b: Tensor) -> Tensor:
+    a.mul_(2).add_(b)
+    b[0] = 1.0
+    return a * b
+
+
+def pair(a: Tensor, b: Tensor) -> dict[str, Any]:
+    return {"x": [a @ b, a], "unused": b * 3, "n": 4}
+
+
+@rpc.functions.async_execution
+def later(to: str, a: Tensor, b: Tensor) -> rpc.Future[Tensor]:
+    return rpc.rpc_async(to, mix, (a, b)).then(lambda done: done.wait() * 3)
+
+
+class Holder:
+    def __init__(self, size: int) -> None:
+        self.weight = torch.nn.Parameter(torch.ones(size, size, dtype=torch.float64))
+
+    def forward(self, a: Tensor) -> Tensor:
+        return a @ self.weight
+
+    def gradient(self, context: int) -> Tensor | None:
+        return dist_autograd.get_gradients(context).get(self.weight)
+
+
+def _knows(context: int) -> bool:
+    return contexts().find(context) is not None
+
+
+def _count() -> int:
+    gc.collect()
+    return len(contexts())
+
+
+# -- ways to go and come back --------------------------------------------------------------------
+
+Way = tuple[Callable[[str, str, Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
+
+WAYS: dict[str, Way] = {
+    "rpc_sync": (lambda to, _, a, b: rpc.rpc_sync(to, mix, (a, b)), mix),
+    "rpc_async": (lambda to, _, a, b: rpc.rpc_async(to, mix, (a, b)).wait(), mix),
+    "remote": (lambda to, _, a, b: rpc.remote(to, mix, (a, b)).to_here(), mix),
+    "twice": (
+        lambda to, _, a, b: rpc.rpc_sync(to, mix, (a, b)) + rpc.rpc_sync(to, mix, (b, a)),
+        lambda a, b: mix(a, b) + mix(b, a),
+    ),
+    "fetched twice": (
+        lambda to, _, a, b: (lambda r: r.to_here() * r.to_here())(rpc.remote(to, mix, (a, b))),
+        lambda a, b: mix(a, b) ** 2,
+    ),
+    "nested": (
+        lambda to, on, a, b: rpc.rpc_sync(to, through, (on, a, b)),
+        lambda a, b: mix(a * 2, b) * b,
+    ),
+    "nested, and back to here": (
+        lambda to, _, a, b: rpc.rpc_sync(to, through, ("worker0", a, b)),
+        lambda a, b: mix(a * 2, b) * b,
+    ),
+    "a reference from a third": (
+        lambda to, on, a, b: rpc.rpc_sync(to, through_reference, (on, a, b)).to_here(),
+        mix,
+    ),
+    "oneself": (lambda _, __, a, b: rpc.rpc_sync("worker0", mix, (a, b)), mix),
+    "several visits": (
+        lambda to, on, a, b: rpc.rpc_sync(
+            to,
+            mix,
+            (rpc.rpc_sync(on, mix, (rpc.rpc_sync(to, mix, (a, b)), b)), rpc.rpc_sync(to, mix, (b, b))),
+        ),
+        lambda a, b: mix(mix(mix(a, b), b), mix(b, b)),
+    ),
+    "async execution": (lambda to, on, a, b: rpc.rpc_sync(to, later, (on, a, b)), lambda a, b: mix(a, b) * 3),
+    "in place": (
+        lambda to, _, a, b: rpc.rpc_sync(to, in_place, (a * 1, b * 1)),
+        lambda a, b: in_place(a * 1, b * 1),
+    ),
+    "some of the results": (
+        lambda to, _, a, b: (lambda d: d["x"][0] * d["x"][1] * d["n"])(rpc.rpc_sync(to, pair, (a, b))),
+        lambda a, b: (a @ b) * a * 4,
+    ),
+    "results that nobody uses": (
+        lambda to, on, a, b: (
+            rpc.rpc_sync(to, mix, (a, b)),
+            rpc.remote(on, mix, (a, b)),
+            rpc.rpc_sync(to, through, (on, a, b)),
+            rpc.rpc_sync(on, mix, (b, a)),
+        )[3],
+        lambda a, b: mix(b, a),
+    ),
+    "a built-in function": (lambda to, _, a, b: rpc.rpc_sync(to, torch.mm, (a, b)), torch.mm),
+    "views of one tensor": (
+        lambda to, _, a, b: rpc.rpc_sync(to, mix, ((lambda t: (t[:3], t[3:]))(torch.cat([a, b]) * 2))),
+        lambda a, b: mix(a * 2, b * 2),
+    ),
+    "not contiguous": (
+        lambda to, _, a, b: rpc.rpc_sync(to, torch.mm, (a.t(), b[0].expand(3, 3))),
+        lambda a, b: torch.mm(a.t(), b[0].expand(3, 3)),
+    ),
+    "complex": (
+        lambda to, _, a, b: rpc.rpc_sync(to, torch.mm, ((a * (1 + 2j)).conj(), b * 1j)).abs(),
+        lambda a, b: torch.mm((a * (1 + 2j)).conj(), b * 1j).abs(),
+    ),
+    "mixed types": (
+        lambda to, _, a, b: rpc.rpc_sync(to, torch.add, (a.float(), b)),
+        lambda a, b: torch.add(a.float(), b),
+    ),
+    "an empty tensor": (
+        lambda to, _, a, b: rpc.rpc_sync(to, torch.cat, ([a[:0], b, a],)),
+        lambda a, b: torch.cat([a[:0], b, a]),
+    ),
+}
+
+
+def _ways(rank: int, _: int, mode: str) -> list[str]:
+    wrong = []
+    if rank == 0:
+        for name, (distributed, local) in WAYS.items():
+            if mode == "fast" and name in ("results that nobody uses", "fetched twice"):
+                continue
+            a, b = _double(3, 3).requires_grad_(), _double(3, 3).requires_grad_()
+            with dist_autograd.context() as context:
+                result = distributed("worker1", "worker2", a, b)
+                dist_autograd.backward(context, [(result**2).sum()], mode=mode)  # type: ignore[arg-type]
+                found = dist_autograd.get_gradients(context)
+            expected = local(a, b)
+            want = torch.autograd.grad((expected**2).sum(), (a, b))
+            good = torch.allclose(result.detach(), expected) and all(
+                torch.allclose(found[t], g, rtol=1e-6) for t, g in zip((a, b), want, strict=True)
+            )
+            if not good or a.grad is not None:
+                wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("mode", ["smart", "fast"])
+def test_gradients_are_those_of_local_autograd(mode: str) -> None:
+    assert rpc_group(_ways, 3, mode)[0] == []
+
+
+def _parameters_there(rank: int, _: int) -> None:
+    if rank:
+        return
+    holders = [rpc.remote(f"worker{n}", Holder, (3,)) for n in (1, 2)]
+    x = _double(3, 3).requires_grad_()
+    for accumulated in (1, 2):
+        with dist_autograd.context() as context:
+            y = holders[1].rpc_sync().forward(holders[0].rpc_sync().forward(x))
+            loss = (y**2).sum()
+            for last in range(accumulated):
+                dist_autograd.backward(context, [loss], retain_graph=last + 1 < accumulated)
+            found = [holder.rpc_sync().gradient(context) for holder in holders]
+            mine = dist_autograd.get_gradients(context)
+        assert list(mine) == [x]
+        w, v = (torch.ones(3, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        want = torch.autograd.grad(((x @ w @ v) ** 2).sum(), (x, w, v))
+        for got, g in zip((mine[x], *found), want, strict=True):
+            torch.testing.assert_close(got, g * accumulated)
+
+
+def test_parameters_on_other_workers() -> None:
+    rpc_group(_parameters_there, 3)
+
+
+# -- contexts ------------------------------------------------------------------------------------
+
+
+def _open_another() -> str:
+    try:
+        with dist_autograd.context():
+            return "opened"
+    except RuntimeError as error:
+        return str(error)
+
+
+def _blocks(rank: int, _: int) -> None:
+    if rank:
+        return
+    assert dist_autograd.current_context() is None
+    with dist_autograd.context() as context:
+        assert context >> 48 == 0
+        assert dist_autograd.current_context() == context
+        with pytest.raises(RuntimeError, match="Already have an autograd context id for this thread"):
+            dist_autograd.context().__enter__()
+        assert dist_autograd.current_context() == context
+        # In a call from a context that one is in force.
+        assert rpc.rpc_sync("worker1", dist_autograd.current_context) == context
+        assert "Already have an autograd context" in rpc.rpc_sync("worker1", _open_another)
+        found: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: found.extend([dist_autograd.current_context(), _open_another()])
+        )
+        thread.start()
+        thread.join()
+        assert found == [None, "opened"]
+        assert rpc.rpc_sync("worker1", _knows, (context,))
+    assert dist_autograd.current_context() is None
+    with pytest.raises(RuntimeError, match="Could not find autograd context with id"):
+        dist_autograd.get_gradients(context)
+    with pytest.raises(RuntimeError, match="Could not find autograd context with id"):
+        dist_autograd.backward(context, [torch.ones(1, requires_grad=True).sum()])
+    _until(lambda: not rpc.rpc_sync("worker1", _knows, (context,)))
+    with pytest.raises(ValueError, match="mine"), dist_autograd.context() as context:
+        raise ValueError("mine")
+    assert contexts().find(context) is None
+    assert rpc.rpc_sync("worker1", _open_another) == "opened"
+
+
+def test_blocks() -> None:
+    rpc_group(_blocks, 2)
+
+
+def test_without_rpc() -> None:
+    with pytest.raises(NotInitializedError, match="init_rpc"), dist_autograd.context():
+        pass
+    for use in (lambda: dist_autograd.get_gradients(1), lambda: dist_autograd.backward(1, [torch.ones(1)])):
+        with pytest.raises(NotInitializedError, match="init_rpc"):
+            use()
+
+
+def _in_a_context(to: str, on: str, a: Tensor) -> None:
+    rpc.rpc_sync(to, through, (on, a, a))
+
+
+def _many(rank: int, _: int) -> None:
+    if rank:
+        return
+    a = _double(3, 3).requires_grad_()
+    for _ in range(1500):
+        with dist_autograd.context() as context:
+            y = rpc.rpc_sync("worker1", mix, (a, a))
+            dist_autograd.backward(context, [y.sum()])
+    for _ in range(100):
+        with dist_autograd.context():
+            _in_a_context("worker1", "worker2", a)  # no pass at all
+    assert _count() == 0
+    for worker in ("worker1", "worker2"):
+        _until(lambda worker=worker: rpc.rpc_sync(worker, _count) == 0)
+
+
+def test_nothing_is_left_of_contexts() -> None:
+    rpc_group(_many, 3)
+
+
+# -- wrong use -----------------------------------------------------------------------------------
+
+
+def _wrong(rank: int, _: int) -> None:
+    if rank:
+        return
+    leaf = torch.rand(3, 3, requires_grad=True)
+    with dist_autograd.context() as context:
+        y = rpc.rpc_sync("worker1", torch.add, (leaf, leaf))
+        loss = y.sum()
+        for roots, text in (
+            ([], "No tensors provided for gradient computation"),
+            ([torch.rand(1)], "requires_grad not set on"),
+            ([leaf * 2], "is not a scalar, all roots need to be scalar"),
+            ([leaf], "is not a scalar, all roots need to be scalar"),
+            ([torch.rand(1, requires_grad=True)], "does not have a valid gradient function"),
+            ([loss, torch.rand(1)], "requires_grad not set on"),
+        ):
+            with pytest.raises(RuntimeError, match=text):
+                dist_autograd.backward(context, roots)
+        for wrong in (None, loss, 3, ["x"], [loss, None]):
+            with pytest.raises(TypeError):
+                dist_autograd.backward(context, wrong)  # type: ignore[arg-type]
+        for id in (None, "1", 1.5):
+            with pytest.raises(TypeError):
+                dist_autograd.backward(id, [loss])  # type: ignore[arg-type]
+            with pytest.raises(TypeError):
+                dist_autograd.get_gradients(id)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="Could not find autograd context with id: 1"):
+            dist_autograd.backward(1, [loss])
+        with pytest.raises((ValueError, TypeError), match="mode"):
+            dist_autograd.backward(context, [loss], mode="clever")  # type: ignore[arg-type]
+        with pytest.raises((ValueError, TypeError), match="accumulate"):
+            dist_autograd.backward(context, [loss], accumulate="here")  # type: ignore[arg-type]
+        with pytest.raises((ValueError, TypeError), match="timeout"):
+            dist_autograd.backward(context, [loss], timeout=-3)
+        with pytest.raises((RuntimeError, ValueError), match=r"shape|size"):
+            dist_autograd.backward(context, [y], gradient=torch.ones(2, 3))
+        with pytest.raises((TypeError, ValueError)):
+            dist_autograd.backward(context, [y, loss], gradient=[torch.ones(3, 3)])
+        assert dist_autograd.get_gradients(context) == {}
+        with pytest.raises(RuntimeError, match=r"actorrpc\.autograd\.backward"):
+            loss.backward()
+        dist_autograd.backward(context, [loss])  # all of that has done no harm
+        torch.testing.assert_close(dist_autograd.get_gradients(context)[leaf], torch.full((3, 3), 2.0))
+
+
+def test_wrong_use() -> None:
+    rpc_group(_wrong, 2)
+
+
+def _from_another_context(rank: int, _: int) -> None:
+    if rank:
+        return
+    leaf = torch.rand(3, requires_grad=True)
+    with dist_autograd.context():
+        old = rpc.rpc_sync("worker1", torch.add, (leaf, leaf))
+    with dist_autograd.context() as context:
+        new = rpc.rpc_sync("worker1", torch.add, (leaf, old))
+        with pytest.raises(RuntimeError, match=r"another context.*detach\(\)"):
+            dist_autograd.backward(context, [new.sum()])
+        new = rpc.rpc_sync("worker1", torch.add, (leaf, old.detach()))
+        dist_autograd.backward(context, [new.sum()])
+        torch.testing.assert_close(dist_autograd.get_gradients(context)[leaf], torch.ones(3))
+
+
+def test_a_tensor_of_another_context() -> None:
+    rpc_group(_from_another_context, 2)
+
+
+# -- beyond torch --------------------------------------------------------------------------------
+
+
+def _options(rank: int, _: int) -> None:
+    if rank:
+        return
+    holder = rpc.remote("worker1", Holder, (3,))
+    x = _double(3, 3).requires_grad_()
+    w = torch.ones(3, 3, dtype=torch.float64, requires_grad=True)
+    seed = _double(3, 3)
+
+    with dist_autograd.context() as context:
+        y = holder.rpc_sync().forward(x)
+        dist_autograd.backward(context, [y, (y * 2).sum()], gradient=[seed, None])
+        want = torch.autograd.grad([x @ w, (x @ w * 2).sum()], [x, w], [seed, None])
+        torch.testing.assert_close(dist_autograd.get_gradients(context)[x], want[0])
+        torch.testing.assert_close(holder.rpc_sync().gradient(context), want[1])
+
+    with dist_autograd.context() as context:
+        y = holder.rpc_sync().forward(x)
+        dist_autograd.backward(context, [y], gradient=seed)
+        torch.testing.assert_close(
+            dist_autograd.get_gradients(context)[x], torch.autograd.grad(x @ w, x, seed)[0]
+        )
+
+    x.grad = torch.ones_like(x)
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [holder.rpc_sync().forward(x).sum()], accumulate="grad")
+        assert dist_autograd.get_gradients(context) == {}
+        assert holder.rpc_sync().gradient(context) is None
+    torch.testing.assert_close(x.grad, 1 + torch.autograd.grad((x @ w).sum(), x)[0])
+    x.grad = None
+
+    # The same to the last bit, as often as one likes.
+    with dist_autograd.context() as context:
+        y = sum(holder.rpc_sync().forward(x * (n + 0.1)) ** 2 for n in range(5))
+        found = []
+        for _ in range(3):
+            before = dist_autograd.get_gradients(context).get(x)
+            before = torch.zeros_like(x) if before is None else before.clone()
+            dist_autograd.backward(context, [y.sum()], retain_graph=True)
+            found.append(dist_autograd.get_gradients(context)[x] - before)
+        torch.testing.assert_close(found[0], found[1])
+        dist_autograd.backward(context, [y.sum()])
+        with pytest.raises(RuntimeError, match=r"second time"):
+            dist_autograd.backward(context, [y.sum()])
+
+
+def test_options() -> None:
+    rpc_group(_options, 2)
+
+
+def cube(a: Tensor, b: Tensor) -> Tensor:
+    return a**3 * b
+
+
+def _second_order(rank: int, _: int) -> None:
+    if rank:
+        return
+    a, b = _double(3).requires_grad_(), _double(3).requires_grad_()
+    with dist_autograd.context() as context:
+        y = rpc.rpc_sync("worker1", cube, (a, b))
+        dist_autograd.backward(context, [y.sum()], create_graph=True)
+        first = dist_autograd.get_gradients(context)[a]
+        torch.testing.assert_close(first.detach(), (3 * a**2 * b).detach())
+        b_before = dist_autograd.get_gradients(context)[b].detach().clone()
+        dist_autograd.backward(context, [(first**2).sum()])
+        second = dist_autograd.get_gradients(context)
+        torch.testing.assert_close(second[a].detach() - first.detach(), (36 * a**3 * b**2).detach())
+        torch.testing.assert_close(second[b].detach() - b_before, (18 * a**4 * b).detach())
+
+
+def test_gradients_of_gradients() -> None:
+    rpc_group(_second_order, 2)
+
+
+def _rrefs(rank: int, _: int) -> None:
+    if rank:
+        return
+    a, b = _double(3, 3).requires_grad_(), _double(3, 3).requires_grad_()
+    want = torch.autograd.grad(mix(a, b).sum(), (a, b))
+    with dist_autograd.context() as context:
+        theirs = rpc.remote("worker1", _sum_of_mix, (a, b))
+        with pytest.raises(RuntimeError, match="User RRefs require 'dist_autograd_ctx_id' to be specified"):
+            theirs.backward()
+        theirs.backward(context)  # the owner is the origin of this pass
+        for t, g in zip((a, b), want, strict=True):
+            torch.testing.assert_close(dist_autograd.get_gradients(context)[t], g)
+        mine = rpc.RRef(rpc.rpc_sync("worker1", mix, (a, b)).sum())
+        mine.backward(context)
+        for t, g in zip((a, b), want, strict=True):
+            torch.testing.assert_close(dist_autograd.get_gradients(context)[t], 2 * g)
+        for no_tensor in (rpc.RRef("x"), rpc.remote("worker1", str)):
+            with pytest.raises(RuntimeError, match=r"RRef should contain a tensor for \.backward\(\)"):
+                no_tensor.backward(context)
+        with pytest.raises(TypeError):
+            mine.backward("context")  # type: ignore[arg-type]
+    local = rpc.RRef(mix(a, b).sum())
+    local.backward(retain_graph=True)
+    local.backward()
+    torch.testing.assert_close(a.grad, 2 * want[0])
+
+
+def _sum_of_mix(a: Tensor, b: Tensor) -> Tensor:
+    return mix(a, b).sum()
+
+
+def test_backward_of_references() -> None:
+    rpc_group(_rrefs, 2)
+
+
+# -- hooks ---------------------------------------------------------------------------------------
+
+
+def _hook(kind: str, *_: Any) -> None:
+    _hooked.append(kind)
+
+
+def _with_hooks(name: str, x: Tensor) -> Tensor:
+    p = _parameters.get(name)
+    if p is None:
+        p = _parameters[name] = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+        p.register_hook(lambda g: (_hooked.append(f"tensor {g[0].item():.2f}"), g.clamp(max=2.5))[1])
+        p.register_post_accumulate_grad_hook(lambda p: _hooked.append(f"after {p.grad[0].item():.2f}"))
+    return x * p
+
+
+def _take_hooked() -> tuple[list[str], list[Tensor | None]]:
+    taken = list(_hooked)
+    _hooked.clear()
+    return taken, [p.grad for p in _parameters.values()]
+
+
+def _gradient_of(name: str, context: int) -> Tensor | None:
+    return dist_autograd.get_gradients(context).get(_parameters[name])
+
+
+def _hooks(rank: int, _: int) -> None:
+    if rank:
+        return
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    with dist_autograd.context() as context:
+        # Three visits of one worker, one after the other: the leaf's gradient is 1 + 1 + 1.
+        y = x
+        for _ in range(3):
+            y = rpc.rpc_sync("worker1", _with_hooks, ("p", y))
+        dist_autograd.backward(context, [y.sum()])
+        assert rpc.rpc_sync("worker1", _take_hooked) == (["tensor 3.00", "after 2.50"], [None])
+        assert rpc.rpc_sync("worker1", _gradient_of, ("p", context))[0] == 2.5
+        torch.testing.assert_close(
+            dist_autograd.get_gradients(context)[x], torch.ones(3, dtype=torch.float64)
+        )
+
+
+def test_hooks_of_leaves_run_once_on_the_whole_gradient() -> None:
+    rpc_group(_hooks, 2)
+
+
+# -- failures ------------------------------------------------------------------------------------
+
+
+class Fails(torch.autograd.Function):
+    """Fails in its backward pass, as often as it is told to."""
+
+    times = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        if Fails.times:
+            Fails.times -= 1
+            raise ZeroDivisionError("simulated")
+        return gradient
+
+
+def _fail(times: int) -> None:
+    Fails.times = times
+
+
+def fails(x: Tensor) -> Tensor:
+    result: Tensor = Fails.apply(x * 2)
+    return result
+
+
+def fails_further(to: str, x: Tensor) -> Tensor:
+    return rpc.rpc_sync(to, fails, (x * 3,))
+
+
+def _errors(rank: int, _: int) -> None:
+    if rank:
+        return
+    a = _double(3).requires_grad_()
+    for distance, run in enumerate(
+        (
+            lambda: rpc.rpc_sync("worker1", fails, (a,)),
+            lambda: rpc.rpc_sync("worker1", fails_further, ("worker2", a)),
+            lambda: rpc.rpc_sync(
+                "worker2", mix, (rpc.rpc_sync("worker1", fails, (a,)).expand(3, 3), a.expand(3, 3))
+            ),
+        )
+    ):
+        bad = "worker2" if distance == 1 else "worker1"
+        with dist_autograd.context() as context:
+            loss = run().sum()
+            dist_autograd.backward(context, [loss], retain_graph=True)
+            before = dist_autograd.get_gradients(context)[a].clone()
+            rpc.rpc_sync(bad, _fail, (3,))
+            for _ in range(3):
+                with pytest.raises(ZeroDivisionError, match="simulated") as caught:
+                    dist_autograd.backward(context, [loss], retain_graph=True)
+                assert isinstance(caught.value, RemoteError)
+                assert caught.value.worker == bad
+                assert "in backward" in caught.value.traceback
+                # It counts everywhere or nowhere.
+                assert torch.equal(dist_autograd.get_gradients(context)[a], before)
+            dist_autograd.backward(context, [loss])
+            torch.testing.assert_close(dist_autograd.get_gradients(context)[a], 2 * before)
+    # Here, after others have done their part.
+    with dist_autograd.context() as context:
+        loss = rpc.rpc_sync("worker1", mix, (fails(a).expand(3, 3), a.expand(3, 3))).sum()
+        _fail(1)
+        with pytest.raises(ZeroDivisionError, match="simulated"):
+            dist_autograd.backward(context, [loss], retain_graph=True)
+        assert dist_autograd.get_gradients(context) == {}
+        dist_autograd.backward(context, [loss])
+        assert a in dist_autograd.get_gradients(context)
+
+
+def test_errors_of_nodes_arrive_and_leave_the_gradients_alone() -> None:
+    rpc_group(_errors, 3)
+
+
+class Ends(torch.autograd.Function):
+    """Ends, stops or blocks its process in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: str) -> Tensor:
+        ctx.how = how
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        if ctx.how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif ctx.how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif ctx.how == "block":
+            _for_ever.wait()
+        return gradient, None
+
+
+def ends(x: Tensor, how: str) -> Tensor:
+    result: Tensor = Ends.apply(x, how)
+    return result
+
+
+def ends_further(to: str, x: Tensor, how: str) -> Tensor:
+    return rpc.rpc_sync(to, ends, (x * 3, how)) * 2
+
+
+def _death(rank: int, _: int, further: bool) -> None:
+    if rank == 0:
+        a = _double(3).requires_grad_()
+        with dist_autograd.context() as context:
+            y = rpc.rpc_sync("worker1", mix, (a.expand(3, 3), a.expand(3, 3))).sum()
+            if further:
+                y = y + rpc.rpc_sync("worker1", ends_further, ("worker2", a, "die")).sum()
+            else:
+                y = y + rpc.rpc_sync("worker2", ends, (a, "die")).sum()
+            with pytest.raises(PeerDiedError, match="worker2"):
+                dist_autograd.backward(context, [y])
+            assert dist_autograd.get_gradients(context) == {}
+        # The others are as good as before.
+        with dist_autograd.context() as context:
+            y = rpc.rpc_sync("worker1", mix, (a.expand(3, 3), a.expand(3, 3))).sum()
+            dist_autograd.backward(context, [y])
+            assert a in dist_autograd.get_gradients(context)
+        _until(lambda: rpc.rpc_sync("worker1", _count) == 0)
+
+
+@pytest.mark.parametrize("further", [False, True])
+def test_a_worker_that_dies_in_a_pass(further: bool) -> None:
+    assert rpc_group(_death, 3, further, may_die=(2,))[2] == Died(-signal.SIGKILL)
+
+
+def _blocked(rank: int, _: int, mode: str) -> None:
+    if rank == 0:
+        a = _double(3).requires_grad_()
+        with dist_autograd.context() as context:
+            y = rpc.rpc_sync("worker1", ends, (a, "block")).sum()
+            with pytest.raises(RpcTimeoutError):
+                dist_autograd.backward(context, [y], timeout=0.3, mode=mode)  # type: ignore[arg-type]
+            assert dist_autograd.get_gradients(context) == {}
+        rpc.rpc_sync("worker1", _let_go)
+
+
+def _let_go() -> None:
+    _for_ever.set()
+
+
+@pytest.mark.parametrize("mode", ["smart", "fast"])
+def test_a_worker_that_does_not_come_to_an_end(mode: str) -> None:
+    rpc_group(_blocked, 2, mode)
+
+
+def _unused_in_fast_mode(rank: int, _: int) -> None:
+    if rank == 0:
+        a = _double(3, 3).requires_grad_()
+        with dist_autograd.context() as context:
+            rpc.rpc_sync("worker1", mix, (a, a))
+            y = rpc.rpc_sync("worker1", mix, (a, a)).sum()
+            with pytest.raises(RpcError, match=r"worker1.*smart"):
+                dist_autograd.backward(context, [y], mode="fast", timeout=30, retain_graph=True)
+            assert dist_autograd.get_gradients(context) == {}
+            dist_autograd.backward(context, [y])
+            assert a in dist_autograd.get_gradients(context)
+
+
+def test_fast_mode_names_what_gets_no_gradient() -> None:
+    rpc_group(_unused_in_fast_mode, 2)
+
+
+def _origin_dies(rank: int, _: int) -> None:
+    if rank == 0:
+        a = _double(3, 3).requires_grad_()
+        dist_autograd.context().__enter__()
+        rpc.rpc_sync("worker1", through, ("worker2", a, a))
+        assert rpc.rpc_sync("worker1", _count) == 1
+        assert rpc.rpc_sync("worker2", _count) == 1
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        _until(lambda: rpc.rpc_sync("worker1", _seen_context) and rpc.rpc_sync("worker2", _seen_context))
+        _until(lambda: rpc.rpc_sync("worker1", _count) == 0 and rpc.rpc_sync("worker2", _count) == 0)
+
+
+_seen: list[int] = []
+
+
+def _seen_context() -> bool:
+    if len(contexts()):
+        _seen.append(1)
+    return bool(_seen) or not _alive(0)
+
+
+def _alive(rank: int) -> bool:
+    try:
+        rpc.rpc_sync(rank, os.getpid)
+    except PeerDiedError:
+        return False
+    return True
+
+
+def test_an_origin_that_dies_leaves_nothing() -> None:
+    rpc_group(_origin_dies, 3, may_die=(0,))
+
+
+def _released_in_a_pass(rank: int, _: int) -> None:
+    if rank == 0:
+        a = _double(3).requires_grad_()
+        errors: list[BaseException] = []
+        block = dist_autograd.context()
+        context = block.__enter__()
+        y = rpc.rpc_sync("worker1", ends, (a, "block")).sum()
+
+        def run() -> None:
+            try:
+                dist_autograd.backward(context, [y])
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        _until(lambda: rpc.rpc_sync("worker1", _in_pass))
+        block.__exit__(None, None, None)
+        thread.join()
+        assert isinstance(errors[0], RuntimeError)
+        assert "released" in str(errors[0])
+        rpc.rpc_sync("worker1", _let_go)
+        _until(lambda: rpc.rpc_sync("worker1", _count) == 0)
+
+
+def _in_pass() -> bool:
+    return any(context.passes for context in contexts().all())
+
+
+def test_a_context_that_is_left_in_a_pass() -> None:
+    rpc_group(_released_in_a_pass, 2)
+
+
+# -- many at once --------------------------------------------------------------------------------
+
+
+def _at_once(rank: int, _: int) -> None:
+    if rank:
+        return
+    holder = rpc.remote("worker1", Holder, (3,))
+    wrong: list[Any] = []
+
+    def learn(seed: int) -> None:
+        try:
+            for n in range(15):
+                x = torch.full((3, 3), seed + n + 0.5, dtype=torch.float64, requires_grad=True)
+                with dist_autograd.context() as context:
+                    y = holder.rpc_sync().forward(holder.rpc_sync().forward(x))
+                    dist_autograd.backward(context, [(y**2).sum()])
+                    found = (dist_autograd.get_gradients(context)[x], holder.rpc_sync().gradient(context))
+                w = torch.ones(3, 3, dtype=torch.float64, requires_grad=True)
+                want = torch.autograd.grad(((x @ w @ w) ** 2).sum(), (x, w))
+                if not all(torch.allclose(f, g) for f, g in zip(found, want, strict=True)):
+                    wrong.append((seed, n))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=partial(learn, seed)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+
+
+def test_passes_at_the_same_time() -> None:
+    rpc_group(_at_once, 2)

@@ -1,0 +1,121 @@
+"""Runs tests one after the other, as told: a process that has imported everything and started nothing.
+
+It reads lines ``test <tab> seconds`` and answers each with a line of JSON. Ranks are forked from it, or, with ``--spawn``,
+started afresh with the drop-in asked for by the environment, as the ranks of an unchanged program are.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from tests.conformance import suite
+
+_SKIPS = range(72, 90)  # exit codes with which torch's tests say that they need what this machine has not
+_FINE = (0, suite.NO_GROUP, *_SKIPS)
+_GRACE_S = 5.0  # from the first failure of a rank to the end of the others
+
+
+def _start(test: str, rank: int, meeting: str, log: str, limit_s: float, spawn: bool) -> int:
+    if spawn:
+        command = [sys.executable, "-m", "tests.conformance.rank", test, str(rank), meeting, str(limit_s)]
+        with open(log, "w") as out:
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        child.returncode = 0  # waited for below
+        return child.pid
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        suite.run_rank(test, rank, meeting, limit_s)
+    finally:
+        os._exit(1)
+
+
+def _exit_codes(pids: list[int], limit_s: float) -> dict[int, int]:
+    """Wait for the ranks; a rank that is left when the time is over, or others have failed, is killed."""
+    until = time.monotonic() + limit_s
+    codes: dict[int, int] = {}
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid not in codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+                    if codes[pid] not in _FINE:
+                        until = min(until, time.monotonic() + _GRACE_S)
+        time.sleep(0.005)
+        if time.monotonic() > until:
+            for pid in set(pids) - set(codes):
+                os.kill(pid, signal.SIGKILL)
+            until = float("inf")
+    return codes
+
+
+def run(test: str, limit_s: float, spawn: bool) -> dict[str, object]:
+    """Run one test; return its outcome, the exit code of every rank, and what the ranks that failed have written."""
+    started = time.monotonic()
+    meeting = suite.fresh_file()
+    pids: list[int] = []
+    logs = tempfile.mkdtemp(
+        prefix="arpc-conf-"
+    )  # not a TemporaryDirectory: every rank would remove it at its exit
+    try:
+        files = [Path(logs, str(rank)) for rank in range(suite.world_size(test))]
+        for rank, log in enumerate(files):
+            pids.append(_start(test, rank, meeting, str(log), limit_s, spawn))
+        codes = _exit_codes(pids, limit_s)
+        seconds = time.monotonic() - started
+        ranks = [codes[pid] for pid in pids]
+        if set(ranks) <= {0, suite.NO_GROUP}:
+            outcome = "passed"
+        elif set(ranks) <= set(_SKIPS):
+            outcome = "skipped"
+        else:
+            outcome = "hung" if seconds >= limit_s else "failed"
+        said = ""
+        if outcome in ("failed", "hung"):
+            for rank, log in enumerate(files):
+                if ranks[rank] not in _FINE:
+                    said += f"--- rank {rank}, exit code {ranks[rank]}\n{log.read_text(errors='replace')[-6000:]}\n"
+    finally:
+        shutil.rmtree(logs)
+        for left in glob.glob(f"{glob.escape(meeting)}*"):
+            os.unlink(left)
+    return {
+        "test": test,
+        "outcome": outcome,
+        "seconds": round(seconds, 2),
+        "ranks": ranks,
+        "group": 0 in ranks,
+        "said": said,
+    }
+
+
+def main() -> None:
+    """Answer until there is nothing more to do."""
+    spawn = "--spawn" in sys.argv
+    assert threading.active_count() == 1, threading.enumerate()
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    answers.write(json.dumps(suite.names()) + "\n")
+    for line in sys.stdin:
+        test, limit = line.rstrip("\n").split("\t")
+        answers.write(json.dumps(run(test, float(limit), spawn)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

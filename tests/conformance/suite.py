@@ -1,0 +1,128 @@
+"""The test classes of the installed torch, made for actorrpc, and one rank of one of their tests.
+
+Imported only by processes that run ranks: importing it installs the drop-in.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import importlib
+import logging
+import os
+import sys
+import tempfile
+from typing import Any, NoReturn
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed.rpc as torchs_rpc
+
+import actorrpc.compat
+from actorrpc.compat import rpc as ours
+from actorrpc.rpc import api as core
+
+__all__ = ["NO_GROUP", "TORCHS_AGENT", "case", "names", "run_rank", "world_size"]
+
+TORCHS_AGENT = 97  # exit code of a rank that torch's own agent came into
+NO_GROUP = 98  # exit code of a rank that passed without having been in a group of actorrpc
+
+_PREFIX = "TensorPipe"
+_FAULTY = "Faulty"
+_joined = 0
+
+
+def _trap(*_: Any) -> NoReturn:
+    """Stand where torch starts its own agent."""
+    os.write(2, b"torch's own agent was about to be started: this test would not have run on actorrpc\n")
+    os._exit(TORCHS_AGENT)
+
+
+def _count(*_: Any) -> Any:
+    global _joined
+    _joined += 1
+    return lambda _graceful: None
+
+
+def _load() -> dict[str, type]:
+    assert torchs_rpc is not ours, "the drop-in was installed before: torch's own modules cannot be trapped"
+    torchs_is_set = torch._C._distributed_rpc._is_current_rpc_agent_set
+    for module in (torchs_rpc, torchs_rpc.api):
+        module._set_and_start_rpc_agent = _trap
+    actorrpc.compat.install()
+    core.on_start.append(_count)
+    globals()["_torchs_is_set"] = torchs_is_set
+    utils: Any = importlib.import_module("torch.testing._internal.distributed.rpc_utils")
+    fixtures: Any = importlib.import_module(
+        "torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture"
+    )
+    return dict(
+        utils.generate_tests(
+            _PREFIX,
+            fixtures.TensorPipeRpcAgentTestFixture,
+            [*utils.GENERIC_TESTS, *utils.TENSORPIPE_TESTS],
+            __name__,
+        )
+    )
+
+
+_classes = _load()
+globals().update(_classes)  # what is sent by name is found by name
+
+
+def names() -> list[str]:
+    """Return the names of all tests that there are."""
+    found = []
+    for name, cls in _classes.items():
+        found += [f"{name}.{method}" for method in dir(cls) if method.startswith("test_")]
+    return sorted(found)
+
+
+def case(test: str) -> Any:
+    """Return the case of one test, made as torch's runner makes it for a rank."""
+    name, _, method = test.partition(".")
+    made: Any = _classes[name](method)
+    return made
+
+
+def world_size(test: str) -> int:
+    """Return how many ranks a test has."""
+    return int(case(test).world_size)
+
+
+def run_rank(test: str, rank: int, file_name: str, limit_s: float) -> NoReturn:
+    """Run one rank of a test in this process and end it with the rank's exit code."""
+    code = 1
+    try:
+        faulthandler.enable()
+        faulthandler.dump_traceback_later(max(1.0, limit_s - 1.0))
+        logging.basicConfig(level=logging.INFO)
+        logging.getLogger("actorrpc").setLevel(logging.WARNING)
+        made = case(test)
+        made.rank, made.file_name = rank, file_name
+        mine, its = torch.multiprocessing.Pipe()
+        try:
+            made.run_test(test.partition(".")[2], its)
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        mine.close()
+        if globals()["_torchs_is_set"]() or sys.modules["torch.distributed.rpc"] is not ours:
+            code = TORCHS_AGENT
+        elif code == 0 and not _joined:
+            code = NO_GROUP
+        atexit._run_exitfuncs()
+    except BaseException:
+        logging.exception("rank %d", rank)
+        code = code or 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def fresh_file() -> str:
+    """Make the file through which the ranks of a test meet."""
+    with tempfile.NamedTemporaryFile(prefix="arpc-conf-", delete=False) as file:
+        return file.name

@@ -1,0 +1,62 @@
+"""Remote modules on GPUs: tensors go there and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import actorrpc.autograd as dist_autograd
+from actorrpc.nn import RemoteModule
+from tests.nn import things
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("here"),
+]
+
+
+@pytest.fixture
+def here() -> Iterator[None]:
+    with things.alone():
+        yield
+
+
+def test_inputs_follow_the_module_and_outputs_come_back() -> None:
+    remote = RemoteModule("w0/cuda:0", things.Echo, (1,))
+    assert next(remote.module_rref.local_value().parameters()).is_cuda
+    tensor = torch.ones(1)
+    for word, number, back in (remote(tensor, 2, word="x"), remote.forward_async(tensor, 2, "x").wait()):
+        assert (word, number, back.device.type) == ("x", 2, "cpu")
+    linear = RemoteModule("w0/cuda", nn.Linear, (3, 2))
+    assert linear(torch.ones(1, 3)).device.type == "cpu"
+    assert {each.device.type for each in linear.state_dict().values()} == {"cpu"}
+    linear.load_state_dict(nn.Linear(3, 2).state_dict())
+    assert linear.device.startswith("cuda")
+
+
+def test_a_module_that_is_moved() -> None:
+    remote = RemoteModule("w0", nn.Linear, (3, 2))
+    other = RemoteModule.from_rref(remote.module_rref)
+    assert remote.to("cuda:0").device == "cuda:0"
+    for each in (remote, other):  # which has not heard of it
+        assert each(torch.ones(1, 3)).device.type == "cpu"
+    assert remote.cpu().device == "cpu"
+    assert other(torch.ones(1, 3)).device.type == "cpu"
+
+
+def test_gradients_come_back() -> None:
+    remote = RemoteModule("w0/cuda:0", nn.Linear, (3, 2))
+    x = torch.ones(1, 3, requires_grad=True)
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [remote(x).sum()])
+        found = dist_autograd.get_gradients(context)
+        assert found[x].device.type == "cpu"
+        assert all(found[rref.local_value()].is_cuda for rref in remote.remote_parameters())
+
+
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        RemoteModule("w0/cuda:100", nn.Linear, (1, 1))(torch.ones(1, 1))

@@ -1,0 +1,659 @@
+"""RemoteModule, on a group of this process alone. Local modules are the oracle, and torch's texts."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from actorrpc import rpc
+from actorrpc.errors import (
+    ConfigError,
+    NotInitializedError,
+    RpcTimeoutError,
+    RRefError,
+    SerializationError,
+    UnknownWorkerError,
+)
+from actorrpc.futures import Future, collect_all
+from actorrpc.nn import RemoteModule
+from tests.nn import things
+from tests.nn.things import Hybrid
+
+
+@pytest.fixture
+def here() -> Iterator[None]:
+    with things.alone():
+        yield
+
+
+def _value(remote: RemoteModule) -> Any:
+    """The module itself: its worker is this one."""
+    return remote.get_module_rref().local_value()
+
+
+# -- being made ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("here")
+def test_places() -> None:
+    me = rpc.get_worker_info()
+    for place in ("w0", "w0/cpu", "rank:0", "rank:0/cpu", "cpu", torch.device("cpu"), me, 0):
+        remote = RemoteModule(place, nn.Linear, (2, 2))
+        assert (remote.on, remote.device) == ("w0", "cpu")
+        assert remote(torch.ones(1, 2)).shape == (1, 2)
+    with pytest.raises(UnknownWorkerError, match="there is no worker 'nobody' in the group; there are: w0"):
+        RemoteModule("nobody/cpu", nn.Linear, (2, 2))
+    with pytest.raises(UnknownWorkerError, match="no worker 4"):
+        RemoteModule("rank:4", nn.Linear, (2, 2))
+    with pytest.raises(ConfigError, match="Could not parse remote_device: w0/cpu/cpu"):
+        RemoteModule("w0/cpu/cpu", nn.Linear, (2, 2))
+
+
+@pytest.mark.usefixtures("here")
+def test_what_is_made() -> None:
+    remote = RemoteModule("w0", things.Echo, [1], {"second": 2})
+    assert type(_value(remote)) is things.Echo
+    assert remote.get_module_rref() is remote.module_rref
+    assert remote.module_rref.rpc_sync().sum() == 3
+    assert torch.equal(
+        RemoteModule("w0", things.build_linear, (3,)).state_dict()["bias"], things.build_linear(3).bias
+    )
+    width = 5
+    assert RemoteModule("w0", lambda: nn.Linear(width, 1))(torch.ones(2, 5)).shape == (2, 1)
+    assert RemoteModule("w0", torch.jit.script, (nn.Linear(2, 3),))(torch.ones(1, 2)).shape == (1, 3)
+
+
+_EXPECTED = re.escape("Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>,")
+
+
+@pytest.mark.usefixtures("here")
+def test_what_is_no_module() -> None:
+    with pytest.raises(ValueError, match=_EXPECTED):
+        RemoteModule("w0", things.NotAModule, (1,), {"second": 2})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=_EXPECTED + r".*<class 'int'>"):  # only the owner can know
+        RemoteModule("w0", lambda: 3).forward()
+    with pytest.raises(TypeError, match="module_cls must be a class of modules, not 3"):
+        RemoteModule("w0", 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"write args=\(x,\)"):
+        RemoteModule("w0", nn.Linear, "ab")
+    with pytest.raises(TypeError, match="kwargs must be a dict"):
+        RemoteModule("w0", nn.Linear, (), [1])  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("here")
+def test_what_its_constructor_raises_comes_at_the_first_use() -> None:
+    for use in (
+        lambda remote: remote(1),
+        lambda remote: remote.forward_async(1).wait(),
+        lambda remote: remote.remote_parameters(),
+        lambda remote: remote.state_dict(),
+        lambda remote: remote.train(),
+    ):
+        remote = RemoteModule("w0", things.Picky)
+        with pytest.raises(LookupError, match="not today"):
+            use(remote)
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        RemoteModule("w0", nn.Linear, (1, 2), {"sise": 3})(torch.ones(1, 1))
+
+
+def test_without_rpc() -> None:
+    with pytest.raises(NotInitializedError, match="init_rpc"):
+        RemoteModule("w0", nn.Linear, (2, 2))
+
+
+@pytest.mark.usefixtures("here")
+def test_from_a_reference() -> None:
+    first = RemoteModule("w0", nn.Linear, (2, 2))
+    for other in (
+        RemoteModule.from_rref(first.get_module_rref()),
+        RemoteModule.from_rref(first.get_module_rref(), torch.device("cpu")),
+        RemoteModule.init_from_module_rref("w0/cpu", first.get_module_rref()),
+        copy.copy(first),
+    ):
+        assert _value(other) is _value(first)
+        assert (other.on, other.device, type(other)) == ("w0", "cpu", RemoteModule)
+        assert torch.equal(other(torch.ones(1, 2)), first(torch.ones(1, 2)))
+    with pytest.raises(TypeError, match="made from an RRef, not from a Linear"):
+        RemoteModule.from_rref(nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="given as the device 'w0/cpu'"):
+        RemoteModule.from_rref(first.module_rref, "w0/cpu")
+    with pytest.raises(ValueError, match="TorchScript interfaces are not supported"):
+        RemoteModule.init_from_module_rref("w0", first.module_rref, object)
+    wrong = RemoteModule.from_rref(rpc.RRef([1]))
+    for use in (wrong.forward, wrong.remote_parameters, wrong.state_dict, wrong.eval):
+        with pytest.raises(TypeError, match=r"expected to refer to an nn.Module, but refers to a list"):
+            use()
+
+
+# -- calling ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("here")
+def test_forward() -> None:
+    remote = RemoteModule("w0", things.Echo, (1,))
+    tensor = torch.ones(1)
+    for called in (remote(tensor, 2, word="3"), remote.forward(tensor, 2, "3")):
+        assert called == ("3", 2, tensor)
+    future = remote.forward_async(tensor, 2)
+    assert isinstance(future, Future)
+    assert future.wait() == ("default", 2, tensor)
+    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'number'"):
+        remote(tensor)
+    assert [
+        each.wait()[1] for each in collect_all([remote.forward_async(tensor, n) for n in range(5)]).wait()
+    ] == [*range(5)]
+
+
+@pytest.mark.usefixtures("here")
+def test_calls_overlap() -> None:
+    remote = RemoteModule("w0", things.Busy, (2,))
+    assert sorted(each.wait() for each in [remote.forward_async(), remote.forward_async()]) == [0, 1]
+
+
+def test_the_time_out_is_that_of_the_group() -> None:
+    with things.alone():
+        remote = RemoteModule("w0", things.Busy, (2,))
+        _value(remote)
+        before = rpc.get_rpc_timeout()
+        try:
+            rpc.api.set_rpc_timeout(0.05)  # one that is meant to pass
+            with pytest.raises(RpcTimeoutError, match=r"Busy.forward on 'w0'") as caught:
+                remote()
+            assert caught.value.maybe_executed is not False
+        finally:
+            rpc.api.set_rpc_timeout(before)
+            _value(remote).barrier.abort()
+
+
+@rpc.functions.async_execution
+def _later(self: Any, x: int) -> Future[int]:
+    return rpc.rpc_async("w0", abs, (x,))
+
+
+@pytest.mark.usefixtures("here")
+def test_an_async_execution_forward() -> None:
+    made = type("Later", (nn.Module,), {"forward": _later, "__module__": __name__})
+    assert RemoteModule("w0", made)(-3) == 3
+
+
+# -- its parameters --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("here")
+def test_parameters() -> None:
+    remote = RemoteModule("w0", things.Tied)
+    module = _value(remote)
+    assert [rref.local_value() for rref in remote.remote_parameters()] == [*module.parameters()]
+    assert all(
+        a.local_value() is b for a, b in zip(remote.remote_parameters(), module.parameters(), strict=True)
+    )
+    assert [rref.local_value() for rref in remote.remote_parameters(recurse=False)] == [module.scale]
+    for asked in ({}, {"prefix": "p"}, {"recurse": False}, {"remove_duplicate": False}):
+        found = remote.named_parameters(**asked)  # type: ignore[arg-type]
+        assert [(name, id(rref.local_value())) for name, rref in found] == [
+            (name, id(each))
+            for name, each in module.named_parameters(**asked)  # type: ignore[arg-type]
+        ]
+
+
+@pytest.mark.usefixtures("here")
+def test_it_lives_as_long_as_somebody_has_it() -> None:
+    remote = RemoteModule("w0", nn.Linear, (2, 2))
+    module = weakref.ref(_value(remote))
+    weight = weakref.ref(_value(remote).weight)
+    parameters = remote.remote_parameters()
+    other = RemoteModule.from_rref(remote.module_rref)
+    del remote
+    gc.collect()
+    assert other(torch.ones(1, 2)).shape == (1, 2)
+    del other
+    _gone(module)
+    assert weight() is not None  # they have references of their own
+    del parameters
+    _gone(weight)
+
+
+def _gone(reference: Callable[[], object]) -> None:
+    while reference() is not None:  # bounded by the test's limit
+        gc.collect()
+        rpc.rpc_sync("w0", abs, (1,))
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+def _same(one: Any, other: Any) -> None:
+    assert list(one) == list(other)
+    for name, value in one.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(value, other[name], rtol=0, atol=0)
+        else:
+            assert value == other[name]
+
+
+@pytest.mark.usefixtures("here")
+def test_its_state_is_that_of_the_module() -> None:
+    remote = RemoteModule("w0", things.Tied)
+    module = _value(remote)
+    remote(torch.ones(1, 3))
+    state = remote.state_dict()
+    _same(state, module.state_dict())
+    _same(remote.state_dict(prefix="a."), module.state_dict(prefix="a."))
+    assert state["first.weight"].data_ptr() == state["second.weight"].data_ptr()
+    assert not any(each.requires_grad for each in state.values() if isinstance(each, torch.Tensor))
+    _same(remote.state_dict(keep_vars=True), module.state_dict())  # copies all the same
+    state["scale"].fill_(7)
+    assert module.scale.item() == 2
+    other = RemoteModule("w0", things.Tied)
+    module.word = "old"
+    assert str(other.load_state_dict(remote.state_dict())) == "<All keys matched successfully>"
+    _same(other.state_dict(), module.state_dict())
+    assert _value(other).word == "old"
+    local = things.Tied()
+    local.load_state_dict(remote.state_dict())
+    _same(local.state_dict(), module.state_dict())
+    remote.load_state_dict(things.Tied().state_dict(keep_vars=True))
+    assert remote.state_dict()["count"] == 0
+
+
+@pytest.mark.usefixtures("here")
+def test_state_that_does_not_fit() -> None:
+    remote, local = RemoteModule("w0", things.normed, (2,)), things.normed(2)
+    good = local.state_dict()
+    for change in (
+        lambda state: state.pop("0.weight"),
+        lambda state: state.update(other=torch.ones(1)),
+        lambda state: state.update({"0.other": torch.ones(1), "1.weight": torch.ones(3)}),
+        lambda state: state.update({"0.weight": 3}),
+        lambda state: state.clear(),
+    ):
+        state = copy.deepcopy(good)
+        change(state)
+        expected = _raised(lambda: local.load_state_dict(state))  # noqa: B023
+        found = _raised(lambda: remote.load_state_dict(state))  # noqa: B023
+        assert found[0].replace("RemoteModule", "Sequential") == expected[0]
+        ours = [line.removeprefix("normed on 'w0': ") for line in found[1:]]
+        assert ours == expected[1:]
+        lax = [_keys(lambda: each.load_state_dict(state, strict=False)) for each in (local, remote)]  # noqa: B023
+        assert lax[0] == lax[1]
+    with pytest.raises(TypeError, match="dict-like"):
+        remote.load_state_dict(3)  # type: ignore[arg-type]
+
+
+def _raised(load: Callable[[], Any]) -> list[str]:
+    with pytest.raises(RuntimeError) as caught:
+        load()
+    return [line.strip() for line in str(caught.value).split("\n")]
+
+
+def _keys(load: Callable[[], Any]) -> Any:
+    try:
+        found = load()
+    except RuntimeError:
+        return "raised"
+    return found.missing_keys, found.unexpected_keys
+
+
+@pytest.mark.usefixtures("here")
+def test_state_without_copies() -> None:
+    remote = RemoteModule("w0", things.normed, (2,))
+    before = _value(remote)[0].weight
+    remote.load_state_dict(things.normed(2).double().state_dict(), assign=True)
+    assert _value(remote)[0].weight is not before
+    assert _value(remote)[0].weight.dtype is torch.float64
+    remote.load_state_dict(things.normed(2).state_dict())
+    assert _value(remote)[0].weight.dtype is torch.float64
+
+
+@pytest.mark.usefixtures("here")
+def test_hooks_of_its_state_run() -> None:
+    remote, said = RemoteModule("w0", nn.Linear, (1, 1)), []
+    remote.register_state_dict_pre_hook(lambda *args: said.append("before saving"))
+    remote.register_state_dict_post_hook(lambda _m, state, prefix, _d: state.update({prefix + "more": 1}))
+    remote.register_load_state_dict_pre_hook(lambda _m, state, prefix, *rest: state.pop(prefix + "more"))
+    remote.register_load_state_dict_post_hook(lambda _m, keys: said.append(keys.missing_keys))
+    state = Hybrid(remote, 1).state_dict()
+    assert "remote.more" in state
+    hybrid = Hybrid(remote, 1)
+    hybrid.load_state_dict(state)
+    del state["remote.bias"]
+    hybrid.load_state_dict(state, strict=False)
+    assert said == ["before saving", [], ["remote.bias"]]
+
+
+class _Own(nn.Linear):
+    """Says itself what its state is."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {"w": self.weight.detach(), "note": "mine"}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:  # type: ignore[override]
+        assert state_dict["note"] == "mine"
+        with torch.no_grad():
+            self.weight.copy_(state_dict["w"])
+
+
+@pytest.mark.usefixtures("here")
+def test_a_class_with_its_own_idea_of_its_state() -> None:
+    one, other = (RemoteModule("w0", _Own, (2, 2)) for _ in range(2))
+    state = Hybrid(one).state_dict()
+    assert {"remote.w", "remote.note"} < set(state)
+    Hybrid(other).load_state_dict(state)
+    assert torch.equal(_value(one).weight, _value(other).weight)
+
+
+# -- as a part of a local module -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("here")
+def test_a_model_with_a_remote_part_is_saved_and_loaded_as_one() -> None:
+    hybrid = Hybrid(RemoteModule("w0", things.normed, (3,)))
+    hybrid(torch.randn(8, 3))  # the statistics have moved
+    file = io.BytesIO()
+    torch.save(hybrid.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    _same(state, hybrid.state_dict())
+    local = Hybrid(things.normed(3))
+    assert list(local.state_dict()) == list(state)
+    local.load_state_dict(state)
+    again = Hybrid(RemoteModule("w0", things.normed, (3,)))
+    again.load_state_dict(state)
+    x = torch.randn(5, 3)
+    for each in (hybrid, local, again):
+        each.eval()
+    assert torch.equal(local(x), hybrid(x))
+    assert torch.equal(again(x), hybrid(x))
+    again.load_state_dict(Hybrid(things.normed(3)).state_dict())  # a local model's state will do
+    assert not torch.equal(again(x), hybrid(x))
+
+
+@pytest.mark.usefixtures("here")
+def test_the_versions_of_parts_come_along() -> None:
+    hybrid = Hybrid(RemoteModule("w0", things.normed, (3,)))
+    ours = hybrid.state_dict()._metadata
+    theirs = Hybrid(things.normed(3)).state_dict()._metadata
+    assert {name: each["version"] for name, each in ours.items()} == {
+        name: each["version"] for name, each in theirs.items()
+    }
+    state = hybrid.state_dict()
+    del state["remote.1.num_batches_tracked"]  # in torch's second version of it, this must be there
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "remote.1.num_batches_tracked"'):
+        hybrid.load_state_dict(state)
+    alone = hybrid.remote.state_dict()
+    del alone["1.num_batches_tracked"]
+    for metadata in ({}, {"remote_parts": alone._metadata[""].pop("remote_parts")}):
+        alone._metadata[""].update(metadata)
+        with pytest.raises(RuntimeError, match=r'"1.num_batches_tracked"'):
+            hybrid.remote.load_state_dict(alone)
+
+
+@pytest.mark.usefixtures("here")
+def test_what_torch_does_with_the_model_around() -> None:
+    remote = RemoteModule("w0", things.normed, (3,))
+    hybrid = Hybrid(remote)
+    local = hybrid.local
+    assert [*hybrid.parameters()] == [*local.parameters()]
+    assert [name for name, _ in hybrid.named_parameters()] == ["local.weight", "local.bias"]
+    assert [*hybrid.buffers()] == []
+    assert [*hybrid.modules()] == [hybrid, local, remote]
+    assert [name for name, _ in hybrid.named_modules()] == ["", "local", "remote"]
+    assert [*nn.ModuleList([remote, hybrid]).modules()][1:] == [remote, hybrid, local]
+    assert [*hybrid.children()] == [local, remote]
+    assert hybrid.eval() is hybrid
+    assert (remote.training, _value(remote).training, _value(remote)[2].training) == (False, False, False)
+    hybrid.train()
+    assert (remote.training, _value(remote)[2].training) == (True, True)
+    hybrid.zero_grad()
+    hybrid.requires_grad_(False)
+    assert [rref.local_value().requires_grad for rref in remote.remote_parameters()] == [True] * 4
+    hybrid.apply(things.fill)
+    assert torch.all(local.weight == 0.5)
+    assert torch.all(_value(remote)[0].weight == 0.5)
+    assert repr(hybrid).splitlines()[2] == "  (remote): RemoteModule(normed on w0/cpu)"
+    assert str(remote) == "RemoteModule(normed on w0/cpu)"
+    hybrid.share_memory()
+    assert local.weight.is_shared()
+    assert not _value(remote)[0].weight.is_shared()
+    torch.optim.SGD(hybrid.parameters(), 0.1)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.double(),
+        lambda model: model.bfloat16(),
+        lambda model: model.to(torch.float64),
+        lambda model: model.to("cpu", torch.float16),
+        lambda model: model.type(torch.float64),
+        lambda model: model.double().float(),
+        lambda model: model.cpu(),
+        lambda model: model.to(memory_format=torch.channels_last),
+    ],
+)
+def test_conversions_of_the_model_around_reach_it(change: Callable[[nn.Module], nn.Module]) -> None:
+    hybrid, local = Hybrid(RemoteModule("w0", things.normed, (3,))), Hybrid(things.normed(3))
+    assert change(hybrid) is hybrid
+    change(local)
+    assert {name: each.dtype for name, each in hybrid.state_dict().items()} == {
+        name: each.dtype for name, each in local.state_dict().items()
+    }
+
+
+@pytest.mark.usefixtures("here")
+def test_devices_of_the_model_around_do_not_reach_it() -> None:
+    hybrid = Hybrid(RemoteModule("w0", things.normed, (3,)))
+    hybrid.to("meta")
+    assert hybrid.local.weight.is_meta
+    assert _value(hybrid.remote)[0].weight.device.type == "cpu"
+    hybrid.to_empty(device="cpu")
+    assert not hybrid.local.weight.is_meta
+
+
+@pytest.mark.usefixtures("here")
+def test_the_model_around_cannot_be_copied_or_pickled() -> None:
+    hybrid = Hybrid(RemoteModule("w0", nn.Linear, (3, 3)))
+    with pytest.raises(RRefError, match="deepcopy would not copy the module, which is on 'w0'"):
+        copy.deepcopy(hybrid)
+    text = "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
+    for save in (lambda: torch.save(hybrid, io.BytesIO()), lambda: pickle.dumps(hybrid.remote)):
+        with pytest.raises(RuntimeError, match=text) as caught:
+            save()
+        assert isinstance(caught.value, SerializationError)
+    with pytest.raises(RuntimeError, match="Cannot unpickle RemoteModule in python pickler"):
+        hybrid.remote.__setstate__({})  # type: ignore[operator]
+
+
+# -- what changes it -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("here")
+def test_modes() -> None:
+    remote = RemoteModule("w0", things.Modes)
+    for told in (True, False, True):
+        assert remote.train(told) is remote
+        assert (remote(), remote.training) == (told, told)
+    assert remote.eval() is remote
+    assert (remote(), remote.training) == (False, False)
+    with pytest.raises(ValueError, match="boolean"):
+        remote.train(1)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("change", "dtype"),
+    [
+        (lambda m: m.double(), torch.float64),
+        (lambda m: m.half(), torch.float16),
+        (lambda m: m.bfloat16(), torch.bfloat16),
+        (lambda m: m.double().float(), torch.float32),
+        (lambda m: m.type(torch.float64), torch.float64),
+        (lambda m: m.type(torch.DoubleTensor), torch.float64),
+        (lambda m: m.to(torch.float64), torch.float64),
+        (lambda m: m.to("cpu"), torch.float32),
+        (lambda m: m.to("cpu", torch.float64, non_blocking=True), torch.float64),
+        (lambda m: m.to(torch.ones(1, dtype=torch.float64)), torch.float64),
+        (lambda m: m.to(memory_format=torch.channels_last), torch.float32),
+        (lambda m: m.cpu(), torch.float32),
+    ],
+)
+def test_conversions(change: Callable[[nn.Module], Any], dtype: torch.dtype) -> None:
+    remote = RemoteModule("w0", nn.Linear, (2, 2))
+    weight = _value(remote).weight
+    assert change(remote) is remote
+    assert _value(remote).weight.dtype is dtype
+    assert _value(remote).weight is weight  # references to parameters stay good
+    assert remote.device == "cpu"
+
+
+@pytest.mark.usefixtures("here")
+def test_wrong_conversions() -> None:
+    remote = RemoteModule("w0", nn.Linear, (2, 2))
+    with pytest.raises(RuntimeError, match="Expected one of cpu, cuda"):
+        remote.to("nowhere")
+    with pytest.raises(TypeError, match="floating point"):
+        remote.to(torch.int64)
+    if not torch.cuda.is_available():
+        with pytest.raises((AssertionError, RuntimeError), match=r"(?i)cuda|nvidia"):
+            remote.cuda()
+    assert remote.device == "cpu"
+
+
+@pytest.mark.usefixtures("here")
+def test_without_contents() -> None:
+    remote = RemoteModule("w0", nn.Linear, (2, 2))
+    remote.to("meta")
+    assert remote.device == "meta"
+    with pytest.raises(NotImplementedError, match="to_empty"):
+        remote.to("cpu")
+    assert remote.to_empty(device="cpu").device == "cpu"
+    remote.apply(things.fill)
+    assert torch.equal(remote(torch.ones(1, 2)), torch.ones(1, 2))
+
+
+@pytest.mark.usefixtures("here")
+def test_gradients_of_its_own_worker() -> None:
+    remote = RemoteModule("w0", nn.Linear, (2, 2))
+    assert remote.requires_grad_(False) is remote
+    assert [each.requires_grad for each in _value(remote).parameters()] == [False, False]
+    remote.requires_grad_()
+    module = _value(remote)
+    module(torch.ones(1, 2)).sum().backward()
+    remote.zero_grad(set_to_none=False)
+    assert torch.equal(module.weight.grad, torch.zeros(2, 2))
+    assert remote.zero_grad() is None  # type: ignore[func-returns-value]
+    assert module.weight.grad is None
+
+
+@pytest.mark.usefixtures("here")
+def test_functions_inside() -> None:
+    remote = RemoteModule("w0", things.normed, (2,))
+    assert remote.apply(things.fill) is remote
+    assert torch.all(_value(remote)[0].weight == 0.5)
+    value = 0.25
+    remote.apply(
+        lambda module: nn.init.constant_(module.bias, value) if isinstance(module, nn.Linear) else None
+    )
+    assert torch.all(_value(remote)[0].bias == 0.25)
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("here")
+def test_hooks() -> None:
+    remote = RemoteModule("w0", things.Untensored)
+    said: list[Any] = []
+    before = remote.register_forward_pre_hook(lambda module, args: (said.append(module), (args[0] + 1,))[1])
+    after = remote.register_forward_hook(lambda module, args, output: output * 10)
+    assert remote(1) == 20
+    assert said == [remote]
+    assert remote.forward(1) == 1  # as torch has it
+    assert remote.forward_async(1).wait() == 1
+    remote.apply(things.mark)  # a hook of the module itself
+    assert remote(1) == 1020
+    assert remote.forward(1) == 101
+    assert remote.forward_async(1).wait() == 101
+    before.remove()
+    after.remove()
+    assert remote(1) == 101
+    with pytest.raises(
+        ValueError, match=r"``register_backward_hook`` not supported.*register_full_backward_hook"
+    ):
+        remote.register_backward_hook(lambda *args: None)
+
+
+# -- what it has not -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("here")
+def test_what_is_not_supported_says_so() -> None:
+    remote = RemoteModule("w0", nn.Linear, (2, 2))
+    calls: dict[str, tuple[Any, ...]] = {
+        "register_buffer": ("b", torch.ones(5)),
+        "register_parameter": ("p", nn.Parameter(torch.ones(1))),
+        "add_module": ("empty", None),
+        "register_module": ("empty", None),
+        "buffers": (),
+        "named_buffers": (),
+        "children": (),
+        "named_children": (),
+        "modules": (),
+        "named_modules": (),
+        "get_submodule": ("x",),
+        "set_submodule": ("x", None),
+        "get_parameter": ("weight",),
+        "get_buffer": ("b",),
+        "share_memory": (),
+        "compile": (),
+        "xpu": (),
+    }
+    for name, args in calls.items():
+        with pytest.raises(ValueError, match=f"Method ``{name}`` not supported for RemoteModule"):
+            getattr(remote, name)(*args)
+    text = "Method ``parameters`` not supported for RemoteModule. Please use ``remote_parameters`` instead."
+    with pytest.raises(ValueError, match=text):
+        remote.parameters()
+    with pytest.raises(ValueError, match="``register_parameter`` not supported"):
+        remote.extra = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match="``add_module`` not supported for RemoteModule: 'part'"):
+        remote.part = nn.Linear(1, 1)
+    with pytest.raises(
+        AttributeError, match=r"The module is on 'w0'.*get_module_rref\(\).rpc_sync\(\).weight"
+    ):
+        _ = remote.weight
+    assert not hasattr(remote, "__array__")
+    assert remote.is_scriptable is False
+
+
+def test_every_method_of_a_module_has_been_thought_of() -> None:
+    """A method that a new torch brings would work on nothing: it has to be passed on, refused, or be right as it is."""
+    right = {
+        # they go through what is overridden here, or only concern what is here
+        *("eval", "forward", "load_state_dict", "state_dict", "extra_repr"),
+        *("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"),
+        *("register_full_backward_pre_hook", "register_load_state_dict_post_hook"),
+        *(
+            "register_load_state_dict_pre_hook",
+            "register_state_dict_post_hook",
+            "register_state_dict_pre_hook",
+        ),
+        # hooks for classes that have more state
+        *("get_extra_state", "set_extra_state"),
+    }
+    methods = {
+        name for name in vars(nn.Module) if callable(getattr(nn.Module, name)) and not name.startswith("_")
+    }
+    own = set(vars(RemoteModule))
+    assert methods - own - right == set()

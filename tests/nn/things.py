@@ -1,0 +1,163 @@
+"""Modules that other processes can import, and a group of one worker in the test's own process."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from actorrpc import rpc
+from tests import processes
+
+__all__ = [
+    "Busy",
+    "Echo",
+    "Hybrid",
+    "Modes",
+    "NotAModule",
+    "Picky",
+    "Tied",
+    "Untensored",
+    "alone",
+    "build_linear",
+    "clone_of",
+    "fill",
+    "mark",
+    "normed",
+]
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A group of this process, ``w0``, alone. What tests hold of remote modules must be gone at the end."""
+    with tempfile.TemporaryDirectory(dir=processes.scratch()) as folder:
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
+        rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=options)
+        try:
+            yield
+        finally:
+            gc.collect()
+            rpc.shutdown()
+
+
+class Echo(nn.Module):
+    """Gives back what it gets, in another order."""
+
+    def __init__(self, first: int, second: int = -1) -> None:
+        super().__init__()
+        self.param1 = nn.Parameter(torch.ones(1))
+        self.first, self.second = first, second
+
+    def forward(self, tensor: Tensor, number: int, word: str = "default") -> tuple[str, int, Tensor]:
+        return word, number, tensor
+
+    def sum(self) -> int:
+        return self.first + self.second
+
+
+class NotAModule:
+    def __init__(self, first: int, second: int = -1) -> None:
+        pass
+
+
+class Picky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        raise LookupError("not today")
+
+
+class Tied(nn.Module):
+    """Two names for one parameter, a parameter of its own, a buffer, one that is not saved, and more state."""
+
+    def __init__(self, size: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(size, size)
+        self.second = nn.Linear(size, size)
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.full((1,), 2.0))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("passing", torch.zeros(1), persistent=False)
+        self.word = "new"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.second(torch.relu(self.first(x))) * self.scale
+
+    def get_extra_state(self) -> Any:
+        return {"word": self.word}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.word = state["word"]
+
+
+class Modes(nn.Module):
+    """Returns the mode that it is in; a name of which torch has a method says something else."""
+
+    def forward(self) -> bool:
+        return self.training
+
+
+class Untensored(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+class Busy(nn.Module):
+    """Says when two are in it at a time."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.barrier = threading.Barrier(count)
+
+    def forward(self) -> int:
+        return self.barrier.wait(20)
+
+
+def build_linear(size: int) -> nn.Module:
+    """A function that makes a module."""
+    torch.manual_seed(size)
+    return nn.Linear(size, size)
+
+
+def normed(size: int) -> nn.Module:
+    """Parts with buffers, and with versions of their state."""
+    return nn.Sequential(nn.Linear(size, size), nn.BatchNorm1d(size), nn.Dropout(0.5))
+
+
+def fill(module: nn.Module) -> None:
+    """For ``apply``."""
+    if isinstance(module, nn.Linear):
+        with torch.no_grad():
+            module.weight.fill_(0.5)
+            module.bias.zero_()
+
+
+def mark(module: nn.Module) -> None:
+    """For ``apply``: have the module's own hooks show."""
+    module.register_forward_hook(lambda _module, _args, output: output + 100)
+
+
+class Hybrid(nn.Module):
+    """A local module with a remote one in it."""
+
+    def __init__(self, remote: nn.Module, size: int = 3) -> None:
+        super().__init__()
+        self.local = nn.Linear(size, size)
+        self.remote = remote
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.remote(torch.relu(self.local(x)))
+        return out
+
+
+def clone_of(hybrid: Hybrid, part: nn.Module) -> Hybrid:
+    """The same model, all of it local."""
+    local = Hybrid(part)
+    local.load_state_dict(hybrid.state_dict())
+    return local

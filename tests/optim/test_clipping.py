@@ -1,0 +1,136 @@
+"""Clipping across workers against torch's own functions on one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import actorrpc.autograd as dist_autograd
+from actorrpc.optim import DistributedOptimizer
+from tests.optim.things import Twins, gradient_of, local_gradients, put
+
+_INF, _NAN = math.inf, math.nan
+
+
+@pytest.fixture
+def twins(workers: list[str]) -> Twins:
+    """Parameters of several shapes, those of the workers mixed."""
+    return Twins(
+        [workers[1], workers[2], workers[0], workers[1], workers[2], workers[1]],
+        [(4, 3), (7,), (2, 2, 2), (1,), (5, 5), (33,)],
+    )
+
+
+def _optimizer(twins: Twins, **options: Any) -> DistributedOptimizer:
+    return DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1, **options)
+
+
+def _check(context_id: int, twins: Twins) -> None:
+    """Compare the gradients in the context with those of the local twins, to the last bit."""
+    for rref, expected in zip(twins.rrefs, local_gradients(twins), strict=True):
+        found = gradient_of(context_id, rref)
+        if expected is None:
+            assert found is None
+        else:
+            assert found is not None
+            assert torch.equal(torch.nan_to_num(found), torch.nan_to_num(expected))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, 0.5, _INF])
+@pytest.mark.parametrize("max_norm", [0.3, 1e6])
+def test_norms(twins: Twins, norm_type: float, max_norm: float) -> None:
+    optimizer = _optimizer(twins)
+    with twins.context(twins.random_gradients(missing=[3])) as context_id:
+        expected = torch.nn.utils.clip_grad_norm_(twins.locals, max_norm, norm_type)
+        assert torch.equal(optimizer.clip_grad_norm_(context_id, max_norm, norm_type), expected)
+        _check(context_id, twins)
+
+
+def test_groups_do_not_change_the_order(workers: list[str], twins: Twins) -> None:
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD, [{"params": twins.rrefs[:2]}, {"params": twins.rrefs[2:4]}], lr=0.1
+    )
+    optimizer.add_param_group({"params": twins.rrefs[4:]})
+    with twins.context(twins.random_gradients()) as context_id:
+        expected = torch.nn.utils.clip_grad_norm_(twins.locals, 0.5)
+        assert torch.equal(optimizer.clip_grad_norm_(context_id, 0.5), expected)
+        _check(context_id, twins)
+
+
+def test_the_next_step_uses_what_was_clipped(twins: Twins) -> None:
+    optimizer, local = _optimizer(twins, momentum=0.9), torch.optim.SGD(twins.locals, lr=0.1, momentum=0.9)
+    for _ in range(2):
+        with twins.context(twins.random_gradients()) as context_id:
+            optimizer.clip_grad_norm_(context_id, 0.5)
+            torch.nn.utils.clip_grad_norm_(twins.locals, 0.5)
+            optimizer.step(context_id)
+            local.step()
+        twins.check()
+
+
+def test_mixed_dtypes(workers: list[str]) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
+    twins = Twins([workers[1], workers[2], workers[0], workers[1]], dtypes=dtypes)
+    optimizer = _optimizer(twins)
+    with twins.context(twins.random_gradients()) as context_id:
+        expected = torch.nn.utils.clip_grad_norm_(twins.locals, 0.5)
+        found = optimizer.clip_grad_norm_(context_id, 0.5)
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected)
+        for rref, gradient in zip(twins.rrefs, local_gradients(twins), strict=True):
+            torch.testing.assert_close(gradient_of(context_id, rref), gradient)
+
+
+def test_no_gradients(twins: Twins) -> None:
+    optimizer = _optimizer(twins)
+    with dist_autograd.context() as context_id:
+        assert optimizer.clip_grad_norm_(context_id, 1.0).item() == 0.0
+        optimizer.clip_grad_value_(context_id, 1.0)
+
+
+@pytest.mark.parametrize("value", [_INF, _NAN])
+def test_norms_that_are_not_finite(twins: Twins, value: float) -> None:
+    optimizer = _optimizer(twins)
+    gradients = twins.random_gradients()
+    assert gradients[4] is not None
+    gradients[4][2, 3] = value
+    with twins.context(gradients) as context_id:
+        with pytest.raises(RuntimeError, match="non-finite"):
+            optimizer.clip_grad_norm_(context_id, 1.0, error_if_nonfinite=True)
+        _check(context_id, twins)  # untouched
+        torch.nn.utils.clip_grad_norm_(twins.locals, 1.0)
+        assert not optimizer.clip_grad_norm_(context_id, 1.0).isfinite()
+        _check(context_id, twins)
+
+
+def test_values(twins: Twins) -> None:
+    optimizer = _optimizer(twins)
+    with twins.context(twins.random_gradients(missing=[1])) as context_id:
+        torch.nn.utils.clip_grad_value_(twins.locals, 0.4)
+        optimizer.clip_grad_value_(context_id, 0.4)
+        _check(context_id, twins)
+
+
+def test_sparse_gradients(workers: list[str]) -> None:
+    """torch clips dense ones only: the oracle is the same gradient, dense."""
+    twins = Twins([workers[1], workers[2]])
+    optimizer = _optimizer(twins)
+    values = torch.randn(3, 3, generator=torch.Generator().manual_seed(1))
+    sparse = torch.sparse_coo_tensor(torch.tensor([[2, 0, 2]]), values, (4, 3), check_invariants=True)
+    for clip in ("norm", "value"):
+        with twins.context([sparse.to_dense(), torch.ones(4, 3)]) as context_id:
+            put(context_id, twins.rrefs[0], sparse)
+            if clip == "norm":
+                expected = torch.nn.utils.clip_grad_norm_(twins.locals, 0.7)
+                torch.testing.assert_close(optimizer.clip_grad_norm_(context_id, 0.7), expected)
+            else:
+                torch.nn.utils.clip_grad_value_(twins.locals, 0.3)
+                optimizer.clip_grad_value_(context_id, 0.3)
+            found = gradient_of(context_id, twins.rrefs[0])
+            assert found is not None
+            assert found.is_sparse
+            torch.testing.assert_close(found.to_dense(), twins.locals[0].grad)
+            torch.testing.assert_close(gradient_of(context_id, twins.rrefs[1]), twins.locals[1].grad)

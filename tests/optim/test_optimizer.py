@@ -1,0 +1,594 @@
+"""DistributedOptimizer: how it is made, its steps, its errors, and how its calls go side by side."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+import os
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.optim as torch_optim
+
+import actorrpc.autograd as dist_autograd
+from actorrpc import errors, rpc
+from actorrpc.autograd import wiring
+from actorrpc.core import keys
+from actorrpc.optim import DistributedOptimizer, OptimizerError
+from tests.group import Died, rpc_group
+from tests.optim.things import (
+    Blocking,
+    FailingConstructor,
+    FailingStep,
+    Meeting,
+    Pair,
+    Twins,
+    call_on,
+    gradient_of,
+    local_optimizers,
+    put,
+    weight,
+)
+
+SGD = torch.optim.SGD
+_TINY = 0.05  # a time-out that is meant to pass
+
+
+@pytest.fixture
+def twins(workers: list[str]) -> Twins:
+    """A parameter on each of the two other workers, and one here."""
+    return Twins([workers[1], workers[2], workers[0]])
+
+
+# -- how parameters are given ------------------------------------------------------------------------------------
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _attribute(value: Any, name: str) -> Any:
+    return getattr(value, name)
+
+
+def _fill_grad(module: torch.nn.Module, context_id: int) -> None:
+    gradients = wiring.contexts().get(context_id).gradients
+    for each in module.parameters():
+        gradients[each] = torch.ones_like(each)
+
+
+class Holder:
+    """What names its parameters itself, as RemoteModules and handles of actors do."""
+
+    def __init__(self, rrefs: list[Any]) -> None:
+        self.rrefs = rrefs
+
+    def remote_parameters(self) -> list[Any]:
+        return self.rrefs
+
+
+class Hybrid(torch.nn.Module):
+    """A local module with a part that is elsewhere."""
+
+    def __init__(self, rrefs: list[Any]) -> None:
+        super().__init__()
+        self.here = Pair(7)
+        self.there = _RemotePart(rrefs)
+
+
+class _RemotePart(torch.nn.Module):
+    def __init__(self, rrefs: list[Any]) -> None:
+        super().__init__()
+        self.rrefs = rrefs
+
+    def remote_parameters(self) -> list[Any]:
+        return self.rrefs
+
+
+def test_whole_modules_on_other_workers(workers: list[str]) -> None:
+    module = rpc.remote(workers[1], Pair, (3,))
+    optimizer = DistributedOptimizer(SGD, module, lr=0.5)
+    with dist_autograd.context() as context_id:
+        call_on(module, _fill_grad, context_id)
+        optimizer.step(context_id)
+    there = call_on(module, torch.nn.Module.state_dict)
+    for name, value in Pair(3).state_dict().items():
+        assert torch.equal(there[name], value - 0.5)
+
+
+def test_local_modules_and_tensors(workers: list[str]) -> None:
+    module, tensor = Pair(3), weight(9, (2,))
+    before = [each.detach().clone() for each in [*module.parameters(), tensor]]
+    optimizer = DistributedOptimizer(SGD, [module, tensor], lr=0.5)
+    assert optimizer.workers == (workers[0],)
+    with dist_autograd.context() as context_id:
+        _fill_grad(module, context_id)
+        wiring.contexts().get(context_id).gradients[tensor] = torch.ones(2)
+        optimizer.step(context_id)
+    for after, value in zip([*module.parameters(), tensor], before, strict=True):
+        assert torch.equal(after.detach(), value - 0.5)
+
+
+def test_what_names_its_own_parameters(twins: Twins) -> None:
+    optimizer = DistributedOptimizer(SGD, [Holder(twins.rrefs[:2]), twins.rrefs[2]], lr=0.5)
+    local = SGD(twins.locals, lr=0.5)
+    with twins.context(twins.random_gradients()) as context_id:
+        optimizer.step(context_id)
+    local.step()
+    twins.check()
+
+
+def test_a_local_module_with_remote_parts(twins: Twins) -> None:
+    hybrid = Hybrid(twins.rrefs)
+    before = hybrid.here.bias.detach().clone()
+    optimizer = DistributedOptimizer(SGD, hybrid, lr=0.5)
+    local = SGD(twins.locals, lr=0.5)
+    with twins.context(twins.random_gradients()) as context_id:
+        _fill_grad(hybrid.here, context_id)
+        optimizer.step(context_id)
+    local.step()
+    twins.check()
+    assert torch.equal(hybrid.here.bias.detach(), before - 0.5)
+
+
+def test_generators_positional_arguments_and_one_rref(twins: Twins) -> None:
+    for params, mine in [((each for each in twins.rrefs), twins.locals), (twins.rrefs[0], twins.locals[:1])]:
+        optimizer = DistributedOptimizer(SGD, params, 0.5, 0.9)
+        local = SGD(mine, 0.5, 0.9)
+        with twins.context(twins.random_gradients()) as context_id:
+            optimizer.step(context_id)
+        local.step()
+    twins.check()
+
+
+def test_frozen_parameters_are_left_alone_until_they_thaw(workers: list[str]) -> None:
+    frozen, live = rpc.remote(workers[1], Pair, (3, True)), rpc.remote(workers[2], weight, (0, (2,)))
+    optimizer = DistributedOptimizer(SGD, [frozen, live], lr=0.5)
+    with dist_autograd.context() as context_id:
+        optimizer.step(context_id)
+        assert torch.equal(call_on(frozen, _attribute, "bias"), Pair(3).bias)
+        call_on(frozen, torch.nn.Module.requires_grad_)
+        call_on(frozen, _fill_grad, context_id)
+        optimizer.step(context_id)
+    assert torch.equal(call_on(frozen, _attribute, "bias").detach(), Pair(3).bias - 0.5)
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------
+
+
+class _NeedsClosure(SGD):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        super().step()
+
+
+def test_refused_before_anything_is_sent(twins: Twins) -> None:
+    one, two = twins.rrefs[:2]
+    leaf = weight(0, (2,))
+    cases: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, "empty parameter list", []),
+        (ValueError, "empty parameter list", iter(())),
+        (ValueError, "empty parameter list", [{"params": []}]),
+        (ValueError, "given twice", [one, two, one]),
+        (ValueError, "given twice", [leaf, leaf]),
+        (ValueError, "given twice", [{"params": one}, {"params": [two, one]}]),
+        (ValueError, "given twice", [Holder([one]), one]),
+        (ValueError, "non-leaf", [leaf * 2]),
+        (ValueError, "does not require grad", [torch.ones(2)]),
+        (ValueError, "cannot have gradients", [torch.ones(2, dtype=torch.int64)]),
+        (ValueError, "no parameters", torch.nn.ReLU()),
+        (ValueError, "no parameters", Holder([])),
+        (ValueError, "needs an entry 'params'", [{"lr": 0.1}]),
+        (TypeError, "not an RRef", Holder([leaf])),
+        (TypeError, "dicts", [{"params": one}, two]),
+        (TypeError, "set", {one}),
+        (TypeError, "not as str", "worker1"),
+        (TypeError, "not as int", 3),
+        (TypeError, "not as NoneType", [None]),
+        (TypeError, "names for keys", [{"params": one, 3: 0.1}]),
+    ]
+    for error, text, params in cases:
+        with pytest.raises(error, match=text) as caught:
+            DistributedOptimizer(SGD, params, lr=0.1)
+        assert not isinstance(caught.value, errors.RemoteError), params
+
+
+def test_classes_that_are_refused(twins: Twins) -> None:
+    for cls, text in [
+        (torch.optim.LBFGS, "needs closure"),
+        (_NeedsClosure, "needs closure"),
+        (SGD([weight(0, (1,))], lr=0.1), "class of optimizers"),
+        (torch.nn.Linear, "class of optimizers"),
+        ("SGD", "class of optimizers"),
+    ]:
+        with pytest.raises(TypeError, match=text):
+            DistributedOptimizer(cls, twins.rrefs, lr=0.1)  # type: ignore[arg-type]
+
+
+def test_refused_by_the_owner(workers: list[str]) -> None:
+    module = rpc.remote(workers[1], Pair)
+    bias = rpc.remote(module.owner(), _attribute_of, (module, "bias"))
+    again = rpc.remote(module.owner(), _attribute_of, (module, "bias"))
+    cases: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, "given twice", [module, bias]),
+        (ValueError, "given twice", [{"params": bias}, {"params": again, "lr": 1.0}]),
+        (ValueError, "non-leaf", rpc.remote(workers[1], _product, (2,))),
+        (ValueError, "cannot have gradients", rpc.remote(workers[1], torch.arange, (3,))),
+        (ValueError, "no parameters", rpc.remote(workers[1], torch.nn.ReLU)),
+        (TypeError, "RRefs is to a str", rpc.remote(workers[1], str, ("a",))),
+        (ZeroDivisionError, "division", rpc.remote(workers[1], operator.truediv, (1, 0))),
+    ]
+    for error, text, params in cases:
+        with pytest.raises(error, match=text) as caught:
+            DistributedOptimizer(SGD, params, lr=0.1)
+        assert isinstance(caught.value, errors.RemoteError)
+        assert "Error creating optimizer on worker 'worker1'." in caught.value.__notes__
+    with pytest.raises(ValueError, match="none of the 2 parameters requires grad"):
+        DistributedOptimizer(SGD, rpc.remote(workers[1], Pair, (0, True)), lr=0.1)
+    with pytest.raises(ValueError, match="learning rate"):
+        DistributedOptimizer(SGD, module, lr=-1.0)
+
+
+def _attribute_of(rref: Any, name: str) -> Any:
+    return getattr(rref.local_value(), name)
+
+
+def _product(factor: int) -> torch.Tensor:
+    return weight(0, (2,)) * factor
+
+
+def test_a_failed_creation_leaves_nothing(workers: list[str], twins: Twins) -> None:
+    with pytest.raises(LookupError, match="nothing for worker2") as one:
+        DistributedOptimizer(FailingConstructor, twins.rrefs, on=["worker2"])
+    assert isinstance(one.value, errors.RemoteError)
+    with pytest.raises(OptimizerError, match=r"Error creating optimizer on 2 of 3 workers") as both:
+        DistributedOptimizer(FailingConstructor, twins.rrefs, on=["worker1", "worker2"])
+    assert both.value.workers == ("worker1", "worker2")
+    assert all(isinstance(each, LookupError) for each in both.value.exceptions)
+    del one, both
+    for worker in workers:
+        _until_none(worker)
+
+
+def _until_none(worker: str) -> None:
+    while local_optimizers(worker):  # bounded by the test's limit
+        threading.Event().wait(0.01)
+
+
+def test_local_optimizers_go_with_the_distributed_one(workers: list[str], twins: Twins) -> None:
+    optimizer = DistributedOptimizer(SGD, twins.rrefs, lr=0.1)
+    assert [local_optimizers(worker) for worker in workers] == [1, 1, 1]
+    del optimizer
+    for worker in workers:
+        _until_none(worker)
+
+
+def test_it_stays_in_its_process(twins: Twins) -> None:
+    optimizer = DistributedOptimizer(SGD, twins.rrefs, lr=0.1)
+    for travel in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="stays in its process"):
+            travel(optimizer)
+    assert repr(optimizer) == "DistributedOptimizer(SGD, 3 parameters on ['worker1', 'worker2', 'worker0'])"
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+def test_contexts_are_checked_first(twins: Twins) -> None:
+    optimizer = DistributedOptimizer(SGD, twins.rrefs, lr=0.1)
+    methods: list[Any] = [
+        optimizer.step,
+        optimizer.zero_grad,
+        lambda id: optimizer.clip_grad_norm_(id, 1.0),
+        lambda id: optimizer.clip_grad_value_(id, 1.0),
+    ]
+    with dist_autograd.context() as over:
+        pass
+    for method in methods:
+        for wrong in ("1", 1.0, True, [1]):
+            with pytest.raises(TypeError, match="context"):
+                method(wrong)
+        for unknown in (12345, over):
+            with pytest.raises(RuntimeError, match=f"Could not find autograd context with id: {unknown}"):
+                method(unknown)
+    with pytest.raises(TypeError, match="context_id"):
+        optimizer.step()  # type: ignore[call-arg]
+
+
+def test_closures_are_refused(twins: Twins) -> None:
+    optimizer = DistributedOptimizer(SGD, twins.rrefs, lr=0.1)
+    with dist_autograd.context() as context_id:
+        with pytest.raises(TypeError, match="takes no closure"):
+            optimizer.step(context_id, lambda: 1.0)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="takes no closure"):
+            optimizer.step(context_id, closure=lambda: 1.0)  # type: ignore[arg-type]
+
+
+def _set_grad(parameter: torch.Tensor, value: float | None) -> None:
+    parameter.grad = None if value is None else torch.full_like(parameter, value)
+
+
+def _grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    return parameter.grad
+
+
+def test_only_its_own_parameters_and_no_grad(workers: list[str]) -> None:
+    twins = Twins([workers[1], workers[1], workers[2]])
+    optimizer = DistributedOptimizer(SGD, [twins.rrefs[0], twins.rrefs[2]], lr=0.5)
+    local = SGD([twins.locals[0], twins.locals[2]], lr=0.5)
+    call_on(twins.rrefs[0], _set_grad, 7.0)
+    with twins.context(twins.random_gradients()) as context_id:
+        gradients = [gradient_of(context_id, rref) for rref in twins.rrefs]
+        optimizer.step(context_id)
+        local.step()
+        twins.check()
+        for rref, gradient in zip(twins.rrefs, gradients, strict=True):
+            assert gradient is not None
+            assert torch.equal(gradient_of(context_id, rref), gradient)  # type: ignore[arg-type]
+    assert [call_on(rref, _grad) is None for rref in twins.rrefs] == [False, True, True]
+    assert torch.equal(call_on(twins.rrefs[0], _grad), torch.full((4, 3), 7.0))
+
+
+def test_steps_with_what_is_in_grad(twins: Twins) -> None:
+    optimizer = DistributedOptimizer(SGD, twins.rrefs, lr=0.5)
+    local = SGD(twins.locals, lr=0.5)
+    for position in (0, 2):
+        call_on(twins.rrefs[position], _set_grad, 4.0)
+        _set_grad(twins.locals[position], 4.0)
+    norm = optimizer.clip_grad_norm_(None, 2.0)
+    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(twins.locals, 2.0))
+    optimizer.step(None)
+    local.step()
+    twins.check()
+    assert torch.equal(call_on(twins.rrefs[0], _grad), twins.locals[0].grad)  # type: ignore[arg-type]
+    optimizer.zero_grad(set_to_none=False)
+    assert torch.equal(call_on(twins.rrefs[0], _grad), torch.zeros(4, 3))
+    optimizer.zero_grad()
+    assert all(call_on(rref, _grad) is None for rref in twins.rrefs)
+
+
+def test_zero_grad_of_a_context(workers: list[str]) -> None:
+    twins = Twins([workers[1], workers[1], workers[2]])
+    optimizer = DistributedOptimizer(SGD, [twins.rrefs[0], twins.rrefs[2]], lr=0.5)
+    call_on(twins.rrefs[0], _set_grad, 7.0)
+    with twins.context([torch.ones(4, 3), torch.ones(4, 3), None]) as context_id:
+        optimizer.zero_grad(context_id, set_to_none=False)
+        assert torch.equal(gradient_of(context_id, twins.rrefs[0]), torch.zeros(4, 3))  # type: ignore[arg-type]
+        optimizer.zero_grad(context_id)
+        assert gradient_of(context_id, twins.rrefs[0]) is None
+        assert gradient_of(context_id, twins.rrefs[1]) is not None  # another's
+    assert call_on(twins.rrefs[0], _grad) is not None
+
+
+def _recorded(context_id: int) -> tuple[int, int]:
+    context = wiring.contexts().get(context_id)
+    return len(context.sends), len(context.receipts)
+
+
+def test_its_calls_are_not_recorded(workers: list[str], twins: Twins) -> None:
+    with dist_autograd.context() as context_id:
+        optimizer = DistributedOptimizer(torch.optim.Adam, twins.rrefs, lr=torch.tensor(0.1))
+        for rref in twins.rrefs:
+            put(context_id, rref, torch.ones(4, 3))
+        optimizer.clip_grad_norm_(context_id, 1.0)
+        optimizer.step(context_id)
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert [rpc.rpc_sync(worker, _recorded, (context_id,)) for worker in workers] == [(0, 0)] * 3
+
+
+def test_steps_from_a_thread_and_on_a_worker_that_has_not_heard_of_the_context(twins: Twins) -> None:
+    optimizer = DistributedOptimizer(SGD, twins.rrefs, lr=0.5)
+    before = twins.values()
+    failed: list[BaseException] = []
+    with dist_autograd.context() as context_id:
+
+        def run() -> None:
+            try:
+                optimizer.step(context_id)
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert not failed
+    assert all(torch.equal(one, other) for one, other in zip(before, twins.values(), strict=True))
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_worker_fails(twins: Twins) -> None:
+    optimizer = DistributedOptimizer(FailingStep, twins.rrefs, on=["worker2"])
+    before = twins.values()
+    with twins.context(twins.random_gradients()) as context_id:
+        with pytest.raises(LookupError, match="no step on worker2") as caught:
+            optimizer.step(context_id)
+        assert isinstance(caught.value, errors.RemoteError)
+        assert caught.value.worker == "worker2"
+        assert "Error running optimizer on worker 'worker2'." in caught.value.__notes__
+        assert all(call_on(rref, _grad) is None for rref in twins.rrefs)
+        assert gradient_of(context_id, twins.rrefs[1]) is not None
+    changed = [not torch.equal(one, other) for one, other in zip(before, twins.values(), strict=True)]
+    assert changed == [True, False, True]
+
+
+def test_several_workers_fail(twins: Twins) -> None:
+    optimizer = DistributedOptimizer(FailingStep, twins.rrefs, on=["worker1", "worker2"])
+    with twins.context(twins.random_gradients()) as context_id:
+        with pytest.raises(OptimizerError, match="Error running optimizer on 2 of 3 workers") as caught:
+            optimizer.step(context_id)
+        assert caught.value.workers == ("worker1", "worker2")
+        assert "no step on worker1" in str(caught.value)
+        for each, name in zip(caught.value.exceptions, caught.value.workers, strict=True):
+            assert isinstance(each, LookupError)
+            assert isinstance(each, errors.RemoteError)
+            assert each.worker == name
+        assert isinstance(caught.value, errors.RpcError)
+        found = []
+        try:
+            optimizer.step(context_id)
+        except* LookupError as group:
+            found.extend(group.exceptions)
+        assert len(found) == 2
+
+
+def test_the_error_of_several_travels(workers: list[str]) -> None:
+    with pytest.raises(OptimizerError) as caught:
+        rpc.rpc_sync(workers[1], _fail_there, (workers,))
+    assert caught.value.workers == ("worker1", "worker2")
+    assert [type(each).__name__ for each in caught.value.exceptions] == ["LookupError", "LookupError"]
+
+
+def _fail_there(workers: list[str]) -> None:
+    twins = Twins(workers)
+    optimizer = DistributedOptimizer(FailingStep, twins.rrefs, on=workers[1:])
+    with dist_autograd.context() as context_id:
+        optimizer.step(context_id)
+
+
+def test_a_step_that_takes_too_long(workers: list[str]) -> None:
+    place = rpc.remote(workers[1], weight, (0, (2,)))
+    slow = DistributedOptimizer(Blocking, place)
+    other = DistributedOptimizer(SGD, place, lr=1.0)
+    call_on(place, _blocking, "close")
+    try:
+        with dist_autograd.context() as context_id:
+            with pytest.raises(errors.RpcTimeoutError):
+                slow.step(context_id, timeout=_TINY)
+            call_on(place, _blocking, "await_entered")
+            with pytest.raises(errors.RpcTimeoutError):  # the parameter is in use
+                other.step(context_id, timeout=_TINY)
+            call_on(place, _blocking, "open")
+            other.step(context_id)
+    finally:
+        call_on(place, _blocking, "open")
+
+
+def _blocking(_parameter: torch.Tensor, name: str) -> None:
+    getattr(Blocking, name)()
+
+
+# -- side by side -------------------------------------------------------------------------------------------------
+
+
+def _step(optimizer: DistributedOptimizer, context_id: int, failed: list[BaseException]) -> None:
+    try:
+        optimizer.step(context_id)
+    except BaseException as error:
+        failed.append(error)
+
+
+def _together(optimizers: list[DistributedOptimizer]) -> None:
+    """Have all make a step at the same time."""
+    failed: list[BaseException] = []
+    with dist_autograd.context() as context_id:
+        threads = [threading.Thread(target=_step, args=(each, context_id, failed)) for each in optimizers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if failed:
+        raise failed[0]
+
+
+def test_steps_on_different_parameters_run_at_the_same_time(workers: list[str]) -> None:
+    places = [rpc.remote(workers[1], weight, (seed, (2,))) for seed in range(2)]
+    _together([DistributedOptimizer(Meeting, place, lr=0.1) for place in places])
+
+
+class _Alone(SGD):
+    """Fails if another of its kind is in its step."""
+
+    _inside = threading.Lock()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self._inside.acquire(blocking=False)
+        try:
+            threading.Event().wait(0.002)
+            super().step()
+        finally:
+            self._inside.release()
+
+
+def test_steps_on_the_same_parameters_follow_each_other(workers: list[str]) -> None:
+    twins = Twins([workers[1], workers[1]])
+    given = [twins.rrefs, twins.rrefs[:1], twins.rrefs[1:] + twins.rrefs[:1], twins.rrefs[:1]]
+    _together([DistributedOptimizer(_Alone, params, lr=0.1) for params in given])
+
+
+def test_many_trainers_add_up(workers: list[str]) -> None:
+    twins = Twins(workers[1:])
+    values = twins.values()
+    optimizers = [DistributedOptimizer(SGD, twins.rrefs, lr=0.5) for _ in range(4)]
+    failed: list[BaseException] = []
+
+    def train(optimizer: DistributedOptimizer) -> None:
+        try:
+            for _ in range(5):
+                with dist_autograd.context() as context_id:
+                    for rref in twins.rrefs:
+                        put(context_id, rref, torch.ones(4, 3))
+                    optimizer.step(context_id)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=train, args=(each,)) for each in optimizers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    for before, after in zip(values, twins.values(), strict=True):
+        torch.testing.assert_close(after, before - 10.0)
+
+
+# -- a worker dies -----------------------------------------------------------------------------------------------------
+
+
+class _Deadly(SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if rpc.get_worker_info().name == "worker1":
+            os._exit(7)
+        super().step()
+
+
+def _with_a_death(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    twins = Twins(["worker1", "worker0"])
+    optimizer = DistributedOptimizer(_Deadly, twins.rrefs, lr=0.5)
+    local = SGD(twins.locals[1:], lr=0.5)
+    with twins.context(twins.random_gradients()) as context_id:
+        with pytest.raises(errors.PeerDiedError):
+            optimizer.step(context_id)
+        local.step()
+        here = twins.rrefs[1].local_value()
+        assert torch.equal(here.detach(), twins.locals[1].detach())
+        with pytest.raises(errors.RpcError):
+            optimizer.step(context_id)
+        with pytest.raises(errors.RpcError):
+            optimizer.state_dict()
+
+
+def test_a_worker_that_dies() -> None:
+    try:
+        assert rpc_group(_with_a_death, 2, may_die=[1]) == [None, Died(7)]
+    finally:
+        keys.sweep()  # the next worker to start would do it: the socket of the one that died
+
+
+# -- torch's own -------------------------------------------------------------------------------------------------------
+
+
+def test_the_interface_is_torchs() -> None:
+    ours = inspect.signature(DistributedOptimizer.__init__).parameters
+    theirs = inspect.signature(torch_optim.DistributedOptimizer.__init__).parameters
+    kinds = {name: parameter.kind for name, parameter in theirs.items() if name != "params_rref"}
+    assert {name: ours[name].kind for name in kinds} == kinds
+    assert list(ours)[:3] == ["self", "optimizer_class", "params"]
+    step = inspect.signature(DistributedOptimizer.step).parameters
+    assert list(inspect.signature(torch_optim.DistributedOptimizer.step).parameters) == list(step)[:2]

@@ -1,0 +1,169 @@
+"""Whole training loops, with real backward passes, against the same loop in one process."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import actorrpc
+import actorrpc.autograd as dist_autograd
+from actorrpc import rpc
+from actorrpc.nn import RemoteModule
+from actorrpc.optim import DistributedOptimizer
+
+_WORDS, _WIDTH, _STEPS = 12, 5, 4
+
+
+class Encoder(torch.nn.Module):
+    """An embedding whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = torch.nn.Embedding(_WORDS, _WIDTH, sparse=True)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.table(words)
+        return found
+
+
+class Middle(torch.nn.Module):
+    """What is in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.cell = torch.nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.cell(x))
+
+
+class Decoder(torch.nn.Module):
+    """Back to words; one of its parameters is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.out = torch.nn.Linear(_WIDTH, _WORDS)
+        self.unused = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(x)
+        return found
+
+
+def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    words = torch.randint(_WORDS, (8,), generator=generator)
+    return words, (words + 1) % _WORDS
+
+
+def _local_run() -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    parts = [Encoder(), Middle(), Decoder()]
+    params = [each for part in parts for each in part.parameters()]
+    optimizer = torch.optim.SGD(params, lr=0.5, momentum=0.5)
+    schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
+    losses = []
+    for step in range(_STEPS):
+        words, targets = _batch(step)
+        optimizer.zero_grad()
+        x = words
+        for part in parts:
+            x = part(x)
+        loss = torch.nn.functional.cross_entropy(x, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_value_(params[1:], 0.05)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return losses, [part.state_dict() for part in parts]
+
+
+def _apply(rref: Any, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = rref.local_value()(x)
+    return found
+
+
+def _state(rref: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = rref.local_value().state_dict()
+    return found
+
+
+def test_a_model_across_three_workers(workers: list[str]) -> None:
+    encoder = RemoteModule(workers[1], Encoder)
+    middle = Middle()
+    decoder = rpc.remote(workers[2], Decoder)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [encoder, middle, decoder], lr=0.5, momentum=0.5)
+    dense = DistributedOptimizer(torch.optim.SGD, [middle, decoder], lr=0.5)  # clips for the other one
+    schedule = optimizer.lr_scheduler(lr_scheduler.ExponentialLR, 0.9)
+    losses = []
+    for step in range(_STEPS):
+        words, targets = _batch(step)
+        with dist_autograd.context() as context_id:
+            x = rpc.rpc_sync(workers[2], _apply, (decoder, middle(encoder(words))))
+            loss = torch.nn.functional.cross_entropy(x, targets)
+            dist_autograd.backward(context_id, [loss])
+            dense.clip_grad_value_(context_id, 0.05)
+            optimizer.step(context_id)
+        schedule.step()
+        losses.append(loss.item())
+    expected, states = _local_run()
+    assert losses == pytest.approx(expected)
+    assert losses[-1] < losses[0]
+    found = [
+        rpc.rpc_sync(workers[1], _state, (encoder.get_module_rref(),)),
+        middle.state_dict(),
+        rpc.rpc_sync(workers[2], _state, (decoder,)),
+    ]
+    for one, other in zip(found, states, strict=True):
+        torch.testing.assert_close(one, other)
+    assert all(each.grad is None for each in middle.parameters())
+
+
+def test_actors_that_are_modules(workers: list[str]) -> None:
+    handle = actorrpc.remote(Middle).remote()
+    optimizer = DistributedOptimizer(torch.optim.Adam, handle, lr=0.1)
+    local = Middle()
+    local_optimizer = torch.optim.Adam(local.parameters(), lr=0.1)
+    x = torch.arange(10.0).reshape(2, _WIDTH) / 10
+    for _ in range(3):
+        with dist_autograd.context() as context_id:
+            loss = actorrpc.get(handle.forward.remote(x)).square().sum()
+            dist_autograd.backward(context_id, [loss])
+            expected = local(x).square().sum()
+            local_optimizer.zero_grad()
+            expected.backward()
+            torch.testing.assert_close(
+                optimizer.clip_grad_norm_(context_id, 0.5),
+                torch.nn.utils.clip_grad_norm_(local.parameters(), 0.5),
+            )
+            optimizer.step(context_id)
+            local_optimizer.step()
+        torch.testing.assert_close(loss, expected)
+    state = optimizer.state_dict()
+    assert list(state["workers"]) == list(optimizer.workers)
+    optimizer.load_state_dict(state)
+    del handle, optimizer
+    gc.collect()
+
+
+def test_gradients_gathered_over_several_contexts(workers: list[str]) -> None:
+    part = rpc.remote(workers[1], Middle)
+    optimizer = DistributedOptimizer(torch.optim.SGD, part, lr=0.5)
+    local = Middle()
+    local_optimizer = torch.optim.SGD(local.parameters(), lr=0.5)
+    for step in range(3):
+        x = torch.full((2, _WIDTH), float(step))
+        with dist_autograd.context() as context_id:
+            loss = rpc.rpc_sync(workers[1], _apply, (part, x)).sum()
+            dist_autograd.backward(context_id, [loss], accumulate="grad")
+        local(x).sum().backward()
+    optimizer.step(None)
+    local_optimizer.step()
+    torch.testing.assert_close(rpc.rpc_sync(workers[1], _state, (part,)), local.state_dict())
+    optimizer.zero_grad()

@@ -1,0 +1,94 @@
+"""What is done with modules on their owner: what needs no group."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from actorrpc.rpc import modules
+
+_META = torch.device("meta")
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def _moved(value: Any) -> Any:
+    return modules.relocate(value, _META)
+
+
+def test_tensors_are_moved_wherever_they_are() -> None:
+    t = torch.ones(2)
+    moved = _moved((t, [t, 1], {"a": t, "b": "text"}, Pair(t, None), (t,)))
+    assert moved[0].device == _META
+    assert moved[1][0].device == _META
+    assert moved[1][1] == 1
+    assert moved[2]["a"].device == _META
+    assert moved[2]["b"] == "text"
+    assert type(moved[3]) is Pair
+    assert moved[3].left.device == _META
+    assert moved[4][0].device == _META
+    assert t.device.type == "cpu"
+
+
+def test_containers_keep_their_classes_and_stay_as_they_were() -> None:
+    ordered, default = OrderedDict(a=torch.ones(1)), defaultdict(list, a=torch.ones(1))
+    for value in (ordered, default):
+        moved = _moved(value)
+        assert type(moved) is type(value)
+        assert moved["a"].device == _META
+        assert value["a"].device.type == "cpu"
+    assert _moved(default)["new"] == []
+    found = torch.max(torch.ones(2, 2), 0)
+    moved = _moved(found)
+    assert type(moved) is type(found)
+    assert moved.values.device == _META
+
+
+def test_what_is_no_container_of_tensors_stays_itself() -> None:
+    thing, elsewhere = object(), torch.empty(1, device="meta")
+    assert _moved(thing) is thing
+    assert _moved(elsewhere) is elsewhere
+    assert _moved("text") == "text"
+
+
+def test_gradients_go_the_same_way() -> None:
+    t = torch.ones(2, requires_grad=True)
+    assert _moved(t).grad_fn is not None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_packed_sequences() -> None:
+    packed = pack_sequence([torch.ones(2, 1), torch.ones(1, 1)])
+    moved = modules.relocate(packed, torch.device("cuda:0"))
+    assert isinstance(moved, PackedSequence)
+    assert moved.data.is_cuda
+
+
+def test_modules_are_made() -> None:
+    made = modules.create(nn.Linear, (2, 3), {"bias": False}, "cpu")
+    assert (made.in_features, made.out_features, made.bias) == (2, 3, None)
+    with pytest.raises(ValueError, match=r"returns an instance of <class nn.Module>.*<class 'dict'>"):
+        modules.create(dict, (), {}, "cpu")
+
+
+def test_they_say_where_they_are() -> None:
+    module = nn.Linear(2, 2)
+    assert modules.steer(module, "to", ("meta",), {}) == "meta"
+    assert modules.steer(module, "to_empty", (), {"device": "cpu"}) == "cpu"
+    assert modules.steer(nn.ReLU(), "train", (False,), {}) is None
+    norm = nn.BatchNorm1d(2, affine=False)  # has buffers only
+    assert modules.steer(norm, "eval", (), {}) == "cpu"
+
+
+def test_only_modules_are_taken() -> None:
+    for function in (modules.state_of, modules.named_parameter_rrefs, modules.parameter_rrefs):
+        with pytest.raises(TypeError, match=r"refer to an nn.Module, but refers to a list"):
+            function([1])  # type: ignore[operator]
