@@ -21,7 +21,7 @@ from actorrpc.actors.ref_generator import ObjectRefGenerator
 from actorrpc.actors.runtime import Runtime, current
 from actorrpc.actors.streams import StreamTicket, aproduce, close_stream, produce, pull
 from actorrpc.actors.waits import get
-from actorrpc.core import codec, keys
+from actorrpc.core import codec
 from actorrpc.core.execution import Later
 from actorrpc.futures import Future
 from tests.actors.bare import alone, bare, begin, ended, here
@@ -745,10 +745,7 @@ def _over_there() -> None:
 
 @pytest.mark.limit(60)
 def test_both_ends_may_die() -> None:
-    try:
-        assert rpc_group(_deaths, 3, may_die=[1, 2])[0] == [0, 1, 2]
-    finally:
-        keys.sweep()  # the next worker to start would do it: the sockets of those that died
+    assert rpc_group(_deaths, 3, may_die=[1, 2])[0] == [0, 1, 2]
 
 
 def test_closing_and_taking_race(runtime: Runtime) -> None:
