@@ -104,7 +104,7 @@ def rnn_step(server: str, words: int, width: int, layers: int, length: int, batc
             loss = cross_entropy(scores.view(-1, words), wanted)
             autograd.backward(context, [loss])
             optimizer.step(context)
-        return float(loss)
+        return loss.item()
 
     return step
 
@@ -132,7 +132,7 @@ def bag_step(server: str, words: int, width: int, length: int, batch: int, seed:
             loss = cross_entropy(head(embedded), wanted)
             autograd.backward(context, [loss])
             optimizer.step(context)
-        return float(loss)
+        return loss.item()
 
     return step
 

@@ -65,8 +65,8 @@ def _timed(once: Callable[[], Any], turns: int, warm: int) -> float:
 
 def make(context: Context, model: str, server: int, **sizes: int) -> dict[str, float]:
     """Make a model with its part on the server; ``train`` trains it."""
-    build = {"rnn": rnn_step, "server": bag_step}[model]
-    context.step = build(f"w{server}", **sizes)
+    builders: dict[str, Callable[..., Step]] = {"rnn": rnn_step, "server": bag_step}
+    context.step = builders[model](f"w{server}", **sizes)
     return {}
 
 

@@ -107,7 +107,7 @@ def _trained(steps: int, first: bool) -> Callable[[Rig], dict[str, float]]:
 
 
 def _training(bench: Bench, section: str) -> None:
-    steps = 20 if bench.quick else 100
+    steps = 20 if bench.quick else 60
     for world in WORLDS:
         for place in bench.places("own", "one"):
             with bench.groups(TWO if bench.quick else BOTH, place, pairs=world // 2) as rigs:
@@ -162,7 +162,7 @@ def slope(counts: Sequence[int], values: Sequence[float | None]) -> float | None
 
 def chain(bench: Bench) -> None:
     """Go through 1 to 16 workers and back, A to B to A to B, and A to B to C to D to A; what does each cost?"""
-    turns = 20 if bench.quick else 100
+    turns = 20 if bench.quick else 60
     metrics = ("p50", "forward", "backward")
 
     def measure(path: list[int], mode: str) -> Callable[[Rig], dict[str, float]]:

@@ -66,6 +66,7 @@ _FLOORS: dict[str, Floor] = {
     "core.links": Floor(3),
     "core.meeting": Floor(3),
     "core.messages": Floor(3),
+    "core.posts": Floor(3),
     "core.rendezvous": Floor(3),
     "core.threads": Floor(3),
     "core.upkeep": Floor(3),

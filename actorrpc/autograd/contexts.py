@@ -71,9 +71,11 @@ class Context:
         peers: the workers that were sent a message of this context.
         gradients: what backward passes have left for the leaves of this worker.
         passes: the backward passes that are under way here, or wait for the verdict of their origin.
-        ended: the numbers of those that are over: what comes late of them is ignored.
+        ended: the numbers of those that are over, with what ended them here, if that was an error: what comes late of them
+            is ignored.
         reaches: what each of ``sends`` leads to, as far as somebody has asked.
-        sinks: which messages those of other workers lead to, as far as passes that began here have asked.
+        sinks: which receipts messages lead to, as far as this worker has heard, or passes that began here have asked.
+        told: of which messages this worker has told whom.
         maker: the worker that made it, where that is known: its rank alone may be that of a later life.
         touched: when it was last used, on the monotonic clock.
         released: it is over; nothing more is recorded.
@@ -88,9 +90,10 @@ class Context:
         self.peers: set[WorkerKey] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.passes: dict[int, Pass] = {}
-        self.ended: OrderedDict[int, None] = OrderedDict()
+        self.ended: OrderedDict[int, str | None] = OrderedDict()
         self.reaches: dict[int, Reach] = {}
         self.sinks: dict[tuple[WorkerKey, int], Sequence[Sink]] = {}
+        self.told: dict[WorkerKey, set[int]] = {}
         self.maker: WorkerKey | None = None
         self.touched = time.monotonic()
         self.released = False

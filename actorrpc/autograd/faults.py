@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from actorrpc.errors import PeerDiedError, RemoteError
+from collections.abc import Sequence
+
+from actorrpc.errors import PeerDiedError, RemoteError, RpcTimeoutError
 from actorrpc.rpc.fork_messages import WorkerKey
 
-__all__ = ["blame", "died"]
+__all__ = ["blame", "died", "late", "timed_out"]
 
 _PREFIX = "Error on Node "
+_NOTE = "had in a backward pass"
 
 
 def blame(error: BaseException, worker: WorkerKey, name: str) -> BaseException:
@@ -20,19 +23,17 @@ def blame(error: BaseException, worker: WorkerKey, name: str) -> BaseException:
         if isinstance(error, PeerDiedError) and name not in str(error):
             error.add_note(f"it is worker {name} (rank {worker.rank}) that took part in the backward pass")
         return error
-    args = error.args
-    text = args[0] if args and isinstance(args[0], str) else None
-    if text is not None and text.startswith(_PREFIX):
+    if any(note.endswith(_NOTE) for note in getattr(error, "__notes__", ())):
         return error
+    args = error.args
+    prefix = f"{_PREFIX}{worker.rank}: "
     try:
-        if text is not None and str(error) == text:
-            error.args = (f"{_PREFIX}{worker.rank}: {text}", *args[1:])
+        if args and isinstance(args[0], str) and str(error) == args[0]:
+            error.args = (prefix + args[0], *args[1:])
+            prefix = ""
     except Exception:
         pass  # a class with ideas of its own about its message
-    if not any(note.startswith(_PREFIX) for note in getattr(error, "__notes__", ())):
-        error.add_note(
-            f"{_PREFIX}{worker.rank}: it was raised in the part that worker {name} had in a backward pass"
-        )
+    error.add_note(f"{prefix}raised in the part that worker {name} {_NOTE}")
     return error
 
 
@@ -41,4 +42,19 @@ def died(worker: WorkerKey, name: str) -> PeerDiedError:
     return PeerDiedError(
         f"worker {name} (rank {worker.rank}) died during a backward pass that needed it: no gradients were changed anywhere",
         worker=name,
+    )
+
+
+def timed_out(error: BaseException | None) -> bool:
+    """Say whether there was no answer in time: not, whether another worker says so of somebody else."""
+    return isinstance(error, RpcTimeoutError) and not isinstance(error, RemoteError)
+
+
+def late(context: str, timeout: float, names: Sequence[str]) -> RpcTimeoutError:
+    """Return the error for a pass that was not over in time, with the names of who has not answered."""
+    return RpcTimeoutError(
+        f"the backward pass of {context} was not over within {timeout:g} s: no answer from {', '.join(names)}. No gradients "
+        f"were changed",
+        maybe_executed=True,
+        worker=names[0] if len(names) == 1 else None,
     )

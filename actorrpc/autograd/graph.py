@@ -11,8 +11,7 @@ All runs on the thread that calls, user code (hooks, custom Functions) included;
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,9 +20,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from actorrpc.autograd import slots
 from actorrpc.autograd.contexts import Node, Receipt
-from actorrpc.autograd.recording import ANCHOR
+from actorrpc.autograd.received import ANCHOR
 
-__all__ = ["Reach", "Tensors", "accumulate", "add", "add_to", "capture", "finish", "nodes", "reach"]
+__all__ = ["Reach", "Tensors", "accumulate", "add", "add_to", "capture", "finish", "nodes", "reach", "reach_if_small"]
 
 #: Gradients of some tensors, in order; None where there is none.
 Tensors = list["torch.Tensor | None"]
@@ -57,9 +56,24 @@ def reach(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> Re
     Raises:
         RuntimeError: the walk came to a tensor that was received in another context.
     """
+    ends = _walk(edges, receipts, set())
+    assert ends is not None
+    return _reach(ends, receipts)
+
+
+def reach_if_small(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt], most: int) -> Reach | None:
+    """Walk as :func:`reach` does; None where that is a way of more than ``most`` nodes, or leads elsewhere."""
+    try:
+        ends = _walk(edges, receipts, set(), most)
+    except RuntimeError:
+        return None
+    return None if ends is None else _reach(ends, receipts)
+
+
+def _reach(ends: list[Node], receipts: Mapping[Node, Receipt]) -> Reach:
     leaves: list[Node] = []
     found: list[Node] = []
-    for node in _walk(edges, receipts, set()):
+    for node in ends:
         (found if node in receipts else leaves).append(node)
     return Reach(tuple(found), tuple(leaves))
 
@@ -67,11 +81,13 @@ def reach(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> Re
 def nodes(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> set[Node]:
     """Return the nodes that a backward pass from some edges executes: those before where the gradients end."""
     seen: set[Node] = set()
-    seen.difference_update(list(_walk(edges, receipts, seen)))
+    seen.difference_update(_walk(edges, receipts, seen) or ())
     return seen
 
 
-def _walk(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt], seen: set[Node]) -> list[Node]:
+def _walk(
+    edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt], seen: set[Node], most: int = 1 << 62
+) -> list[Node] | None:
     # Nodes themselves are kept, never their id(): a node that nothing refers to in Python is a new object next time.
     ends: list[Node] = []
     stack: list[Node] = [edge.node for edge in reversed(edges)]
@@ -79,6 +95,8 @@ def _walk(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt], seen:
         node = stack.pop()
         if node in seen:
             continue
+        if len(seen) >= most:
+            return None
         seen.add(node)
         following = node.next_functions
         if not following:
@@ -122,16 +140,6 @@ def _silence() -> _Silence:
     if not _has(_SILENCE):
         _put(_SILENCE, _Silence())
     return _get(_SILENCE)
-
-
-@contextmanager
-def _silent(on: bool) -> Iterator[None]:
-    state = _silence()
-    before, state.on = state.on, on
-    try:
-        yield
-    finally:
-        state.on = before
 
 
 class _Hook:
@@ -198,10 +206,17 @@ def capture(
     _hush(leaves)
     inputs = [GradientEdge(node, index, None) for node, count in receipts for index in range(count)]
     inputs += [GradientEdge(node, 0, None) for node in leaves]
-    with _silent(True):
+    silence = _silence()
+    before, silence.on = (
+        silence.on,
+        True,
+    )  # a hook of an interior tensor may have led here from another capture
+    try:
         captured = _run(
             tuple(outputs), tuple(gradients), retain_graph, create_graph, tuple(inputs), True, False
         )
+    finally:
+        silence.on = before
     at = 0
     of_receipts: list[Tensors] = []
     for _, count in receipts:
@@ -313,21 +328,32 @@ def finish(
         leaves = [leaf for leaf in leaves if leaf.requires_grad]
     if not leaves:
         return {}
-    if create_graph:
-        return _finish_with_history(leaves, box)
-    for index in range(len(box)):
-        box[index] = _unshared(box[index])
-    with _silent(False), slots.borrowed(leaves, deadline):
-        with torch.inference_mode(False), torch.enable_grad():
-            root = _feed(box, *leaves)
-        _run((root,), (_one,), False, False, (), True, True)
-        return {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
+    silence = _silence()
+    before, silence.on = silence.on, False
+    try:
+        if create_graph:
+            return _finish_with_history(leaves, box)
+        for index, gradient in enumerate(box):
+            box[index] = _unshared(gradient)
+        del gradient
+        with slots.borrowed(leaves, deadline):
+            root = _root(leaves, box)
+            _run((root,), (_one,), False, False, (), True, True)
+            return {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
+    finally:
+        silence.on = before
+
+
+def _root(leaves: Sequence[torch.Tensor], box: list[torch.Tensor]) -> torch.Tensor:
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        return _feed(box, *leaves)
+    with torch.inference_mode(False), torch.enable_grad():
+        return _feed(box, *leaves)
 
 
 def _finish_with_history(leaves: Sequence[torch.Tensor], box: list[torch.Tensor]) -> dict[torch.Tensor, Any]:
     # Not into .grad: with a history, gradient and leaf would refer to each other.
     edges = tuple(get_gradient_edge(leaf) for leaf in leaves)
-    with _silent(False):
-        results = _run(edges, tuple(box), True, True, edges, True, False)
+    results = _run(edges, tuple(box), True, True, edges, True, False)
     box.clear()
     return {leaf: each for leaf, each in zip(leaves, results, strict=True) if each is not None}

@@ -1,7 +1,7 @@
 """A backward pass as seen from where it begins: discovery, plan, the parts of others, the verdict.
 
-It is written as steps between which somebody waits: the thread that called ``backward`` reads the answers itself, which
-is fastest; a simulator continues when they have come.
+It is written as steps between which somebody waits: the thread that called ``backward`` reads the answers itself, which is
+fastest; a simulator goes on when they have come.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.autograd.graph import GradientEdge
 
-from actorrpc.autograd import graph
-from actorrpc.autograd.faults import blame
+from actorrpc.autograd.faults import blame, late, timed_out
+from actorrpc.autograd.graph import Reach
 from actorrpc.autograd.messages import Contribution, Discover, Gradient, Message, Run, Sink, Stratum
 from actorrpc.autograd.passes import Pass, Terms
 from actorrpc.autograd.plan import ROOTS, Send, make_plan, unknown
-from actorrpc.errors import ProtocolError, RemoteError, RpcError, RpcTimeoutError
+from actorrpc.errors import ProtocolError, RpcError
 from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.autograd.participant import Participant
 
-__all__ = ["Origin", "wait"]
+__all__ = ["Origin"]
 
 
 class Origin:
@@ -54,12 +54,13 @@ class Origin:
         self._gradients = gradients
         self._me = participant.me
         self._asked: dict[WorkerKey, Future[Any]] = {}
+        self._known: dict[Send, Sequence[Sink]] = {}  # where the messages that take part lead to
 
     def run(self) -> Future[None]:
         """Go through the steps as answers come; return a future of the end."""
         result: Future[None] = Future()
         result.label = f"a backward pass of {self._context}"
-        steps = self.steps()
+        steps = self._steps()
 
         def go(_: object = None) -> None:
             try:
@@ -67,6 +68,7 @@ class Origin:
             except StopIteration:
                 result.set_result(None)
             except BaseException as error:
+                self._give_up(error)
                 result.set_exception(error)
             else:
                 _settled(futures).add_done_callback(go)
@@ -74,34 +76,48 @@ class Origin:
         go()
         return result
 
-    def steps(self) -> Generator[list[Future[Any]], None, None]:
-        """Run the pass; yields what is to be waited for: until all are complete, or one has failed.
+    def wait(self) -> None:
+        """Go through the steps, and wait between them on this thread.
 
         Raises:
-            Exception: what ended the pass. It has no effect then, anywhere.
+            Exception: what ended the pass, or interrupted the wait. It has no effect then, anywhere.
         """
-        part, participant = self._part, self._participant
         try:
-            yield from self._fast() if self._terms.fast else self._smart()
-            self._check()
-            if not part.finished:
-                raise ProtocolError(
-                    f"a backward pass of {self._context} came to no end here, though all others are done"
-                )
-            if part.over:
-                raise RpcError(f"{self._context} was released")
+            for futures in self._steps():
+                # Waiting for one alone reads its answer without the help of another thread. What it raises is looked at
+                # later; only what interrupts the wait is raised here.
+                (futures[0] if len(futures) == 1 else _settled(futures)).exception()
         except BaseException as error:
-            with self._context.lock:
-                if part.error is None:
-                    part.error = error
-            participant.decide(part, False)
-            for future in self._asked.values():
-                future.cancel()
-                future.acknowledge()
+            self._give_up(error)
             raise
-        participant.decide(part, True)
+
+    def _steps(self) -> Generator[list[Future[Any]], None, None]:
+        """Run the pass; yields what is to be waited for: until all are complete, or one has failed."""
+        part = self._part
+        yield from self._fast() if self._terms.fast else self._smart()
+        self._check()
+        if not part.finished:
+            raise ProtocolError(
+                f"a backward pass of {self._context} came to no end here, though all others are done"
+            )
+        if not self._participant.decide(part, True):
+            self._check()
+            raise RpcError(f"{self._context} was released")
         if not (self._terms.retain_graph or self._terms.create_graph):
-            self._context.sinks.clear()  # whoever is asked again says that the graph is gone
+            for send in self._known:  # whoever is asked again says that the graph is gone
+                self._context.sinks.pop(send, None)
+
+    def _give_up(self, error: BaseException) -> None:
+        part = self._part
+        with self._context.lock:
+            if part.error is None:
+                part.error = error
+            if self._terms.fast:
+                part.told |= part.reports.keys() | self._context.peers
+        self._participant.decide(part, False)
+        for future in self._asked.values():
+            future.cancel()
+            future.acknowledge()
 
     def _check(self) -> None:
         if self._part.error is not None:
@@ -111,14 +127,13 @@ class Origin:
 
     def _smart(self) -> Generator[list[Future[Any]], None, None]:
         part, participant, me = self._part, self._participant, self._me
-        reach = graph.reach(self._edges, self._context.receipts)
+        reach = part.root(self._edges)
         if reach.receipts:
-            answers: dict[Send, Sequence[Sink]] = {}
-            yield from self._discover(answers, reach)
-            plan: Mapping[WorkerKey, Sequence[Stratum]] = make_plan(me, answers)
+            yield from self._discover(self._known, reach)
+            plan: Mapping[WorkerKey, Sequence[Stratum]] = make_plan(me, self._known)
         else:
             plan = {me: [Stratum({ROOTS: (Contribution(me, 0),)})]}
-        part.begin(self._terms, plan[me], self._edges)
+        part.begin(self._terms, plan[me])
         direct: dict[WorkerKey, list[Gradient]] = {}
         with self._context.lock:
             part.arrive(me, 0, ROOTS, self._gradients)
@@ -162,7 +177,7 @@ class Origin:
             yield [future]
 
     def _discover(
-        self, answers: dict[Send, Sequence[Sink]], reach: graph.Reach
+        self, answers: dict[Send, Sequence[Sink]], reach: Reach
     ) -> Generator[list[Future[Any]], None, None]:
         """Ask where messages lead to, from the roots on, until all are known."""
         context, participant = self._context, self._participant
@@ -198,7 +213,8 @@ class Origin:
     def _fast(self) -> Generator[list[Future[Any]], None, None]:
         part, participant = self._part, self._participant
         part.engaged = True
-        part.begin_fast(self._terms, self._edges)
+        part.root(self._edges)
+        part.begin_fast(self._terms)
         with self._context.lock:
             part.arrive(self._me, 0, ROOTS, self._gradients)
         self._gradients = ()
@@ -207,6 +223,7 @@ class Origin:
         self._check()
         with self._context.lock:
             reports = participant.reports(part)
+            part.told |= part.reports.keys()
         missing = [
             f"message {message} of worker {participant.transport.name(worker)}"
             for worker, (_, messages) in sorted(reports.items())
@@ -249,25 +266,14 @@ class Origin:
 
     def _raise(self, worker: WorkerKey, error: BaseException) -> NoReturn:
         name = self._participant.transport.name
-        if isinstance(error, RpcTimeoutError) and not isinstance(error, RemoteError):
-            late = sorted(
+        if timed_out(error):
+            names = [
                 name(other)
-                for other, each in self._asked.items()
-                if not each.done() or isinstance(each.exception(), RpcTimeoutError)
-            )
-            raise RpcTimeoutError(
-                f"the backward pass of {self._context} was not over within {self._terms.timeout} s: no answer from "
-                f"{', '.join(late)}. No gradients were changed",
-                maybe_executed=error.maybe_executed,
-                worker=name(worker),
-            ) from None
+                for other, each in sorted(self._asked.items())
+                if not each.done() or timed_out(each.exception())
+            ]
+            raise late(repr(self._context), self._terms.timeout, names) from None
         raise blame(error, worker, name(worker))
-
-
-def wait(futures: Sequence[Future[Any]]) -> None:
-    """Wait on this thread until all futures are complete, or one has failed. Raises only what interrupts it."""
-    # Waiting for one alone reads its answer without the help of another thread.
-    (futures[0] if len(futures) == 1 else _settled(futures)).exception()
 
 
 def _settled(futures: Sequence[Future[Any]]) -> Future[None]:

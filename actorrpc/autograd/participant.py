@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from actorrpc.autograd.contexts import Context, Contexts
-from actorrpc.autograd.faults import blame, died
+from actorrpc.autograd.faults import blame, died, late, timed_out
 from actorrpc.autograd.graph import Reach
 from actorrpc.autograd.messages import (
     Discover,
@@ -31,9 +31,10 @@ from actorrpc.autograd.messages import (
     Transport,
     Verdict,
 )
-from actorrpc.autograd.origin import Origin, wait
+from actorrpc.autograd.origin import Origin
 from actorrpc.autograd.passes import FINISH, Pass, Terms, reach_of, remember
 from actorrpc.autograd.roots import check_roots
+from actorrpc.core.exception_text import line_of
 from actorrpc.errors import RpcError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import WorkerKey
@@ -61,34 +62,22 @@ class Participant:
 
     # -- what users call -----------------------------------------------------------------------------------------
 
-    def backward(
-        self,
-        context_id: int,
-        roots: Sequence[torch.Tensor],
-        *,
-        retain_graph: bool = False,
-        gradients: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
-        accumulate: str = "context",
-        mode: str = "smart",
-        timeout: float = 0.0,
-        create_graph: bool = False,
-    ) -> None:
-        """Run a backward pass that begins here; returns when it has succeeded everywhere. See ``api.backward``.
+    def backward(self, context_id: int, roots: Sequence[torch.Tensor], **options: Any) -> None:
+        """Run a backward pass that begins here; returns when it has succeeded everywhere. Ctrl-C gives it up.
 
-        Ctrl-C gives the pass up.
+        Args:
+            options: those of :meth:`begin`.
+
+        Raises:
+            Exception: see ``api.backward``.
         """
-        origin = self._origin(
-            context_id, roots, retain_graph, gradients, accumulate, mode, timeout, create_graph
-        )
-        steps = origin.steps()
-        for futures in steps:
-            try:
-                wait(futures)
-            except BaseException as error:
-                steps.throw(error)
-                raise
+        self.begin(context_id, roots, **options).wait()
 
-    def start(
+    def start(self, context_id: int, roots: Sequence[torch.Tensor], **options: Any) -> Future[None]:
+        """Run a backward pass as :meth:`backward` does, without waiting; bad arguments are refused at once."""
+        return self.begin(context_id, roots, **options).run()
+
+    def begin(
         self,
         context_id: int,
         roots: Sequence[torch.Tensor],
@@ -99,24 +88,14 @@ class Participant:
         mode: str = "smart",
         timeout: float = 0.0,
         create_graph: bool = False,
-    ) -> Future[None]:
-        """Begin a backward pass as :meth:`backward` does, without waiting; bad arguments are refused at once."""
-        origin = self._origin(
-            context_id, roots, retain_graph, gradients, accumulate, mode, timeout, create_graph
-        )
-        return origin.run()
-
-    def _origin(
-        self,
-        context_id: int,
-        roots: Sequence[torch.Tensor],
-        retain_graph: bool,
-        gradients: torch.Tensor | Sequence[torch.Tensor | None] | None,
-        accumulate: str,
-        mode: str,
-        timeout: float,
-        create_graph: bool,
     ) -> Origin:
+        """Return a backward pass that can be run; nothing has been asked of anybody yet. See ``api.backward``.
+
+        Raises:
+            TypeError: an argument is of a wrong type.
+            ValueError: there is no such mode, or place to put gradients.
+            RuntimeError: the roots are no roots, or there is no such context.
+        """
         context = self.contexts.get(context_id)
         if mode not in ("smart", "fast"):
             raise ValueError(f'mode must be "smart" or "fast", not {mode!r}')
@@ -260,6 +239,11 @@ class Participant:
         with context.lock:
             part = self._join(context, message.pass_id, None)
             if part is None:
+                why = context.ended.get(message.pass_id)
+                if why is not None:  # the sender may not know yet
+                    raise RpcError(
+                        f"the backward pass was given up on worker {self.transport.name(self.me)}: {why}"
+                    )
                 return None
             first, part.begun = not part.begun, True
             engaged, part.engaged = part.engaged, True
@@ -315,6 +299,8 @@ class Participant:
             if part is None:
                 remember(context, notice.pass_id)  # its gradients are still on their way here
                 return
+            if part.origin == self.me:
+                return  # a worker has given a fast pass up; why, is said where the pass began in another way
         try:
             self.decide(part, notice.commit)
         except Exception:
@@ -379,7 +365,10 @@ class Participant:
         try:
             reports = future.value()
         except BaseException as error:
-            self.fail(part, blame(error, to, self.transport.name(to)))
+            name = self.transport.name(to)
+            if timed_out(error) and part.terms is not None:
+                error = late(repr(part.context), part.terms.timeout, [name])
+            self.fail(part, blame(error, to, name))
             reports = None
         with lock:
             part.asks.discard(future)
@@ -414,24 +403,29 @@ class Participant:
             ask.cancel()
         _complete(answer, None, error)
 
-    def decide(self, part: Pass, commit: bool) -> None:
-        """End a pass on this worker, and on those that hear of it from here; the first verdict counts."""
+    def decide(self, part: Pass, commit: bool) -> bool:
+        """End a pass on this worker, and on those that hear of it from here; the first verdict counts.
+
+        Returns whether what was found counts: it does not if the part has failed meanwhile.
+        """
         context = part.context
         with context.lock:
             if part.over:
-                return
+                return False
             part.over = True
             counts = commit and part.finished and part.error is None
-            told = sorted(part.told)
+            # Where it ends well, all hear it from its origin, which knows them; else as the gradients went.
+            told = sorted(part.told - {self.me}) if part.origin == self.me or not commit else []
         for worker in told:
-            self.transport.tell(worker, Verdict(context.id, part.id, commit))
+            self.transport.tell(worker, Verdict(context.id, part.id, counts))
+        why = None if part.error is None else line_of(part.error)
         try:
             if counts:
                 part.commit()
         finally:
             with context.lock:
                 context.passes.pop(part.id, None)
-                remember(context, part.id)
+                remember(context, part.id, why)
                 part.drop()
                 answer, part.answer = part.answer, None
                 asks, decided = list(part.asks), part.decided
@@ -439,6 +433,7 @@ class Participant:
                 ask.cancel()
             _complete(answer, None, RpcError(f"a backward pass of {context} was given up"))
             _complete(decided, None)
+        return counts
 
     def release(self, context_id: int) -> None:
         """End a context here and on all workers that were in it; passes that are under way fail. Idempotent."""
@@ -485,11 +480,11 @@ class Participant:
             if part.origin == self.me:
                 concerned, orphaned = key in part.told or key in part.reports, False
             else:
-                # In a fast pass the verdict comes the way the gradients came; the origin is not known.
+                # In a fast pass the origin is not known, and what ends it comes the way the gradients came.
                 origin = part.origin.rank if part.origin is not None else part.id >> 48
                 fast = part.terms is not None and part.terms.fast
                 orphaned = part.origin == key if part.origin else origin == key.rank
-                orphaned = orphaned or (fast and key in part.senders)
+                orphaned = orphaned or (fast and key in part.senders and not part.finished)
                 concerned = orphaned or part.waits_for(key)
         if concerned:
             self.fail(part, error)

@@ -21,6 +21,7 @@ from actorrpc.autograd.contexts import Context, Node, Receipt
 from actorrpc.autograd.graph import Reach, Tensors
 from actorrpc.autograd.messages import Contribution, Gradient, Gradients, Stratum
 from actorrpc.autograd.plan import ROOTS
+from actorrpc.autograd.sums import Sum
 from actorrpc.errors import ProtocolError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import WorkerKey
@@ -101,51 +102,6 @@ class Terms:
         return left
 
 
-class _Sum:
-    """The gradients that come to one node, added up in a given order, whatever the order in which they come."""
-
-    __slots__ = ("_at", "_held", "_order", "_own", "total")
-
-    def __init__(self) -> None:
-        self._order: list[int] = []
-        self._at = 0
-        self._held: dict[int, Tensors] = {}
-        self._own: list[bool] = []
-        self.total: Tensors = []
-
-    def expect(self, key: int) -> None:
-        self._order.append(key)
-
-    def add(self, key: int, gradients: Tensors) -> bool:
-        """Take what comes under ``key``; say whether all is there."""
-        if self._order[self._at] != key:
-            self._held[key] = gradients
-            return False
-        found: Tensors | None = gradients
-        while found is not None:
-            self._add(found)
-            self._at += 1
-            if self._at == len(self._order):
-                return True
-            found = self._held.pop(self._order[self._at], None)
-        return False
-
-    def _add(self, gradients: Tensors) -> None:
-        total = self.total
-        if not total:
-            self.total = gradients
-            return
-        own = self._own = self._own or [False] * len(total)
-        for index, each in enumerate(gradients):
-            before = total[index]
-            if before is None:
-                total[index] = each
-            elif each is not None:
-                # In place only what we have made ourselves: others may know the first gradient.
-                total[index] = graph.add_to(before, each) if own[index] else graph.add(before, each)
-                own[index] = True
-
-
 class Pass:
     """A worker's part of one backward pass.
 
@@ -199,16 +155,23 @@ class Pass:
         self._reaches: dict[int, Reach] = {}
         self._receipts: dict[Node, Receipt] = {}
         self._leaves: dict[Node, None] = {}
-        self._sums: dict[Node, _Sum] = {}
+        self._sums: dict[Node, Sum] = {}
         self._results: dict[torch.Tensor, torch.Tensor] = {}
 
     # -- beginning: on one thread, without the lock --------------------------------------------------------------
 
-    def begin(self, terms: Terms, strata: Sequence[Stratum], roots: Sequence[GradientEdge] = ()) -> None:
-        """Take in the plan.
+    def root(self, edges: tuple[GradientEdge, ...]) -> Reach:
+        """Take in the roots, where the pass begins here; their gradients arrive as those of message ``ROOTS``.
 
-        Args:
-            roots: the edges of the roots, where the pass begins here; their gradients come as those of message ``ROOTS``.
+        Raises:
+            RuntimeError: the graph leads into another context.
+        """
+        self._edges[ROOTS] = edges
+        reach = self._reaches[ROOTS] = graph.reach(edges, self.context.receipts)
+        return reach
+
+    def begin(self, terms: Terms, strata: Sequence[Stratum]) -> None:
+        """Take in the plan.
 
         Raises:
             RpcError: a message was not sent from here, or the context is over.
@@ -219,7 +182,7 @@ class Pass:
         for index, stratum in enumerate(strata):
             count = 0
             for message, contributions in stratum.messages.items():
-                self._know(message, roots)
+                self._know(message)
                 count += len(contributions)
                 for contribution in contributions:
                     where[message, contribution] = index
@@ -238,7 +201,7 @@ class Pass:
             self._lacking = lacking
             self._replay()
 
-    def begin_fast(self, terms: Terms, roots: Sequence[GradientEdge] = ()) -> None:
+    def begin_fast(self, terms: Terms) -> None:
         """Expect gradients for all messages that were sent from here, in any order.
 
         Raises:
@@ -248,10 +211,10 @@ class Pass:
         with self.context.lock:
             # The latest first, which is the order in which gradients mostly come.
             messages = sorted((each for each, edges in self.context.sends.items() if edges), reverse=True)
-        if roots:
+        if ROOTS in self._edges:
             messages.insert(0, ROOTS)
         for message in messages:
-            reach = self._know(message, roots)
+            reach = self._know(message)
             for node in (*reach.receipts, *reach.leaves):
                 self._expect(node, message)
         with self.context.lock:
@@ -259,13 +222,12 @@ class Pass:
             self._missing = dict.fromkeys(messages)
             self._replay()
 
-    def _know(self, message: int, roots: Sequence[GradientEdge]) -> Reach:
+    def _know(self, message: int) -> Reach:
         context = self.context
-        if message == ROOTS and roots:
-            edges, reach = tuple(roots), graph.reach(roots, context.receipts)
-        else:
-            edges, reach = edges_of(context, message), reach_of(context, message)
-        self._edges[message], self._reaches[message] = edges, reach
+        if message not in self._edges:
+            self._edges[message] = edges_of(context, message)
+            self._reaches[message] = reach_of(context, message)
+        reach = self._reaches[message]
         for node in reach.receipts:
             receipt = context.receipts.get(node)
             if receipt is None:
@@ -278,7 +240,7 @@ class Pass:
     def _expect(self, node: Node, key: int) -> None:
         found = self._sums.get(node)
         if found is None:
-            found = self._sums[node] = _Sum()
+            found = self._sums[node] = Sum()
         found.expect(key)
 
     def _reached(self, stratum: Stratum) -> Reach:
@@ -535,8 +497,9 @@ class Pass:
                     return
 
 
-def remember(context: Context, id: int) -> None:
-    """Note, under the lock of the context, that a pass is over."""
-    context.ended[id] = None
+def remember(context: Context, id: int, why: str | None = None) -> None:
+    """Note, under the lock of the context, that a pass is over; ``why`` it was given up, if this worker knows."""
+    if why is not None or id not in context.ended:
+        context.ended[id] = why
     while len(context.ended) > _REMEMBERED:
         context.ended.popitem(last=False)

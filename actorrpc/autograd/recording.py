@@ -1,9 +1,10 @@
 """Recording: which autograd context a message belongs to, and what of the graph crosses with it.
 
-A tag travels in the header of each call that is made in a context: ``(context,)``, or ``(context, message, indices)``
-where some of the message's tensors require grad; indices count its plain tensors. The sender keeps the edges of these
-tensors; at the receiver they become the outputs of one node, which stands for the message. The same goes for answers.
-What is kept to be opened later (a snapshot) has a tag that also says who kept it.
+A tag travels in the header of each call that is made in a context: ``(context,)``, or ``(context, message, indices,
+news)`` where some of the message's tensors require grad; indices count its plain tensors, and news is what ``hearsay.py``
+is about. The sender keeps the edges of these tensors; at the receiver they become the outputs of one node, which stands
+for the message. The same goes for answers. What is kept to be opened later (a snapshot) has the tag ``(context, message,
+indices, rank, incarnation)``, which says who keeps it.
 
 The current context is that of the block ``with context()`` that the code is in, or that of the call it was called by.
 Both follow coroutines; neither follows into threads that users start.
@@ -13,21 +14,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar, Token
-from typing import Any, Final
+from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from actorrpc.autograd.contexts import Context, Contexts, Receipt
+from actorrpc.autograd.hearsay import hear, tell
+from actorrpc.autograd.received import edge_of, receive
 from actorrpc.core.calls import CURRENT, Execution
 from actorrpc.core.interceptors import TAG
 from actorrpc.core.peer import Peer
 from actorrpc.errors import ProtocolError
 from actorrpc.rpc.fork_messages import WorkerKey
 
-__all__ = ["ANCHOR", "GraphRecorder", "current_context", "enter", "leave", "receive"]
+__all__ = ["GraphRecorder", "current_context", "enter", "leave"]
 
 _log = logging.getLogger("actorrpc.autograd")
 
@@ -61,42 +63,6 @@ def leave(token: Token[tuple[int, Execution | None] | None]) -> None:
     _entered.reset(token)
 
 
-# -- the node that stands for a message -------------------------------------------------------------------------------
-
-
-class _Received(torch.autograd.Function):
-    """Makes tensors that have arrived the outputs of one node. They are hidden from it in a list, so that they stay the
-    same objects, are views of nothing, and may be changed in place."""
-
-    @staticmethod
-    def forward(_ctx: Any, _anchor: torch.Tensor, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return tuple(tensors)
-
-    @staticmethod
-    def backward(_ctx: Any, *_gradients: Any) -> Any:
-        raise RuntimeError(
-            "this tensor's history leads to another worker, where a local backward() does not go: call "
-            "actorrpc.autograd.backward(context_id, [loss]) inside of `with context() as context_id`, or detach() it"
-        )
-
-
-#: The leaf that all these nodes hang from: a walk that gets to it has passed through one.
-ANCHOR: Final = torch.empty(0, requires_grad=True)
-_apply: Final[Callable[..., tuple[torch.Tensor, ...]]] = _Received.apply
-
-
-def receive(tensors: Sequence[torch.Tensor]) -> Any:
-    """Give tensors that have arrived a history: one node, whose outputs they are; return the node."""
-    for each in tensors:
-        each.requires_grad_(False)
-    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        outputs = _apply(ANCHOR, list(tensors))
-    else:
-        with torch.inference_mode(False), torch.enable_grad():
-            outputs = _apply(ANCHOR, list(tensors))
-    return outputs[0].grad_fn
-
-
 class GraphRecorder:
     """Records the messages of one worker in its contexts. Thread-safe."""
 
@@ -113,22 +79,25 @@ class GraphRecorder:
         """Record a message that has been packed; return its tag. See :class:`actorrpc.core.interceptors.Recorder`."""
         id = current_context() if context is None else context
         if id is None:
-            if not self._warned:
+            # Answers are left alone: whether they are wanted with a history is known to the caller only.
+            if not self._warned and CURRENT.get() is None and torch.is_grad_enabled():
                 self._warn(tensors)
             return None
         found = self._contexts.find(id)
         if found is None:
             return None
+        to = None
         if peer is not None:
-            found.joined_by(WorkerKey(peer.rank, peer.record.incarnation))
+            to = WorkerKey(peer.rank, peer.record.incarnation)
+            found.joined_by(to)
         indices = [index for index, each in enumerate(tensors) if each.requires_grad]
         if not indices or not torch.is_grad_enabled():
-            return None if peer is None else (id,)
+            return None if to is None else (id,)
         message = self._contexts.new_message()
-        found.record_send(message, [get_gradient_edge(tensors[index]) for index in indices])
-        if peer is not None:
-            return id, message, indices
+        found.record_send(message, [edge_of(tensors[index]) for index in indices])
         me = self._contexts.me
+        if to is not None:
+            return id, message, indices, tell(found, me, message, to)
         return id, message, indices, me.rank, me.incarnation
 
     def _warn(self, tensors: Sequence[Any]) -> None:
@@ -142,7 +111,7 @@ class GraphRecorder:
 
     def arrived(self, tag: Any, tensors: list[Any], peer: Peer | None) -> None:
         """Record a message that has been opened. See :class:`actorrpc.core.interceptors.Recorder`."""
-        id, message, indices, kept_by = _read(tag, len(tensors))
+        id, message, indices, source, news = _read(tag, len(tensors))
         context = self._contexts.reach(id)
         wanted = [tensors[index] for index in indices]
         if context is None:
@@ -151,11 +120,11 @@ class GraphRecorder:
                 each.requires_grad_(False)
             return
         context.touched = time.monotonic()
-        source = kept_by
-        if source is None:
-            assert peer is not None
-            source = WorkerKey(peer.rank, peer.record.incarnation)
         if wanted:
+            if source is None:
+                assert peer is not None
+                source = WorkerKey(peer.rank, peer.record.incarnation)
+                hear(context, self._contexts.me, source, news)
             receipt = Receipt(source, message, self._contexts.new_receipt(), len(wanted))
             context.record_receipt(receive(wanted), receipt)
 
@@ -166,25 +135,29 @@ class GraphRecorder:
             context.joined_by(WorkerKey(peer.rank, peer.record.incarnation))
 
 
-def _read(tag: Any, count: int) -> tuple[int, int, Sequence[int], WorkerKey | None]:
-    """Take a tag apart.
+def _read(tag: Any, count: int) -> tuple[int, int, Sequence[int], WorkerKey | None, Sequence[Any]]:
+    """Take the tag of a message with ``count`` tensors apart: context, message, indices, who keeps it, news.
 
     Raises:
         ProtocolError: it makes no sense.
     """
-    if isinstance(tag, (list, tuple)) and tag and isinstance(tag[0], int):
+    try:
         if len(tag) == 1:
-            return tag[0], 0, (), None
-        if len(tag) in (3, 5):
-            message, indices = tag[1:3]
-            if (
-                isinstance(message, int)
-                and isinstance(indices, (list, tuple))
-                and all(isinstance(index, int) and 0 <= index < count for index in indices)
-                and len(set(indices)) == len(indices)
-            ):
-                if len(tag) == 3:
-                    return tag[0], message, indices, None
-                if isinstance(tag[3], int) and isinstance(tag[4], str):
-                    return tag[0], message, indices, WorkerKey(tag[3], tag[4])
-    raise ProtocolError("the autograd tag of a message cannot be read")
+            (id,) = tag
+            message, indices, kept_by, news = 0, (), None, ()
+        elif len(tag) == 4:
+            id, message, indices, news = tag
+            kept_by = None
+        else:
+            id, message, indices, rank, incarnation = tag
+            kept_by, news = WorkerKey(rank, incarnation), ()
+            if type(rank) is not int or type(incarnation) is not str:
+                raise ValueError
+        if type(id) is not int or type(message) is not int or len(indices) != len(set(indices)):
+            raise ValueError
+        for index in indices:
+            if type(index) is not int or not 0 <= index < count:
+                raise ValueError
+    except (TypeError, ValueError) as error:
+        raise ProtocolError("the autograd tag of a message cannot be read") from error
+    return id, message, indices, kept_by, news

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from actorrpc.autograd import context
+from actorrpc.autograd import api, context, get_gradients
 from actorrpc.autograd.contexts import Context
 from actorrpc.autograd.recording import current_context
 from actorrpc.autograd.wiring import contexts, participant
+from actorrpc.compat.wording import as_runtime_error
+from actorrpc.errors import RemoteError, RpcError
 from actorrpc.rpc import api as core
 
-__all__ = ["context", "is_available"]
+__all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
+
+_RANK_BITS = 48  # of a context's id: the rank of its origin is above them
+
+_entered: dict[int, context] = {}  # contexts that were not entered with a block
 
 
 def is_available() -> bool:
@@ -22,6 +29,55 @@ def is_available() -> bool:
 
 def _init(_worker_id: int) -> None:
     """Do nothing: joining a group brings distributed autograd with it."""
+
+
+def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False, **more: Any) -> None:
+    """As :func:`actorrpc.autograd.backward`, whose further keywords it takes.
+
+    Raises:
+        TypeError: the arguments have other types than these.
+        RuntimeError: a root is none, or as there.
+    """
+    if not isinstance(context_id, int) or not _are_tensors(roots):
+        raise TypeError(
+            "backward(): incompatible function arguments. It takes (context_id: int, roots: list[Tensor], "
+            f"retain_graph: bool = False), not {context_id!r}, {roots!r}"
+        )
+    contexts().get(context_id)
+    if not roots:
+        raise RuntimeError("No tensors provided for gradient computation.")
+    for index, root in enumerate(roots):
+        if not root.requires_grad:
+            raise RuntimeError(f"requires_grad not set on root {index}")
+        if root.numel() != 1 and "gradient" not in more:
+            raise RuntimeError(f"root {index} is not a scalar, all roots need to be scalar")
+        if root.grad_fn is None:
+            raise RuntimeError(f"root {index} does not have a valid gradient function.")
+    try:
+        api.backward(context_id, roots, retain_graph, **more)
+    except Exception as error:
+        if isinstance(error, RpcError) and not isinstance(error, RemoteError):
+            raise
+        named = as_runtime_error(error)
+        _name_the_node(named)
+        if named is error:
+            raise
+        raise named from error
+
+
+def _are_tensors(roots: object) -> bool:
+    return isinstance(roots, list | tuple) and all(isinstance(root, torch.Tensor) for root in roots)
+
+
+def _name_the_node(error: Exception) -> None:
+    """Say on which worker a pass has failed, as torch does."""
+    worker = getattr(error, "worker", None)
+    try:
+        id = core.get_worker_info(worker).id
+    except RpcError:  # it has left meanwhile
+        return
+    if len(error.args) == 1 and not str(error.args[0]).startswith("Error on Node"):
+        error.args = (f"Error on Node {id}: {error.args[0]}",)
 
 
 class _Send:
@@ -93,10 +149,32 @@ def _is_valid_context(context_id: int) -> None:
     contexts().get(context_id)
 
 
+def _new_context() -> DistAutogradContext:
+    """Enter a new context, which :func:`_release_context` ends.
+
+    Raises:
+        RuntimeError: the code is in a context already.
+    """
+    made = context()
+    id = made.__enter__()
+    _entered[id] = made
+    return _retrieve_context(id)
+
+
 def _release_context(context_id: int) -> None:
     """End a context, here and on the workers that know of it."""
-    _is_valid_context(context_id)
-    participant().release(context_id)
+    made = _entered.pop(context_id, None)
+    if made is not None:
+        made.__exit__(None, None, None)
+    else:
+        _is_valid_context(context_id)
+        participant().release(context_id)
+
+
+def _get_max_id() -> int:
+    """Return the largest id that a context of this worker could have."""
+    rank = core.get_worker_info().id
+    return ((rank + 1) << _RANK_BITS) - 1
 
 
 def _get_debug_info() -> dict[str, str]:
@@ -107,7 +185,3 @@ def _get_debug_info() -> dict[str, str]:
         "num_current_backward_passes": sum(len(each.passes) for each in known),
     }
     return {name: str(count) for name, count in info.items()}
-
-
-DistAutogradContext.__module__ = __name__
-_Tensor = torch.Tensor

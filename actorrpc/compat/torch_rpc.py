@@ -18,8 +18,14 @@ import torch
 import torch.distributed
 import torch.futures
 
+from actorrpc.autograd import received
 from actorrpc.compat import autograd, futures, rpc
+from actorrpc.compat.environment import drop_in
+from actorrpc.compat.imports import after_import, forget
+from actorrpc.compat.nn import remote_module
+from actorrpc.compat.nn.remote_module import RemoteModule
 from actorrpc.compat.rpc.references import RRef
+from actorrpc.optim import DistributedOptimizer
 from actorrpc.rpc import rref as rrefs
 
 __all__ = ["install", "is_installed", "uninstall"]
@@ -28,11 +34,17 @@ _MISSING: Final = object()
 _lock = threading.Lock()  # guards _before
 _before: list[tuple[Any, str, Any]] = []  # what was where, to be put back in reverse order
 _modules_before: dict[str, ModuleType | None] = {}
+_environment_before: dict[str, str | None] = {}
+_waiting: list[Any] = []
 
 
 def _modules() -> dict[str, ModuleType]:
     """Return what stands in the place of which module of torch."""
-    found: dict[str, ModuleType] = {"torch.distributed.rpc": rpc, "torch.distributed.autograd": autograd}
+    found: dict[str, ModuleType] = {
+        "torch.distributed.rpc": rpc,
+        "torch.distributed.autograd": autograd,
+        "torch.distributed.nn.api.remote_module": remote_module,
+    }
     for name in (
         "api",
         "backend_registry",
@@ -51,19 +63,40 @@ def _put(place: Any, name: str, value: Any) -> None:
     setattr(place, name, value)
 
 
+def _bind_nn(package: Any) -> None:
+    """Make the names of ``torch.distributed.nn`` ours."""
+    _put(package, "RemoteModule", RemoteModule)
+    _put(importlib.import_module("torch.distributed.nn.api"), "remote_module", remote_module)
+
+
+def _bind_optim(package: Any) -> None:
+    """Make the names of ``torch.distributed.optim`` ours."""
+    _put(package, "DistributedOptimizer", DistributedOptimizer)
+    _put(
+        importlib.import_module("torch.distributed.optim.optimizer"),
+        "DistributedOptimizer",
+        DistributedOptimizer,
+    )
+
+
 def install() -> None:
     """Put actorrpc in the place of torch's modules, in this process and in those that it starts. Idempotent.
 
-    Groups that are joined from now on are actorrpc's, whichever of the two names they are joined by.
+    Groups that are joined from now on are actorrpc's, whichever of the two names they are joined by. Thread-safe.
     """
     with _lock:
         if _before:
             return
+        for name, value in drop_in(os.environ).items():
+            _environment_before[name] = os.environ.get(name)
+            os.environ[name] = value
         for name, module in _modules().items():
             _modules_before[name] = sys.modules.get(name)
             sys.modules[name] = module
         _put(torch.distributed, "rpc", rpc)
         _put(torch.distributed, "autograd", autograd)
+        # Under this name graphs show the node that stands for a message.
+        _put(received._Received._backward_cls, "__name__", "torch::distributed::autograd::RecvRpcBackward")
         # torch's cannot see that one of ours has failed before all are complete.
         _put(torch.futures, "collect_all", futures.collect_all)
         _put(torch.futures, "wait_all", futures.wait_all)
@@ -72,9 +105,14 @@ def install() -> None:
         _put(importlib.import_module("torch.nn.parallel.distributed"), "RRef", RRef)
         native = getattr(torch._C, "_distributed_rpc", None)
         if native is not None:
-            _put(native, "_is_current_rpc_agent_set", rpc._is_current_rpc_agent_set)
+            _put(native, "_is_current_rpc_agent_set", rpc.api._is_current_rpc_agent_set)
             _put(native, "PyRRef", RRef)
         rrefs.set_class(RRef)
+        # These take long to import, and most programs do not.
+        for name, bind in (("torch.distributed.nn", _bind_nn), ("torch.distributed.optim", _bind_optim)):
+            waiting = after_import(name, bind)
+            if waiting is not None:
+                _waiting.append(waiting)
 
 
 def uninstall() -> None:
@@ -86,6 +124,14 @@ def uninstall() -> None:
                 delattr(place, name)
             else:
                 setattr(place, name, value)
+        while _waiting:
+            forget(_waiting.pop())
+        for variable, text in _environment_before.items():
+            if text is None:
+                os.environ.pop(variable, None)
+            else:
+                os.environ[variable] = text
+        _environment_before.clear()
         for name, module in _modules_before.items():
             if module is None:
                 sys.modules.pop(name, None)
@@ -98,6 +144,3 @@ def uninstall() -> None:
 def is_installed() -> bool:
     """Say whether actorrpc is in the place of torch's modules."""
     return bool(_before)
-
-
-_ = os

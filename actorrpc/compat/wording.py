@@ -5,17 +5,20 @@ All functions change an error that is about to be raised, in place: its class an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import torch
 import torch.jit._builtins
 
 from actorrpc.errors import RpcTimeoutError
 
-__all__ = ["as_runtime_error", "reword"]
+__all__ = ["as_runtime_error", "check_script_call", "reword"]
 
 _TIMED_OUT: Final = "RPC ran for more than"
 _NO_SCHEMA: Final = "Overloaded torch operator invoked from Python failed to match any schema"
+_NO_FUTURE: Final = "Functions decorated with @rpc.async_function"
+_OF_SCRIPT: Final = "torch.jit.ScriptFunction"
 _find_builtin: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
 
 
@@ -32,6 +35,23 @@ def reword(error: BaseException, function: Any = None) -> None:
         error.args = (f"{text} ({_TIMED_OUT} its time-out)",)
     elif isinstance(error, TypeError) and _NO_SCHEMA not in text and _is_builtin(function):
         error.args = (f"{_NO_SCHEMA}: {text}",)
+    elif isinstance(error, TypeError) and text.startswith(_NO_FUTURE) and text.endswith(_OF_SCRIPT):
+        kind = text.partition("<class 'torch.")[2].partition("'>")[0]
+        error.args = (f"Async functions must return an IValue of Future type, but got {kind}. {text}",)
+
+
+def check_script_call(function: torch.jit.ScriptFunction[Any, Any], args: Sequence[Any]) -> None:
+    """See, before anything is sent, that a script function takes as many arguments.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    schema: Any = function.schema
+    if len(args) > len(schema.arguments):
+        raise RuntimeError(
+            f"{schema.name}() expected at most {len(schema.arguments)} argument(s) but received {len(args)} argument(s). "
+            f"Declaration: {schema}"
+        )
 
 
 def _is_builtin(function: Any) -> bool:
@@ -46,8 +66,12 @@ def as_runtime_error(error: Exception) -> Exception:
     cls = type(error)
     if isinstance(error, RuntimeError):
         return error
+    if issubclass(RuntimeError, cls):
+        made: Any = RuntimeError(*error.args)
+        made.__cause__ = error
+        return made  # type: ignore[no-any-return]
     try:
-        made: Any = type(cls.__name__, (cls, RuntimeError), {"__module__": cls.__module__})(*error.args)
+        made = type(cls.__name__, (cls, RuntimeError), {"__module__": cls.__module__})(*error.args)
     except Exception:  # two layouts that do not mix, or a constructor with other arguments
         made = RuntimeError(f"{cls.__name__}: {error}")
     made.__cause__ = error

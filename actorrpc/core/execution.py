@@ -8,6 +8,7 @@ shared memory goes back with it.
 
 from __future__ import annotations
 
+import logging
 import pickle
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 
 from actorrpc.core import codec, exceptions, messages
 from actorrpc.core.calls import CURRENT, FRAME_BIT, Execution
-from actorrpc.core.frames import CREDIT, FAILURE, REPLY, Frame, pack_frame, unpack_extra
+from actorrpc.core.frames import CREDIT, FAILURE, POST, REPLY, Frame, pack_frame, unpack_extra
 from actorrpc.core.interceptors import intercepted, recorded
 from actorrpc.errors import (
     CancelledError,
@@ -35,6 +36,8 @@ __all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "let_frames_go", "pat
 
 _PLAIN: Final = frozenset({int, float, bool, type(None)})  # values that need no codec
 _dumps = pickle.dumps
+_CHARGED: Final = messages.LANE | messages.STREAM  # flags of messages that are bounded by their bytes
+_log = logging.getLogger("actorrpc")
 INFINITE: Final = float("inf")
 # The attribute that marks functions whose future is the answer; the name is torch's, whose decorator sets it
 # too.
@@ -140,9 +143,12 @@ class Executor:
                 value, answered = self._call(conn, frame, execution)
             except BaseException as error:
                 error.__traceback__ = _without_our_frames(error.__traceback__)
-                self.fail(conn, id, error, execution)
+                if frame.flags & POST:
+                    _log.error("what %r has posted here failed", peer.name, exc_info=error)
+                else:
+                    self.fail(conn, id, error, execution)
             else:
-                if answered:
+                if answered and not frame.flags & POST:
                     self.answer(conn, id, value, execution)
         finally:
             CURRENT.reset(token)
@@ -160,7 +166,7 @@ class Executor:
                 execution.path = path_of(header, frame.chain)
             agent.inbox.arrived(parcel, header)
             function, args, kwargs = messages.open_body(conn, frame, header, parcel, agent.recorder)
-            if conn is not None and (frame.flags & ~messages.INLINE or len(frame.body) >= messages.CHARGED):
+            if conn is not None and (frame.flags & _CHARGED or len(frame.body) >= messages.CHARGED):
                 # Taken up: its bytes no longer count as unread. Leaves with the answer, or by itself soon.
                 conn.outbox.append(pack_frame(CREDIT, frame.id))
                 agent.upkeep.credited(conn)
@@ -256,6 +262,8 @@ class Executor:
         """
         if sealed:
             self._agent.inbox.discard(conn, frame)
+        if frame.flags & POST:
+            return
         data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps, executed=False)
         self._send(conn, FAILURE, frame.id, messages.Plain(data), None)
 

@@ -40,6 +40,7 @@ __all__ = [
     "NOTICE",
     "PING",
     "PONG",
+    "POST",
     "PREFIX",
     "REPLY",
     "REQUEST",
@@ -83,6 +84,7 @@ _new: Final[Any] = tuple.__new__
 
 
 STREAM: Final = 4  # flag of a message whose buffers come in chunks
+POST: Final = 32  # flag of a request that has no answer
 LETTER: Final = 16  # flag of a request that is for a mailbox, which is entered in the order of the wire
 
 

@@ -49,6 +49,7 @@ INLINE: Final = 1
 LANE: Final = 2
 STREAM: Final = frames.STREAM
 BODY: Final = 8  # the body itself is the last buffer of the stream
+_MEANING: Final = frames.LETTER | frames.POST  # flags that say nothing of where the buffers are
 
 _packb = msgpack.packb
 _ABORTED_KEPT: Final = 64  # so many given up messages are remembered
@@ -303,7 +304,7 @@ def open_body(
     """
     body, flags = frame.body, frame.flags
     views: Sequence[memoryview] = ()
-    if flags & ~frames.LETTER:
+    if flags & ~_MEANING:
         views, body = _buffers(conn, frame, header)
     peer = parcel.peer
     tag = header.get(TAG)

@@ -165,7 +165,7 @@ class Agent:
 
     def discounted(self, length: int) -> Tensor:
         """Return the discounted sums of 1, 2, ... rewards of 1."""
-        return (1 - self.args.gamma ** torch.arange(1, length + 1)) / (1 - self.args.gamma)
+        return (self.args.gamma ** torch.arange(length)).cumsum(0)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -216,7 +216,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--episodes", type=int, default=30, help="rounds; the agent learns after each")
     add("--steps", type=int, default=500, help="steps that each observer plays in a round")
     add("--batch", action=argparse.BooleanOptionalAction, default=True, help="select actions in batches")
-    add("--gamma", type=float, default=0.99, help="discount factor, below 1")
+    add("--gamma", type=float, default=0.99, help="discount factor")
     add("--lr", type=float, default=1e-2, help="learning rate of Adam")
     add("--seed", type=int, default=543)
     add("--json", action="store_true", help="print the outcome as one line of JSON")

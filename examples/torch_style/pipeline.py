@@ -232,7 +232,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--size", type=whole_number(4), default=16, help="pixels of an image's side")
     add("--width", type=whole_number(4), default=16, help="channels of the first half (a multiple of 4)")
     add("--blocks", type=whole_number(1), default=2, help="residual blocks in each half")
-    add("--lr", type=float, default=0.05, help="learning rate")
+    add("--lr", type=float, default=0.03, help="learning rate")
     add("--seed", type=whole_number(0), default=0, help="seed of the network and of the images")
     add("--json", action="store_true", help="print the outcome as one line of JSON")
     args = parser.parse_args(argv)

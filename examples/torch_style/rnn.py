@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import os
+import random
 import re
 import socket
 import sys
@@ -25,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -132,23 +134,20 @@ class Text:
 
     def __init__(self, vocabulary: int, seed: int) -> None:
         prose = re.compile(r"\s*[A-Z][^|]*\.\s*")  # not the grammar, the code and the tables
-        paragraphs = list(
-            dict.fromkeys(  # many paragraphs stand under several topics
-                part for text in topics.values() for part in text.split("\n\n") if prose.fullmatch(part)
-            )
-        )
-        shuffled = torch.randperm(len(paragraphs), generator=torch.Generator().manual_seed(seed)).tolist()
-        words = [re.findall(r"[a-z]+|[.,:;]", paragraphs[index].lower()) for index in shuffled]
-        frequent = Counter(word for paragraph in words for word in paragraph).most_common(vocabulary - 1)
+        split = (part for text in topics.values() for part in text.split("\n\n") if prose.fullmatch(part))
+        words = (tuple(re.findall(r"[a-z]+|[.,:;]", part.lower())) for part in split)
+        paragraphs = list(dict.fromkeys(words))  # once each: many stand under several topics
+        random.Random(seed).shuffle(paragraphs)
+        frequent = Counter(chain.from_iterable(paragraphs)).most_common(vocabulary - 1)
         self.words = [self.UNKNOWN, *(word for word, _ in frequent)]
         self.numbers = {word: number for number, word in enumerate(self.words)}
-        held_out = len(words) // 10
-        self.test = self.encode(words[:held_out])
-        self.train = self.encode(words[held_out:])
+        held_out = len(paragraphs) // 10
+        self.test = self.encode(paragraphs[:held_out])
+        self.train = self.encode(paragraphs[held_out:])
 
     def encode(self, paragraphs: Sequence[Sequence[str]]) -> Tensor:
         """Return the paragraphs as one row of numbers."""
-        return torch.tensor([self.numbers.get(word, 0) for paragraph in paragraphs for word in paragraph])
+        return torch.tensor([self.numbers.get(word, 0) for word in chain.from_iterable(paragraphs)])
 
 
 def batches(tokens: Tensor, columns: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:

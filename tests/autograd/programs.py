@@ -188,7 +188,9 @@ _IN_PLACE: dict[str, tuple[int, Callable[..., bool], Callable[..., Any]]] = {
 
 
 def _scale(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient * 2  # None: torch calls hooks where there is no gradient, too
+    return (
+        None if gradient is None else gradient * 2
+    )  # None: torch calls hooks where there is no gradient, too
 
 
 def _clamp(gradient: Tensor | None) -> Tensor | None:
@@ -285,9 +287,13 @@ def expected(program: Program) -> dict[int, Tensor]:
 def compare(program: Program, found: Mapping[int, Tensor], want: Mapping[int, Tensor]) -> None:
     """Check gradients by name against those of :func:`expected`.
 
+    One may be lacking where local autograd finds zeros: where a gradient is None there, custom Functions are given zeros
+    instead; but nothing is asked of a message whose gradient is None.
+
     Raises:
         AssertionError: they differ.
     """
+    want = {name: each for name, each in want.items() if name in found or bool(each.to_dense().any())}
     assert found.keys() == want.keys(), f"gradients of {sorted(found)}, not of {sorted(want)}"
     single = any(isinstance(step, Compute) and step.op == "single" for step in program.steps)
     single = single or any(leaf.dtype == "float32" for leaf in program.leaves)
@@ -297,9 +303,7 @@ def compare(program: Program, found: Mapping[int, Tensor], want: Mapping[int, Te
         if left.is_sparse:
             left, right = left.to_dense(), right.to_dense()
         tolerance = 2e-4 if single else 1e-9
-        torch.testing.assert_close(
-            left, right, rtol=tolerance, atol=tolerance, msg=lambda text: f"leaf {name}: {text}"
-        )
+        torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
 
 
 # -- making one up -------------------------------------------------------------------------------------------------
@@ -335,7 +339,8 @@ class _Generator:
                 self.leaf(worker)
         while len(self.steps) < self.length:
             rng.choices(
-                (self.compute, self.send, self.in_place, self.keep, self.open), (12, 7, 2, 1, 2 if self.messages else 0)
+                (self.compute, self.send, self.in_place, self.keep, self.open),
+                (12, 7, 2, 1, 2 if self.messages else 0),
             )[0]()
         roots = tuple(self.root() for _ in range(rng.choice((1, 1, 1, 2))))
         return Program(self.seed, self.workers, tuple(self.leaves), tuple(self.steps), roots)
@@ -351,7 +356,9 @@ class _Generator:
             if rng.random() < chance and not (kind == "clamp" and dtype == "complex128")
         )
         if embedding:
-            hooks = tuple(kind for kind in hooks if kind != "clamp")  # what a clamp does depends on the layout
+            hooks = tuple(
+                kind for kind in hooks if kind != "clamp"
+            )  # what a clamp does depends on the layout
         leaf = Leaf(worker, self.name(), shape, dtype, hooks, rng.randrange(1 << 30))
         self.leaves.append(leaf)
         self.local.values[worker][leaf.name] = make_leaf(leaf)
@@ -385,7 +392,9 @@ class _Generator:
         worker = self.where()
         ops = list(_ANY)
         for _ in range(20):
-            op = self.rng.choices(ops, [4 if _ANY[each][0] == 2 and each != "picky" else 1 for each in ops])[0]
+            op = self.rng.choices(ops, [4 if _ANY[each][0] == 2 and each != "picky" else 1 for each in ops])[
+                0
+            ]
             count, possible, _ = _ANY[op]
             inputs = (self.pick(worker),)
             if count == 2:  # leaves are used again and again
@@ -459,7 +468,10 @@ class _Generator:
 def used_only(program: Program) -> Program | None:
     """Return a program without messages that the roots do not depend on, and where none is opened twice; None if that
     cannot be had. It is what a fast pass can do."""
-    if any(isinstance(step, Keep) or (isinstance(step, Compute) and step.op == "detach") for step in program.steps):
+    if any(
+        isinstance(step, Keep) or (isinstance(step, Compute) and step.op == "detach")
+        for step in program.steps
+    ):
         return None
     needed = {name for names in program.roots for name in names}
     kept: list[Step] = []

@@ -14,13 +14,12 @@ from __future__ import annotations
 import pickle
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
-import torch
 from torch import Tensor
 
 from actorrpc.autograd import slots
@@ -29,7 +28,7 @@ from actorrpc.autograd.messages import Gradient, Message, Notice, Run
 from actorrpc.autograd.participant import Participant
 from actorrpc.autograd.recording import GraphRecorder
 from actorrpc.core import exceptions
-from actorrpc.errors import PeerDiedError, RpcError, RpcTimeoutError
+from actorrpc.errors import PeerDiedError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import WorkerKey
 from tests.autograd.programs import (
@@ -52,7 +51,7 @@ __all__ = ["KINDS", "TYPES", "Fault", "Network", "Worker", "World"]
 #: What can go wrong with a message.
 KINDS = ("drop", "duplicate", "delay", "kill target", "kill origin", "release")
 #: The messages with which it can; "Answer" is that to any of the others.
-TYPES = ("Discover", "Run", "Gradient", "Answer", "Verdict", "Release")
+TYPES = ("Discover", "Run", "Gradient", "Answer", "Verdict")
 
 _TIMEOUT = 1000.0  # seconds that never pass: time-outs come when nothing else is left
 
@@ -113,6 +112,7 @@ class Network:
         self.fault = fault
         self.keys = [WorkerKey(rank, f"life{rank}") for rank in range(workers)]
         self.workers = {key: Worker(self, key) for key in self.keys}
+        self.revisits = 0  # strata after a worker's first
         self.letters: list[Letter] = []
         self.counts: Counter[str] = Counter()
         self.release: Callable[[], None] = lambda: None
@@ -120,6 +120,12 @@ class Network:
 
     def worker(self, rank: int) -> Worker:
         return self.workers[self.keys[rank]]
+
+    def forget(self) -> None:
+        """Have all workers forget what they were told of where messages lead to: passes have to ask for it."""
+        for worker in self.workers.values():
+            for context in worker.contexts.all():
+                context.sinks.clear()
 
     # -- what workers send -----------------------------------------------------------------------------------------
 
@@ -133,21 +139,29 @@ class Network:
         if timeout:
             sender.asks[future] = to
         packed = self.pack(message, sender)
+        if isinstance(message, Run):
+            self.revisits += len(message.strata) - 1
+
+        calls = 0
 
         def arrive() -> None:
+            nonlocal calls
+            calls += 1
+            first = calls == 1  # the sender takes one answer
+
             def answered(done: Future[Any]) -> None:
                 error = done.exception()
-                self.reply(worker, sender, future, None if error else done.value(), error)
+                self.reply(worker, sender, future, None if error else done.value(), error, first)
 
             try:
                 answer = worker.participant.handle(sender.me, self.unpack(packed, worker, sender))
             except BaseException as error:
-                self.reply(worker, sender, future, None, error)
+                self.reply(worker, sender, future, None, error, first)
                 return
             if isinstance(answer, Future):
                 answer.add_done_callback(answered)
             else:
-                self.reply(worker, sender, future, answer, None)
+                self.reply(worker, sender, future, answer, None, first)
 
         self.letters.append(Letter(type(message).__name__, sender.me, to, arrive, future))
 
@@ -166,8 +180,9 @@ class Network:
         future: Future[Any],
         value: Any,
         error: BaseException | None,
+        taken: bool,
     ) -> None:
-        if not sender.alive:
+        if not sender.alive or not taken:
             return
         if error is not None:
             name = f"worker{sender.me.rank}"
@@ -221,7 +236,10 @@ class Network:
         if not ready:
             return self.time_out()
         letter = self.rng.choice(ready)
-        number, self.counts[letter.type] = self.counts[letter.type], self.counts[letter.type] + (not letter.last)
+        number, self.counts[letter.type] = (
+            self.counts[letter.type],
+            self.counts[letter.type] + (not letter.last),
+        )
         fault = self.fault
         if (
             fault is not None
@@ -271,7 +289,9 @@ class Network:
         ]
         for other in self.workers.values():
             if other.alive:
-                self.letters.append(Letter("Death", key, other.me, lambda other=other: self.mourn(other, key)))  # type: ignore[misc]
+                self.letters.append(
+                    Letter("Death", key, other.me, lambda other=other: self.mourn(other, key))
+                )  # type: ignore[misc]
 
     def mourn(self, worker: Worker, key: WorkerKey) -> None:
         died = PeerDiedError(f"worker{key.rank} is dead", worker=f"worker{key.rank}")
@@ -308,15 +328,18 @@ class Network:
 class World:
     """Executes a program on the workers of a network, up to its roots."""
 
-    def __init__(self, program: Program, network: Network, *, hooks: bool = True) -> None:
+    def __init__(self, program: Program, network: Network, *, forget: bool = False) -> None:
         self.program = program
         self.network = network
         self.origin = network.worker(0)
         self.context = self.origin.contexts.create().id
         for worker in network.workers.values():
             # It is a call from the origin that has a worker do its steps.
-            worker.recorder.arrived(self.origin.recorder.sent((), worker.peer, self.context), [], self.origin.peer)
+            worker.recorder.arrived(
+                self.origin.recorder.sent((), worker.peer, self.context), [], self.origin.peer
+            )
         network.release = lambda: self.origin.participant.release(self.context)
+        self.passes: list[Future[None]] = []
         self.values: list[dict[int, Tensor]] = [{} for _ in range(program.workers)]
         self.leaves: dict[int, tuple[Leaf, Tensor]] = {}
         self.kept: dict[int, tuple[int, list[Tensor], Any]] = {}
@@ -327,6 +350,8 @@ class World:
         for step in program.steps:
             self.do(step)
         self.roots = [make_root(names, self.values[0]) for names in program.roots]
+        if forget:
+            network.forget()
 
     def do(self, step: Step) -> None:
         values = self.values[step.worker]
@@ -371,10 +396,19 @@ class World:
             Exception: what ended it.
         """
         future = self.start(**options)
+        self.passes.append(future)
         self.network.settle(lambda: future.done() or not self.origin.alive)
         if self.origin.alive:
             assert future.done(), "the pass came to no end"
             future.value()
+
+    def failure(self, **options: Any) -> BaseException | None:
+        """Run a pass to its end; return the error that ended it, if one did."""
+        try:
+            self.backward(**options)
+        except Exception as error:
+            return error
+        return None
 
     def gradients(self) -> dict[int, Tensor]:
         """Return the gradients in the context, on all workers, by the names of the leaves; verdicts arrive first."""
@@ -383,30 +417,24 @@ class World:
         for name, (leaf, tensor) in self.leaves.items():
             worker = self.network.worker(leaf.worker)
             context = worker.contexts.find(self.context)
-            if context is not None and tensor in context.gradients:
+            if worker.alive and context is not None and tensor in context.gradients:
                 found[name] = context.gradients[tensor]
         return found
 
-    def known(self) -> Mapping[int, Any]:
-        return {
-            worker.me.rank: context
-            for worker in self.network.workers.values()
-            if (context := worker.contexts.find(self.context)) is not None
-        }
-
     def check_quiet(self) -> None:
         """Check that no pass has left anything in the contexts."""
-        for rank, context in self.known().items():
-            if self.network.worker(rank).alive:
-                assert not context.passes, f"worker {rank}: {context.passes}"
+        for worker in self.network.workers.values():
+            for context in worker.contexts.all() if worker.alive else ():
+                assert not context.passes, f"{worker.me}: {context.passes}"
         assert not slots._taken
 
     def leave(self) -> None:
         """Release the context, and check that nothing is left of it."""
-        self.network.faultless = True
         if self.origin.alive:
             self.origin.participant.release(self.context)
         self.network.settle()
+        for future in self.passes:
+            future.acknowledge()  # where its worker died nobody has looked
         for worker in self.network.workers.values():
             if worker.alive:
                 assert len(worker.contexts) == 0, f"{worker.me} keeps {worker.contexts.all()}"
@@ -416,8 +444,3 @@ class World:
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:
     return list({id(each): each for each in tensors}.values())
-
-
-def clear_error(error: BaseException) -> bool:
-    """Say whether an error is one of those that faults may cause."""
-    return isinstance(error, RpcError)

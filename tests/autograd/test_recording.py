@@ -14,7 +14,8 @@ from torch.autograd.graph import GradientEdge
 
 from actorrpc.autograd import recording
 from actorrpc.autograd.contexts import Context, Contexts, Receipt
-from actorrpc.autograd.recording import GraphRecorder, current_context, receive
+from actorrpc.autograd.received import receive
+from actorrpc.autograd.recording import GraphRecorder, current_context
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT
 from actorrpc.core.interceptors import TAG

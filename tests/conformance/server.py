@@ -67,6 +67,8 @@ def _exit_codes(pids: list[int], limit_s: float) -> dict[int, int]:
 
 def run(test: str, limit_s: float, spawn: bool) -> dict[str, object]:
     """Run one test; return its outcome, the exit code of every rank, and what the ranks that failed have written."""
+    if not suite.has(test):
+        return {"test": test, "outcome": "absent", "seconds": 0.0, "ranks": [], "group": False, "said": ""}
     started = time.monotonic()
     meeting = suite.fresh_file()
     pids: list[int] = []
@@ -90,7 +92,7 @@ def run(test: str, limit_s: float, spawn: bool) -> dict[str, object]:
         if outcome in ("failed", "hung"):
             for rank, log in enumerate(files):
                 if ranks[rank] not in _FINE:
-                    said += f"--- rank {rank}, exit code {ranks[rank]}\n{log.read_text(errors='replace')[-6000:]}\n"
+                    said += f"--- rank {rank}, exit code {ranks[rank]}\n{log.read_text(errors='replace')[-20000:]}\n"
     finally:
         shutil.rmtree(logs)
         for left in glob.glob(f"{glob.escape(meeting)}*"):

@@ -23,13 +23,12 @@ import actorrpc.compat
 from actorrpc.compat import rpc as ours
 from actorrpc.rpc import api as core
 
-__all__ = ["NO_GROUP", "TORCHS_AGENT", "case", "names", "run_rank", "world_size"]
+__all__ = ["NO_GROUP", "TORCHS_AGENT", "case", "has", "names", "run_rank", "world_size"]
 
 TORCHS_AGENT = 97  # exit code of a rank that torch's own agent came into
 NO_GROUP = 98  # exit code of a rank that passed without having been in a group of actorrpc
 
 _PREFIX = "TensorPipe"
-_FAULTY = "Faulty"
 _joined = 0
 
 
@@ -79,6 +78,12 @@ def names() -> list[str]:
     return sorted(found)
 
 
+def has(test: str) -> bool:
+    """Say whether there is such a test."""
+    name, _, method = test.partition(".")
+    return name in _classes and hasattr(_classes[name], method)
+
+
 def case(test: str) -> Any:
     """Return the case of one test, made as torch's runner makes it for a rank."""
     name, _, method = test.partition(".")
@@ -114,7 +119,7 @@ def run_rank(test: str, rank: int, file_name: str, limit_s: float) -> NoReturn:
             code = NO_GROUP
         atexit._run_exitfuncs()
     except BaseException:
-        logging.exception("rank %d", rank)
+        logging.getLogger(__name__).exception("rank %d", rank)
         code = code or 1
     finally:
         sys.stdout.flush()

@@ -16,7 +16,8 @@ class Expectation(NamedTuple):
     Attributes:
         test: class and method, as torch's runner names them.
         category: which part of torch it tests.
-        outcome: ``passed``; ``fails`` (it runs, and has to fail: nobody may pass by accident); ``skipped`` (needs hardware).
+        outcome: ``passed``; ``fails`` (it runs, and has to fail: nobody may pass by accident); ``skipped`` (needs hardware);
+            ``absent`` (its class cannot be made).
         group: whether its ranks join a group; tests that only look at arguments do not.
         fast: whether it belongs to the part that runs on every change.
         reason: why it is not expected to pass.

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.examples.kit import load, outcome
+from tests.examples.kit import outcome
+from tests.examples.modules import load
 
 SCRIPT = "ddp_hybrid.py"
 
@@ -64,6 +65,4 @@ def test_learns_as_one_process_does(tmp_path: Path, example: ModuleType) -> None
 def test_runs_on_torch(tmp_path: Path, example: ModuleType) -> None:
     flags = ("--steps", "3", "--vocabulary", "160", "--trainers", "1")
     _, told = outcome(tmp_path, SCRIPT, *flags, backend="torch")
-    assert told["losses"] == pytest.approx(
-        in_one_process(example, 3, trainers=1, vocabulary=160), rel=1e-4
-    )
+    assert told["losses"] == pytest.approx(in_one_process(example, 3, trainers=1, vocabulary=160), rel=1e-4)

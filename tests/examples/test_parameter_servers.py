@@ -37,7 +37,7 @@ def test_one_trainer_has_the_losses_of_torch(tmp_path: Path) -> None:
     _, theirs = outcome(tmp_path, PLAIN, *flags, backend="torch")
     losses = ours["losses"]["trainer1"]
     assert len(losses) == 47
-    assert losses[-1] < 2 < losses[0]
+    assert losses[-1] < losses[0] - 0.2
     # SGD with momentum tells a gradient that is missing or doubled anywhere, not the order of some sums.
     assert losses == pytest.approx(theirs["losses"]["trainer1"], rel=1e-4)
 

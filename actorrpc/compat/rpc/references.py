@@ -67,7 +67,7 @@ class RRef(rref.RRef[T]):
                 self._raise_not_made(error)
         try:
             return super().to_here(timeout)
-        except RpcTimeoutError as error:
+        except Exception as error:
             reword(error)
             raise
 

@@ -7,5 +7,5 @@ from torch.autograd.profiler_legacy import profile
 __all__: list[str] = []
 
 
-class _server_process_global_profile(profile):  # type: ignore[misc]
+class _server_process_global_profile(profile):
     """Profiles what runs in the thread that enters it."""

@@ -1,0 +1,67 @@
+"""What interpreters run at their start that are to find actorrpc in the place of torch's RPC.
+
+:func:`actorrpc.compat.install` puts this file's folder in front of ``PYTHONPATH`` and sets ``ACTORRPC_DROP_IN``, so that all
+that a program starts is like the program itself. Where actorrpc is installed, ``actorrpc_drop_in.pth`` in the site-packages
+runs this file, if the variable is set: then that is all that is needed.
+
+Nothing of torch or actorrpc is imported here: that happens when torch has been imported. Another ``sitecustomize`` that this
+one hides is run, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from types import ModuleType
+
+__all__ = ["start"]
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _run(name: str, path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _compat() -> str:
+    """Return where this package is: looked for, but not imported."""
+    spec = importlib.util.find_spec("actorrpc")
+    if spec is not None and spec.submodule_search_locations:
+        return os.path.join(spec.submodule_search_locations[0], "compat")
+    return os.path.dirname(_HERE)
+
+
+def _install(_torch: ModuleType) -> None:
+    if importlib.util.find_spec("actorrpc") is None:
+        sys.path.append(os.path.dirname(os.path.dirname(_compat())))
+    importlib.import_module("actorrpc.compat.torch_rpc").install()
+
+
+def _hidden() -> None:
+    """Run the ``sitecustomize`` that would have been found without this one."""
+    path = [each for each in sys.path if os.path.abspath(each) != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", path)
+    if spec is not None and spec.origin is not None:
+        _run("sitecustomize", spec.origin)
+
+
+def start() -> None:
+    """Wait for torch, if the environment asks for that. Once in a process."""
+    asked = os.environ.get("ACTORRPC_DROP_IN", "0") not in ("", "0")
+    if asked and "actorrpc_drop_in_imports" not in sys.modules:
+        imports = _run("actorrpc_drop_in_imports", os.path.join(_compat(), "imports.py"))
+        sys.modules["actorrpc_drop_in_imports"] = imports
+        imports.after_import("torch", _install)
+
+
+start()
+if __name__ == "sitecustomize":
+    _hidden()

@@ -1,0 +1,523 @@
+"""Walks, captures and the finishing of leaves, against what a local backward pass does."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from actorrpc.autograd import graph, slots
+from actorrpc.autograd.contexts import Node, Receipt
+from actorrpc.autograd.received import receive
+from actorrpc.errors import RpcTimeoutError
+from actorrpc.rpc.fork_messages import WorkerKey
+from tests.autograd.programs import Twice
+
+B = WorkerKey(1, "b")
+
+
+def _leaf(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.float64, requires_grad=True)
+
+
+def _received(count: int = 1, *shape: int) -> tuple[list[Tensor], dict[Node, Receipt]]:
+    tensors = [torch.ones(shape or (3,), dtype=torch.float64) for _ in range(count)]
+    return tensors, {receive(tensors): Receipt(B, 7, 1, count)}
+
+
+def _edges(*tensors: Tensor) -> list[GradientEdge]:
+    return [get_gradient_edge(each) for each in tensors]
+
+
+def _capture(
+    outputs: list[Tensor],
+    gradients: list[Tensor] | None = None,
+    receipts: dict[Node, Receipt] | None = None,
+    **options: bool,
+) -> tuple[list[graph.Tensors], dict[Tensor, Tensor | None]]:
+    """Walk and capture, as a stratum does."""
+    edges, receipts = _edges(*outputs), receipts or {}
+    reach = graph.reach(edges, receipts)
+    of_receipts, of_leaves = graph.capture(
+        edges,
+        gradients or [torch.ones_like(each) for each in outputs],
+        [(node, receipts[node].outputs) for node in reach.receipts],
+        reach.leaves,
+        **{"retain_graph": True, "create_graph": False, **options},
+    )
+    return of_receipts, {node.variable: each for node, each in zip(reach.leaves, of_leaves, strict=True)}
+
+
+def _finish(gradients: dict[Tensor, Tensor], **options: Any) -> dict[Tensor, Tensor]:
+    leaves, box = list(gradients), list(gradients.values())
+    gradients.clear()
+    found = graph.finish(leaves, box, **options)
+    assert not box
+    return found
+
+
+# -- walks -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_walk_ends_at_receipts_and_leaves() -> None:
+    a, b = _leaf(3), _leaf(3)
+    (x, y), receipts = _received(2)
+    other = a * b
+    out = torch.tanh(other * x) + y + other
+    reach = graph.reach(_edges(out), receipts)
+    assert reach.receipts == tuple(receipts)
+    assert {node.variable for node in reach.leaves} == {a, b}
+    assert len(reach.leaves) == 2
+    assert graph.reach(_edges(x * 2), receipts).leaves == ()
+    assert graph.reach(_edges(a), receipts) == graph.Reach((), (get_gradient_edge(a).node,))
+    assert graph.reach(_edges(x), receipts) == graph.Reach(tuple(receipts), ())
+
+
+def test_a_walk_finds_the_received_tensor_after_it_was_changed_in_place() -> None:
+    (x, y), receipts = _received(2)
+    x.mul_(2)
+    y[0].tanh_()
+    assert graph.reach(_edges(x, y), receipts).receipts == tuple(receipts)
+    found, _ = _capture([x, y], receipts=receipts)
+    torch.testing.assert_close(found[0][0], torch.full((3,), 2.0, dtype=torch.float64))
+    assert found[0][1] is not None
+    assert found[0][1][0] < found[0][1][1] == 1
+
+
+def test_a_walk_is_as_deep_as_the_graph() -> None:
+    a = _leaf(1)
+    x = a
+    for _ in range(20_000):
+        x = x + 1
+    assert len(graph.reach(_edges(x), {}).leaves) == 1
+
+
+def test_nodes_are_those_between() -> None:
+    a = _leaf(3)
+    (x,), receipts = _received()
+    shared = a * x
+    one, other = shared + 1, shared * 2
+    assert graph.nodes(_edges(one), receipts) == {one.grad_fn, shared.grad_fn}
+    assert not graph.nodes(_edges(one), receipts).isdisjoint(graph.nodes(_edges(other), receipts))
+    assert graph.nodes(_edges(a * 2), receipts).isdisjoint(graph.nodes(_edges(a * 3), receipts))
+
+
+def test_a_tensor_of_another_context_is_an_error() -> None:
+    (x,), _ = _received()
+    (y,), receipts = _received()
+    with pytest.raises(RuntimeError, match=r"received in another context: detach\(\) it"):
+        graph.reach(_edges(x * y), receipts)
+
+
+# -- captures --------------------------------------------------------------------------------------------------------
+
+
+def test_a_capture_gives_what_autograd_gives_and_touches_nothing() -> None:
+    a, b = _leaf(3), _leaf(3)
+    (x, y, _), receipts = _received(3)
+    outs = [a * x, torch.sin(b) * y * a]
+    seeds = [torch.rand(3, dtype=torch.float64) for _ in outs]
+    found, leaves = _capture(outs, seeds, receipts)
+    # torch.autograd.grad does not go beyond the node, either
+    want = torch.autograd.grad(outs, [a, b, x, y], seeds)
+    for one, other in zip([leaves[a], leaves[b], *found[0][:2]], want, strict=True):
+        torch.testing.assert_close(one, other)
+    assert found[0][2] is None
+    assert a.grad is b.grad is None
+
+
+def test_an_edge_that_is_there_twice_gets_the_sum() -> None:
+    a = _leaf(3)
+    out = a * 2
+    seeds = [torch.full((3,), float(n), dtype=torch.float64) for n in (1, 2, 3)]
+    runs: list[Tensor] = []
+    out.register_hook(runs.append)
+    _, leaves = _capture([out, out, out], seeds)
+    assert torch.equal(leaves[a], torch.full((3,), 12.0, dtype=torch.float64))  # type: ignore[arg-type]
+    assert len(runs) == 1  # hooks of what was sent see the sum, too
+    assert torch.equal(seeds[0], torch.ones(3, dtype=torch.float64))
+
+
+def test_nothing_to_begin_with_or_nothing_to_end_at() -> None:
+    (x,), receipts = _received()
+    node = next(iter(receipts))
+    options = {"retain_graph": False, "create_graph": False}
+    assert graph.capture([], [], [(node, 2)], [], **options) == ([[None, None]], [])
+    assert graph.capture(_edges(x * 2), [torch.ones(3)], [], [], **options) == ([], [])
+
+
+def test_hooks_of_leaves_are_silent_in_captures_only() -> None:
+    a = _leaf(3)
+    seen: list[str] = []
+    a.register_hook(lambda g: seen.append("before"))
+    torch.autograd.grad(a * 2, a, torch.ones(3, dtype=torch.float64))
+    assert seen == ["before"]
+    _capture([a * 2])
+    assert seen == ["before"]
+    handle = a.register_hook(lambda g: (seen.append("doubles"), g * 2)[1])  # registered after a capture
+    middle = a * 3
+    middle.register_hook(lambda g: seen.append("interior"))
+    _, leaves = _capture([middle])
+    assert seen == ["before", "interior"]
+    assert torch.equal(leaves[a], torch.full((3,), 3.0, dtype=torch.float64))  # type: ignore[arg-type]
+    # What others do meanwhile is not disturbed, and handles still work.
+    seen.clear()
+    (a * 2).sum().backward()
+    assert seen == ["before", "doubles"]
+    assert torch.equal(a.grad, torch.full((3,), 4.0, dtype=torch.float64))  # type: ignore[arg-type]
+    handle.remove()
+    (a * 2).sum().backward()
+    assert seen == ["before", "doubles", "before"]
+    a._backward_hooks.clear()
+    (a * 2).sum().backward()
+    assert seen == ["before", "doubles", "before"]
+
+
+def test_hooks_run_for_a_backward_pass_of_another_thread_during_a_capture() -> None:
+    a = _leaf(3)
+    seen: list[str] = []
+    a.register_hook(lambda g: seen.append(threading.current_thread().name))
+    out = a * 2
+
+    def meanwhile(_: Tensor) -> None:
+        thread = threading.Thread(
+            target=lambda: torch.autograd.grad(a * 3, a, torch.ones(3, dtype=torch.float64)), name="other"
+        )
+        thread.start()
+        thread.join()
+
+    out.register_hook(meanwhile)
+    _capture([out])
+    assert seen == ["other"]
+
+
+def _kept_hook(gradient: Tensor) -> Tensor:
+    return gradient * 5
+
+
+def test_a_hook_that_was_silenced_is_copied_and_pickled_as_itself() -> None:
+    a = _leaf(3)
+    a.register_hook(_kept_hook)
+    _capture([a * 2])
+    (silenced,) = a._backward_hooks.values()
+    assert silenced is not _kept_hook
+    assert silenced.__name__ == "_kept_hook"
+    assert copy.deepcopy(silenced) is _kept_hook
+    assert pickle.loads(pickle.dumps(silenced)) is _kept_hook
+    _capture([a * 2])
+    assert list(a._backward_hooks.values()) == [silenced]  # wrapped once
+
+
+def test_what_a_node_raises_is_raised() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            raise ZeroDivisionError("simulated")
+
+    a = _leaf(3)
+    calls: list[int] = []
+    a.register_hook(lambda g: calls.append(1))
+    with pytest.raises(ZeroDivisionError, match="simulated"):
+        _capture([Fails.apply(a)])
+    (a * 2).sum().backward()
+    assert calls == [1]  # not silent any more
+
+
+def test_a_graph_is_given_up_unless_it_is_to_be_kept() -> None:
+    a = _leaf(3)
+    out = torch.tanh(a)
+    _capture([out])
+    _capture([out], retain_graph=False)
+    with pytest.raises(RuntimeError, match="second time"):
+        _capture([out])
+
+
+def test_captured_gradients_have_a_history_if_asked_for() -> None:
+    a = _leaf(3)
+    _, leaves = _capture([a**3], create_graph=True)
+    found = leaves[a]
+    assert found is not None
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), a)[0], 6 * a.detach())
+
+
+# -- finishing -------------------------------------------------------------------------------------------------------
+
+
+def _all_hooks(leaf: Tensor, seen: list[str]) -> list[Any]:
+    """Register one hook of each kind that says what it sees; returns what must be kept."""
+    node = get_gradient_edge(leaf).node
+
+    def see(kind: str, answer: Any = None) -> Callable[..., Any]:
+        def hook(*given: Any) -> Any:
+            value = given[-1]
+            while isinstance(value, tuple) and value:
+                value = value[0]
+            if isinstance(value, Tensor):
+                kind_and_value = f"{kind} {float((value.grad if value is leaf else value)[0]):g}"  # type: ignore[index]
+            else:
+                kind_and_value = kind
+            seen.append(kind_and_value)
+            return answer(value) if answer is not None else None
+
+        return hook
+
+    leaf.register_hook(see("tensor", lambda g: g.clamp(max=2)))
+    node.register_prehook(see("node before"))
+    node.register_hook(see("node after"))
+    leaf.register_post_accumulate_grad_hook(see("accumulated"))
+    return [node]
+
+
+def test_hooks_of_every_kind_run_once_on_the_sum_as_in_a_local_pass() -> None:
+    local, ours = _leaf(3), _leaf(3)
+    said_local: list[str] = []
+    said_ours: list[str] = []
+    kept = _all_hooks(local, said_local) + _all_hooks(ours, said_ours)
+    (local * 1 + local * 3).sum().backward()
+
+    total: Tensor | None = None
+    for part in (ours * 1, ours * 3):  # two strata
+        captured = _capture([part])[1][ours]
+        assert captured is not None
+        total = captured if total is None else graph.add(total, captured)
+    assert said_ours == []
+    assert total is not None
+    found = _finish({ours: total})
+    assert said_ours == said_local
+    assert "tensor 4" in said_ours
+    assert len(said_ours) == 4
+    assert torch.equal(found[ours], local.grad)  # type: ignore[arg-type]
+    assert ours.grad is None
+    assert kept
+
+
+def test_grad_is_as_it_was_and_a_hook_may_take_the_gradient_away() -> None:
+    a, b, c = _leaf(3), _leaf(3), _leaf(3)
+    a.grad = before = torch.full((3,), 9.0, dtype=torch.float64)
+    seen: list[Tensor] = []
+
+    def step(leaf: Tensor) -> None:  # an optimizer that steps in the backward pass
+        assert leaf.grad is not None
+        seen.append(leaf.grad.clone())
+        leaf.grad = None
+
+    b.register_post_accumulate_grad_hook(step)
+    one = torch.ones(3, dtype=torch.float64)
+    found = _finish({a: one * 1, b: one * 2, c: one * 3})
+    assert a.grad is before
+    assert torch.equal(before, one * 9)
+    assert b.grad is c.grad is None
+    assert {id(leaf) for leaf in found} == {id(a), id(c)}
+    assert torch.equal(seen[0], one * 2)
+
+
+def test_an_error_of_a_hook_leaves_grad_alone() -> None:
+    a, b = _leaf(3), _leaf(3)
+    a.grad = before = torch.zeros(3, dtype=torch.float64)
+
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError("simulated")
+
+    b.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(ZeroDivisionError, match="simulated"):
+        graph.finish([a, b], [torch.ones(3, dtype=torch.float64) for _ in range(2)])
+    assert a.grad is before
+    assert b.grad is None
+    assert not slots._taken
+
+
+def test_gradients_that_nobody_else_knows_are_not_copied() -> None:
+    a, b = _leaf(3), _leaf(3, 4)
+    one, other = torch.ones(3, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)
+    places = [one.data_ptr(), other.data_ptr()]
+    box = [one, other]
+    del one, other
+    found = graph.finish([a, b], box)
+    assert [found[a].data_ptr(), found[b].data_ptr()] == places
+
+
+def test_gradients_that_others_know_are_copied() -> None:
+    a = _leaf(3)
+    mine = torch.ones(3, dtype=torch.float64)
+    found = graph.finish([a], [mine])
+    assert found[a].data_ptr() != mine.data_ptr()
+    found = graph.finish(
+        [a], [torch.ones(5, dtype=torch.float64)[1:4]]
+    )  # alone in its memory, however large that is
+    assert found[a].is_contiguous()
+    found = graph.finish([a], [mine.view(3)])
+    assert found[a].data_ptr() != mine.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "both",
+    [
+        lambda a, b: a + b,
+        Twice.apply,
+        lambda a, b: a.view(-1) + b.view(-1),
+        lambda a, b: (a.view(1, -1) + b).view(-1),
+    ],
+)
+def test_gradients_of_two_leaves_never_share_memory(both: Callable[..., Tensor]) -> None:
+    a, b = _leaf(4), _leaf(4)
+    captured = _capture([both(a, b)])[1]
+    places = {each.data_ptr() for each in captured.values() if each is not None}
+    found = _finish({leaf: each for leaf, each in captured.items() if each is not None})
+    del captured
+    ends = [each.data_ptr() for each in found.values()]
+    assert len(set(ends)) == 2
+    assert places
+    found[a].mul_(2)
+    assert torch.equal(found[b], torch.ones(4, dtype=torch.float64))
+
+
+def test_expanded_gradients_become_dense() -> None:
+    a = _leaf(2, 3)
+    captured = _capture([a.sum().reshape(1)])[1]
+    assert captured[a] is not None
+    assert captured[a].stride() == (0, 0)  # type: ignore[union-attr]
+    found = _finish(captured)  # type: ignore[arg-type]
+    found[a].add_(1)  # would raise
+    assert found[a].is_contiguous()
+
+
+def test_sparse_gradients_stay_sparse() -> None:
+    weight = torch.rand(5, 3, dtype=torch.float64, requires_grad=True)
+    out = torch.nn.functional.embedding(torch.tensor([1, 1, 4]), weight, sparse=True)
+    one, other = (_capture([out])[1][weight] for _ in range(2))
+    assert one is not None
+    assert other is not None
+    total = graph.add(one, other)
+    assert total.is_sparse
+    want = total.to_dense()
+    found = graph.finish([weight], [total])
+    assert found[weight].is_sparse
+    assert torch.equal(found[weight].to_dense(), want)
+    assert float(want[1, 0]) == 4
+
+
+def test_leaves_that_changed_meanwhile() -> None:
+    frozen, a, moved = _leaf(3), _leaf(3), _leaf(3)
+    frozen.requires_grad_(False)
+    found = _finish({frozen: torch.ones(3, dtype=torch.float64), a: torch.ones(3, dtype=torch.float64)})
+    assert list(found) == [a]
+    assert graph.finish([frozen], [torch.ones(3)]) == {}
+    moved.detach_().requires_grad_()
+    torch.add(moved, 1, out=None)
+    view = moved.clone()
+    with pytest.raises(RuntimeError, match="moved into the graph interior"):
+        graph.finish([view], [torch.ones(3)])
+
+
+def test_finishing_does_not_depend_on_the_mode_of_the_caller() -> None:
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+        a = _leaf(3)
+        gradient = torch.ones(3, dtype=torch.float64)
+        with mode():
+            found = graph.finish([a], [gradient])
+        assert torch.equal(found[a], gradient)
+
+
+def test_finishing_waits_for_who_uses_grad_only_so_long() -> None:
+    a = _leaf(3)
+    with slots.borrowed([a]), pytest.raises(RpcTimeoutError):
+        graph.finish([a], [torch.ones(3)], deadline=0.0)
+    assert not slots._taken
+
+
+def test_finishing_with_a_history_runs_tensor_hooks() -> None:
+    a = _leaf(3)
+    a.register_hook(lambda g: g * 2)
+    captured = _capture([a**2], create_graph=True)[1]
+    found = _finish(captured, create_graph=True)  # type: ignore[arg-type]
+    assert a.grad is None
+    torch.testing.assert_close(
+        torch.autograd.grad(found[a].sum(), a)[0], torch.full((3,), 8.0, dtype=torch.float64)
+    )
+
+
+class _Line(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+def test_the_reducer_of_ddp_runs_once_on_the_whole_gradient() -> None:
+    distributed = pytest.importorskip("torch.distributed")
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=2)
+    buckets: list[Tensor] = []
+
+    def reduce(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        buckets.append(bucket.buffer().clone())
+        reduced: torch.futures.Future[Tensor] = torch.futures.Future()
+        reduced.set_result(bucket.buffer() / 2)
+        return reduced
+
+    # torch looks at the annotations themselves, which here are strings.
+    reduce.__annotations__ = {"bucket": distributed.GradBucket, "return": torch.futures.Future[Tensor]}
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(_Line())
+        model.register_comm_hook(None, reduce)
+        (weight,) = model.parameters()
+        for count in range(1, 4):
+            (x,), receipts = _received(1)
+            out = model(x.float())
+            captured = _capture([out, out], receipts=receipts, retain_graph=False)[1]
+            assert len(buckets) == count - 1
+            found = _finish(captured)  # type: ignore[arg-type]
+            assert len(buckets) == count
+            assert torch.equal(buckets[-1], torch.full((3,), 2.0))
+            assert torch.equal(found[weight], torch.ones(3))
+            assert weight.grad is None
+        del model, weight, out, captured, found
+    finally:
+        distributed.destroy_process_group()
+
+
+def _sparse(*indices: int) -> Tensor:
+    values = torch.ones(len(indices), dtype=torch.float64)
+    return torch.sparse_coo_tensor(torch.tensor([indices]), values, (3,), check_invariants=False)
+
+
+# -- into .grad ------------------------------------------------------------------------------------------------------
+
+
+def test_accumulating_is_in_place_where_torch_does_it_in_place() -> None:
+    a, b, c = _leaf(3), _leaf(3), _leaf(3)
+    a.grad = kept = torch.ones(3, dtype=torch.float64)
+    c.grad = _sparse(1)
+    new = torch.full((3,), 2.0, dtype=torch.float64)
+    graph.accumulate({a: new, b: new.clone(), c: new.clone()})
+    assert a.grad is kept
+    assert torch.equal(kept, new + 1)
+    assert torch.equal(b.grad, new)  # type: ignore[arg-type]
+    assert torch.equal(c.grad, torch.tensor([2.0, 3.0, 2.0], dtype=torch.float64))
+    assert not slots._taken
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_sums_of_sparse_and_dense(in_place: bool) -> None:
+    dense = torch.ones(3, dtype=torch.float64)
+    sparse = _sparse(1, 1)
+    add = graph.add_to if in_place else graph.add
+    want = torch.tensor([1.0, 3.0, 1.0], dtype=torch.float64)
+    assert torch.equal(add(sparse, dense.clone()), want)
+    assert torch.equal(add(dense.clone(), sparse), want)
+    assert add(sparse, sparse).is_sparse
+    assert torch.equal(add(sparse, sparse).to_dense(), torch.tensor([0.0, 4.0, 0.0], dtype=torch.float64))
+    assert torch.equal(sparse.to_dense(), torch.tensor([0.0, 2.0, 0.0], dtype=torch.float64))

@@ -1,0 +1,244 @@
+"""Backward passes of random programs, in the simulator: against local autograd, and against what can go wrong."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from actorrpc.errors import PeerDiedError, RpcError, RpcTimeoutError
+from tests.autograd.programs import Program, compare, expected, generate, used_only
+from tests.autograd.simulator import KINDS, TYPES, Fault, Network, World
+
+NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
+PROGRAMS = 10_000 if NIGHTLY else 500
+FAULTS = 300 if NIGHTLY else 12  # programs for each kind and type of message
+
+nightly = pytest.mark.limit(3600 if NIGHTLY else 60)
+
+
+def _world(program: Program, seed: int, fault: Fault | None = None) -> World:
+    # In every other one, passes have to ask where messages lead to.
+    forget = bool(seed % 2) or (fault is not None and fault.type == "Discover")
+    return World(program, Network(seed, program.workers, fault), forget=forget)
+
+
+def _leave(world: World) -> None:
+    world.network.settle()
+    world.check_quiet()
+    world.leave()
+
+
+# -- nothing goes wrong ----------------------------------------------------------------------------------------------
+
+
+@nightly
+def test_random_programs_have_the_gradients_of_local_autograd() -> None:
+    done: Counter[str] = Counter()
+    for seed in range(PROGRAMS):
+        program = generate(seed)
+        world = _world(program, seed)
+        world.backward()
+        want = expected(program)
+        compare(program, world.gradients(), want)
+        done.update(world.network.counts)
+        done["leaves"] += len(want)
+        done["revisits"] += world.network.revisits
+        _leave(world)
+    # the programs must have done something, or they prove nothing
+    assert done["leaves"] > 2 * PROGRAMS
+    assert done["Gradient"] > PROGRAMS
+    assert done["Run"] > PROGRAMS
+    assert done["Discover"] > PROGRAMS / 2
+    assert done["revisits"] > PROGRAMS / 4
+
+
+@nightly
+def test_passes_over_a_retained_graph_are_equal_to_the_last_bit() -> None:
+    for seed in range(PROGRAMS // 5):
+        program = generate(seed)
+        world = _world(program, seed)
+        world.backward(retain_graph=True)
+        first = {name: each.clone() for name, each in world.gradients().items()}
+        asked = world.network.counts["Discover"]
+        world.backward(retain_graph=True)  # messages arrive in another order
+        assert world.network.counts["Discover"] == asked  # graphs do not change
+        second = world.gradients()
+        assert second.keys() == first.keys()
+        for name, each in first.items():
+            assert torch.equal((each + each).to_dense(), second[name].to_dense()), (seed, name)
+        _leave(world)
+
+
+@nightly
+def test_fast_passes() -> None:
+    done: Counter[str] = Counter()
+    for seed in range(PROGRAMS // 2):
+        program = generate(seed)
+        want = expected(program)
+        used = used_only(program)
+        if used is not None:
+            world = _world(used, seed)
+            world.backward(mode="fast", retain_graph=bool(seed % 2))
+            compare(used, world.gradients(), want)
+            done["clean"] += 1
+            done["gradients"] += world.network.counts["Gradient"]
+            assert not world.network.counts["Discover"]
+            _leave(world)
+        world = _world(program, seed)
+        error = world.failure(mode="fast", retain_graph=True)
+        if error is not None:
+            missing = "no gradient comes for message" in str(error)
+            assert missing or "was opened more than once" in str(error)
+            assert isinstance(error, RpcError)
+            assert 'mode="smart"' in str(error)
+            done["missing" if missing else "twice"] += 1
+            assert world.gradients() == {}
+            world.backward()  # it has done no harm
+        compare(program, world.gradients(), want)
+        _leave(world)
+    assert done["clean"] > PROGRAMS / 6
+    assert done["gradients"] > PROGRAMS / 3
+    assert done["missing"] > PROGRAMS / 6
+    assert done["twice"] > 0
+
+
+@nightly
+def test_gradients_with_a_history() -> None:
+    """The gradients of a recorded pass are those of any other, and can be differentiated again."""
+    for seed in range(PROGRAMS // 10):
+        program = generate(seed)
+        if any(leaf.hooks or leaf.shape == (5, 3) for leaf in program.leaves):
+            continue  # with a history only tensor hooks run, and sparse gradients have none
+        world = _world(program, seed)
+        world.backward(create_graph=True)
+        compare(program, {name: g.detach() for name, g in world.gradients().items()}, expected(program))
+        _leave(world)
+
+
+def test_accumulating_into_grad() -> None:
+    for seed in range(40):
+        program = generate(seed)
+        want = expected(program)
+        world = _world(program, seed)
+        world.backward(accumulate="grad", retain_graph=True)
+        assert world.gradients() == {}
+        found = {name: each.grad for name, (_, each) in world.leaves.items() if each.grad is not None}
+        compare(program, found, want)
+        first = {name: each.clone() for name, each in found.items()}
+        world.backward(accumulate="grad")
+        world.network.settle()
+        for name, each in first.items():
+            assert torch.equal((each + each).to_dense(), world.leaves[name][1].grad.to_dense())  # type: ignore[union-attr]
+        _leave(world)
+
+
+# -- something goes wrong --------------------------------------------------------------------------------------------
+
+
+def _suffer(program: Program, seed: int, fault: Fault, want: dict[int, Any], **options: Any) -> str:
+    """Play a program with a fault; return what became of the pass."""
+    world = _world(program, seed, fault)
+    network = world.network
+    error = world.failure(retain_graph=True, **options)
+    outcome = "right"
+    if isinstance(error, (PeerDiedError, RpcTimeoutError)):
+        outcome = "died" if isinstance(error, PeerDiedError) else "late"
+    elif error is not None:
+        assert isinstance(error, RpcError), repr(error)
+        told = "PeerDied" in str(error) or "died during a backward pass" in str(error)
+        assert fault.kind == "release" or (fault.kind.startswith("kill") and told), repr(error)
+        outcome = "released"
+    found = world.gradients()
+    network.faultless = True
+    if not network.worker(0).alive:
+        outcome = "origin died"
+        assert found == {}
+    elif fault.kind == "release" and fault.hit:
+        assert found == {}
+    elif outcome == "right":
+        alive = {leaf.name for leaf in program.leaves if network.worker(leaf.worker).alive}
+        compare(
+            program,
+            {k: v for k, v in found.items() if k in alive},
+            {k: v for k, v in want.items() if k in alive},
+        )
+    else:
+        assert found == {}, f"{outcome}, but gradients of {sorted(found)}"
+    if outcome == "late":
+        world.check_quiet()
+        world.backward()  # once more, with the graph that was kept
+        compare(program, world.gradients(), want)
+    world.network.settle()
+    world.check_quiet()
+    world.leave()
+    return outcome
+
+
+@nightly
+@pytest.mark.parametrize("type", TYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_in_which_something_goes_wrong(kind: str, type: str) -> None:
+    outcomes: Counter[str] = Counter()
+    hit = 0
+    for seed in range(FAULTS):
+        program = generate(1000 + seed, workers=3 + seed % 3, steps=15)
+        want = expected(program)
+        for nth in range(3):
+            fault = Fault(kind, type, nth)
+            outcomes[_suffer(program, seed, fault, want)] += 1
+            hit += fault.hit
+    assert hit > FAULTS / 2
+    if kind in ("duplicate", "delay"):
+        assert outcomes.keys() == {"right"}
+
+
+@nightly
+@pytest.mark.parametrize("type", ["Gradient", "Answer", "Verdict"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fast_pass_in_which_something_goes_wrong(kind: str, type: str) -> None:
+    outcomes: Counter[str] = Counter()
+    hit = 0
+    for seed in range(FAULTS):
+        program = used_only(generate(1000 + seed, workers=3 + seed % 3, steps=15))
+        if program is None:
+            continue
+        want = expected(program)
+        for nth in range(3):
+            fault = Fault(kind, type, nth)
+            outcomes[_suffer(program, seed, fault, want, mode="fast")] += 1
+            hit += fault.hit
+    assert hit
+    if kind in ("duplicate", "delay"):
+        assert outcomes.keys() == {"right"}
+
+
+@nightly
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "release"])
+def test_a_release_in_which_something_goes_wrong(kind: str) -> None:
+    for seed in range(FAULTS):
+        program = generate(2000 + seed, workers=3 + seed % 3, steps=15)
+        for nth in range(2):
+            fault = Fault(kind, "Release", nth)
+            world = _world(program, seed, fault)
+            world.backward()
+            _leave(world)
+            assert fault.hit
+
+
+def test_many_contexts_leave_nothing() -> None:
+    program = generate(7, workers=3, steps=10)
+    network = Network(0, program.workers)
+    worlds = [World(program, network) for _ in range(50)]
+    futures = [world.start(mode="smart") for world in worlds]  # all at the same time
+    network.settle(lambda: all(future.done() for future in futures))
+    want = expected(program)
+    for world, future in zip(worlds, futures, strict=True):
+        future.value()
+        compare(program, world.gradients(), want)
+        world.origin.participant.release(world.context)
+    for world in worlds:
+        _leave(world)

@@ -1,0 +1,53 @@
+"""torch's pickler, which keeps tensors apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from actorrpc.compat.rpc import internal
+
+
+def test_tensors_are_kept_apart() -> None:
+    inner, tensor = [1], torch.ones(2)
+    data, tensors = internal.serialize({"a": (tensor, inner), "b": inner, "c": tensor})
+    assert all(each is tensor for each in tensors)
+    found = internal.deserialize(data, [torch.zeros(2) for _ in tensors])
+    assert found["a"][1] is found["b"]
+    assert found["a"][0].tolist() == [0.0, 0.0]
+
+
+def test_script_modules_go_as_archives() -> None:
+    data, tensors = internal.serialize(torch.jit.script(torch.nn.Linear(1, 2)))
+    assert internal.deserialize(data, tensors)(torch.ones(1)).shape == (2,)
+
+
+def test_reducers_of_users_come_first() -> None:
+    class Odd:
+        pass
+
+    pickler = internal._InternalRPCPickler()
+    pickler._register_reducer(Odd, lambda _: (complex, (1, 2)))
+    pickler._register_reducer(Odd, lambda _: (complex, (3, 4)))
+    assert pickler.deserialize(*pickler.serialize([Odd()])) == [1 + 2j]
+
+
+def test_a_missing_function_is_an_error_that_says_so() -> None:
+    data = b"cos\nabsent_function\n."
+    found = internal.deserialize(data, [])
+    assert isinstance(found, AttributeError)
+    assert "RPC pickler does not serialize" in str(found)
+    assert isinstance(internal._run_function(found), internal.RemoteException)
+
+
+def test_running_a_function() -> None:
+    assert internal._run_function(internal.PythonUDF(divmod, (7, 2), {})) == (3, 1)
+    failed = internal._run_function(internal.PythonUDF(divmod, (7, 0), {}))
+    with pytest.raises(ZeroDivisionError, match="by zero"):
+        internal._handle_exception(failed)
+    internal._handle_exception(3)
+
+
+def test_keys_of_profiles() -> None:
+    key = internal._build_rpc_profiling_key(internal.RPCExecMode.ASYNC, "f", "a", "b")
+    assert key == "rpc_async#f(a -> b)"

@@ -1,0 +1,136 @@
+"""PyTorch's own tests, as far as CI runs them; and that the harness cannot be deceived."""
+
+from __future__ import annotations
+
+import collections
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conformance import runner, table
+from tests.conformance.table import Expectation
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = table.read()
+NIGHTLY = os.environ.get("ACTORRPC_CONFORMANCE") == "nightly"
+ONE = Expectation("Class.test", "public-api", "passed", True, True, "")
+
+
+def wrong(chosen: list[Expectation], **how: float) -> list[str]:
+    """Run tests; return those that are not as the table says, with what their ranks wrote."""
+    return [
+        f"{each.test}: {found}\n{result['said']}"
+        for each, result in runner.run(chosen, jobs=2, **how)  # type: ignore[arg-type]
+        if (found := runner.verdict(each, result))
+    ]
+
+
+@pytest.mark.limit(240)
+def test_the_fast_part() -> None:
+    chosen = [each for each in TABLE if each.fast]
+    assert 30 <= len(chosen) <= 50
+    assert {each.category for each in chosen} >= {"public-api", "private-api", "dist-autograd", "ddp", "jit"}
+    found = wrong(chosen, limit_s=60.0)
+    assert not found, "\n\n".join(found)
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="takes ten minutes: ACTORRPC_CONFORMANCE=nightly")
+@pytest.mark.limit(3600)
+def test_all() -> None:
+    found = wrong(TABLE, limit_s=40.0)
+    assert not found, "\n\n".join(found)
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="takes minutes: ACTORRPC_CONFORMANCE=nightly")
+@pytest.mark.limit(1800)
+def test_ranks_in_fresh_processes() -> None:
+    """As upstream starts them: by the hook in the environment, which the forked ranks do not need."""
+    chosen = [each for each in TABLE if each.fast][::4]
+    found = [
+        f"{each.test}: {text}\n{result['said']}"
+        for each, result in runner.run(chosen, jobs=1, limit_s=120.0, spawn=True)
+        if (text := runner.verdict(each, result))
+    ]
+    assert not found, "\n\n".join(found)
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+def test_the_table_is_in_order() -> None:
+    names = collections.Counter(each.test for each in TABLE)
+    assert not [name for name, number in names.items() if number > 1]
+    assert {each.outcome for each in TABLE} <= {"passed", "fails", "skipped", "absent"}
+    assert not [each.test for each in TABLE if (each.outcome == "passed") == bool(each.reason)]
+    assert not [each.test for each in TABLE if each.fast and each.outcome != "passed"]
+
+
+@pytest.mark.limit(120)
+def test_the_table_has_every_test_of_torch() -> None:
+    if not torch.__version__.startswith("2.13."):
+        pytest.skip("the table was made for torch 2.13")
+    server = runner.Server()
+    try:
+        there = set(server.names)
+    finally:
+        server.close()
+    listed = {each.test for each in TABLE if each.outcome != "absent"}
+    assert there == listed
+
+
+# -- the harness --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expected", "result", "word"),
+    [
+        (ONE, {"outcome": "passed", "group": True}, ""),
+        (ONE, {"outcome": "passed", "group": False}, "no rank was in a group"),
+        (ONE, {"outcome": "failed", "group": False}, "expected: passed"),
+        (ONE, {"outcome": "hung", "group": True}, "expected: passed"),
+        (ONE, {"outcome": "skipped", "group": False}, "expected: passed"),
+        (ONE, {"outcome": "absent", "group": False}, "expected: passed"),
+        (ONE._replace(group=False), {"outcome": "passed", "group": True}, "update the table"),
+        (ONE._replace(outcome="fails"), {"outcome": "failed", "group": True}, ""),
+        (ONE._replace(outcome="fails"), {"outcome": "passed", "group": True}, "update the table"),
+        (ONE._replace(outcome="absent"), {"outcome": "failed", "group": True}, "expected: absent"),
+    ],
+)
+def test_verdicts(expected: Expectation, result: runner.Result, word: str) -> None:
+    found = runner.verdict(expected, {"ranks": [0, 1], **result})
+    assert word in found
+    assert bool(word) == bool(found)
+
+
+@pytest.mark.limit(120)
+def test_torchs_own_agent_is_caught(tmp_path: Path) -> None:
+    """A rank in which torch's agent is about to be started ends at once, with an exit code of its own."""
+    code = f"""
+import actorrpc.compat
+from tests.conformance import suite
+actorrpc.compat.uninstall()
+rpc = suite.torchs_rpc
+options = rpc.TensorPipeRpcBackendOptions(init_method="file://{tmp_path}/store")
+rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+print("started")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 97, done.stderr
+    assert not done.stdout
+
+
+@pytest.mark.limit(120)
+def test_every_rank_is_judged() -> None:
+    """A test of torch in which one rank alone fails, and not the first, has failed."""
+    each = next(each for each in TABLE if each.test.endswith("test_dynamic_and_static_init_rpc_together"))
+    [(_, result)] = runner.run([each], jobs=1)
+    assert result["outcome"] == "failed"
+    assert result["ranks"][:3] == [0, 0, 0]
+    assert result["ranks"][3] not in (0, 98)
+    assert "--- rank 3" in result["said"]
