@@ -22,7 +22,18 @@ from actorrpc.autograd import slots
 from actorrpc.autograd.contexts import Node, Receipt
 from actorrpc.autograd.received import ANCHOR
 
-__all__ = ["Reach", "Tensors", "accumulate", "add", "add_to", "capture", "finish", "nodes", "reach", "reach_if_small"]
+__all__ = [
+    "Reach",
+    "Tensors",
+    "accumulate",
+    "add",
+    "add_to",
+    "capture",
+    "finish",
+    "nodes",
+    "reach",
+    "reach_if_small",
+]
 
 #: Gradients of some tensors, in order; None where there is none.
 Tensors = list["torch.Tensor | None"]
@@ -61,7 +72,9 @@ def reach(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> Re
     return _reach(ends, receipts)
 
 
-def reach_if_small(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt], most: int) -> Reach | None:
+def reach_if_small(
+    edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt], most: int
+) -> Reach | None:
     """Walk as :func:`reach` does; None where that is a way of more than ``most`` nodes, or leads elsewhere."""
     try:
         ends = _walk(edges, receipts, set(), most)

@@ -79,9 +79,10 @@ class Run(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Brings the gradient of one message, from one of its receipts. Answered when it has been worked off.
+    """Brings the gradient of one message, from one of its receipts. It is posted: what becomes of it is heard in the answer
+    to :class:`Run`.
 
-    In a fast pass there is no :class:`Run`, so the gradient says itself what is asked for, and the answer may come later:
+    In a fast pass there is no :class:`Run`, so the gradient says itself what is asked for, and it has an answer:
     when the worker that was idle until this gradient came is idle again, and all that it has sent on is answered. The
     answer is then ``{worker: (gradients it has worked off, its messages that wait for one)}``, of all who took part.
     """
@@ -126,6 +127,13 @@ class Transport(Protocol):
 
         Args:
             timeout: seconds; 0 means no bound but the life of the worker.
+        """
+
+    def post(self, to: WorkerKey, message: Gradient) -> None:
+        """Send a gradient that needs no answer. Never waits for the other worker.
+
+        Raises:
+            Exception: it cannot be sent, or the worker is dead.
         """
 
     def tell(self, to: WorkerKey, notice: Notice) -> None:

@@ -354,6 +354,12 @@ class Participant:
                 return
             if terms.fast:
                 part.told.add(to)
+        if not terms.fast:
+            try:
+                self.transport.post(to, gradient)
+            except Exception as error:
+                raise blame(error, to, self.transport.name(to)) from None
+            return
         future = self.transport.ask(to, gradient, left)
         with part.context.lock:
             part.asks.add(future)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from actorrpc.autograd.messages import Message, Notice, Release, Verdict
+from actorrpc.autograd.messages import Gradient, Message, Notice, Release, Verdict
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT
 from actorrpc.core.execution import Later
 from actorrpc.core.peer import Peer
+from actorrpc.core.posts import post
 from actorrpc.errors import NotInitializedError, ProtocolError, RpcError
 from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import WorkerKey
@@ -90,6 +91,10 @@ class AgentTransport:
             if future._claim():
                 future._finish(None, error)
         return future
+
+    def post(self, to: WorkerKey, message: Gradient) -> None:
+        """See :class:`actorrpc.autograd.messages.Transport`."""
+        post(self._agent, self._peer(to), serve, (message,), "backward", record=message.create_graph)
 
     def tell(self, to: WorkerKey, notice: Notice, attempt: int = 0) -> None:
         """See :class:`actorrpc.autograd.messages.Transport`."""

@@ -116,7 +116,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put torch's modules back, those that were imported before. For tests; not while RPC is initialised."""
+    """Put torch's modules back, if they are not in their places. For tests; not while RPC is initialised."""
     with _lock:
         while _before:
             place, name, value = _before.pop()

@@ -22,8 +22,13 @@ __all__ = ["post"]
 _INFINITE: Final = float("inf")
 
 
-def post(agent: Agent, peer: Peer, function: Any, args: tuple[Any, ...], label: str) -> None:
+def post(
+    agent: Agent, peer: Peer, function: Any, args: tuple[Any, ...], label: str, *, record: bool = True
+) -> None:
     """Have a worker call ``function(*args)`` some time; it is on its way when this returns. Thread-safe.
+
+    Args:
+        record: show the tensors to the agent's recorder.
 
     Raises:
         SerializationError, LimitError: it cannot be sent.
@@ -40,7 +45,7 @@ def post(agent: Agent, peer: Peer, function: Any, args: tuple[Any, ...], label: 
         header = {"w": current.path[:-1]}
     try:
         encoded = agent.encode((function, args, {}), parcel)
-        if agent.recorder.live or encoded.grad:
+        if record and (agent.recorder.live or encoded.grad):
             header = recorded(agent.recorder, header, encoded.tensors, peer)
         if parcel.sent:
             header = agent.announce(parcel, header)

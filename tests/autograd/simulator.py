@@ -11,6 +11,7 @@ with the gradients that local autograd finds, or with a clear error and all grad
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import random
 from collections import Counter
@@ -97,6 +98,9 @@ class Worker:
         self.network.ask(self, to, message, timeout, future)
         return future
 
+    def post(self, to: WorkerKey, message: Gradient) -> None:
+        self.network.post(self, to, message)
+
     def tell(self, to: WorkerKey, notice: Notice) -> None:
         self.network.tell(self, to, notice)
 
@@ -164,6 +168,18 @@ class Network:
                 self.reply(worker, sender, future, answer, None, first)
 
         self.letters.append(Letter(type(message).__name__, sender.me, to, arrive, future))
+
+    def post(self, sender: Worker, to: WorkerKey, message: Gradient) -> None:
+        worker = self.workers[to]
+        if not worker.alive:
+            raise PeerDiedError(f"worker{to.rank} is dead", worker=f"worker{to.rank}")
+        packed = self.pack(message, sender)
+
+        def arrive() -> None:
+            with contextlib.suppress(Exception):  # logged, where there is a log
+                worker.participant.handle(sender.me, self.unpack(packed, worker, sender))
+
+        self.letters.append(Letter(type(message).__name__, sender.me, to, arrive))
 
     def tell(self, sender: Worker, to: WorkerKey, notice: Notice) -> None:
         worker = self.workers[to]

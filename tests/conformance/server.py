@@ -18,10 +18,8 @@ import threading
 import time
 from pathlib import Path
 
-from tests.conformance import suite
+from tests.conformance import runner, suite
 
-_SKIPS = range(72, 90)  # exit codes with which torch's tests say that they need what this machine has not
-_FINE = (0, suite.NO_GROUP, *_SKIPS)
 _GRACE_S = 5.0  # from the first failure of a rank to the end of the others
 
 
@@ -55,7 +53,7 @@ def _exit_codes(pids: list[int], limit_s: float) -> dict[int, int]:
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     codes[pid] = os.waitstatus_to_exitcode(status)
-                    if codes[pid] not in _FINE:
+                    if codes[pid] not in runner.FINE:
                         until = min(until, time.monotonic() + _GRACE_S)
         time.sleep(0.005)
         if time.monotonic() > until:
@@ -82,16 +80,11 @@ def run(test: str, limit_s: float, spawn: bool) -> dict[str, object]:
         codes = _exit_codes(pids, limit_s)
         seconds = time.monotonic() - started
         ranks = [codes[pid] for pid in pids]
-        if set(ranks) <= {0, suite.NO_GROUP}:
-            outcome = "passed"
-        elif set(ranks) <= set(_SKIPS):
-            outcome = "skipped"
-        else:
-            outcome = "hung" if seconds >= limit_s else "failed"
+        outcome = runner.outcome_of(ranks, late=seconds >= limit_s)
         said = ""
         if outcome in ("failed", "hung"):
             for rank, log in enumerate(files):
-                if ranks[rank] not in _FINE:
+                if ranks[rank] not in runner.FINE:
                     said += f"--- rank {rank}, exit code {ranks[rank]}\n{log.read_text(errors='replace')[-20000:]}\n"
     finally:
         shutil.rmtree(logs)

@@ -17,16 +17,15 @@ from typing import Any, NoReturn
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-import torch.distributed.rpc as torchs_rpc
 
 import actorrpc.compat
 from actorrpc.compat import rpc as ours
 from actorrpc.rpc import api as core
+from tests.conformance.runner import NO_GROUP
 
-__all__ = ["NO_GROUP", "TORCHS_AGENT", "case", "has", "names", "run_rank", "world_size"]
+__all__ = ["TORCHS_AGENT", "case", "has", "names", "run_rank", "world_size"]
 
 TORCHS_AGENT = 97  # exit code of a rank that torch's own agent came into
-NO_GROUP = 98  # exit code of a rank that passed without having been in a group of actorrpc
 
 _PREFIX = "TensorPipe"
 _joined = 0
@@ -44,14 +43,19 @@ def _count(*_: Any) -> Any:
     return lambda _graceful: None
 
 
+# A rank in a fresh process has the drop-in already, from the environment: else its hook has failed.
+assert actorrpc.compat.is_installed() == ("ACTORRPC_DROP_IN" in os.environ)
+actorrpc.compat.uninstall()
+torchs_rpc: Any = importlib.import_module("torch.distributed.rpc")
+_torchs_is_set = torch._C._distributed_rpc._is_current_rpc_agent_set
+
+
 def _load() -> dict[str, type]:
-    assert torchs_rpc is not ours, "the drop-in was installed before: torch's own modules cannot be trapped"
-    torchs_is_set = torch._C._distributed_rpc._is_current_rpc_agent_set
+    assert torchs_rpc is not ours
     for module in (torchs_rpc, torchs_rpc.api):
         module._set_and_start_rpc_agent = _trap
     actorrpc.compat.install()
     core.on_start.append(_count)
-    globals()["_torchs_is_set"] = torchs_is_set
     utils: Any = importlib.import_module("torch.testing._internal.distributed.rpc_utils")
     fixtures: Any = importlib.import_module(
         "torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture"
@@ -113,7 +117,7 @@ def run_rank(test: str, rank: int, file_name: str, limit_s: float) -> NoReturn:
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
         mine.close()
-        if globals()["_torchs_is_set"]() or sys.modules["torch.distributed.rpc"] is not ours:
+        if _torchs_is_set() or sys.modules["torch.distributed.rpc"] is not ours:
             code = TORCHS_AGENT
         elif code == 0 and not _joined:
             code = NO_GROUP

@@ -118,19 +118,24 @@ options = rpc.TensorPipeRpcBackendOptions(init_method="file://{tmp_path}/store")
 rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
 print("started")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 97, done.stderr
     assert not done.stdout
 
 
-@pytest.mark.limit(120)
-def test_every_rank_is_judged() -> None:
-    """A test of torch in which one rank alone fails, and not the first, has failed."""
-    each = next(each for each in TABLE if each.test.endswith("test_dynamic_and_static_init_rpc_together"))
-    [(_, result)] = runner.run([each], jobs=1)
-    assert result["outcome"] == "failed"
-    assert result["ranks"][:3] == [0, 0, 0]
-    assert result["ranks"][3] not in (0, 98)
-    assert "--- rank 3" in result["said"]
+@pytest.mark.parametrize(
+    ("ranks", "outcome"),
+    [
+        ([0, 0, 0, 0], "passed"),
+        ([0, 98], "passed"),
+        ([0, 0, 0, 10], "failed"),
+        ([0, 1], "failed"),
+        ([0, -9], "failed"),
+        ([0, 97], "failed"),
+        ([86, 86], "skipped"),
+        ([0, 86], "failed"),
+    ],
+)
+def test_every_rank_is_judged(ranks: list[int], outcome: str) -> None:
+    assert runner.outcome_of(ranks) == outcome
+    assert runner.outcome_of(ranks, late=True) == ("hung" if outcome == "failed" else outcome)

@@ -117,9 +117,8 @@ def init_rpc(
     if rpc_backend_options is None:
         rpc_backend_options = construct_rpc_backend_options(backend)
     _check_rank(rank, world_size, rpc_backend_options.init_method)
-    store = None
-    if backend.name != "TENSORPIPE":
-        store, rank, world_size = open_store(rpc_backend_options.init_method, rank, world_size, _JOIN_S)
+    _check_there_is_none()
+    store, rank, world_size = open_store(rpc_backend_options.init_method, rank, world_size, _JOIN_S)
     dist_autograd._init(rank)
     _start(backend, store, name, rank, world_size, rpc_backend_options)
 
@@ -178,9 +177,13 @@ def _init_rpc_backend(
     _start(backend, store, name, rank, world_size, rpc_backend_options)
 
 
-def _start(backend: Any, store: Any, name: str, rank: int, world_size: int | None, options_: Any) -> None:
+def _check_there_is_none() -> None:
     if _is_current_rpc_agent_set():
         raise RuntimeError("RPC is already initialized")
+
+
+def _start(backend: Any, store: Any, name: str, rank: int, world_size: int | None, options_: Any) -> None:
+    _check_there_is_none()
     agent = init_backend(
         backend, store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=options_
     )

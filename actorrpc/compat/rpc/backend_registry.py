@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ def _enum_of(members: dict[str, BackendValue]) -> Any:
 
 
 BackendType: Any = _enum_of({})
+_groups = itertools.count()  # that this process has tried to join
 
 
 def backend_registered(backend_name: str) -> bool:
@@ -91,6 +93,16 @@ def _make_options(**given: Any) -> TensorPipeRpcBackendOptions:
     return TensorPipeRpcBackendOptions(**given)
 
 
+def _check_kind(store: Any, world_size: int | None) -> None:
+    """See that not some members of a group say how large it is, and others do not."""
+    mine = b"fixed" if world_size else b"dynamic"
+    key = f"actorrpc/kind/{next(_groups)}"  # a program may use one store for several groups, one after the other
+    if store.compare_set(key, "", mine) != mine:
+        raise RendezvousError(
+            "RPC group mixes statically and dynamically initialized members which is not supported."
+        )
+
+
 def _make_agent(
     store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
 ) -> TensorPipeAgent:
@@ -98,6 +110,7 @@ def _make_agent(
         raise TypeError(
             f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}"
         )
+    _check_kind(store, world_size)
     try:
         core.join(name, rank, world_size or None, rpc_backend_options, store)
     except RendezvousError as error:
