@@ -14,7 +14,7 @@ if sys.platform != "linux":
 if sys.version_info < (3, 11):  # noqa: UP036 (for those who install it in spite of its metadata)
     raise PlatformError(f"actorrpc needs Python 3.11 or later; this is {sys.version.split()[0]}")
 
-from actorrpc import actors, autograd, cluster, errors, rpc
+from actorrpc import actors, autograd, cluster, errors, nn, optim, rpc
 from actorrpc.actors import (
     ActorClass,
     ActorGroup,
@@ -61,6 +61,8 @@ from actorrpc.errors import (
     UnknownActorError,
 )
 from actorrpc.futures import Future, collect_all, wait_all
+from actorrpc.nn import RemoteModule
+from actorrpc.optim import DistributedOptimizer
 from actorrpc.rpc import (
     BackendType,
     RpcBackendOptions,
@@ -90,6 +92,7 @@ __all__ = [
     "BackendType",
     "CancelledError",
     "DeadlockError",
+    "DistributedOptimizer",
     "Future",
     "GetTimeoutError",
     "NameTakenError",
@@ -101,6 +104,7 @@ __all__ = [
     "RRef",
     "RemoteError",
     "RemoteFunction",
+    "RemoteModule",
     "RpcBackendOptions",
     "RpcError",
     "RpcTimeoutError",
@@ -133,6 +137,8 @@ __all__ = [
     "list_actors",
     "method",
     "monitor",
+    "nn",
+    "optim",
     "put",
     "ready",
     "remote",

@@ -89,15 +89,16 @@ def backward(
         retain_graph: keep the graphs on all workers for another backward pass in this context.
         gradient: the gradients of the roots, one for each, of their shapes; by default ones.
         accumulate: where the gradients go: into the context, or, as a local ``backward()`` does, into ``.grad``.
-        mode: ``"smart"`` asks first which messages take part, and cannot hang. ``"fast"``, torch's, takes all of them to:
-            one round trip less, but with a result that the roots do not depend on it ends at the time-out.
+        mode: ``"smart"`` finds out first which messages take part. ``"fast"``, torch's, takes all of them to: less is sent,
+            but where the roots do not depend on one it fails, and says which.
         timeout: seconds; 0 means that only the deaths of workers end it. By default 0 in smart mode, and the group's
             time-out in fast mode.
         create_graph: record the pass itself, for gradients of gradients (experimental).
 
     Raises:
         RuntimeError: there is no such context; a root does not require grad, has no history, or more than one element;
-            the graph was given up in an earlier pass.
+            the graph was given up in an earlier pass; in fast mode, a message gets no gradient.
+        TypeError, ValueError: an argument makes no sense.
         RpcTimeoutError: it took longer than ``timeout``.
         PeerDiedError: a worker that took part has died.
         RemoteError: what a node or hook on another worker raised, which is an instance of its own class, too.

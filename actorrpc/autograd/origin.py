@@ -84,9 +84,12 @@ class Origin:
         """
         try:
             for futures in self._steps():
-                # Waiting for one alone reads its answer without the help of another thread. What it raises is looked at
-                # later; only what interrupts the wait is raised here.
-                (futures[0] if len(futures) == 1 else _settled(futures)).exception()
+                # Waiting for one alone reads its answer without the help of another thread; where gradients are to come
+                # as well, other threads had better read. What is raised there is looked at later; only what interrupts
+                # the wait is raised here.
+                comes_more = self._part.terms is not None and not self._part.finished
+                one = len(futures) == 1 and not comes_more
+                (futures[0] if one else _settled(futures)).exception()
         except BaseException as error:
             self._give_up(error)
             raise

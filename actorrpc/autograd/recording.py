@@ -141,6 +141,7 @@ def _read(tag: Any, count: int) -> tuple[int, int, Sequence[int], WorkerKey | No
     Raises:
         ProtocolError: it makes no sense.
     """
+    indices: Sequence[int]
     try:
         if len(tag) == 1:
             (id,) = tag

@@ -11,11 +11,12 @@ from typing import Any, Final
 import torch
 import torch.jit._builtins
 
-from actorrpc.errors import RpcTimeoutError
+from actorrpc.errors import RpcTimeoutError, UnknownWorkerError
 
 __all__ = ["as_runtime_error", "check_script_call", "reword"]
 
 _TIMED_OUT: Final = "RPC ran for more than"
+_NO_DESTINATION: Final = "could not find destination"
 _NO_SCHEMA: Final = "Overloaded torch operator invoked from Python failed to match any schema"
 _NO_FUTURE: Final = "Functions decorated with @rpc.async_function"
 _OF_SCRIPT: Final = "torch.jit.ScriptFunction"
@@ -33,6 +34,8 @@ def reword(error: BaseException, function: Any = None) -> None:
     text = error.args[0]
     if isinstance(error, RpcTimeoutError) and _TIMED_OUT not in text:
         error.args = (f"{text} ({_TIMED_OUT} its time-out)",)
+    elif isinstance(error, UnknownWorkerError) and _NO_DESTINATION not in text:
+        error.args = (f"{_NO_DESTINATION}: {text}",)
     elif isinstance(error, TypeError) and _NO_SCHEMA not in text and _is_builtin(function):
         error.args = (f"{_NO_SCHEMA}: {text}",)
     elif isinstance(error, TypeError) and text.startswith(_NO_FUTURE) and text.endswith(_OF_SCRIPT):

@@ -136,7 +136,7 @@ class Inbox:
         if not waiting and not pool.idle:
             pool.ensure_reader()  # unpickling may run anything
         arrived = 0.0
-        count = 0
+        count = requests = 0
         for frame in batch:
             kind = frame.kind
             if kind in _REPLIES:
@@ -146,6 +146,7 @@ class Inbox:
                     arrived = time.monotonic()
                 count += 1
                 if kind == frames.REQUEST:
+                    requests += 1
                     pool.queue.append((conn, frame, arrived))
                 else:
                     self._notice(peer, frame, conn)
@@ -156,7 +157,7 @@ class Inbox:
                 pool.kick()
         elif count > 1:
             pool.hand_out()
-        return count > 0
+        return requests > 0 if waiting else count > 0
 
     def reply(self, peer: Peer, frame: Frame, waiting: bool, conn: Connection | None = None) -> None:
         call: Call | None = peer.pending.pop(frame.id, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
+from actorrpc.compat.wording import reword
 from actorrpc.core.agent import Agent
 from actorrpc.core.identity import WorkerInfo
 from actorrpc.errors import UnknownWorkerError
@@ -56,7 +57,8 @@ class TensorPipeAgent(RpcAgent):
         try:
             return self.agent.info if worker is None else self.agent.peer(worker).info
         except UnknownWorkerError as error:
-            raise UnknownWorkerError(f"could not find destination {worker}: {error}") from error
+            reword(error)
+            raise
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """Return the WorkerInfo of every worker."""

@@ -32,6 +32,7 @@ from actorrpc.errors import (
     RpcTimeoutError,
     RRefError,
     ShutdownError,
+    UnknownWorkerError,
 )
 from actorrpc.rpc import api as core
 from actorrpc.rpc.rref import RRef as CoreRRef
@@ -168,12 +169,15 @@ def _wait_all() -> Iterator[None]:
             del _thread_local_var.future_list
 
 
-def _to_worker_info(to: Any) -> WorkerInfo:
-    if isinstance(to, WorkerInfo):
+def _checked(to: Any) -> Any:
+    if isinstance(to, (str, int, WorkerInfo)):
         return to
-    if isinstance(to, (str, int)):
-        return _get_current_rpc_agent().get_worker_info(to)  # type: ignore[no-any-return]
     raise ValueError(f"Cannot get WorkerInfo from name {to}")
+
+
+def _to_worker_info(to: Any) -> WorkerInfo:
+    found = _checked(to)
+    return found if isinstance(found, WorkerInfo) else get_worker_info(found)
 
 
 @_require_initialized
@@ -182,7 +186,7 @@ def rpc_sync(
 ) -> Any:
     """As :func:`actorrpc.rpc_sync`."""
     try:
-        return core.rpc_sync(_to_worker_info(to), *_packed(func, args, kwargs), timeout)
+        return core.rpc_sync(_checked(to), *_packed(func, args, kwargs), timeout)
     except Exception as error:
         reword(error, func)
         raise
@@ -196,11 +200,14 @@ def rpc_async(
     future: Future[Any] = Future()
     future.function = func
     try:
-        core.send(future, _to_worker_info(to), *_packed(func, args, kwargs), timeout)
+        core.send(future, _checked(to), *_packed(func, args, kwargs), timeout)
     except (BackpressureError, PeerDiedError, RpcTimeoutError, ShutdownError) as error:
         # torch says so when the future is waited for.
         if future._claim():
             future._finish(None, error.with_traceback(None))
+    except UnknownWorkerError as error:
+        reword(error)
+        raise
     collected = getattr(_thread_local_var, "future_list", None)
     if collected is not None:
         collected.append(future)
@@ -212,7 +219,11 @@ def remote(
     to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Any:
     """As :func:`actorrpc.rpc.remote`."""
-    return core.remote(_to_worker_info(to), *_packed(func, args, kwargs), timeout)
+    try:
+        return core.remote(_checked(to), *_packed(func, args, kwargs), timeout)
+    except UnknownWorkerError as error:
+        reword(error)
+        raise
 
 
 @_require_initialized
