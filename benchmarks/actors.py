@@ -7,23 +7,16 @@ are found in this interpreter, or in the one that BENCHMARK_RAY_PYTHON and BENCH
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
-import tempfile
-import time
-from pathlib import Path
 
 from benchmarks.actors_chart import draw_actors
 from benchmarks.actors_sections import ACTOR_SECTIONS, PEERS
 from benchmarks.actors_sessions import interpreter
 from benchmarks.actors_targets import ACTOR_TARGETS
-from benchmarks.bench import Bench
-from benchmarks.core import RESULTS, describe, stolen
-from benchmarks.report import text, write_json
-from benchmarks.rigs import Stable
+from benchmarks.run import Suite, run
 
-__all__ = ["main"]
+__all__ = ["ACTORS", "main"]
 
 _DISTRIBUTIONS = {"ray": "ray", "monarch": "torchmonarch"}
 
@@ -42,57 +35,20 @@ def versions() -> dict[str, str]:
     return found
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Read the flags."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.actors", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes: under 3 minutes")
-    names = ", ".join(ACTOR_SECTIONS)
-    parser.add_argument(
-        "--only", nargs="+", choices=sorted(ACTOR_SECTIONS), metavar="NAME", help=f"of {names}"
-    )
-    parser.add_argument("--rounds", type=int, help="turns each peer takes (default 5, quick 2)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where to write (default %(default)s)")
-    options = parser.parse_args(arguments)
-    if options.rounds is None:
-        options.rounds = 2 if options.quick else 5
-    if options.rounds < 1:
-        parser.error("--rounds must be at least 1")
-    return options
+ACTORS = Suite(
+    name="actors",
+    about=(__doc__ or "").splitlines()[0],
+    sections=ACTOR_SECTIONS,
+    targets=ACTOR_TARGETS,
+    draw=draw_actors,
+    quick="fewer rounds and sizes: under 3 minutes",
+    versions=versions,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the sections, then report; an interrupted run reports what it has."""
-    options = parse(arguments)
-    meta = describe(options) | versions()
-    began, stolen_before = time.monotonic(), stolen()
-    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as scratch:
-        stable = Stable(Path(scratch))
-        bench = Bench(stable, rounds=options.rounds, quick=options.quick)
-        try:
-            for name, section in ACTOR_SECTIONS.items():
-                if options.only and name not in options.only:
-                    continue
-                bench.say(f"{time.monotonic() - began:5.0f} s  {name}")
-                section(bench)
-        except KeyboardInterrupt:
-            bench.note("interrupted: what follows is missing")
-        finally:
-            stable.close()
-    meta["seconds"] = round(time.monotonic() - began)
-    meta["stolen by the host, s"] = round(stolen() - stolen_before, 2)
-    print(text(bench.results, meta, ACTOR_TARGETS))
-    name = "actors-partial" if options.only else "actors-quick" if options.quick else "actors"
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_json(options.out / f"{name}.json", bench.results, meta, ACTOR_TARGETS)
-    try:
-        caption = f"{meta['machine']}; {meta['versions']}; {meta['date']}; medians of {options.rounds} rounds"
-        draw_actors(options.out / f"{name}.png", bench.results, caption)
-    except ImportError:
-        bench.say("no picture: matplotlib is not installed")
-    bench.say(f"written: {options.out}/{name}.json and .png")
-    return 0
+    """Run it."""
+    return run(ACTORS, arguments)
 
 
 if __name__ == "__main__":

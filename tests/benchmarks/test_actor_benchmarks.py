@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import actors, actors_sections, actors_sessions, report, series
+from benchmarks import actors, actors_sections, actors_sessions, report, run, series
 from benchmarks.actors_targets import ACTOR_TARGETS
 from benchmarks.bench import Bench, Member
 from benchmarks.rigs import Stable
@@ -53,12 +53,12 @@ def test_report_judges_by_the_targets_it_is_given(tmp_path: Path) -> None:
 
 
 def test_flags() -> None:
-    assert actors.parse([]).rounds == 5
-    assert actors.parse(["--quick"]).rounds == 2
-    assert actors.parse(["--only", "calls"]).only == ["calls"]
+    assert run.parse(actors.ACTORS, []).rounds == 5
+    assert run.parse(actors.ACTORS, ["--quick"]).rounds == 2
+    assert run.parse(actors.ACTORS, ["--only", "calls"]).only == ["calls"]
     for wrong in (["--only", "nothing"], ["--rounds", "0"]):
         with pytest.raises(SystemExit):
-            actors.parse(wrong)
+            run.parse(actors.ACTORS, wrong)
 
 
 @pytest.mark.limit(60)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import autograd, autograd_sections, report, series
+from benchmarks import autograd, autograd_sections, report, run, series
 from benchmarks.autograd_sections import MODELS, GradientBench, GradientRig, slope
 from benchmarks.autograd_targets import AUTOGRAD_TARGETS
 from benchmarks.bench import Member
@@ -72,12 +72,12 @@ def test_report_compares_with_torch_and_with_plain_autograd(tmp_path: Path) -> N
 
 
 def test_flags() -> None:
-    assert autograd.parse([]).rounds == 5
-    assert autograd.parse(["--quick"]).rounds == 2
-    assert autograd.parse(["--only", "rnn"]).only == ["rnn"]
+    assert run.parse(autograd.AUTOGRAD, []).rounds == 5
+    assert run.parse(autograd.AUTOGRAD, ["--quick"]).rounds == 2
+    assert run.parse(autograd.AUTOGRAD, ["--only", "rnn"]).only == ["rnn"]
     for wrong in (["--only", "nothing"], ["--rounds", "0"]):
         with pytest.raises(SystemExit):
-            autograd.parse(wrong)
+            run.parse(autograd.AUTOGRAD, wrong)
 
 
 @pytest.mark.limit(60)

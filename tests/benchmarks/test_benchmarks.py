@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import idle, raw, report, rigs, sections, series, targets
-from benchmarks.core import main, parse
+from benchmarks.core import CORE, main
+from benchmarks.run import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = series.Key("round trip", "", "same host", "own", "p50")
@@ -228,13 +229,13 @@ class TestRigs:
 
 class TestCommand:
     def test_flags(self) -> None:
-        assert parse([]).rounds == 7
-        assert parse(["--quick"]).rounds == 3
-        assert parse(["--only", "roundtrip", "flat"]).only == ["roundtrip", "flat"]
+        assert parse(CORE, []).rounds == 7
+        assert parse(CORE, ["--quick"]).rounds == 3
+        assert parse(CORE, ["--only", "roundtrip", "flat"]).only == ["roundtrip", "flat"]
         with pytest.raises(SystemExit):
-            parse(["--only", "nothing"])
+            parse(CORE, ["--only", "nothing"])
         with pytest.raises(SystemExit):
-            parse(["--rounds", "0"])
+            parse(CORE, ["--rounds", "0"])
 
     def test_a_run_writes_what_it_says(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
