@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,8 @@ def test_a_run_writes_what_it_says(
         bench.results.add(KEY, "actorrpc", 1.0)
 
     drawn: list[Path] = []
-    monkeypatch.setattr("benchmarks.autograd.draw_autograd", lambda path, *_: drawn.append(path))
+    drawing = replace(autograd.AUTOGRAD, draw=lambda path, *_: drawn.append(path))
+    monkeypatch.setattr(autograd, "AUTOGRAD", drawing)
     monkeypatch.setitem(autograd_sections.AUTOGRAD_SECTIONS, "chain", tiny)
     assert autograd.main(["--only", "chain", "--rounds", "1", "--out", str(tmp_path)]) == 0
     assert "made up" in capsys.readouterr().out

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -244,7 +245,8 @@ class TestCommand:
             bench.results.add(KEY, "actorrpc", 1.0)  # type: ignore[attr-defined]
 
         drawn: list[Path] = []
-        monkeypatch.setattr("benchmarks.core.draw", lambda path, *_: drawn.append(path))
+        drawing = replace(CORE, draw=lambda path, *_: drawn.append(path))
+        monkeypatch.setattr("benchmarks.core.CORE", drawing)
         monkeypatch.setitem(sections.SECTIONS, "roundtrip", tiny)
         assert main(["--only", "roundtrip", "--rounds", "1", "--out", str(tmp_path)]) == 0
         assert "round trip" in capsys.readouterr().out
