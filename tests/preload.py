@@ -8,6 +8,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 
-for _name in ["torch", "torch._dynamo", "numpy", "hypothesis", "pytest", "actorrpc", "actorrpc.rpc", "tests.group"]:
+for _name in [
+    "torch",
+    "torch._dynamo",
+    "numpy",
+    "hypothesis",
+    "pytest",
+    "actorrpc",
+    "actorrpc.rpc",
+    "tests.group",
+]:
     with contextlib.suppress(Exception):
         importlib.import_module(_name)

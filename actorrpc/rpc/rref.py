@@ -38,7 +38,16 @@ from actorrpc.rpc.forks import Handle, Outcome
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from actorrpc.rpc.references import References
 
-__all__ = ["RRef", "RRefProxy", "new_references", "reduce", "runtime", "set_backward", "set_class", "set_runtime"]
+__all__ = [
+    "RRef",
+    "RRefProxy",
+    "new_references",
+    "reduce",
+    "runtime",
+    "set_backward",
+    "set_class",
+    "set_runtime",
+]
 
 T = TypeVar("T")
 

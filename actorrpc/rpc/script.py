@@ -53,7 +53,9 @@ def _reduce_module(module: Any) -> tuple[Any, ...]:
 REDUCERS: Final[dict[type, Callable[[Any], tuple[Any, ...]]]] = {
     torch.jit.ScriptFunction: _reduce_function,
     # torch.jit has them, and does not say so
-    **{getattr(torch.jit, name): _reduce_module for name in ("RecursiveScriptModule", "TopLevelTracedModule")},
+    **{
+        getattr(torch.jit, name): _reduce_module for name in ("RecursiveScriptModule", "TopLevelTracedModule")
+    },
 }
 
 

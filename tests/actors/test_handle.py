@@ -83,7 +83,9 @@ def test_a_method_that_is_not_there(counter: Handle) -> None:
 def test_calling_a_method_directly_says_what_to_do(counter: Handle) -> None:
     with pytest.raises(TypeError, match=r"instead of handle.add\(...\) write handle.add.remote\(...\)"):
         counter.add(1)  # type: ignore[operator]
-    with pytest.raises(TypeError, match=r"instead of handle.__call__\(...\) write handle.__call__.remote\(...\)"):
+    with pytest.raises(
+        TypeError, match=r"instead of handle.__call__\(...\) write handle.__call__.remote\(...\)"
+    ):
         counter(1)
     with pytest.raises(AttributeError, match="the actor is elsewhere"):
         counter.n = 4

@@ -19,6 +19,8 @@ __all__ = ["FINE", "LIMIT_S", "NO_GROUP", "SKIPS", "Server", "outcome_of", "run"
 LIMIT_S = 60.0
 NO_GROUP = 98  # exit code of a rank that passed without having been in a group of actorrpc
 SKIPS = range(72, 90)  # exit codes with which torch's tests say that they need what this machine has not
+# Tests of DDP hang in the end of a process group about once in 50 times, on torch's own agent as well: they get another try.
+_MAY_HANG = "ddp"
 FINE = (0, NO_GROUP, *SKIPS)
 _ROOT = Path(__file__).parents[2]
 Result = dict[str, Any]
@@ -79,7 +81,10 @@ def run(
             server = Server(spawn=spawn)
             try:
                 while (each := left.get()) is not None:
-                    done.put((each, server.run(each.test, limit_s)))
+                    result = server.run(each.test, limit_s)
+                    if result["outcome"] == "hung" and each.category == _MAY_HANG:
+                        result = server.run(each.test, limit_s)
+                    done.put((each, result))
             finally:
                 server.close()
         except Exception as error:

@@ -318,7 +318,12 @@ def test_the_list_of_tensors_is_the_same_on_both_sides() -> None:
 def test_whether_one_requires_grad_is_known() -> None:
     leaf = torch.ones(2, requires_grad=True)
     assert not encode([torch.ones(2), leaf.detach(), 3]).grad
-    for each in (leaf, leaf * 2, torch.nn.Parameter(torch.ones(1)), torch.eye(2).to_sparse().requires_grad_()):
+    for each in (
+        leaf,
+        leaf * 2,
+        torch.nn.Parameter(torch.ones(1)),
+        torch.eye(2).to_sparse().requires_grad_(),
+    ):
         assert encode([torch.ones(2), each]).grad
 
 

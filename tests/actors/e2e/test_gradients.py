@@ -215,15 +215,30 @@ def check(way: str, a: Any, b: Any, seeds: tuple[int, int]) -> None:
         torch.testing.assert_close(got, w.grad)
 
 
+@pytest.fixture(scope="module")
+def layers(place: str) -> Iterator[tuple[Any, Any]]:
+    """Two layers for all tests of the module."""
+    made = [Layer.remote(1), Layer.remote(2)]
+    actorrpc.get([each.ready() for each in made])
+    yield made[0], made[1]
+    made.clear()
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients(way: str) -> None:
-    # The first calls are made before the actors are there: what they carry waits as a copy.
+def test_gradients(layers: tuple[Any, Any], way: str) -> None:
+    check(way, *layers, (1, 2))
+
+
+@pytest.mark.parametrize("way", ["references", "from actor to actor", "a large result that stays"])
+def test_calls_that_are_made_before_the_actors_are_there(way: str) -> None:
+    # What they carry waits as a copy.
     check(way, Layer.remote(1), Layer.remote(2), (1, 2))
 
 
-@pytest.mark.parametrize("way", ["values", "references", "from actor to actor", "a stream"])
-def test_gradients_through_coroutines(way: str) -> None:
-    check(way, AsyncLayer.remote(1), AsyncLayer.remote(2), (1, 2))
+def test_gradients_through_coroutines() -> None:
+    layers = AsyncLayer.remote(1), AsyncLayer.remote(2)
+    for way in ("values", "references", "from actor to actor", "a stream"):
+        check(way, *layers, (1, 2))
 
 
 def test_an_argument_for_many() -> None:
