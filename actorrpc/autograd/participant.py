@@ -501,7 +501,7 @@ class Participant:
         """Drop contexts of other workers that nobody has used for longer than ``older_than`` seconds."""
         before = time.monotonic() - older_than
         for context in self.contexts.all():
-            if context.touched < before and context.origin != self.me.rank:
+            if context.touched < before and context.origin != self.me.rank and not context.passes:
                 error = RpcError(f"{context} was not used for {older_than} s, and dropped")
                 self._release(context.id, None, error, tell=False)
 

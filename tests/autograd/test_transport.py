@@ -1,0 +1,56 @@
+"""Notices as bytes, and contexts that nobody uses any more."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import actorrpc.autograd as dist_autograd
+from actorrpc import rpc
+from actorrpc.autograd.messages import Release, Verdict
+from actorrpc.autograd.transport import pack_notice, unpack_notice
+from actorrpc.autograd.wiring import contexts
+from actorrpc.errors import ProtocolError
+from tests.group import rpc_group
+
+
+@pytest.mark.parametrize("notice", [Release(5), Verdict(1 << 60, 7, True), Verdict(0, 1 << 60, False)])
+def test_notices(notice: Any) -> None:
+    assert unpack_notice(pack_notice(notice)) == notice
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x05", b"\x92\x01\x02", b"\x91\xa1a", b"\x93\x01\x02\xa1c"])
+def test_what_is_no_notice(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="notice of distributed autograd"):
+        unpack_notice(body)
+
+
+def _count() -> int:
+    return len(contexts())
+
+
+def _idle(rank: int, _: int) -> None:
+    if rank:
+        return
+    with dist_autograd.context():
+        rpc.rpc_sync("worker1", torch.neg, (torch.ones(1, requires_grad=True),))
+        pause = threading.Event()
+        found: list[int] = []
+        # Asked from a thread of its own: a call in the context would keep it.
+        asking = threading.Thread(target=lambda: found.append(_until_none(pause)))
+        asking.start()
+        asking.join()
+        assert found == [0]
+
+
+def _until_none(pause: threading.Event) -> int:
+    while count := rpc.rpc_sync("worker1", _count):
+        pause.wait(0.01)
+    return count
+
+
+def test_a_context_that_nobody_uses_is_dropped() -> None:
+    rpc_group(_idle, 2, env={"ACTORRPC_CONTEXT_TTL": "0.2"})
