@@ -1,4 +1,4 @@
-"""Batched action selection: it learns, and plays the games that torch's RPC plays without batches."""
+"""Batched action selection: it learns, and (nightly) plays the games that torch's RPC plays without batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.kit import outcome
+from tests.examples.kit import NIGHTLY, outcome
 
 pytestmark = pytest.mark.skipif(
     find_spec("gymnasium") is None, reason="needs gymnasium: pip install 'actorrpc[examples]'"
@@ -17,11 +17,12 @@ SCRIPT = "batch_reinforce.py"
 
 
 @pytest.mark.limit(180)
-def test_learns_from_the_same_games_as_torch_one_by_one(tmp_path: Path) -> None:
+def test_learns(tmp_path: Path) -> None:
     flags = ("--world_size", "3", "--steps", "300")
     lines, ours = outcome(tmp_path, SCRIPT, *flags, "--episodes", "12", backend="actorrpc")
-    _, theirs = outcome(tmp_path, SCRIPT, *flags, "--episodes", "2", "--no-batch", backend="torch")
     assert len(lines) == len(ours["rewards"]) == 12
     assert ours["rewards"][0] < 30
     assert max(ours["rewards"]) > 50
-    assert ours["rewards"][:2] == theirs["rewards"]
+    if NIGHTLY:
+        _, theirs = outcome(tmp_path, SCRIPT, *flags, "--episodes", "2", "--no-batch", backend="torch")
+        assert ours["rewards"][:2] == theirs["rewards"]

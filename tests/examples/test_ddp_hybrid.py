@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.examples.kit import outcome
+from tests.examples.kit import NIGHTLY, outcome
 from tests.examples.modules import load
 
 SCRIPT = "ddp_hybrid.py"
@@ -61,6 +61,7 @@ def test_learns_as_one_process_does(tmp_path: Path, example: ModuleType) -> None
     assert told["accuracy"] > 0.85
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="torch's side: nightly")
 @pytest.mark.limit(180)  # torch compiles its optimizer first
 def test_runs_on_torch(tmp_path: Path, example: ModuleType) -> None:
     flags = ("--steps", "3", "--vocabulary", "160", "--trainers", "1")

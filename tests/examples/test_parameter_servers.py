@@ -1,4 +1,4 @@
-"""Both parameter servers: they learn, and with the same losses as on torch's RPC."""
+"""Both parameter servers: they learn, and with the same losses as on torch's RPC (that in batches: nightly)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.kit import outcome, run
+from tests.examples.kit import NIGHTLY, outcome, run
 
 pytestmark = pytest.mark.skipif(
     find_spec("sklearn") is None, reason="the digits need scikit-learn: pip install 'actorrpc[examples]'"
@@ -43,14 +43,15 @@ def test_one_trainer_has_the_losses_of_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.limit(180)
-def test_updates_in_batches_are_those_of_torch(tmp_path: Path) -> None:
+def test_updates_in_batches(tmp_path: Path) -> None:
     lines, ours = outcome(tmp_path, BATCH, "--world_size", "3", "--epochs", "2", backend="actorrpc")
-    _, theirs = outcome(tmp_path, BATCH, "--world_size", "3", "--epochs", "1", backend="torch")
     assert [len(losses) for losses in ours["losses"]] == [94, 94]
     assert ours["accuracy"] > 0.8
     assert [line.split("  loss")[0] for line in lines] == [f"update {16 * count:4d}" for count in range(1, 6)]
-    # No gradient is stale and sums have an order: not a bit differs, whoever comes first.
-    assert [losses[:47] for losses in ours["losses"]] == theirs["losses"]
+    if NIGHTLY:
+        _, theirs = outcome(tmp_path, BATCH, "--world_size", "3", "--epochs", "1", backend="torch")
+        # No gradient is stale and sums have an order: not a bit differs, whoever comes first.
+        assert [losses[:47] for losses in ours["losses"]] == theirs["losses"]
 
 
 @pytest.mark.limit(60)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.examples.kit import outcome
+from tests.examples.kit import NIGHTLY, outcome
 from tests.examples.modules import load
 
 SCRIPT = "pipeline.py"
@@ -54,6 +54,7 @@ def test_learns_as_one_process_does_however_batches_are_cut(tmp_path: Path, exam
         assert sum(losses[-5:]) / 5 < 0.9
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="torch's side: nightly")
 @pytest.mark.limit(180)  # torch compiles its optimizer first
 def test_runs_on_torch(tmp_path: Path, example: ModuleType) -> None:
     flags = (*SMALL, "--steps", "3")
