@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.kit import NIGHTLY
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -52,6 +54,7 @@ class TestCartpole:
         assert done.stderr.count("episode  10/10") == 1
 
     @pytest.mark.limit(120)
+    @pytest.mark.skipif(not NIGHTLY, reason="two runs: nightly")
     def test_a_seed_gives_the_same_games_again(self, tmp_path: Path) -> None:
         flags = ("--max-episodes", "3", "--observers", "3", "--seed", "7", "--plot", "")
         reports = [run(tmp_path, "cartpole.py", *flags).stdout.split(" in ")[0] for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Both parameter servers: they learn, and with the same losses as on torch's RPC (that in batches: nightly)."""
+"""Both parameter servers: they learn, (nightly) with the same losses as on torch's RPC."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ def test_trainers_whose_steps_mix_learn_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.limit(180)  # two groups, and torch compiles its optimizer first
-def test_one_trainer_has_the_losses_of_torch(tmp_path: Path) -> None:
+def test_one_trainer(tmp_path: Path) -> None:
     flags = ("--world_size", "2", "--epochs", "1")
     _, ours = outcome(tmp_path, PLAIN, *flags, backend="actorrpc")
-    _, theirs = outcome(tmp_path, PLAIN, *flags, backend="torch")
     losses = ours["losses"]["trainer1"]
     assert len(losses) == 47
     assert losses[-1] < losses[0] - 0.2
-    # SGD with momentum tells a gradient that is missing or doubled anywhere, not the order of some sums.
-    assert losses == pytest.approx(theirs["losses"]["trainer1"], rel=1e-4)
+    if NIGHTLY:
+        _, theirs = outcome(tmp_path, PLAIN, *flags, backend="torch")
+        # SGD with momentum tells a gradient that is missing or doubled anywhere, not the order of some sums.
+        assert losses == pytest.approx(theirs["losses"]["trainer1"], rel=1e-4)
 
 
 @pytest.mark.limit(180)

@@ -228,6 +228,7 @@ def test_cancelling_in_a_nested_call_leaves_the_outer_one_alone() -> None:
     until(lambda: actorrpc.get(gate.count.remote()) == 1)
     waiting = actor.note.remote("never")
     assert actorrpc.cancel(waiting)
+    until(lambda: row_of(actor).pending_calls == 0)  # it has heard of it
     assert actorrpc.get(gate.open.remote()) is None
     assert actorrpc.get(outer) == "open"
     assert actorrpc.get([actor.all.remote(), other.all.remote()]) == [["waiting", "waited"], []]
