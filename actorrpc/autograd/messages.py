@@ -28,8 +28,9 @@ __all__ = [
     "Verdict",
 ]
 
-#: The gradients of one message: one for each of its tensors that require grad; None where there is none.
-Gradients = tuple["torch.Tensor | None", ...]
+#: The gradients of one message: one for each of its tensors that require grad; None where there is none. Whoever works
+#: them off takes them out of the list: what a message still refers to, the engine would copy before it becomes a ``.grad``.
+Gradients = list["torch.Tensor | None"]
 
 
 class Contribution(NamedTuple):

@@ -139,7 +139,7 @@ class Origin:
         part.begin(self._terms, plan[me])
         direct: dict[WorkerKey, list[Gradient]] = {}
         with self._context.lock:
-            part.arrive(me, 0, ROOTS, self._gradients)
+            part.arrive(me, 0, ROOTS, list(self._gradients))
         self._gradients = ()
         participant.step(part, direct)
         self._check()
@@ -219,7 +219,7 @@ class Origin:
         part.root(self._edges)
         part.begin_fast(self._terms)
         with self._context.lock:
-            part.arrive(self._me, 0, ROOTS, self._gradients)
+            part.arrive(self._me, 0, ROOTS, list(self._gradients))
         self._gradients = ()
         participant.advance(part)
         yield from self._own()

@@ -23,6 +23,7 @@ from actorrpc.autograd.graph import Reach
 from actorrpc.autograd.messages import (
     Discover,
     Gradient,
+    Gradients,
     Message,
     Notice,
     Release,
@@ -203,7 +204,7 @@ class Participant:
             part = self._join(context, message.pass_id, None)
             if part is None:
                 return
-            part.arrive(sender, message.receipt, message.message, message.gradients)
+            part.arrive(sender, message.receipt, message.message, _taken(message.gradients))
         # Whoever waits for this worker's part is told what has gone wrong; the sender of a gradient has done its own.
         self.advance(part)
 
@@ -221,7 +222,7 @@ class Participant:
                 part.begin(terms, message.strata)
                 with context.lock:
                     for each in message.gradients:
-                        part.arrive(sender, each.receipt, each.message, each.gradients)
+                        part.arrive(sender, each.receipt, each.message, _taken(each.gradients))
             except BaseException as error:
                 self.fail(part, error)
             self.advance(part)
@@ -248,7 +249,7 @@ class Participant:
             first, part.begun = not part.begun, True
             engaged, part.engaged = part.engaged, True
             try:
-                part.arrive(sender, message.receipt, message.message, message.gradients)
+                part.arrive(sender, message.receipt, message.message, _taken(message.gradients))
             except RpcError as refused:
                 error = refused
         try:
@@ -504,6 +505,12 @@ class Participant:
             if context.touched < before and context.origin != self.me.rank and not context.passes:
                 error = RpcError(f"{context} was not used for {older_than} s, and dropped")
                 self._release(context.id, None, error, tell=False)
+
+
+def _taken(gradients: Gradients) -> Gradients:
+    found = list(gradients)
+    gradients.clear()
+    return found
 
 
 def _complete(future: Future[Any] | None, value: Any, error: BaseException | None = None) -> None:

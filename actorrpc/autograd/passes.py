@@ -388,7 +388,7 @@ class Pass:
             if found.add(key, gradients):
                 del self._sums[node]
                 receipt = self._receipts[node]
-                complete.append((receipt.worker, self._gradient(receipt, tuple(found.total), terms)))
+                complete.append((receipt.worker, self._gradient(receipt, list(found.total), terms)))
         return complete
 
     def _capture(

@@ -236,7 +236,7 @@ class Network:
         left = iter(tensors)
 
         def fill(gradient: Gradient) -> Gradient:
-            return gradient._replace(gradients=tuple(next(left) if g else None for g in gradient.gradients))
+            return gradient._replace(gradients=[next(left) if g else None for g in gradient.gradients])
 
         if isinstance(message, Gradient):
             return fill(message)

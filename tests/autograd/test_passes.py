@@ -482,7 +482,7 @@ def test_what_comes_late_of_a_pass_that_is_over_is_ignored() -> None:
     x = group.send(1, 0, group.send(0, 1, a) * 2)
     (message,) = group.known(1).sends
     worker, origin = group.worker(1).participant, group.worker(0).me
-    gradient = Gradient(group.context, 99, message, 1, (torch.ones(3, dtype=torch.float64),))
+    gradient = Gradient(group.context, 99, message, 1, [torch.ones(3, dtype=torch.float64)])
     worker.hear(origin, Verdict(group.context, 99, False))
     assert worker.handle(origin, gradient) is None
     assert worker.handle(origin, gradient._replace(fast=True)) is None
@@ -507,7 +507,7 @@ def test_a_gradient_of_the_wrong_size() -> None:
         False,
         "context",
         0.0,
-        [Gradient(group.context, 3, message, 1, (None, None))],
+        [Gradient(group.context, 3, message, 1, [None, None])],
     )
     with pytest.raises(RpcError, match="has 1 gradients, but 2 came"):
         group.worker(1).participant.handle(origin, run)
