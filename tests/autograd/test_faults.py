@@ -320,7 +320,7 @@ def _leave_in(phase: str, mode: Mode) -> None:
     assert len(errors) == 1
     assert isinstance(errors[0], RpcError)
     assert "released" in str(errors[0])
-    assert x.grad is None
+    _until(lambda: x.grad is None)  # another thread may just be finishing the leaf, with its slot borrowed
 
 
 @pytest.mark.parametrize("mode", list(PHASES))
