@@ -11,6 +11,17 @@ from benchmarks.targets import Target
 __all__ = ["AUTOGRAD_TARGETS"]
 
 HOST = "same host"
+_MESSAGES = (
+    "recording costs a call about as much again, and a gradient's way through decoder, pass, engine and encoder is some 200 "
+    "Python functions on each worker, with cold caches (cProfile); torch does all of it in C++"
+)
+_STEP = (
+    "forward is not slower; the backward pass is a chain of three messages and an answer, each of which wakes a thread that "
+    "has slept too long to spin, and " + _MESSAGES
+)
+_COPIES = (
+    "not settled: two copies through shared memory, fresh pages for the gradient, and the products themselves"
+)
 PLACES = (("own", "own CPUs"), ("one", "one CPU"))
 
 
@@ -23,6 +34,7 @@ def _targets() -> Iterator[Target]:
                     key=Key("rnn", f"{case}, {world} workers", HOST, place, "time"),
                     versus="torch",
                     at_most=0.5,
+                    why=_STEP,
                 )
     for world in WORLDS:
         for place, where in PLACES:
@@ -31,6 +43,7 @@ def _targets() -> Iterator[Target]:
                 key=Key("chain", f"each hop, {world} workers", HOST, place, "hop"),
                 versus="torch",
                 at_most=1 / 3,
+                why=_MESSAGES,
             )
     for place, where in PLACES:
         yield Target(
@@ -38,6 +51,7 @@ def _targets() -> Iterator[Target]:
             key=Key("activation", "64 MiB", HOST, place, "both_ways"),
             versus="torch",
             at_least=2.0,
+            why=_COPIES,
         )
 
 
