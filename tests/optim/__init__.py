@@ -1,0 +1,1 @@
+"""Tests of the optimizer. A package, so that its fixtures of that scope end with it."""
