@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.actors_sections import TENSOR_SIZES
-from benchmarks.chart import COLOURS, bars, measured
+from benchmarks.chart import Panel, sheet
 from benchmarks.series import Key, Results
 
 __all__ = ["draw_actors"]
@@ -13,8 +13,8 @@ __all__ = ["draw_actors"]
 _PLACES = {"own": "own CPUs", "one": "one CPU"}
 
 
-def _panels() -> list[tuple[str, str, dict[str, Key], bool]]:
-    """Return title, unit, bars (label -> what was measured) and whether more is better."""
+def _panels() -> list[Panel]:
+    """Return what is drawn."""
 
     def key(section: str, metric: str, placement: str = "both", case: str = "") -> Key:
         return Key(section, case, "same host", placement, metric)
@@ -77,29 +77,4 @@ def draw_actors(path: Path, results: Results, caption: str) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    import matplotlib  # noqa: PLC0415 - a run without matplotlib is still a run
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-    from matplotlib.patches import Patch  # noqa: PLC0415
-
-    panels = [
-        (title, unit, shown, more)
-        for title, unit, keys, more in _panels()
-        if (shown := {name: key for name, key in keys.items() if measured(results, key)})
-    ]
-    rows = max(1, -(-len(panels) // 3))
-    figure, grid = pyplot.subplots(
-        rows, 3, figsize=(17, 4.3 * rows + 0.6), layout="constrained", squeeze=False
-    )
-    spots = iter(grid.flat)
-    for title, unit, keys, more in panels:
-        bars(next(spots), results, title, unit, keys, more=more)
-    for spot in spots:
-        spot.set_visible(False)
-    drawn = {peer for peers in results.series.values() for peer, values in peers.items() if any(values)}
-    handles = [Patch(color=colour, label=peer) for peer, colour in COLOURS.items() if peer in drawn]
-    figure.legend(handles=handles, loc="outside upper center", ncols=max(1, len(handles)), frameon=False)
-    figure.supxlabel(caption, fontsize=8)
-    figure.savefig(path, format="png", dpi=110)
-    pyplot.close(figure)
+    sheet(path, results, caption, _panels())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.autograd_sections import HOPS, MODELS, WORLDS
-from benchmarks.chart import COLOURS, bars, measured
+from benchmarks.chart import COLOURS, Panel, measured, sheet
 from benchmarks.series import Key, Results, summarise
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ HOST = "same host"
 _PLACES = {"own": "own CPUs", "one": "one CPU"}
 
 
-def _panels() -> list[tuple[str, str, dict[str, Key], bool]]:
-    """Return title, unit, bars (label -> what was measured) and whether more is better."""
+def _panels() -> list[Panel]:
+    """Return what is drawn."""
     training = [
         (
             f"{'RNN' if section == 'rnn' else 'parameter server'}, {case}: a step",
@@ -85,37 +86,10 @@ def draw_autograd(path: Path, results: Results, caption: str) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    import matplotlib  # noqa: PLC0415 - a run without matplotlib is still a run
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-    from matplotlib.patches import Patch  # noqa: PLC0415
-
-    panels = [
-        (title, unit, shown, more)
-        for title, unit, keys, more in _panels()
-        if (shown := {name: key for name, key in keys.items() if measured(results, key)})
-    ]
-    lines = [
-        (world, place)
+    drawings = [
+        partial(_chains, results=results, world=world, placement=place)
         for world in WORLDS
         for place in _PLACES
         if measured(results, Key("chain", f"1 hop, {world} workers", HOST, place, "p50"))
     ]
-    rows = max(1, -(-(len(panels) + len(lines)) // 3))
-    figure, grid = pyplot.subplots(
-        rows, 3, figsize=(17, 4.3 * rows + 0.6), layout="constrained", squeeze=False
-    )
-    spots = iter(grid.flat)
-    for title, unit, keys, more in panels:
-        bars(next(spots), results, title, unit, keys, more=more)
-    for world, place in lines:
-        _chains(next(spots), results, world, place)
-    for spot in spots:
-        spot.set_visible(False)
-    drawn = {peer for key, peers in results.series.items() for peer in peers if measured(results, key)}
-    handles = [Patch(color=colour, label=peer) for peer, colour in COLOURS.items() if peer in drawn]
-    figure.legend(handles=handles, loc="outside upper center", ncols=max(1, len(handles)), frameon=False)
-    figure.supxlabel(caption, fontsize=8)
-    figure.savefig(path, format="png", dpi=110)
-    pyplot.close(figure)
+    sheet(path, results, caption, _panels(), drawings)

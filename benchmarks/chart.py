@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,10 @@ from benchmarks.series import Key, Results, summarise
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLOURS", "bars", "draw", "measured"]
+__all__ = ["COLOURS", "Panel", "draw", "measured", "sheet"]
+
+#: Title, unit, bars (label -> what was measured) and whether more is better.
+Panel = tuple[str, str, dict[str, Key], bool]
 
 COLOURS = {
     "torch": "#d1603d",
@@ -102,8 +107,14 @@ def measured(results: Results, key: Key) -> bool:
     return any(summarise(values) is not None for values in results.series.get(key, {}).values())
 
 
-def draw(path: Path, results: Results, caption: str) -> None:
-    """Write the picture as PNG.
+def sheet(
+    path: Path,
+    results: Results,
+    caption: str,
+    panels: Iterable[Panel],
+    drawings: Sequence[Callable[[Axes], None]] = (),
+) -> None:
+    """Write a picture of panels of bars, as far as anything was measured, and of other drawings behind them, as PNG.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -113,6 +124,37 @@ def draw(path: Path, results: Results, caption: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
     from matplotlib.patches import Patch  # noqa: PLC0415
+
+    shown_panels = [
+        (title, unit, shown, more)
+        for title, unit, keys, more in panels
+        if (shown := {name: key for name, key in keys.items() if measured(results, key)})
+    ]
+    rows = max(1, -(-(len(shown_panels) + len(drawings)) // 3))
+    figure, grid = pyplot.subplots(
+        rows, 3, figsize=(17, 4.3 * rows + 0.6), layout="constrained", squeeze=False
+    )
+    spots = iter(grid.flat)
+    for title, unit, keys, more in shown_panels:
+        bars(next(spots), results, title, unit, keys, more=more)
+    for drawing in drawings:
+        drawing(next(spots))
+    for spot in spots:
+        spot.set_visible(False)
+    drawn = {peer for key, peers in results.series.items() for peer in peers if measured(results, key)}
+    handles = [Patch(color=colour, label=peer) for peer, colour in COLOURS.items() if peer in drawn]
+    figure.legend(handles=handles, loc="outside upper center", ncols=max(1, len(handles)), frameon=False)
+    figure.supxlabel(caption, fontsize=8)
+    figure.savefig(path, format="png", dpi=110)
+    pyplot.close(figure)
+
+
+def draw(path: Path, results: Results, caption: str) -> None:
+    """Write the picture as PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
 
     def pairs(section: str, metric: str) -> dict[str, Key]:
         return {
@@ -139,7 +181,7 @@ def draw(path: Path, results: Results, caption: str) -> None:
         f"1 observer,\n{PLACES[place]}": Key("reinforce", "1 observer", "same host", place, "steps")
         for place in ("own", "one")
     }
-    panels: list[tuple[str, str, dict[str, Key], bool]] = [
+    panels: list[Panel] = [
         ("round trip, p50", "us", pairs("round trip", "p50"), False),
         ("round trip, p99", "us", pairs("round trip", "p99"), False),
         ("round trip, processor time of both sides", "us a call", pairs("round trip", "cpu"), False),
@@ -150,28 +192,8 @@ def draw(path: Path, results: Results, caption: str) -> None:
         ("an idle pair, and a worker's memory", "", rest, False),
         ("reinforce.py", "environment steps/s", games, True),
     ]
-    panels = [
-        (title, unit, shown, more)
-        for title, unit, keys, more in panels
-        if (shown := {name: key for name, key in keys.items() if measured(results, key)})
-    ]
     lines = [("argument", "same host"), ("echo", "same host"), ("argument", "TCP")]
     if not any(key.section == "tensors" for key in results.series):
         lines = []
-    rows = max(1, -(-(len(panels) + len(lines)) // 3))
-    figure, grid = pyplot.subplots(
-        rows, 3, figsize=(17, 4.3 * rows + 0.6), layout="constrained", squeeze=False
-    )
-    spots = iter(grid.flat)
-    for title, unit, keys, more in panels:
-        bars(next(spots), results, title, unit, keys, more=more)
-    for direction, transport in lines:
-        _sizes(next(spots), results, direction, transport)
-    for spot in spots:
-        spot.set_visible(False)
-    drawn = {peer for key, peers in results.series.items() for peer in peers if measured(results, key)}
-    handles = [Patch(color=colour, label=peer) for peer, colour in COLOURS.items() if peer in drawn]
-    figure.legend(handles=handles, loc="outside upper center", ncols=max(1, len(handles)), frameon=False)
-    figure.supxlabel(caption, fontsize=8)
-    figure.savefig(path, format="png", dpi=110)
-    pyplot.close(figure)
+    drawings = [partial(_sizes, results=results, direction=where, transport=way) for where, way in lines]
+    sheet(path, results, caption, panels, drawings)

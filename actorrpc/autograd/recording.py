@@ -28,6 +28,7 @@ from actorrpc.core.interceptors import TAG
 from actorrpc.core.peer import Peer
 from actorrpc.errors import ProtocolError
 from actorrpc.rpc.fork_messages import WorkerKey
+from actorrpc.rpc.references import References
 
 __all__ = ["GraphRecorder", "current_context", "enter", "leave"]
 
@@ -88,7 +89,7 @@ class GraphRecorder:
             return None
         to = None
         if peer is not None:
-            to = WorkerKey(peer.rank, peer.record.incarnation)
+            to = References.key_of(peer)
             found.joined_by(to)
         indices = [index for index, each in enumerate(tensors) if each.requires_grad]
         if not indices or not torch.is_grad_enabled():
@@ -123,7 +124,7 @@ class GraphRecorder:
         if wanted:
             if source is None:
                 assert peer is not None
-                source = WorkerKey(peer.rank, peer.record.incarnation)
+                source = References.key_of(peer)
                 hear(context, self._contexts.me, source, news)
             receipt = Receipt(source, message, self._contexts.new_receipt(), len(wanted))
             context.record_receipt(receive(wanted), receipt)
@@ -132,7 +133,7 @@ class GraphRecorder:
         """Note that what is kept in a context goes to a worker. See :class:`actorrpc.core.interceptors.Recorder`."""
         context: Context | None = self._contexts.find(tag[0])
         if context is not None:
-            context.joined_by(WorkerKey(peer.rank, peer.record.incarnation))
+            context.joined_by(References.key_of(peer))
 
 
 def _read(tag: Any, count: int) -> tuple[int, int, Sequence[int], WorkerKey | None, Sequence[Any]]:
