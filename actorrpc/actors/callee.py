@@ -162,7 +162,7 @@ class Callee:
             frame.flags & ~(messages.INLINE | LETTER) or len(frame.body) >= messages.CHARGED
         ):
             conn.outbox.append(pack_frame(CREDIT, frame.id))
-            agent.upkeep.credited(conn)
+            agent.upkeep.soon(conn)
         if parcel.received:
             execution = entry.execution or Execution(entry.peer, frame.id, entry.deadline, frame.chain)
             agent.confirm(parcel.received, execution)

@@ -3,7 +3,8 @@
 A pass runs on a worker in parts. Each part is one call of the engine that *captures* gradients: those of the nodes which
 stand for received messages, and those of leaves. Hooks of leaves must see the whole gradient, once; so they are silent
 during captures, and when all parts are done one further call *finishes* the leaves: it puts the sums into their ``.grad``
-as a local backward pass would, with hooks of every kind, those made in C++ (DDP's) included.
+as a local backward pass would, with hooks of every kind, those made in C++ (DDP's) included. Where all leaves are reached
+from one part only, as they mostly are, that part *runs* as a local pass does, and nothing is left to be finished.
 
 All runs on the thread that calls, user code (hooks, custom Functions) included; no lock is held here.
 """
@@ -33,6 +34,7 @@ __all__ = [
     "nodes",
     "reach",
     "reach_if_small",
+    "run",
 ]
 
 #: Gradients of some tensors, in order; None where there is none.
@@ -264,6 +266,56 @@ def accumulate(gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
         for index, gradient in enumerate(gradients.values()):
             before = grads[index]
             grads[index] = gradient if before is None else add_to(before, gradient)
+
+
+# -- the whole at once -------------------------------------------------------------------------------------------------
+
+
+def run(
+    outputs: Sequence[GradientEdge],
+    gradients: Sequence[torch.Tensor],
+    receipts: Sequence[tuple[Node, int]],
+    leaves: Sequence[torch.Tensor],
+    *,
+    retain_graph: bool,
+    deadline: float | None = None,
+) -> tuple[list[Tensors], dict[torch.Tensor, torch.Tensor]]:
+    """Run the engine once; return what comes to received messages, and what is in the ``.grad`` of leaves after that.
+
+    Hooks of all kinds run. ``.grad`` itself is as it was when this returns. No two of the results share memory.
+
+    Args:
+        outputs: where to begin, as for :func:`capture`.
+        gradients: for each of ``outputs``.
+        receipts: nodes that stand for received messages, and how many outputs each of them has.
+        leaves: all that can be reached; each once.
+        deadline: until when to wait for others that use the ``.grad`` of these leaves; monotonic, None for ever.
+
+    Raises:
+        RpcTimeoutError: others did not give the leaves back in time.
+        Exception: what a node or a hook raised.
+    """
+    if not outputs:
+        return [[None] * count for _, count in receipts], {}
+    boxes: list[Tensors] = []
+    for node, _ in receipts:
+        box: Tensors = []
+        node.box = box
+        boxes.append(box)
+    silence = _silence()
+    before, silence.on = silence.on, False
+    try:
+        with slots.borrowed(leaves, deadline):
+            _run(tuple(outputs), tuple(gradients), retain_graph, False, (), True, True)
+            found = [(leaf, leaf.grad) for leaf in leaves]
+    finally:
+        silence.on = before
+        for node, _ in receipts:
+            node.box = None
+    for box, (_, count) in zip(boxes, receipts, strict=True):
+        if not box:  # nothing has come to it
+            box += [None] * count
+    return boxes, {leaf: _unshared(gradient) for leaf, gradient in found if gradient is not None}
 
 
 # -- finishing leaves -------------------------------------------------------------------------------------------------

@@ -138,7 +138,11 @@ class Transport(Protocol):
         """
 
     def tell(self, to: WorkerKey, notice: Notice) -> None:
-        """Send a notice that needs no answer, as often as it takes. Never raises, never waits."""
+        """Send a notice that needs no answer, as often as it takes. Never raises, never waits.
+
+        What nobody is in a hurry for (that a pass has succeeded, that a context is over) may wait for a moment, to go along
+        with something else.
+        """
 
     def name(self, worker: WorkerKey) -> str:
         """Return what errors call a worker."""

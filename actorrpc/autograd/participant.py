@@ -287,6 +287,14 @@ class Participant:
         """Return, under the lock of the context, what this worker knows of all parts of a fast pass."""
         return {**part.reports, self.me: part.report()}
 
+    def may_wait(self, notice: Notice) -> bool:
+        """Say whether acting on a notice may have to wait for others: for the ``.grad`` of leaves that they use."""
+        if isinstance(notice, Release) or not notice.commit:
+            return False
+        context = self.contexts.find(notice.context)
+        part = None if context is None else context.passes.get(notice.pass_id)
+        return part is not None and part.terms is not None and part.terms.accumulate == "grad"
+
     def hear(self, sender: WorkerKey, notice: Notice) -> None:
         """Act on a notice. Each may come late, or twice."""
         if isinstance(notice, Release):

@@ -10,7 +10,7 @@ Nothing that a pass has found counts before its verdict: until then sums and res
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -157,6 +157,9 @@ class Pass:
         self._leaves: dict[Node, None] = {}
         self._sums: dict[Node, Sum] = {}
         self._results: dict[torch.Tensor, torch.Tensor] = {}
+        self._whole: int | None = (
+            None  # the stratum that alone reaches leaves, and so puts them into order itself
+        )
 
     # -- beginning: on one thread, without the lock --------------------------------------------------------------
 
@@ -178,7 +181,7 @@ class Pass:
             RuntimeError: the graph of a message was given up.
         """
         where: dict[tuple[int, Contribution], int] = {}
-        lacking = []
+        lacking, reaching = [], []
         for index, stratum in enumerate(strata):
             count = 0
             for message, contributions in stratum.messages.items():
@@ -190,6 +193,10 @@ class Pass:
             receipts, leaves = self._reached(stratum)
             for node in (*receipts, *leaves):
                 self._expect(node, index)
+            if leaves:
+                reaching.append(index)
+        if len(reaching) == 1 and not terms.create_graph:
+            self._whole = reaching[0]
         retained: set[int] = set()
         if len(strata) > 1 and not (terms.retain_graph or terms.create_graph):
             retained = self._shared(strata)
@@ -378,9 +385,9 @@ class Pass:
         assert terms is not None
         stratum = self._strata[index]
         nodes, leaves = self._reached(stratum)
-        of_receipts, of_leaves = self._capture(stratum, nodes, leaves, terms, index in self._retained)
+        of_receipts, of_leaves = self._engine(index, nodes, leaves)
         key = next(iter(stratum.messages)) if terms.fast else index
-        for node, gradient in zip(leaves, of_leaves, strict=True):
+        for node, gradient in of_leaves:
             self._sums[node].add(key, [gradient])
         complete = []
         for node, gradients in zip(nodes, of_receipts, strict=True):
@@ -391,14 +398,37 @@ class Pass:
                 complete.append((receipt.worker, self._gradient(receipt, list(found.total), terms)))
         return complete
 
-    def _capture(
-        self,
-        stratum: Stratum,
-        nodes: Sequence[Node],
-        leaves: Sequence[Node],
-        terms: Terms,
-        shared: bool,
-    ) -> tuple[list[Tensors], Tensors]:
+    def _engine(
+        self, index: int, nodes: Sequence[Node], leaves: Sequence[Node]
+    ) -> tuple[list[Tensors], Iterable[tuple[Node, torch.Tensor | None]]]:
+        """Call the engine for a stratum; return what comes to received messages, and to leaves that are to be finished."""
+        terms, stratum = self.terms, self._strata[index]
+        assert terms is not None
+        receipts = [(node, self._receipts[node].outputs) for node in nodes]
+        retain = terms.retain_graph or terms.create_graph or index in self._retained
+        outputs, gradients = self._given(stratum)
+        if index == self._whole:
+            variables = {node.variable: None for node in leaves}
+            if len(variables) == len(leaves):  # a leaf whose node was made anew meanwhile has two
+                with self.context.engine:
+                    found, self._results = graph.run(
+                        outputs,
+                        gradients,
+                        receipts,
+                        list(variables),
+                        retain_graph=retain,
+                        deadline=terms.deadline,
+                    )
+                self._leaves.clear()
+                return found, ()
+        with self.context.engine:
+            found, of_leaves = graph.capture(
+                outputs, gradients, receipts, leaves, retain_graph=retain, create_graph=terms.create_graph
+            )
+        return found, zip(leaves, of_leaves, strict=True)
+
+    def _given(self, stratum: Stratum) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """Take the gradients that have come for a stratum."""
         outputs: list[GradientEdge] = []
         gradients: list[torch.Tensor] = []
         for message, contributions in stratum.messages.items():
@@ -413,15 +443,7 @@ class Pass:
                     if gradient is not None:
                         outputs.append(edge)
                         gradients.append(gradient)
-        with self.context.engine:
-            return graph.capture(
-                outputs,
-                gradients,
-                [(node, self._receipts[node].outputs) for node in nodes],
-                leaves,
-                retain_graph=terms.retain_graph or terms.create_graph or shared,
-                create_graph=terms.create_graph,
-            )
+        return outputs, gradients
 
     def _gradient(self, receipt: Receipt, gradients: Gradients, terms: Terms) -> Gradient:
         if not terms.fast:

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from actorrpc.autograd.messages import Gradient, Message, Notice, Release, Verdict
+from actorrpc.autograd.messages import (
+    Contribution,
+    Discover,
+    Gradient,
+    Message,
+    Notice,
+    Release,
+    Run,
+    Stratum,
+    Verdict,
+)
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT
 from actorrpc.core.execution import Later
@@ -21,9 +31,19 @@ from actorrpc.rpc.references import References
 if TYPE_CHECKING:
     from actorrpc.autograd.participant import Participant
 
-__all__ = ["AgentTransport", "pack_notice", "serve", "set_participant", "unpack_notice"]
+__all__ = [
+    "NOTICE",
+    "AgentTransport",
+    "fields_of",
+    "message_of",
+    "pack_notice",
+    "serve",
+    "set_participant",
+    "unpack_notice",
+]
 
-_NOTICE: Final = "autograd"
+NOTICE: Final = "autograd"
+_GRADIENT, _RUN, _DISCOVER = range(3)  # kinds of messages on the wire
 _RETRY_S: Final = 1.0  # a notice is sent again after this time, then 1.5 times that, ...
 _ATTEMPTS: Final = 20
 
@@ -36,14 +56,57 @@ def set_participant(participant: Participant | None) -> None:
     _participant = participant
 
 
-def serve(message: Message) -> Any:
-    """Take a message of a backward pass (called by RPC)."""
+def serve(kind: int, *fields: Any) -> Any:
+    """Take a message of a backward pass as :func:`fields_of` gave it (called by RPC)."""
     execution = CURRENT.get()
     participant = _participant
     if participant is None or execution is None:
         raise NotInitializedError("this worker has no distributed autograd: it has been shut down")
-    answer = participant.handle(References.key_of(execution.peer), message)
+    answer = participant.handle(References.key_of(execution.peer), message_of(kind, fields))
     return Later(answer) if isinstance(answer, Future) else answer
+
+
+def fields_of(message: Message) -> tuple[Any, ...]:
+    """Return a message as plain values, which travel in half of the time that named tuples in each other need."""
+    if isinstance(message, Gradient):
+        return (_GRADIENT, *message)
+    if isinstance(message, Discover):
+        return (_DISCOVER, *message)
+    strata = [
+        [
+            (number, [(*each.worker, each.receipt) for each in given])
+            for number, given in stratum.messages.items()
+        ]
+        for stratum in message.strata
+    ]
+    gradients = [(each.message, each.receipt, each.gradients) for each in message.gradients]
+    return (_RUN, message.context, message.pass_id, strata, *message[3:-1], gradients)
+
+
+def message_of(kind: int, fields: tuple[Any, ...]) -> Message:
+    """Return the message that :func:`fields_of` was given."""
+    if kind == _GRADIENT:
+        return Gradient(*fields)
+    if kind == _DISCOVER:
+        return Discover(*fields)
+    context, pass_id, strata, retain_graph, create_graph, accumulate, timeout, gradients = fields
+    return Run(
+        context,
+        pass_id,
+        [
+            Stratum({number: tuple([_contribution(*each) for each in given]) for number, given in messages})
+            for messages in strata
+        ],
+        retain_graph,
+        create_graph,
+        accumulate,
+        timeout,
+        [Gradient(context, pass_id, *each) for each in gradients],
+    )
+
+
+def _contribution(rank: int, incarnation: str, receipt: int) -> Contribution:
+    return Contribution(WorkerKey(rank, incarnation), receipt)
 
 
 def pack_notice(notice: Notice) -> bytes:
@@ -85,7 +148,9 @@ class AgentTransport:
         label = f"backward ({type(message).__name__})"
         future.label = label
         try:
-            self._agent.call(self._peer(to), serve, (message,), {}, timeout, future=future, label=label)
+            self._agent.call(
+                self._peer(to), serve, fields_of(message), {}, timeout, future=future, label=label
+            )
             self._agent.flush()
         except Exception as error:
             if future._claim():
@@ -94,7 +159,7 @@ class AgentTransport:
 
     def post(self, to: WorkerKey, message: Gradient) -> None:
         """See :class:`actorrpc.autograd.messages.Transport`."""
-        post(self._agent, self._peer(to), serve, (message,), "backward", record=message.create_graph)
+        post(self._agent, self._peer(to), serve, fields_of(message), "backward", record=message.create_graph)
 
     def tell(self, to: WorkerKey, notice: Notice, attempt: int = 0) -> None:
         """See :class:`actorrpc.autograd.messages.Transport`."""
@@ -103,7 +168,12 @@ class AgentTransport:
             peer = self._peer(to)
         except RpcError:
             return
-        if agent.closed_down or peer.state != "alive" or agent.notify(peer, _NOTICE, pack_notice(notice)):
+        lazily = isinstance(notice, Release) or notice.commit
+        if (
+            agent.closed_down
+            or peer.state != "alive"
+            or agent.notify(peer, NOTICE, pack_notice(notice), lazily=lazily)
+        ):
             return
         if attempt < _ATTEMPTS:
             again = partial(self.tell, to, notice, attempt + 1)

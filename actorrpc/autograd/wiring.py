@@ -10,7 +10,7 @@ from typing import Final
 from actorrpc.autograd.contexts import Contexts
 from actorrpc.autograd.participant import Participant
 from actorrpc.autograd.recording import GraphRecorder
-from actorrpc.autograd.transport import AgentTransport, set_participant, unpack_notice
+from actorrpc.autograd.transport import NOTICE, AgentTransport, set_participant, unpack_notice
 from actorrpc.core.agent import Agent
 from actorrpc.core.interceptors import NoRecorder
 from actorrpc.core.peer import Peer
@@ -61,7 +61,11 @@ def start(agent: Agent, references: References) -> Callable[[bool], None]:
     over = False
 
     def noticed(peer: Peer, body: bytes) -> None:
-        part.hear(References.key_of(peer), unpack_notice(body))
+        notice = unpack_notice(body)
+        if part.may_wait(notice):
+            agent.submit(partial(part.hear, References.key_of(peer), notice))
+        else:
+            part.hear(References.key_of(peer), notice)
 
     def peer_ended(peer: Peer) -> None:
         part.worker_died(References.key_of(peer))
@@ -84,7 +88,8 @@ def start(agent: Agent, references: References) -> Callable[[bool], None]:
         for context in made.all():
             part.release(context.id)
 
-    agent.on_notice["autograd"] = noticed
+    agent.on_notice[NOTICE] = noticed
+    agent.inbox.prompt.add(NOTICE)
     agent.on_peer_end.append(peer_ended)
     agent.recorder = GraphRecorder(made)
     set_participant(part)

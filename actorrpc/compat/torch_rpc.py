@@ -18,7 +18,7 @@ import torch
 import torch.distributed
 import torch.futures
 
-from actorrpc.autograd import received
+from actorrpc.autograd.received import Received
 from actorrpc.compat import autograd, futures, rpc
 from actorrpc.compat.environment import drop_in
 from actorrpc.compat.imports import after_import, forget
@@ -96,7 +96,7 @@ def install() -> None:
         _put(torch.distributed, "rpc", rpc)
         _put(torch.distributed, "autograd", autograd)
         # Under this name graphs show the node that stands for a message.
-        _put(received._Received._backward_cls, "__name__", "torch::distributed::autograd::RecvRpcBackward")
+        _put(Received._backward_cls, "__name__", "torch::distributed::autograd::RecvRpcBackward")
         # torch's cannot see that one of ours has failed before all are complete.
         _put(torch.futures, "collect_all", futures.collect_all)
         _put(torch.futures, "wait_all", futures.wait_all)

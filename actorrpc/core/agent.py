@@ -4,9 +4,8 @@ What it knows of a call is bytes, deadlines and who is waiting. Everything that 
 contexts, traces, actors) is put in from above: interceptors wrap executions and add to headers, ``on_notice``
 handles one-way messages, ``on_peer_end`` is told of deaths.
 
-Threads: any thread may make calls. ``control`` runs under a connection's read lock, on whichever thread
-    reads; it is short
-and runs no user code. ``deliver`` runs after the lock was released. No lock of this module is held while
+Threads: any thread may make calls. ``control`` runs under a connection's read lock, on whichever thread reads; it is
+short and runs no user code. ``deliver`` runs after the lock was released. No lock of this module is held while
 calling out; ``_lock`` guards the table of peers only.
 """
 
@@ -32,6 +31,7 @@ from actorrpc.core.clock import Clock
 from actorrpc.core.connection import Connection
 from actorrpc.core.execution import Executor
 from actorrpc.core.frames import Frame, pack_frame
+from actorrpc.core.gates import Gate
 from actorrpc.core.identity import WorkerInfo, WorkerRecord
 from actorrpc.core.inbox import Inbox
 from actorrpc.core.interceptors import Interceptor, NoRecorder, Recorder, recorded
@@ -101,6 +101,7 @@ class Agent:
         self.buffers = BufferPool(settings.recycle_bytes)
         self.interceptors: list[Interceptor] = []
         self.recorder: Recorder = NoRecorder()
+        self.gate: Gate | None = None
         self.on_notice: dict[str, Callable[[Peer, bytes], None]] = {}
         self.on_peer_end: list[Callable[[Peer], None]] = []
         self.post: PostOffice = NoMail(self)
@@ -300,7 +301,9 @@ class Agent:
                 current.nested = [each for each in current.nested if not each.done]
             current.nested.append(call)
         try:
-            self._dispatch(call, encoded, header, letter)
+            gate = self.gate  # once: it may go away
+            if gate is None or gate.request(call, function, args, encoded, header, letter, parcel):
+                self._dispatch(call, encoded, header, letter)
         except KeyboardInterrupt:
             call.cancel()  # it comes after the dispatch, never in it
             raise
@@ -415,16 +418,9 @@ class Agent:
         buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
         extra = msgpack.packb(header) if header else b""
         now = time.monotonic()
-        frame = Frame(
-            kind,
-            flags | messages.STREAM if buffers else flags,
-            id,
-            deadline - now,
-            chain,
-            extra,
-            encoded.body,
-            buffers if buffers else None,
-        )
+        if buffers:
+            flags |= messages.STREAM
+        frame = Frame(kind, flags, id, deadline - now, chain, extra, encoded.body, buffers or None)
         if flags & frames.LETTER:
             self.post.take(None, peer, frame)
         elif kind == frames.REQUEST:
@@ -433,8 +429,18 @@ class Agent:
         else:
             self.inbox.reply(peer, frame, True)
 
-    def notify(self, peer: Peer, name: str, body: bytes) -> bool:
-        """Send a one-way message to the handler ``name`` of a peer; say whether there was a connection for it."""
+    def notify(self, peer: Peer, name: str, body: bytes, *, lazily: bool = False) -> bool:
+        """Send a one-way message to the handler ``name`` of a peer; say whether there was a connection for it.
+
+        ``lazily``: it may wait for something that it can go along with, though not for long.
+        """
+        gate = self.gate
+        if gate is not None:
+            return gate.notice(peer, name, body)
+        return self.send_notice(peer, name, body, lazily)
+
+    def send_notice(self, peer: Peer, name: str, body: bytes, lazily: bool = False) -> bool:
+        """Do what :meth:`notify` does, past the gate."""
         if peer.is_self:
             handler = self.on_notice.get(name)
             if handler is not None:
@@ -449,7 +455,10 @@ class Agent:
         except RpcError:
             return False
         conn.outbox.append(pack_frame(frames.NOTICE, body=body, extra=msgpack.packb({"n": name})))
-        conn.flush()
+        if lazily:
+            self.upkeep.soon(conn)
+        else:
+            conn.flush()
         return True
 
     def announce(self, parcel: messages.Parcel, header: dict[str, Any] | None) -> dict[str, Any]:

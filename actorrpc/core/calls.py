@@ -51,9 +51,21 @@ class Execution:
         path: the mailbox executions (of actors) that it descends from, outermost first; ``chain`` is the last of
             them where there is one.
         actor: whose mailbox it came through, or ``None`` for a plain call.
+        receipt: what the caller is to be told with the answer: which references have arrived.
     """
 
-    __slots__ = ("actor", "cancelled", "chain", "deadline", "header", "id", "nested", "path", "peer")
+    __slots__ = (
+        "actor",
+        "cancelled",
+        "chain",
+        "deadline",
+        "header",
+        "id",
+        "nested",
+        "path",
+        "peer",
+        "receipt",
+    )
 
     def __init__(self, peer: Peer, id: int, deadline: float, chain: int) -> None:
         self.peer = peer
@@ -65,6 +77,7 @@ class Execution:
         self.header: dict[str, Any] | None = None
         self.path: tuple[int, ...] = (chain,) if chain >> FRAME_BIT else ()
         self.actor: Any = None
+        self.receipt: bytes | None = None
 
     def cancel(self, stop: bool = False) -> None:
         """Take note that the caller gave up, and give up the calls that this one waits for.

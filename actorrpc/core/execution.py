@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from actorrpc.core import codec, exceptions, messages
 from actorrpc.core.calls import CURRENT, FRAME_BIT, Execution
 from actorrpc.core.frames import CREDIT, FAILURE, POST, REPLY, Frame, pack_frame, unpack_extra
-from actorrpc.core.interceptors import intercepted, recorded
+from actorrpc.core.interceptors import RECEIPT, Interceptor, intercepted, recorded, riding
 from actorrpc.errors import (
     CancelledError,
     DeadlockError,
@@ -160,7 +160,7 @@ class Executor:
         if not frame.flags and not frame.extra:
             function, args, kwargs = messages.open_plain(frame.body, execution.peer)
         else:
-            parcel = messages.Parcel(execution.peer)
+            parcel = messages.Parcel(execution.peer, None if frame.flags & POST else execution)
             header = execution.header = unpack_extra(frame.extra) if frame.extra else {}
             if "w" in header:
                 execution.path = path_of(header, frame.chain)
@@ -169,13 +169,16 @@ class Executor:
             if conn is not None and (frame.flags & _CHARGED or len(frame.body) >= messages.CHARGED):
                 # Taken up: its bytes no longer count as unread. Leaves with the answer, or by itself soon.
                 conn.outbox.append(pack_frame(CREDIT, frame.id))
-                agent.upkeep.credited(conn)
+                agent.upkeep.soon(conn)
             if parcel.received:
                 agent.confirm(parcel.received, execution)
-        if agent.interceptors:
+        interceptors: Sequence[Interceptor] = agent.interceptors
+        if execution.header:
+            interceptors = riding(interceptors, execution.header)
+        if interceptors:
             if execution.header is None:
                 execution.header = {}
-            value = intercepted(agent.interceptors, execution, function, args, kwargs)()
+            value = intercepted(interceptors, execution, function, args, kwargs)()
         else:
             value = function(*args, **kwargs)
         if type(value) is Later:
@@ -221,7 +224,13 @@ class Executor:
         ``keep(value, size)`` may give something else to be sent in place of a value of ``size`` packed bytes.
         """
         agent = self._agent
-        if type(value) in _PLAIN and conn is not None and not agent.interceptors:
+        if (
+            type(value) in _PLAIN
+            and conn is not None
+            and not agent.interceptors
+            and agent.gate is None
+            and execution.receipt is None
+        ):
             conn.outbox.append(pack_frame(REPLY, id, _dumps(value, 5)))
             return
         parcel = messages.Parcel(execution.peer)
@@ -238,6 +247,7 @@ class Executor:
                 header = recorded(agent.recorder, header, encoded.tensors, execution.peer)
             if parcel.sent:
                 header = agent.announce(parcel, header)
+            header = _with_receipt(execution, header)
         except BaseException as error:
             agent.roll_back(parcel)
             if not isinstance(error, RpcError):
@@ -246,14 +256,14 @@ class Executor:
                 error = wrapped
             self.fail(conn, id, error, execution)
             return
-        if not self._send(conn, REPLY, id, encoded, header):
+        if not self._send(conn, REPLY, id, encoded, header, execution, parcel):
             agent.roll_back(parcel)
 
     def fail(self, conn: Any, id: int, error: BaseException, execution: Execution) -> None:
         """Send an error back. Never raises."""
         data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps)
         let_frames_go(error)
-        self._send(conn, FAILURE, id, messages.Plain(data), None)
+        self._send(conn, FAILURE, id, messages.Plain(data), _with_receipt(execution, None), execution)
 
     def refuse(self, conn: Any, frame: Frame, error: RpcError, *, sealed: bool = True) -> None:
         """Answer a request that is not executed with an error. Never raises.
@@ -290,8 +300,13 @@ class Executor:
         id: int,
         encoded: codec.Encoded | messages.Plain,
         header: dict[str, Any] | None,
+        execution: Execution | None = None,
+        parcel: messages.Parcel | None = None,
     ) -> bool:
         agent = self._agent
+        gate = agent.gate
+        if gate is not None and not gate.answer(conn, kind, id, encoded, header, execution, parcel):
+            return True
         if conn is None:
             agent.loop_back(kind, id, encoded, header, INFINITE, 0)
             return True
@@ -303,10 +318,19 @@ class Executor:
             if conn.broken or kind == FAILURE:
                 return False
             data = exceptions.dump(error, worker=agent.name, dumps=codec.dumps)
+            header = {RECEIPT: header[RECEIPT]} if header and RECEIPT in header else None
             messages.send(
-                agent, conn, FAILURE, id, messages.Plain(data), remaining=INFINITE, chain=0, header=None
+                agent, conn, FAILURE, id, messages.Plain(data), remaining=INFINITE, chain=0, header=header
             )
             return False
+
+
+def _with_receipt(execution: Execution, header: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the header of an answer, with the receipt for the references that came with the call."""
+    receipt, execution.receipt = execution.receipt, None
+    if receipt is None:
+        return header
+    return {RECEIPT: receipt} if header is None else {**header, RECEIPT: receipt}
 
 
 def _without_our_frames(traceback: Any) -> Any:

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.core import codec, exceptions, frames, messages
 from actorrpc.core.frames import Frame, pack_frame, unpack_extra
+from actorrpc.core.interceptors import RECEIPT
 from actorrpc.core.interrupts import uninterruptible
 from actorrpc.errors import ProtocolError
 
 if TYPE_CHECKING:
     from actorrpc.core.agent import Agent
-    from actorrpc.core.calls import Call
+    from actorrpc.core.calls import Call, Execution
     from actorrpc.core.connection import Connection
     from actorrpc.core.peer import Peer
 
@@ -34,10 +35,16 @@ _REPLIES: Final = (frames.REPLY, frames.FAILURE)
 
 
 class Inbox:
-    """Takes what connections read, for one agent. Thread-safe: it has no state of its own."""
+    """Takes what connections read, for one agent. Thread-safe.
+
+    Attributes:
+        prompt: names of notices whose handlers are quick and never wait: the thread that has read them acts on them itself,
+            before it sees to the requests behind them.
+    """
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
+        self.prompt: set[str] = set()
 
     def control(self, conn: Connection, frame: Frame) -> Frame | None:
         """Handle a control frame under the read lock; return the frame that is left to be delivered, if any."""
@@ -144,12 +151,12 @@ class Inbox:
             else:
                 if not arrived:
                     arrived = time.monotonic()
-                count += 1
                 if kind == frames.REQUEST:
+                    count += 1
                     requests += 1
                     pool.queue.append((conn, frame, arrived))
-                else:
-                    self._notice(peer, frame, conn)
+                elif self._notice(peer, frame, conn, waiting):
+                    count += 1
         if conn.outbox:
             conn.flush()
         if waiting:
@@ -204,43 +211,69 @@ class Inbox:
             value = interceptor.reply_received(header, call.peer, value)
         return value
 
-    def _notice(self, peer: Peer, frame: Frame, conn: Connection) -> None:
+    def _notice(self, peer: Peer, frame: Frame, conn: Connection, waiting: bool) -> bool:
+        """See to a notice; say whether it was put into the queue."""
         try:
             name = unpack_extra(frame.extra).get("n")
         except ProtocolError as error:
             conn.close(error)
-            return
+            return False
         handler = self._agent.on_notice.get(name) if isinstance(name, str) else None
         if handler is None:
             _log.warning("a notice %r of %r has no handler here", name, peer.name)
-            return
-        self._agent.pool.queue.append(lambda: handler(peer, frame.body))
+            return False
+        if waiting or name not in self.prompt:
+            self._agent.pool.queue.append(lambda: handler(peer, frame.body))
+            return True
+        try:
+            handler(peer, frame.body)
+        except Exception:
+            _log.exception("a notice %r of %r could not be acted upon", name, peer.name)
+        return False
 
     def cancelled(self, peer: Peer, id: int, stop: bool = True) -> None:
         """Take note that a caller has given a call up; ``stop``: what runs for it is to be interrupted."""
         execution = peer.running.get(id)
         if execution is not None:
             # Cancelling nested calls completes futures, which may run callbacks: not under the read lock.
-            self._agent.pool.submit(partial(execution.cancel, stop))
+            self._agent.pool.submit(partial(self._give_up, execution, stop))
             return
         if len(peer.cancelled) > 1 << 17:
             peer.cancelled.clear()
         peer.cancelled[id] = None
 
+    def _receipt(self, peer: Peer, body: Any) -> None:
+        handler = self._agent.on_notice.get(RECEIPT)
+        if handler is None or not isinstance(body, bytes):
+            raise ProtocolError("a receipt that cannot be read")
+        handler(peer, body)
+
+    def _give_up(self, execution: Execution, stop: bool) -> None:
+        execution.cancel(stop)
+        receipt, execution.receipt = execution.receipt, None
+        if receipt is not None:  # the answer may never come
+            self._agent.notify(execution.peer, RECEIPT, receipt)
+
     def arrived(self, parcel: messages.Parcel, header: dict[str, Any]) -> None:
-        """Take up the references that a message carries, before it is opened."""
+        """Take up the references that a message carries, before it is opened, and the receipt for others."""
         forks = header.get("f")
         if isinstance(forks, bytes):
             self._agent.on_forks(parcel, forks)
+        if RECEIPT in header:
+            self._receipt(parcel.peer, header[RECEIPT])
 
     def discard(self, conn: Connection | None, frame: Frame) -> None:
         """Give back what a message holds that will not be opened: shared memory and references."""
         messages.discard(conn, frame)
         if frame.extra:
             try:
-                forks = unpack_extra(frame.extra).get("f")
+                header = unpack_extra(frame.extra)
+                peer = self._agent.self_peer if conn is None else conn.peer
+                forks = header.get("f")
                 if isinstance(forks, bytes):
-                    self._agent.refuse_forks(self._agent.self_peer if conn is None else conn.peer, forks)
+                    self._agent.refuse_forks(peer, forks)
+                if RECEIPT in header:
+                    self._receipt(peer, header[RECEIPT])
             except ProtocolError as error:
                 if conn is not None:
                     conn.close(error)

@@ -13,10 +13,23 @@ if TYPE_CHECKING:
     from actorrpc.core.calls import Execution
     from actorrpc.core.peer import Peer
 
-__all__ = ["TAG", "Interceptor", "NoRecorder", "Recorder", "intercepted", "recorded"]
+__all__ = [
+    "RECEIPT",
+    "RIDERS",
+    "TAG",
+    "Interceptor",
+    "NoRecorder",
+    "Recorder",
+    "intercepted",
+    "recorded",
+    "riding",
+]
 
 TAG: Final = "ag"
 """The field of a header in which a recorder's tag travels."""
+
+RECEIPT: Final = "rref"
+"""The field of an answer's header that says which references of the call have arrived, and the notice that says so."""
 
 
 class Interceptor(Protocol):
@@ -40,6 +53,11 @@ class Interceptor(Protocol):
 
     def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
         """See, and maybe replace, a value that has come back."""
+
+
+#: Interceptors that take part only in the calls that have their field in the header: others pay nothing for them. They wrap
+#: executions, and what they return is sent.
+RIDERS: Final[dict[str, Interceptor]] = {}
 
 
 class Recorder(Protocol):
@@ -99,6 +117,11 @@ def recorded(
         header = {} if header is None else header
         header[TAG] = tag
     return header
+
+
+def riding(interceptors: Sequence[Interceptor], header: dict[str, Any]) -> Sequence[Interceptor]:
+    """Return who wraps the execution of a call with this header: its riders are the outermost."""
+    return [*(rider for name, rider in RIDERS.items() if name in header), *interceptors]
 
 
 def intercepted(

@@ -29,6 +29,7 @@ from actorrpc.errors import LimitError, PeerDiedError, ProtocolError
 if TYPE_CHECKING:
     from actorrpc.config import Settings
     from actorrpc.core.agent import Agent
+    from actorrpc.core.calls import Execution
     from actorrpc.core.connection import Connection
     from actorrpc.core.peer import Peer
 
@@ -65,12 +66,14 @@ class Parcel:
         sent: what was registered for the message while packing (forks of RRefs), to be rolled back if it is
             not sent.
         received: what has to be confirmed before user code may run with it.
+        execution: what the message asks for, if the sender gets an answer: its receipt may wait for that.
     """
 
-    __slots__ = ("peer", "received", "sent")
+    __slots__ = ("execution", "peer", "received", "sent")
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: Peer, execution: Execution | None = None) -> None:
         self.peer = peer
+        self.execution = execution
         self.sent: list[Any] | None = None
         self.received: list[Any] | None = None
 

@@ -50,6 +50,9 @@ def post(
         if parcel.sent:
             header = agent.announce(parcel, header)
         id, chain = next(peer.ids), 0 if current is None else current.chain
+        gate = agent.gate
+        if gate is not None and not gate.post(peer, function, args, encoded, header, chain, parcel):
+            return
         if peer.is_self:
             agent.loop_back(frames.REQUEST, id, encoded, header, _INFINITE, chain, frames.POST)
             return

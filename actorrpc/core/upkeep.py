@@ -25,7 +25,7 @@ __all__ = ["Upkeep"]
 
 INFINITE: Final = float("inf")
 _EXPECTED_S: Final = 2e-3  # rarely: a tick in the middle of every few calls costs more than it is worth
-_CREDIT_S: Final = 0.005
+_SOON_S: Final = 0.005
 _HAND_BACK_S: Final = 0.05
 _TRIM_S: Final = 30.0
 
@@ -40,8 +40,8 @@ class Upkeep:
         self._cork = Tick(clock, settings.cork_us * 1e-6, self._uncork)
         self._expecting: dict[Connection, None] = {}
         self._expected = Tick(clock, _EXPECTED_S, self._listen)
-        self._credited: dict[Connection, None] = {}
-        self._credit = Tick(clock, _CREDIT_S, self._send_credit)
+        self._laden: dict[Connection, None] = {}
+        self._soon = Tick(clock, _SOON_S, self._send_laden)
         #: ask every connected peer for a sign of life, not only those with calls under way
         self.watching = False
         self.pulse = Tick(clock, settings.heartbeat, self._beat)
@@ -84,15 +84,15 @@ class Upkeep:
         self.flush()
         return busy
 
-    def credited(self, conn: Connection) -> None:
-        """Send the credit in the outbox soon, if no answer takes it along."""
-        self._credited[conn] = None
-        self._credit.poke()
+    def soon(self, conn: Connection) -> None:
+        """Send what is in the outbox soon, if nothing takes it along before."""
+        self._laden[conn] = None
+        self._soon.poke()
 
-    def _send_credit(self) -> bool:
+    def _send_laden(self) -> bool:
         busy = False
-        while self._credited:
-            conn, _ = self._credited.popitem()
+        while self._laden:
+            conn, _ = self._laden.popitem()
             busy = True
             if conn.outbox:
                 conn.flush()

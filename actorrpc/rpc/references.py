@@ -17,12 +17,14 @@ from typing import Any, Final
 from actorrpc.core import codec, exceptions
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import Execution
+from actorrpc.core.interceptors import RECEIPT
 from actorrpc.core.interrupts import uninterruptible
 from actorrpc.core.messages import Parcel
 from actorrpc.core.peer import Peer
 from actorrpc.errors import PeerDiedError, RemoteError, RpcError, RpcTimeoutError, RRefError
 from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import (
+    ChildAccept,
     Message,
     WorkerKey,
     pack_forks,
@@ -37,7 +39,6 @@ __all__ = ["References"]
 _BATCH_S: Final = 0.05
 _RETRY_S: Final = 1.0  # messages of the protocol are sent again after this time, then 1.5 times that, ...
 _ATTEMPTS: Final = 20
-_NOTICE: Final = "rref"
 
 
 class References:
@@ -64,7 +65,7 @@ class References:
         self.me = WorkerKey(agent.record.rank, agent.record.incarnation)
         self.table = RRefTable(self.me)
         self._collecting = False
-        agent.on_notice[_NOTICE] = self._noticed
+        agent.on_notice[RECEIPT] = self._noticed
         agent.on_peer_end.append(self._peer_ended)
         agent.confirm = self._confirm
         agent.roll_back = self._roll_back
@@ -89,7 +90,7 @@ class References:
         peer = self._peer(to)
         if peer is None or peer.state != "alive":
             return  # the table has been told
-        if not self.agent.notify(peer, _NOTICE, pack_message(message)) and attempt < _ATTEMPTS:
+        if not self.agent.notify(peer, RECEIPT, pack_message(message)) and attempt < _ATTEMPTS:
             again = partial(self._send, to, message, attempt + 1)
             self.agent.clock.after(_RETRY_S * 1.5**attempt, partial(self.agent.submit, again))
 
@@ -144,7 +145,17 @@ class References:
     def _forks_arrived(self, parcel: Parcel, packed: bytes) -> None:
         received = self.table.receive(unpack_forks(packed), self.key_of(parcel.peer))
         parcel.received = [received.pending, *(self._wrap(self, handle) for handle in received.handles)]
-        self.carry_out(received.effects)
+        effects = received.effects
+        if parcel.execution is not None and effects.messages:
+            # That the sender's part is done may wait for the answer, which is on its way soon in most cases.
+            sender = self.key_of(parcel.peer)
+            for each in effects.messages:
+                to, message = each
+                if type(message) is ChildAccept and to == sender:
+                    effects.messages.remove(each)
+                    parcel.execution.receipt = pack_message(message)
+                    break
+        self.carry_out(effects)
 
     def _refuse(self, peer: Peer, packed: bytes) -> None:
         self.carry_out(self.table.refuse(unpack_forks(packed), self.key_of(peer)))

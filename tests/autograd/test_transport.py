@@ -10,16 +10,38 @@ import torch
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
-from actorrpc.autograd.messages import Release, Verdict
-from actorrpc.autograd.transport import pack_notice, unpack_notice
+from actorrpc.autograd.messages import Contribution, Discover, Gradient, Release, Run, Stratum, Verdict
+from actorrpc.autograd.transport import fields_of, message_of, pack_notice, unpack_notice
 from actorrpc.autograd.wiring import contexts
 from actorrpc.errors import ProtocolError
+from actorrpc.rpc.fork_messages import WorkerKey
 from tests.group import rpc_group
 
 
 @pytest.mark.parametrize("notice", [Release(5), Verdict(1 << 60, 7, True), Verdict(0, 1 << 60, False)])
 def test_notices(notice: Any) -> None:
     assert unpack_notice(pack_notice(notice)) == notice
+
+
+_ME, _YOU = WorkerKey(0, "one"), WorkerKey(1, "two")
+_STRATA = [
+    Stratum({3: (Contribution(_ME, 1), Contribution(_YOU, 4)), 5: (Contribution(_ME, 2),)}),
+    Stratum({7: (Contribution(_YOU, 9),)}),
+]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Discover(5, [1, 2]),
+        Gradient(5, 6, 3, 1, [None], True, True, True, "grad", 2.5),
+        Run(5, 6, _STRATA, True, False, "grad", 1.5, [Gradient(5, 6, 3, 1, [None, None])]),
+        Run(5, 6, [], False, True, "context", 0.0, []),
+    ],
+)
+def test_messages(message: Any) -> None:
+    kind, *fields = fields_of(message)
+    assert message_of(kind, tuple(fields)) == message
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x05", b"\x92\x01\x02", b"\x91\xa1a", b"\x93\x01\x02\xa1c"])
