@@ -24,6 +24,7 @@ import torch
 
 from actorrpc.actors.mailbox import Entry, Lane, Todo
 from actorrpc.core.calls import Call
+from actorrpc.core.threads import follow_torch
 from actorrpc.futures import WAITING, Future
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ class Station:
     def _run(self) -> None:
         self.ident = threading.get_ident()
         WAITING.station = self
+        follow_torch()
         resident, lane, mailbox = self._resident, self.lane, self._resident.mailbox
         try:
             while True:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from actorrpc.core.threads import follow_torch
 from actorrpc.futures import Future
 
 __all__ = ["EventLoop"]
@@ -43,6 +44,7 @@ class EventLoop:
         self._thread.start()
 
     def _run(self) -> None:
+        follow_torch()
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()

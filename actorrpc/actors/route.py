@@ -24,6 +24,7 @@ from actorrpc.core import exceptions
 from actorrpc.core.calls import CURRENT
 from actorrpc.errors import ActorDiedError, PeerDiedError, PendingCallsLimitExceeded
 from actorrpc.futures import Future
+from actorrpc.rpc.profiling import Span, modern, profiled
 
 if TYPE_CHECKING:
     from actorrpc.actors.methods import ClassInfo, MethodInfo
@@ -97,6 +98,8 @@ class Route:
             PendingCallsLimitExceeded: more calls wait than ``max_pending_calls`` allows.
             BackpressureError, ShutdownError, CancelledError: nothing was sent.
         """
+        if modern._is_profiler_enabled or profiled():
+            return self._call_in_profile(method, options, args, kwargs, refs, timeout)
         line = self._line
         plan = (line.kept_plans if refs else line.plans).get(method.name)
         if (
@@ -128,6 +131,27 @@ class Route:
             line.dropped(future)
             line.agent.check_process()  # in a fork, that is what is wrong
             raise
+        return future
+
+    def _call_in_profile(
+        self,
+        method: MethodInfo,
+        options: CallOptions,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        refs: bool,
+        timeout: float | None,
+    ) -> ResultFuture:
+        # Where the actor lives may not be known, and change before the call gets there: its name says it for the profile.
+        line = self._line
+        name = f"{line.class_name}.{options.name or method.name}"
+        span = Span(f"actor#{name}({line.agent.name} -> {self.title})")
+        try:
+            future = self._call_carefully(method, options, args, kwargs, refs, timeout)
+        except BaseException:
+            span.close()
+            raise
+        future.add_done_callback(lambda _: span.close())
         return future
 
     def _call_carefully(

@@ -10,6 +10,7 @@ Nothing that a pass has found counts before its verdict: until then sums and res
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
@@ -71,6 +72,15 @@ def reach_of(context: Context, message: int) -> Reach:
     if known is None:
         known = context.reaches[message] = graph.reach(edges, context.receipts)
     return known
+
+
+def _grouped() -> bool:
+    """Say whether this process is in a process group, and so may have a DistributedDataParallel.
+
+    Its hooks put sums into the ``.grad`` of leaves when the last of them has been reached: that has to be in the same call
+    of the engine.
+    """
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 class Terms:
@@ -157,9 +167,7 @@ class Pass:
         self._leaves: dict[Node, None] = {}
         self._sums: dict[Node, Sum] = {}
         self._results: dict[torch.Tensor, torch.Tensor] = {}
-        self._whole: int | None = (
-            None  # the stratum that alone reaches leaves, and so puts them into order itself
-        )
+        self._whole: set[int] = set()  # strata whose leaves no other reaches: they finish them, too
 
     # -- beginning: on one thread, without the lock --------------------------------------------------------------
 
@@ -181,7 +189,8 @@ class Pass:
             RuntimeError: the graph of a message was given up.
         """
         where: dict[tuple[int, Contribution], int] = {}
-        lacking, reaching = [], []
+        lacking: list[int] = []
+        reaching: dict[int, Sequence[Node]] = {}
         for index, stratum in enumerate(strata):
             count = 0
             for message, contributions in stratum.messages.items():
@@ -194,9 +203,14 @@ class Pass:
             for node in (*receipts, *leaves):
                 self._expect(node, index)
             if leaves:
-                reaching.append(index)
-        if len(reaching) == 1 and not terms.create_graph:
-            self._whole = reaching[0]
+                reaching[index] = leaves
+        if not terms.create_graph and (len(reaching) < 2 or not _grouped()):
+            reached = Counter(node.variable for leaves in reaching.values() for node in leaves)
+            self._whole = {
+                index
+                for index, leaves in reaching.items()
+                if all(reached[node.variable] == 1 for node in leaves)
+            }
         retained: set[int] = set()
         if len(strata) > 1 and not (terms.retain_graph or terms.create_graph):
             retained = self._shared(strata)
@@ -375,6 +389,10 @@ class Pass:
 
     # -- by the thread that is busy, without the lock ------------------------------------------------------------
 
+    def messages(self, index: int) -> list[int]:
+        """Return the messages that were sent from here whose gradients a stratum works off."""
+        return [message for message in self._strata[index].messages if message != ROOTS]
+
     def work(self, index: int) -> list[tuple[WorkerKey, Gradient]]:
         """Work off a stratum in a call of the engine. Returns the gradients that are complete now, and whom they are for.
 
@@ -407,20 +425,20 @@ class Pass:
         receipts = [(node, self._receipts[node].outputs) for node in nodes]
         retain = terms.retain_graph or terms.create_graph or index in self._retained
         outputs, gradients = self._given(stratum)
-        if index == self._whole:
-            variables = {node.variable: None for node in leaves}
-            if len(variables) == len(leaves):  # a leaf whose node was made anew meanwhile has two
-                with self.context.engine:
-                    found, self._results = graph.run(
-                        outputs,
-                        gradients,
-                        receipts,
-                        list(variables),
-                        retain_graph=retain,
-                        deadline=terms.deadline,
-                    )
-                self._leaves.clear()
-                return found, ()
+        if index in self._whole:
+            with self.context.engine:
+                found, results = graph.run(
+                    outputs,
+                    gradients,
+                    receipts,
+                    [node.variable for node in leaves],
+                    retain_graph=retain,
+                    deadline=terms.deadline,
+                )
+            self._results.update(results)
+            for node in leaves:
+                del self._leaves[node], self._sums[node]
+            return found, ()
         with self.context.engine:
             found, of_leaves = graph.capture(
                 outputs, gradients, receipts, leaves, retain_graph=retain, create_graph=terms.create_graph
@@ -484,9 +502,8 @@ class Pass:
         sums.clear()
         if leaves:
             with self.context.engine:
-                self._results = graph.finish(
-                    leaves, box, create_graph=terms.create_graph, deadline=terms.deadline
-                )
+                finished = graph.finish(leaves, box, create_graph=terms.create_graph, deadline=terms.deadline)
+            self._results.update(finished)
 
     # -- the verdict: on one thread, without the lock -------------------------------------------------------------
 

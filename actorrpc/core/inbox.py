@@ -200,6 +200,8 @@ class Inbox:
         """Return the value that a reply carries, or raise its error. Called once per reply, by whoever waits."""
         call.keep = None
         if frame.kind == frames.FAILURE:
+            if frame.extra:
+                self.arrived(messages.Parcel(call.peer), unpack_extra(frame.extra))
             raise exceptions.load(frame.body, loads=codec.loads)
         if not frame.flags and not frame.extra and not self._agent.interceptors:
             return messages.open_plain(frame.body, call.peer)

@@ -25,10 +25,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
+
 from actorrpc.core.clock import Clock, Tick
 from actorrpc.core.interrupts import uninterruptible
 
-__all__ = ["Pool"]
+__all__ = ["Pool", "follow_torch"]
 
 _log = logging.getLogger("actorrpc.threads")
 
@@ -39,6 +41,15 @@ _FLOWING: Final = 4  # calls that end between two ticks: work that flows needs n
 _COMPETED_S: Final = 300e-6  # a tick that is later than this had to wait for the interpreter
 _PATIENCE_S: Final = 0.1  # how often a thread is brought in all the same
 _STUCK_S: Final = 5.0  # with every thread blocked for this long, queued calls are refused
+
+
+def follow_torch() -> None:
+    """Have ``torch.set_num_threads`` count on this thread as well.
+
+    How many threads OpenMP may use is each thread's own number. torch sets it on its way into loops of its own, but MKL and
+    oneDNN (LSTMs, products) may be called before that, and would take all processors.
+    """
+    torch.get_num_threads()
 
 
 class Pool:
@@ -171,6 +182,7 @@ class Pool:
         with self._lock:
             self.threads[me] = threading.current_thread()
             self._starting -= 1
+        follow_torch()
         reading_only = False
         try:
             while not self.stopping:

@@ -521,3 +521,93 @@ def test_sums_of_sparse_and_dense(in_place: bool) -> None:
     assert add(sparse, sparse).is_sparse
     assert torch.equal(add(sparse, sparse).to_dense(), torch.tensor([0.0, 4.0, 0.0], dtype=torch.float64))
     assert torch.equal(sparse.to_dense(), torch.tensor([0.0, 2.0, 0.0], dtype=torch.float64))
+
+
+# -- the whole at once --------------------------------------------------------------------------------------------
+
+
+def _run(
+    outputs: list[Tensor],
+    gradients: list[Tensor] | None = None,
+    receipts: dict[Node, Receipt] | None = None,
+    **options: Any,
+) -> tuple[list[graph.Tensors], dict[Tensor, Tensor]]:
+    """Walk and run, as a stratum does whose leaves no other reaches."""
+    edges, receipts = _edges(*outputs), receipts or {}
+    reach = graph.reach(edges, receipts)
+    return graph.run(
+        edges,
+        gradients or [torch.ones_like(each) for each in outputs],
+        [(node, receipts[node].outputs) for node in reach.receipts],
+        [node.variable for node in reach.leaves],
+        **{"retain_graph": False, **options},
+    )
+
+
+def test_a_run_does_what_captures_and_finishing_do() -> None:
+    (x, y, _), receipts = _received(3, 3)
+    a, b = _leaf(3), _leaf(3)
+    before = a.grad = torch.full_like(a, 7.0)
+    seen: list[tuple[str, Tensor]] = []
+    a.register_hook(lambda gradient: seen.append(("a", gradient.clone())))
+    b.register_hook(lambda gradient: gradient * 2)
+    b.register_post_accumulate_grad_hook(lambda leaf: seen.append(("b", leaf.grad.clone())))
+    loss = (a * x * 3 + b * y * a).sum()
+    (of_receipt,), results = _run([loss], receipts=receipts)
+    assert [None if each is None else each.tolist() for each in of_receipt] == [[3.0] * 3, [1.0] * 3, None]
+    assert results[a].tolist() == [4.0] * 3
+    assert results[b].tolist() == [2.0] * 3
+    assert {(name, tuple(each.tolist())) for name, each in seen} == {("a", (4.0,) * 3), ("b", (2.0,) * 3)}
+    assert a.grad is before
+    assert b.grad is None
+    assert not slots._taken
+    with pytest.raises(RuntimeError, match="second time"):
+        _run([loss], receipts=receipts)
+
+
+def test_after_a_run_a_local_pass_still_ends_at_what_was_received() -> None:
+    (x,), receipts = _received(1, 3)
+    (found,), _ = _run([(x * 2).sum()], receipts=receipts)
+    assert found[0] is not None
+    with pytest.raises(RuntimeError, match="leads to another worker"):
+        (x * 2).sum().backward()
+
+
+def test_a_run_that_fails_leaves_everything_as_it_was() -> None:
+    (x,), receipts = _received(1, 3)
+    a = _leaf(3)
+    before = a.grad = torch.ones_like(a)
+
+    def fail(_: Any) -> None:
+        raise ZeroDivisionError("simulated")
+
+    a.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(ZeroDivisionError, match="simulated"):
+        _run([(a * x).sum()], receipts=receipts)
+    assert a.grad is before
+    assert not slots._taken
+    with pytest.raises(RuntimeError, match="leads to another worker"):
+        (x * 2).sum().backward()
+
+
+def test_a_run_without_any_gradient_executes_nothing() -> None:
+    _, receipts = _received(1, 3)
+    node = next(iter(receipts))
+    assert graph.run([], [], [(node, 1)], [_leaf(2)], retain_graph=False) == ([[None]], {})
+
+
+@pytest.mark.parametrize(
+    "both",
+    [
+        lambda a, b: a + b,
+        Twice.apply,
+        lambda a, b: (a.view(1, -1) + b).view(-1),
+        lambda a, b: torch.cat([a, b]),
+    ],
+)
+def test_what_a_run_leaves_never_shares_memory(both: Callable[..., Tensor]) -> None:
+    a, b = _leaf(4), _leaf(4)
+    _, results = _run([both(a, b)])
+    results[a].mul_(2)
+    assert results[b].tolist() == [1.0] * 4
+    assert results[a].untyped_storage().data_ptr() != results[b].untyped_storage().data_ptr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import threading
@@ -9,10 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from actorrpc.core import threads
 from actorrpc.core.clock import Clock
-from actorrpc.core.threads import Pool
+from actorrpc.core.threads import Pool, follow_torch
 
 
 class _House:
@@ -200,3 +202,41 @@ def test_close_names_the_threads_that_are_still_at_work() -> None:
     house.clock.close()
     with pytest.raises(ValueError):
         house.pool.epoll.fileno()
+
+
+def _openmp() -> ctypes.CDLL | None:
+    """Return the OpenMP library that torch uses in this process."""
+    with open("/proc/self/maps") as maps:
+        paths = {
+            line.split(None, 5)[5].strip() for line in maps if "omp" in line and len(line.split(None, 5)) > 5
+        }
+    for path in sorted(paths):
+        library = ctypes.CDLL(path)
+        if hasattr(library, "omp_get_max_threads"):
+            return library
+    return None
+
+
+def test_torchs_number_of_threads_counts_on_new_threads() -> None:
+    library = _openmp()
+    if library is None:
+        pytest.skip("this torch does not use OpenMP")
+    before = torch.get_num_threads()
+    wanted = before + 2
+    found: list[int] = []
+
+    def look(follow: bool) -> None:
+        if follow:
+            follow_torch()
+        found.append(library.omp_get_max_threads())
+
+    torch.set_num_threads(wanted)
+    try:
+        for follow in (False, True):
+            thread = threading.Thread(target=look, args=(follow,))
+            thread.start()
+            thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] != wanted  # else this tests nothing
+    assert found[1] == wanted
