@@ -22,6 +22,7 @@ __all__ = [
     "Notice",
     "Release",
     "Run",
+    "Settle",
     "Sink",
     "Stratum",
     "Transport",
@@ -100,6 +101,13 @@ class Gradient(NamedTuple):
     timeout: float = 0.0
 
 
+class Settle(NamedTuple):
+    """Asks to be answered when the verdict on a pass, which goes before it, has been acted upon."""
+
+    context: int
+    pass_id: int
+
+
 class Verdict(NamedTuple):
     """Says that a pass has succeeded everywhere, so that its gradients count; or that it has failed, and they do not."""
 
@@ -114,7 +122,7 @@ class Release(NamedTuple):
     context: int
 
 
-Message = Discover | Run | Gradient
+Message = Discover | Run | Gradient | Settle
 Notice = Verdict | Release
 
 

@@ -14,10 +14,10 @@ from torch.autograd.graph import GradientEdge
 
 from actorrpc.autograd.faults import blame, late, timed_out
 from actorrpc.autograd.graph import Reach
-from actorrpc.autograd.messages import Contribution, Discover, Gradient, Message, Run, Sink, Stratum
+from actorrpc.autograd.messages import Contribution, Discover, Gradient, Message, Run, Settle, Sink, Stratum
 from actorrpc.autograd.passes import Pass, Terms
 from actorrpc.autograd.plan import ROOTS, Send, make_plan, unknown
-from actorrpc.errors import ProtocolError, RpcError
+from actorrpc.errors import ProtocolError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import WorkerKey
 
@@ -106,9 +106,24 @@ class Origin:
         if not self._participant.decide(part, True):
             self._check()
             raise RpcError(f"{self._context} was released")
+        if self._terms.accumulate == "grad":  # .grad is looked at as soon as this is over
+            yield from self._settle()
         if not (self._terms.retain_graph or self._terms.create_graph):
             for send in self._known:  # whoever is asked again says that the graph is gone
                 self._context.sinks.pop(send, None)
+
+    def _settle(self) -> Generator[list[Future[Any]], None, None]:
+        """Wait until all have acted on the verdict. What goes wrong now changes it no more, and is not raised."""
+        try:
+            self._ask(
+                {worker: Settle(self._context.id, self._part.id) for worker in self._part.told - {self._me}}
+            )
+        except RpcTimeoutError:
+            return
+        for future in self._asked.values():
+            if not future.done():
+                yield [future]
+            future.acknowledge()
 
     def _give_up(self, error: BaseException) -> None:
         part = self._part

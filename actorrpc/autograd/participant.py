@@ -28,6 +28,7 @@ from actorrpc.autograd.messages import (
     Notice,
     Release,
     Run,
+    Settle,
     Sink,
     Transport,
     Verdict,
@@ -164,8 +165,19 @@ class Participant:
             )
         if isinstance(message, Run):
             return self._run(context, sender, message)
+        if isinstance(message, Settle):
+            return self._settled(context, message.pass_id)
         assert isinstance(message, Discover)
         return {each: self.sinks(context, each) for each in message.messages}
+
+    def _settled(self, context: Context, id: int) -> Future[None] | None:
+        with context.lock:
+            part = context.passes.get(id)
+            if part is None:
+                return None
+            if part.decided is None:
+                part.decided = Future()
+            return part.decided
 
     def sinks(self, context: Context, message: int) -> tuple[Sink, ...]:
         """Return which receipts can be reached from a message that was sent from here.

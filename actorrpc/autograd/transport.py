@@ -15,6 +15,7 @@ from actorrpc.autograd.messages import (
     Notice,
     Release,
     Run,
+    Settle,
     Stratum,
     Verdict,
 )
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 NOTICE: Final = "autograd"
-_GRADIENT, _RUN, _DISCOVER = range(3)  # kinds of messages on the wire
+_GRADIENT, _RUN, _DISCOVER, _SETTLE = range(4)  # kinds of messages on the wire
 _RETRY_S: Final = 1.0  # a notice is sent again after this time, then 1.5 times that, ...
 _ATTEMPTS: Final = 20
 
@@ -72,6 +73,8 @@ def fields_of(message: Message) -> tuple[Any, ...]:
         return (_GRADIENT, *message)
     if isinstance(message, Discover):
         return (_DISCOVER, *message)
+    if isinstance(message, Settle):
+        return (_SETTLE, *message)
     strata = [
         [
             (number, [(*each.worker, each.receipt) for each in given])
@@ -89,6 +92,8 @@ def message_of(kind: int, fields: tuple[Any, ...]) -> Message:
         return Gradient(*fields)
     if kind == _DISCOVER:
         return Discover(*fields)
+    if kind == _SETTLE:
+        return Settle(*fields)
     context, pass_id, strata, retain_graph, create_graph, accumulate, timeout, gradients = fields
     return Run(
         context,

@@ -10,7 +10,7 @@ import torch
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
-from actorrpc.autograd.messages import Contribution, Discover, Gradient, Release, Run, Stratum, Verdict
+from actorrpc.autograd.messages import Contribution, Discover, Gradient, Release, Run, Settle, Stratum, Verdict
 from actorrpc.autograd.transport import fields_of, message_of, pack_notice, unpack_notice
 from actorrpc.autograd.wiring import contexts
 from actorrpc.errors import ProtocolError
@@ -34,6 +34,7 @@ _STRATA = [
     "message",
     [
         Discover(5, [1, 2]),
+        Settle(5, 6),
         Gradient(5, 6, 3, 1, [None], True, True, True, "grad", 2.5),
         Run(5, 6, _STRATA, True, False, "grad", 1.5, [Gradient(5, 6, 3, 1, [None, None])]),
         Run(5, 6, [], False, True, "context", 0.0, []),
