@@ -14,7 +14,7 @@ if sys.platform != "linux":
 if sys.version_info < (3, 11):  # noqa: UP036 (for those who install it in spite of its metadata)
     raise PlatformError(f"actorrpc needs Python 3.11 or later; this is {sys.version.split()[0]}")
 
-from actorrpc import actors, autograd, cluster, errors, nn, optim, rpc
+from actorrpc import actors, autograd, cluster, errors, nn, optim, rpc, testing
 from actorrpc.actors import (
     ActorClass,
     ActorGroup,
@@ -147,6 +147,7 @@ __all__ = [
     "rpc_sync",
     "shutdown",
     "spawn",
+    "testing",
     "wait",
     "wait_all",
 ]

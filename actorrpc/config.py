@@ -29,6 +29,7 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_LANE_BYTES": "most shared memory this process lends to each peer (default 1 GiB)",
     "ACTORRPC_HEARTBEAT": "seconds between heartbeats to a silent peer with calls under way (default 2)",
     "ACTORRPC_CONTEXT_TTL": "seconds after which an unused autograd context of another worker is dropped (default 3600)",
+    "ACTORRPC_FAULT": "messages to lose or hold up, for tests: drop TYPES ...; delay TYPES seconds=... (actorrpc.testing)",
     "ACTORRPC_RUNTIME_DIR": "the private directory for sockets and key files",
     "ACTORRPC_SWITCH_INTERVAL": "sets sys.setswitchinterval in the worker (default: left alone)",
 }

@@ -37,6 +37,7 @@ __all__ = [
     "RpcTimeoutError",
     "SerializationError",
     "ShutdownError",
+    "SupervisionError",
     "UnknownActorError",
     "UnknownWorkerError",
     "VersionError",
@@ -211,6 +212,13 @@ class ActorUnavailableError(ActorError):
 
 class PendingCallsLimitExceeded(ActorError):
     """More calls are waiting for the actor than ``max_pending_calls`` allows; this one was not made."""
+
+
+class SupervisionError(ActorError):
+    """A supervision group has given up: its children died too often, or one cannot be made at all. All have been ended.
+
+    The message lists how they died; ``cause`` is what a constructor raised, where that is why.
+    """
 
 
 class UnknownActorError(ActorError, ValueError):

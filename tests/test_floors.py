@@ -60,6 +60,7 @@ _FLOORS: dict[str, Floor] = {
     "core.calls": Floor(3),
     "core.clock": Floor(3),
     "core.execution": Floor(3),
+    "core.gates": Floor(3),
     "core.inbox": Floor(3),
     "core.interceptors": Floor(3),
     "core.letters": Floor(3),

@@ -11,6 +11,7 @@ from actorrpc.autograd import api, context, get_gradients
 from actorrpc.autograd.contexts import Context
 from actorrpc.autograd.recording import current_context
 from actorrpc.autograd.wiring import contexts, participant
+from actorrpc.compat.profiled_passes import profiled_pass
 from actorrpc.compat.wording import as_runtime_error
 from actorrpc.errors import RemoteError, RpcError
 from actorrpc.rpc import api as core
@@ -54,7 +55,8 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
         if root.grad_fn is None:
             raise RuntimeError(f"root {index} does not have a valid gradient function.")
     try:
-        api.backward(context_id, roots, retain_graph, **more)
+        with profiled_pass(context_id):
+            api.backward(context_id, roots, retain_graph, **more)
     except Exception as error:
         if isinstance(error, RpcError) and not isinstance(error, RemoteError):
             raise

@@ -6,14 +6,15 @@ torch: it imports nothing but the standard library, and nothing of this package.
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
-__all__ = ["after_import", "forget"]
+__all__ = ["after_import", "alias", "forget"]
 
 
 class _Loader(importlib.abc.Loader):
@@ -69,7 +70,50 @@ def after_import(name: str, then: Callable[[ModuleType], None]) -> _Finder | Non
     return finder
 
 
-def forget(finder: _Finder) -> None:
+class _Other(importlib.abc.Loader):
+    """Gives another module, as it is."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._spec: importlib.machinery.ModuleSpec | None = None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import has put that of the other name there
+
+
+class _Aliases(importlib.abc.MetaPathFinder):
+    """Finds modules under other names."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+
+    def find_spec(
+        self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        name = self._names.get(fullname)
+        return None if name is None else importlib.util.spec_from_loader(fullname, _Other(name))
+
+
+def alias(names: Mapping[str, str]) -> _Aliases:
+    """Have modules found under other names, and imported only then.
+
+    Args:
+        names: the other name -> the module's own.
+
+    Returns:
+        What :func:`forget` takes.
+    """
+    finder = _Aliases(names)
+    sys.meta_path.insert(0, finder)
+    return finder
+
+
+def forget(finder: importlib.abc.MetaPathFinder) -> None:
     """Wait for it no more."""
     if finder in sys.meta_path:
         sys.meta_path.remove(finder)

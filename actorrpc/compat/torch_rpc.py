@@ -19,9 +19,9 @@ import torch.distributed
 import torch.futures
 
 from actorrpc.autograd.received import Received
-from actorrpc.compat import autograd, futures, rpc
+from actorrpc.compat import autograd, futures, profiling, rpc
 from actorrpc.compat.environment import drop_in
-from actorrpc.compat.imports import after_import, forget
+from actorrpc.compat.imports import after_import, alias, forget
 from actorrpc.compat.nn import remote_module
 from actorrpc.compat.nn.remote_module import RemoteModule
 from actorrpc.compat.rpc.references import RRef
@@ -31,6 +31,10 @@ from actorrpc.rpc import rref as rrefs
 __all__ = ["install", "is_installed", "uninstall"]
 
 _MISSING: Final = object()
+_LATE: Final = {
+    f"torch.distributed.rpc._testing{name}": f"actorrpc.compat.rpc._testing{name}"
+    for name in ("", ".faulty_agent_backend_registry")
+}
 _lock = threading.Lock()  # guards _before
 _before: list[tuple[Any, str, Any]] = []  # what was where, to be put back in reverse order
 _modules_before: dict[str, ModuleType | None] = {}
@@ -107,7 +111,13 @@ def install() -> None:
         if native is not None:
             _put(native, "_is_current_rpc_agent_set", rpc.api._is_current_rpc_agent_set)
             _put(native, "PyRRef", RRef)
+        for place, name, value in profiling.patches():
+            _put(place, name, value)
         rrefs.set_class(RRef)
+        # Importing it registers a backend: that is left to those who want it.
+        for name in _LATE:
+            _modules_before[name] = sys.modules.pop(name, None)
+        _waiting.append(alias(_LATE))
         # These take long to import, and most programs do not.
         for name, bind in (("torch.distributed.nn", _bind_nn), ("torch.distributed.optim", _bind_optim)):
             waiting = after_import(name, bind)

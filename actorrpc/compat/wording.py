@@ -13,7 +13,7 @@ import torch.jit._builtins
 
 from actorrpc.errors import RpcTimeoutError, UnknownWorkerError
 
-__all__ = ["as_runtime_error", "check_script_call", "reword"]
+__all__ = ["as_runtime_error", "check_script_call", "is_builtin", "reword"]
 
 _TIMED_OUT: Final = "RPC ran for more than"
 _NO_DESTINATION: Final = "could not find destination"
@@ -36,7 +36,7 @@ def reword(error: BaseException, function: Any = None) -> None:
         error.args = (f"{text} ({_TIMED_OUT} its time-out)",)
     elif isinstance(error, UnknownWorkerError) and _NO_DESTINATION not in text:
         error.args = (f"{_NO_DESTINATION}: {text}",)
-    elif isinstance(error, TypeError) and _NO_SCHEMA not in text and _is_builtin(function):
+    elif isinstance(error, TypeError) and _NO_SCHEMA not in text and is_builtin(function):
         error.args = (f"{_NO_SCHEMA}: {text}",)
     elif isinstance(error, TypeError) and text.startswith(_NO_FUTURE) and text.endswith(_OF_SCRIPT):
         kind = text.partition("<class 'torch.")[2].partition("'>")[0]
@@ -57,7 +57,8 @@ def check_script_call(function: torch.jit.ScriptFunction[Any, Any], args: Sequen
         )
 
 
-def _is_builtin(function: Any) -> bool:
+def is_builtin(function: Any) -> bool:
+    """Say whether a function is an operator of torch's."""
     try:
         return function is not None and _find_builtin(function) is not None
     except Exception:  # a callable that cannot be looked up

@@ -468,13 +468,6 @@ class Agent:
         header["f"] = self.pack_forks(parcel.sent)
         return header
 
-    def reply_header(self, execution: Execution) -> dict[str, Any]:
-        """Return the header of an answer, as the interceptors fill it."""
-        header: dict[str, Any] = {}
-        for interceptor in self.interceptors:
-            interceptor.reply_header(header, execution)
-        return header
-
     # -- shared memory ----------------------------------------------------------------------------------
 
     def lender(self, conn: Connection) -> Any:
@@ -508,12 +501,8 @@ class Agent:
         if conn.goodbye:
             self.peer_ended(peer, "left", "")
         else:
-            cause = (
-                "its end of the connection closed"
-                if error is None or isinstance(error, EOFError)
-                else str(error)
-            )
-            self.peer_ended(peer, "dead", cause)
+            closed = error is None or isinstance(error, EOFError)
+            self.peer_ended(peer, "dead", "its end of the connection closed" if closed else str(error))
 
     def peer_ended(self, peer: Peer, state: str, cause: str) -> None:
         """Fail everything that touches a peer which is gone. Idempotent."""

@@ -19,7 +19,7 @@ import torch
 from actorrpc.core import codec, exceptions, messages
 from actorrpc.core.calls import CURRENT, FRAME_BIT, Execution
 from actorrpc.core.frames import CREDIT, FAILURE, POST, REPLY, Frame, pack_frame, unpack_extra
-from actorrpc.core.interceptors import RECEIPT, Interceptor, intercepted, recorded, riding
+from actorrpc.core.interceptors import RECEIPT, Interceptor, answer_header, intercepted, recorded, riding
 from actorrpc.errors import (
     CancelledError,
     DeadlockError,
@@ -235,7 +235,7 @@ class Executor:
             return
         parcel = messages.Parcel(execution.peer)
         try:
-            header = agent.reply_header(execution) if agent.interceptors else None
+            header = answer_header(agent.interceptors, execution) if agent.interceptors else None
             encoded = agent.encode(value, parcel)
             if keep is not None:
                 kept = keep(value, encoded.nbytes)

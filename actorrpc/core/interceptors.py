@@ -20,6 +20,7 @@ __all__ = [
     "Interceptor",
     "NoRecorder",
     "Recorder",
+    "answer_header",
     "intercepted",
     "recorded",
     "riding",
@@ -122,6 +123,14 @@ def recorded(
 def riding(interceptors: Sequence[Interceptor], header: dict[str, Any]) -> Sequence[Interceptor]:
     """Return who wraps the execution of a call with this header: its riders are the outermost."""
     return [*(rider for name, rider in RIDERS.items() if name in header), *interceptors]
+
+
+def answer_header(interceptors: Sequence[Interceptor], execution: Execution) -> dict[str, Any]:
+    """Return the header of an answer, as the interceptors fill it."""
+    header: dict[str, Any] = {}
+    for interceptor in interceptors:
+        interceptor.reply_header(header, execution)
+    return header
 
 
 def intercepted(

@@ -334,9 +334,9 @@ class Links:
             if conn is not None and not conn.broken:
                 return conn
             peer.check_alive(f"cannot call {what}")
-            return self._dial_main(peer, limit, what)
+            return self._dial_main(peer, limit, what, deadline)
 
-    def _dial_main(self, peer: Peer, limit: float, what: str) -> Connection:
+    def _dial_main(self, peer: Peer, limit: float, what: str, deadline: float) -> Connection:
         tried: list[str] = []
         gone = True
         queue = deque(self._addresses(peer))
@@ -368,7 +368,7 @@ class Links:
                 peer, "dead", f"nobody listens at its address any more ({'; '.join(tried)})"
             )
             raise peer.died(f"cannot call {what}", maybe_executed=False)
-        raise PeerDiedError(
+        raise (RpcTimeoutError if time.monotonic() >= deadline else PeerDiedError)(
             f"cannot call {what}: {peer.name!r} cannot be reached ({'; '.join(tried)}); the call was not executed",
             maybe_executed=False,
             worker=peer.name,

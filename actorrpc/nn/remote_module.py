@@ -187,7 +187,14 @@ class RemoteModule(nn.Module):
     def named_parameters(  # type: ignore[override]
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
-        """Return an iterator over the names of the module's parameters and RRefs to them. They are fetched at once."""
+        """Return an iterator over the names of the module's parameters and RRefs to them. They are fetched at once.
+
+        Args:
+            recurse: without it, none: that is how DistributedDataParallel asks the parts of a model for tensors. Those of
+                the module without the modules within it are had with ``remote_parameters(recurse=False)``.
+        """
+        if not recurse:
+            return iter(())
         asked = (modules.named_parameter_rrefs, prefix, recurse, remove_duplicate)
         return iter(self._on_owner("named_parameters", *asked))
 

@@ -28,11 +28,13 @@ from actorrpc.rpc import script
 from actorrpc.rpc.group import Group
 from actorrpc.rpc.options import (
     UNSET_RPC_TIMEOUT,
-    BackendType,
     RpcBackendOptions,
     TensorPipeRpcBackendOptions,
+    check_backend,
     check_timeout,
+    options_of,
 )
+from actorrpc.rpc.profiling import ProfiledFuture, calling, modern, profiled
 from actorrpc.rpc.references import References
 from actorrpc.rpc.rref import RRef
 
@@ -55,6 +57,7 @@ script.register()
 
 _log = logging.getLogger("actorrpc")
 _JOIN_TIMEOUT = 300.0  # how long workers wait for each other at the rendezvous, in seconds
+_LATE_S = 0.5
 _SETTLE_S = 30.0  # how long shutdown waits for the last references, once every live worker has come to it
 
 
@@ -141,7 +144,7 @@ def init_rpc(
         AuthenticationError: this worker has no key, or not that of the others.
         RuntimeError: RPC is initialised already.
     """
-    options = _options(rpc_backend_options)
+    options = options_of(rpc_backend_options)
     if isinstance(rank, bool) or not isinstance(rank, numbers.Integral):
         raise WrongTypeError(f"rank must be an int, not {rank!r}")
     if world_size is not None and (
@@ -155,7 +158,7 @@ def init_rpc(
         raise ConfigError(
             f"rank {rank} and world_size {world_size} do not go together: ranks are 0..world_size-1"
         )
-    _check_backend(backend)
+    check_backend(backend)
     join(name, rank, world_size, options)
 
 
@@ -189,7 +192,7 @@ def join(name: str, rank: int, world_size: int | None, options: RpcBackendOption
             },
         )
 
-    install(make, options.rpc_timeout, "a worker of an init_rpc group")
+    install(make, options.rpc_timeout, "a worker of an init_rpc group", ready=options._ready)
 
 
 def install(
@@ -272,29 +275,6 @@ def _close(state: _State) -> None:
         hush(False)
 
 
-def _options(given: Any) -> RpcBackendOptions:
-    if given is None:
-        return TensorPipeRpcBackendOptions()
-    if isinstance(given, RpcBackendOptions):
-        return given
-    if hasattr(given, "init_method") and hasattr(given, "rpc_timeout"):
-        # torch's own class: what it says is taken over.
-        return TensorPipeRpcBackendOptions(
-            num_worker_threads=getattr(given, "num_worker_threads", 16),
-            rpc_timeout=given.rpc_timeout,
-            init_method=given.init_method or "env://",
-            device_maps=getattr(given, "device_maps", None),
-            devices=getattr(given, "devices", None),
-        )
-    raise TypeError(f"rpc_backend_options must be a RpcBackendOptions, not {type(given).__name__}")
-
-
-def _check_backend(backend: Any) -> None:
-    if backend is None or isinstance(backend, BackendType) or getattr(backend, "name", None) == "TENSORPIPE":
-        return
-    raise TypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
-
-
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Leave the group, or end the embedded cluster, and stop this worker. Does nothing where neither is in force.
 
@@ -372,14 +352,19 @@ def _end_together(state: _State, until: float, let_go: Callable[[], None]) -> Se
     # Let go of every reference, and see that the owners know.
     let_go()
     # Half of the time, so that others who wait for this worker do not give up on it.
-    settle = min(until, time.monotonic() + _SETTLE_S / 2)
+    _settle(references, min(until, time.monotonic() + _SETTLE_S / 2))
+    group.wait_for_all(1, min(left() or _SETTLE_S, _SETTLE_S))
+    # A value may have been made here in the meantime: that it is not wanted has been sent, but may not be read yet.
+    _settle(references, min(until, time.monotonic() + _LATE_S))
+    return references.table.leaks()
+
+
+def _settle(references: References, until: float) -> None:
     pause = 0.0005
-    while not references.table.pending_counts().idle and time.monotonic() < settle:
+    while not references.table.pending_counts().idle and time.monotonic() < until:
         references.collect()
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
-    group.wait_for_all(1, min(left() or _SETTLE_S, _SETTLE_S))
-    return references.table.leaks()
 
 
 @atexit.register
@@ -467,6 +452,10 @@ def rpc_sync(
         RemoteError: what the function raised, which is an instance of its own class, too.
         UnknownWorkerError: there is no such worker.
     """
+    if modern._is_profiler_enabled or profiled():
+        there, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
+        with calling("sync", func, there.agent, peer):
+            return there.agent.call(peer, func, args, kwargs, seconds).result()  # type: ignore[no-any-return]
     state = _state
     if (
         state is not None
@@ -495,6 +484,11 @@ def rpc_async(
     that do not go through shared memory are on their way when this returns. Arguments and errors as for
     :func:`rpc_sync`.
     """
+    if modern._is_profiler_enabled or profiled():
+        seen: ProfiledFuture[T] = ProfiledFuture()
+        with calling("async", func, _require().agent, to) as seen.span:
+            send(seen, to, func, args, kwargs, timeout)
+        return seen
     future: Future[T] = Future()
     send(future, to, func, args, kwargs, timeout)
     return future
@@ -530,7 +524,14 @@ def remote(
     if (conn is None or conn.broken) and not peer.is_self:
         # Here, where Ctrl-C can come: it cannot while the reference is being made.
         state.agent.links.connect(peer, time.monotonic() + (seconds or _JOIN_TIMEOUT), label)
-    rref: RRef[T] = state.references.create(peer, func, args, kwargs, seconds, label)
+    rref: RRef[T]
+    if modern._is_profiler_enabled or profiled():
+        with calling("remote", func, state.agent, peer) as span:
+            rref = state.references.create(peer, func, args, kwargs, seconds, label)
+            assert rref._creation is not None
+        rref._creation.add_done_callback(lambda _: span.close())
+        return rref
+    rref = state.references.create(peer, func, args, kwargs, seconds, label)
     return rref
 
 

@@ -9,13 +9,16 @@ import enum
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from actorrpc.config import Settings
 from actorrpc.core.keys import Key
 from actorrpc.errors import ConfigError, WrongTypeError
+
+if TYPE_CHECKING:
+    from actorrpc.core.agent import Agent
 
 __all__ = [
     "DEFAULT_INIT_METHOD",
@@ -25,6 +28,9 @@ __all__ = [
     "BackendType",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
+    "check_backend",
+    "check_timeout",
+    "options_of",
 ]
 
 DEFAULT_RPC_TIMEOUT_SEC: Final = 60.0
@@ -117,6 +123,9 @@ class RpcBackendOptions:
             "heartbeat": heartbeat,
         }
         _check_extra(self._extra)
+
+    def _ready(self, agent: Agent) -> None:
+        """Do nothing with the agent that these options have made, before it serves its first call. For subclasses."""
 
     @property
     def rpc_timeout(self) -> float:
@@ -278,3 +287,35 @@ def check_timeout(value: Any, name: str = "timeout") -> float:
     if math.isnan(value) or value < 0:
         raise ConfigError(f"{name} must be 0 (none) or a positive number of seconds, not {value!r}")
     return 0.0 if math.isinf(value) else value
+
+
+def options_of(given: Any) -> RpcBackendOptions:
+    """Return what a user gave for options as ours; torch's own are taken over.
+
+    Raises:
+        TypeError: they are no options.
+    """
+    if given is None:
+        return TensorPipeRpcBackendOptions()
+    if isinstance(given, RpcBackendOptions):
+        return given
+    if hasattr(given, "init_method") and hasattr(given, "rpc_timeout"):
+        return TensorPipeRpcBackendOptions(
+            num_worker_threads=getattr(given, "num_worker_threads", 16),
+            rpc_timeout=given.rpc_timeout,
+            init_method=given.init_method or "env://",
+            device_maps=getattr(given, "device_maps", None),
+            devices=getattr(given, "devices", None),
+        )
+    raise TypeError(f"rpc_backend_options must be a RpcBackendOptions, not {type(given).__name__}")
+
+
+def check_backend(backend: Any) -> None:
+    """See that a backend is one that there is: ours, or torch's TENSORPIPE, in whose place ours stands.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if backend is None or isinstance(backend, BackendType) or getattr(backend, "name", None) == "TENSORPIPE":
+        return
+    raise TypeError(f"Argument backend must be a member of BackendType, not {backend!r}")

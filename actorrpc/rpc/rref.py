@@ -22,6 +22,7 @@ from actorrpc.core.execution import ASYNC_MARK, Later, future_of
 from actorrpc.core.holder import Holder
 from actorrpc.core.identity import WorkerInfo
 from actorrpc.core.messages import Parcel
+from actorrpc.core.peer import Peer
 from actorrpc.errors import (
     NotInitializedError,
     RemoteError,
@@ -36,6 +37,7 @@ from actorrpc.rpc.fork_messages import (
 )
 from actorrpc.rpc.forks import Handle, Outcome
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
+from actorrpc.rpc.profiling import calling, modern, profiled
 from actorrpc.rpc.references import References
 
 __all__ = [
@@ -538,13 +540,26 @@ class _Method:
         agent, handle = references.agent, rref._handle
         peer = agent.self_peer if handle.owner == references.me else references.peer_of(handle.owner)
         arguments = (handle.rref_id, self._name, args, kwargs)
+        if modern._is_profiler_enabled or profiled():
+            with calling(self._style.removeprefix("rpc_"), self._name, agent, peer) as span:
+                made = self._send(agent, peer, arguments, seconds)
+            if self._style != "rpc_sync":
+                (made if self._style == "rpc_async" else made._creation).add_done_callback(
+                    lambda _: span.close()
+                )
+            return made
+        return self._send(agent, peer, arguments, seconds)
+
+    def _send(self, agent: Agent, peer: Peer, arguments: tuple[Any, ...], seconds: float) -> Any:
+        rref = self._rref
         if self._style == "rpc_sync":
             return agent.call(peer, _invoke, arguments, {}, seconds, keep=rref, label=self._name).result()
         if self._style == "rpc_async":
             future: Future[Any] = Future()
             agent.call(peer, _invoke, arguments, {}, seconds, future=future, keep=rref, label=self._name)
             return future
-        return references.create(peer, _invoke_kept, (rref, *arguments), {}, seconds, self._name)
+        kept = (rref, *arguments)
+        return rref._references.create(peer, _invoke_kept, kept, {}, seconds, self._name)
 
 
 def _invoke_kept(

@@ -10,7 +10,16 @@ import torch
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
-from actorrpc.autograd.messages import Contribution, Discover, Gradient, Release, Run, Settle, Stratum, Verdict
+from actorrpc.autograd.messages import (
+    Contribution,
+    Discover,
+    Gradient,
+    Release,
+    Run,
+    Settle,
+    Stratum,
+    Verdict,
+)
 from actorrpc.autograd.transport import fields_of, message_of, pack_notice, unpack_notice
 from actorrpc.autograd.wiring import contexts
 from actorrpc.errors import ProtocolError

@@ -28,6 +28,7 @@ __all__ = ["TORCHS_AGENT", "case", "has", "names", "run_rank", "world_size"]
 TORCHS_AGENT = 97  # exit code of a rank that torch's own agent came into
 
 _PREFIX = "TensorPipe"
+_FAULTY = "Faulty"
 _joined = 0
 
 
@@ -60,14 +61,26 @@ def _load() -> dict[str, type]:
     fixtures: Any = importlib.import_module(
         "torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture"
     )
-    return dict(
-        utils.generate_tests(
-            _PREFIX,
-            fixtures.TensorPipeRpcAgentTestFixture,
-            [*utils.GENERIC_TESTS, *utils.TENSORPIPE_TESTS],
-            __name__,
-        )
+    fixture = fixtures.TensorPipeRpcAgentTestFixture
+    tests = [*utils.GENERIC_TESTS, *utils.TENSORPIPE_TESTS]
+    return {
+        **utils.generate_tests(_PREFIX, fixture, tests, __name__),
+        # As far as they can be made here: their own fixture registers a backend, which other tests would notice.
+        **utils.generate_tests(_FAULTY, fixture, utils.FAULTY_AGENT_TESTS, __name__),
+    }
+
+
+def _give_faults() -> None:
+    """Make the classes of the faulty agent with their own fixture, in a rank that runs one of their tests."""
+    utils: Any = importlib.import_module("torch.testing._internal.distributed.rpc_utils")
+    fixtures: Any = importlib.import_module(
+        "torch.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture"
     )
+    made = utils.generate_tests(
+        _FAULTY, fixtures.FaultyRpcAgentTestFixture, utils.FAULTY_AGENT_TESTS, __name__
+    )
+    _classes.update(made)
+    globals().update(made)
 
 
 _classes = _load()
@@ -108,6 +121,8 @@ def run_rank(test: str, rank: int, file_name: str, limit_s: float) -> NoReturn:
         faulthandler.dump_traceback_later(max(1.0, limit_s - 1.0))
         logging.basicConfig(level=logging.INFO)
         logging.getLogger("actorrpc").setLevel(logging.WARNING)
+        if test.startswith(_FAULTY):
+            _give_faults()
         made = case(test)
         made.rank, made.file_name = rank, file_name
         mine, its = torch.multiprocessing.Pipe()

@@ -52,6 +52,19 @@ def _later(agent: Agent, to: Any, function: Any, *args: Any, timeout: float = 0)
     return future
 
 
+def test_a_time_out_while_connecting_is_one(pair: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: Any) -> Any:
+        _gate.wait(0.02)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(pair[0].links, "_dial", late)
+    with pytest.raises(RpcTimeoutError, match="cannot be reached") as caught:
+        _sync(pair[0], "a1", operator.add, 1, 2, timeout=0.01)
+    assert caught.value.maybe_executed is False
+    with pytest.raises(PeerDiedError, match="cannot be reached"):
+        _sync(pair[0], "a1", operator.add, 1, 2, timeout=60)
+
+
 def test_workers_are_named_by_name_rank_and_info(pair: list[Agent]) -> None:
     a, b = pair
     for to in ("a1", 1, b.info):

@@ -198,7 +198,8 @@ def test_parameters() -> None:
         a.local_value() is b for a, b in zip(remote.remote_parameters(), module.parameters(), strict=True)
     )
     assert [rref.local_value() for rref in remote.remote_parameters(recurse=False)] == [module.scale]
-    for asked in ({}, {"prefix": "p"}, {"recurse": False}, {"remove_duplicate": False}):
+    assert [*remote.named_parameters(recurse=False)] == []  # of its own it has none, here
+    for asked in ({}, {"prefix": "p"}, {"remove_duplicate": False}):
         found = remote.named_parameters(**asked)  # type: ignore[arg-type]
         assert [(name, id(rref.local_value())) for name, rref in found] == [
             (name, id(each))

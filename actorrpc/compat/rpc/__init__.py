@@ -188,6 +188,7 @@ def _start(backend: Any, store: Any, name: str, rank: int, world_size: int | Non
         backend, store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=options_
     )
     api._init_rpc_states(agent)
+    _set_profiler_node_id(rank)
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:

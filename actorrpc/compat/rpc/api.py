@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from actorrpc.compat.futures import Future
+from actorrpc.compat.profiling import ProfiledFuture
 from actorrpc.compat.rpc.agent import TensorPipeAgent
 from actorrpc.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from actorrpc.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, deserialize
@@ -35,6 +36,7 @@ from actorrpc.errors import (
     UnknownWorkerError,
 )
 from actorrpc.rpc import api as core
+from actorrpc.rpc.profiling import calling, modern, profiled
 from actorrpc.rpc.rref import RRef as CoreRRef
 
 __all__ = [
@@ -197,10 +199,15 @@ def rpc_async(
     to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Any:
     """As :func:`actorrpc.rpc_async`."""
-    future: Future[Any] = Future()
+    in_profile = modern._is_profiler_enabled or profiled()
+    future: Any = ProfiledFuture() if in_profile else Future()
     future.function = func
     try:
-        core.send(future, _checked(to), *_packed(func, args, kwargs), timeout)
+        if in_profile:
+            with calling("async", func, core.group().agent, _checked(to)) as future.span:
+                core.send(future, to, *_packed(func, args, kwargs), timeout)
+        else:
+            core.send(future, _checked(to), *_packed(func, args, kwargs), timeout)
     except (BackpressureError, PeerDiedError, RpcTimeoutError, ShutdownError) as error:
         # torch says so when the future is waited for.
         if future._claim():
@@ -214,12 +221,22 @@ def rpc_async(
     return future
 
 
+def _connect(to: Any) -> None:
+    """Have a connection to a worker: with torch, the time that this takes is not that of the call."""
+    agent = core.group().agent
+    peer = agent.peer(_checked(to))
+    conn = peer.conn
+    if (conn is None or conn.broken) and not peer.is_self and peer.state == "alive":
+        agent.links.connect(peer, float("inf"), "remote")
+
+
 @_require_initialized
 def remote(
     to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Any:
     """As :func:`actorrpc.rpc.remote`."""
     try:
+        _connect(to)
         return core.remote(_checked(to), *_packed(func, args, kwargs), timeout)
     except UnknownWorkerError as error:
         reword(error)
@@ -251,6 +268,7 @@ class AllGatherStates:
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
         self.withdrawn: set[str] = set()  # who could not bring anything in time
+        self.dead: set[str] = set()  # who has died first, as the leader says
         self.proceed_signal = threading.Event()
 
 
@@ -282,6 +300,12 @@ def _withdraw(sequence_id: str, worker_name: str) -> None:
     """Tell the leader that one worker's part does not come."""
     with _all_gather_dict_lock:
         _all_gather_sequence_id_to_states[sequence_id].withdrawn.add(worker_name)
+
+
+def _name_dead(sequence_id: str, names: set[str]) -> None:
+    """Tell one worker whose parts do not come because they have died: it may have had no dealings with them."""
+    with _all_gather_dict_lock:
+        _all_gather_sequence_id_to_states[sequence_id].dead.update(names)
 
 
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
@@ -349,7 +373,7 @@ def _all_gather(
         elif not states.proceed_signal.is_set() and _is_dead(leader):
             raise PeerDiedError(f"_all_gather: {leader!r} has died", maybe_executed=True, worker=leader)
         missing = sorted(names - set(states.gathered_objects))
-        dead = [name for name in missing if _is_dead(name)]
+        dead = [name for name in missing if name in states.dead or _is_dead(name)]
         if dead:
             raise PeerDiedError(f"_all_gather: {', '.join(dead)} died before", worker=dead[0])
         if missing:
@@ -377,12 +401,21 @@ def _bring(leader: str, sequence_id: str, me: str, obj: Any, names: set[str], ti
 
 
 def _broadcast(sequence_id: str, objects: dict[str, Any], followers: set[str], timeout: float) -> None:
+    dead = {name for name in followers if _is_dead(name)}
+    alive = sorted(followers - dead)
+    if dead.difference(objects):
+        for call in [
+            core.rpc_async(
+                name, _by_name, ("_name_dead", sequence_id, dead.difference(objects)), timeout=timeout
+            )
+            for name in alive
+        ]:
+            call.exception()  # who cannot be told cannot be told the next thing either
     calls = {
         name: core.rpc_async(
             name, _by_name, ("_broadcast_to_followers", sequence_id, objects), timeout=timeout
         )
-        for name in sorted(followers)
-        if not _is_dead(name)
+        for name in alive
     }
     errors: list[tuple[str, BaseException]] = []
     for name, call in calls.items():

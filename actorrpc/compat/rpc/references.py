@@ -8,12 +8,16 @@ from __future__ import annotations
 import threading
 from typing import Any, Literal, NoReturn, TypeVar
 
+from torch.autograd.profiler import record_function
+
 from actorrpc import futures
 from actorrpc.compat.futures import Future
+from actorrpc.compat.profiling import ProfiledFuture
 from actorrpc.compat.wording import reword
 from actorrpc.errors import NotInitializedError, RpcTimeoutError, RRefError
 from actorrpc.rpc import api, rref
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
+from actorrpc.rpc.profiling import calling, modern, profiled
 from actorrpc.rpc.rref import RRefProxy
 
 __all__ = ["RRef"]
@@ -24,7 +28,7 @@ T = TypeVar("T")
 _lock = threading.Lock()
 
 
-def _type_of(reference: RRef[Any]) -> type:
+def _rref_typeof_on_owner(reference: RRef[Any]) -> type:
     """Return the class of a value, on its owner."""
     return type(reference.local_value())
 
@@ -59,29 +63,44 @@ class RRef(rref.RRef[T]):
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """Fetch a copy of the value; on the owner, return the value itself."""
-        if not self.is_owner():
-            if self._references.agent.closed_down:
-                raise RRefError(f"{self!r} has been deleted. Cannot call to_here() on it after deletion.")
-            error = self._references.table.failure(self._handle)
-            if isinstance(error, RpcTimeoutError):
-                self._raise_not_made(error)
+        if not self.is_owner() and self._references.agent.closed_down:
+            raise RRefError(f"{self!r} has been deleted. Cannot call to_here() on it after deletion.")
+        late = self._not_made()
+        if late is not None:
+            raise RpcTimeoutError(
+                self._say_not_made(late), maybe_executed=late.maybe_executed, worker=late.worker
+            ) from late
         try:
+            if profiled() and not self.is_owner():
+                me = self._references.agent.info.name
+                with record_function(f"to_here#({me})->({self.owner_name()})"):
+                    return super().to_here(timeout)
             return super().to_here(timeout)
         except Exception as error:
             reword(error)
             raise
 
-    def _raise_not_made(self, error: RpcTimeoutError) -> NoReturn:
-        raise RpcTimeoutError(
+    def _not_made(self) -> RpcTimeoutError | None:
+        """Return why the value is not known to have been made, if that is because its time was over."""
+        error: BaseException | None
+        if self.is_owner():
+            error = None if self._creation is None else self._creation._error
+        else:
+            error = self._references.table.failure(self._handle)
+        return error if isinstance(error, RpcTimeoutError) else None
+
+    def _say_not_made(self, error: RpcTimeoutError) -> str:
+        return (
             f"RRef creation via rpc.remote() to {self.owner()} timed out, and it is possible that the RRef on the owner "
-            f"node does not exist: {error}",
-            maybe_executed=error.maybe_executed,
-            worker=error.worker,
-        ) from error
+            f"node does not exist: {error}"
+        )
 
     def _check(self) -> None:
         if self._references.agent.closed_down and not self.is_owner():
             raise RRefError(f"{self!r} has been deleted. Cannot call fork an UserRRef after deletion.")
+        error = self._not_made()
+        if error is not None:
+            raise RRefError(self._say_not_made(error)) from error
         super()._check()
 
     def __reduce__(self) -> Any:
@@ -104,10 +123,15 @@ class RRef(rref.RRef[T]):
         if future is None or (future.done() and future._error is not None):
             if self.is_owner():
                 future = Future()
-                future.set_result(_type_of(self))
+                future.set_result(_rref_typeof_on_owner(self))
+            elif modern._is_profiler_enabled or profiled():
+                future = seen = ProfiledFuture()
+                agent = self._references.agent
+                with calling("async", _rref_typeof_on_owner, agent, self.owner()) as seen.span:
+                    api.send(future, self.owner(), _rref_typeof_on_owner, (self,), timeout=timeout)
             else:
                 future = Future()
-                api.send(future, self.owner(), _type_of, (self,), timeout=timeout)
+                api.send(future, self.owner(), _rref_typeof_on_owner, (self,), timeout=timeout)
             with _lock:
                 self._kind = future
         return future.wait() if blocking else future
@@ -119,6 +143,10 @@ class RRef(rref.RRef[T]):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _get_profiling_future(self) -> futures.Future[None]:
+        """Return a future that completes when the range of the creation has ended in the profile that it was made in."""
+        return self._get_future().then(lambda done: done.value())
 
     def _serialize(self) -> NoReturn:
         self._check()

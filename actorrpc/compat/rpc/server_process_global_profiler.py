@@ -1,11 +1,133 @@
-"""``torch.distributed.rpc.server_process_global_profiler``: profiling what other workers call here."""
+"""``torch.distributed.rpc.server_process_global_profiler``: profiling what this process executes for others."""
 
 from __future__ import annotations
 
+import itertools
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from torch.autograd.profiler_legacy import profile
+from torch.autograd.profiler_util import EventList, FunctionEvent
+
+from actorrpc.core.agent import Agent
+from actorrpc.core.calls import Execution
+from actorrpc.core.peer import Peer
+from actorrpc.rpc import api
+from actorrpc.rpc.profiling import Settings, intercept, observe
+from actorrpc.rpc.references import References
 
 __all__: list[str] = []
 
+_lock = threading.Lock()  # guards what follows; above that of rpc.profiling
+_entered: tuple[_server_process_global_profile, ...] = ()
+_agent: Agent | None = None
+
 
 class _server_process_global_profile(profile):
-    """Profiles what runs in the thread that enters it."""
+    """Records, while it is entered, what the calls do that this process executes, on whichever threads.
+
+    May be entered in a call from another worker and left in a later one; several at a time record the same. Takes the
+    arguments of ``torch.autograd.profiler_legacy.profile`` and has its methods. Operators that a profile of the
+    program's own sees (one that is entered in the function that is called) are in that one only.
+
+    Attributes:
+        process_global_function_events: when it is over, a list of the events of each call, in the order of their ends.
+        function_events: all of them.
+    """
+
+    function_events: EventList | None
+
+    def __enter__(self) -> Any:
+        """Begin.
+
+        Raises:
+            RuntimeError: it has been entered before.
+        """
+        if not self.enabled:
+            return None
+        if self.entered:
+            raise RuntimeError("autograd profiler traces are not reentrant")
+        self.entered = True
+        self.process_global_function_events: list[list[FunctionEvent]] = []
+        _change(lambda entered: (*entered, self))
+        return self
+
+    def __exit__(self, *_: object) -> bool:
+        """End; the events can be looked at now. Calls that are under way are not among them."""
+        if not self.enabled:
+            return False
+        _change(lambda entered: tuple(each for each in entered if each is not self))
+        events = itertools.chain.from_iterable(self.process_global_function_events)
+        self.function_events = EventList(
+            events, profile_memory=self.profile_memory, with_flops=self.with_flops
+        )
+        self.function_events._build_tree()
+        return False
+
+    def _settings(self) -> Settings:
+        return Settings(
+            self.record_shapes, self.profile_memory, self.with_stack, self.with_flops, self.with_modules
+        )
+
+
+class _Observer:
+    """Profiles executions while somebody has asked for that. An interceptor."""
+
+    def request_header(self, header: dict[str, Any], peer: Peer) -> None:
+        """Do nothing."""
+
+    def reply_header(self, header: dict[str, Any], execution: Execution) -> None:
+        """Do nothing."""
+
+    def wrap(
+        self,
+        execution: Execution,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: Callable[[], Any],
+    ) -> Callable[[], Any]:
+        """Return what runs the call and hands its events to the profiles that are entered now and still are then."""
+        entered = _entered
+        if not entered:
+            return call
+        merged = Settings(*map(any, zip(*(each._settings() for each in entered), strict=True)))
+        return lambda: observe(call, merged, partial(_hand_out, entered))
+
+    def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
+        """Do nothing."""
+        return value
+
+
+_observer = _Observer()
+
+
+def _hand_out(to: tuple[_server_process_global_profile, ...], events: list[FunctionEvent]) -> None:
+    for each in to:
+        if each in _entered:
+            each.process_global_function_events.append(list(events))
+
+
+def _change(how: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    global _entered
+    with _lock:
+        _entered = how(_entered)
+        if _agent is not None:
+            intercept(_agent, _observer, bool(_entered))
+
+
+def _started(agent: Agent, _references: References) -> Callable[[bool], None]:
+    global _agent
+    _agent = agent
+    _change(lambda entered: entered)
+
+    def end(_graceful: bool) -> None:
+        global _agent
+        _agent = None
+
+    return end
+
+
+api.on_start.append(_started)

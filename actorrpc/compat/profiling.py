@@ -1,0 +1,224 @@
+"""What other workers have recorded, in the results of torch's profilers.
+
+While the drop-in is installed, profiles collect (see :mod:`actorrpc.rpc.profiling`): the operators that ran elsewhere for
+their calls are among their events, as ``rpc_async#fn(src -> dst)#remote_op: aten::add`` with ``is_remote`` and the worker's
+rank for ``node_id``, and in the traces that they export. torch does that in its own C++, for the old profiler only.
+
+A profile is of one thread, and so is all of this.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, Final
+
+from torch._C._autograd import DeviceType
+from torch.autograd import profiler_legacy
+from torch.autograd.profiler_util import FunctionEvent
+
+from actorrpc.compat.futures import Future
+from actorrpc.rpc.profiling import (
+    Collector,
+    Profiled,
+    Row,
+    Settings,
+    Span,
+    collect,
+    collected,
+    collector,
+    modern,
+    unobserve,
+)
+
+__all__ = ["ProfiledFuture", "patches"]
+
+_log = logging.getLogger("actorrpc")
+_legacy: Final[Any] = profiler_legacy
+_COLLECTOR: Final = "_actorrpc_collector"  # the attribute of a modern profile
+
+
+class ProfiledFuture(Profiled, Future[Any]):
+    """The future of a call that is profiled."""
+
+    __slots__ = ("span",)
+
+    def __init__(self, *, devices: Any = None) -> None:
+        super().__init__(devices=devices)
+        self.span: Span | None = None
+
+
+class _Records(list[Any]):
+    """What the old profiler gives at its end, and what was collected meanwhile."""
+
+    def __init__(self, records: list[Any], found: Collector | None) -> None:
+        super().__init__(records)
+        self.collector = found
+
+
+def _begin(profile: Any) -> Collector:
+    """Have this thread's calls collect for a profile that has just begun."""
+    found = Collector(
+        Settings(
+            profile.record_shapes,
+            profile.profile_memory,
+            profile.with_stack,
+            profile.with_flops,
+            profile.with_modules,
+        )
+    )
+    collect(found)
+    return found
+
+
+def _events(found: Collector | None, offset: int) -> list[FunctionEvent]:
+    """Return what was collected. ``offset``: nanoseconds from the start of the profile to that of the collector."""
+    rows = [] if found is None else found.rows
+    return [_event(row, -number, offset) for number, row in enumerate(rows, start=1)]
+
+
+def _event(row: Row, id: int, offset: int) -> FunctionEvent:
+    return FunctionEvent(
+        id=id,
+        node_id=row.node,
+        name=row.name,
+        trace_name=row.name,
+        thread=row.thread,
+        start_us=(row.start + offset) / 1e3,
+        end_us=(row.end + offset) / 1e3,
+        fwd_thread=row.forward_thread,
+        input_shapes=row.shapes,
+        stack=row.stack,
+        scope=row.scope,
+        use_device=None,
+        cpu_memory_usage=row.cpu_memory,
+        device_memory_usage=row.device_memory,
+        is_async=row.is_async,
+        is_remote=row.is_remote,
+        sequence_nr=row.sequence,
+        device_type=DeviceType.CPU,
+        is_legacy=True,
+        flops=row.flops or None,
+    )
+
+
+def _merged(events: list[FunctionEvent], more: list[FunctionEvent]) -> list[FunctionEvent]:
+    return sorted([*events, *more], key=lambda event: (event.time_range.start, -event.time_range.end))
+
+
+def patches() -> list[tuple[Any, str, Any]]:
+    """Return what is to stand where in torch's profilers: (place, name, value)."""
+    return [
+        (_legacy.profile, "_start_trace", _starting(_legacy.profile._start_trace)),
+        (_legacy, "_disable_profiler_legacy", _disabling(_legacy._disable_profiler_legacy)),
+        (_legacy, "_parse_legacy_records", _parsing_legacy(_legacy._parse_legacy_records)),
+        (modern.profile, "_start_trace", _starting(modern.profile._start_trace)),
+        (modern.profile, "__exit__", _exiting(modern.profile.__exit__)),
+        (modern.profile, "_parse_kineto_results", _parsing(modern.profile._parse_kineto_results)),
+        (modern.profile, "export_chrome_trace", _exporting(modern.profile.export_chrome_trace)),
+    ]
+
+
+def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def start_trace(self: Any, *args: Any, **kwargs: Any) -> Any:
+        unobserve()
+        result = original(self, *args, **kwargs)
+        setattr(self, _COLLECTOR, _begin(self))
+        return result
+
+    return start_trace
+
+
+# -- the old profiler ---------------------------------------------------------------------------------------
+
+
+def _disabling(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def disable_profiler_legacy(*args: Any, **kwargs: Any) -> Any:
+        found = collected()  # first: ranges that are open end within the profile
+        return _Records(original(*args, **kwargs), found)
+
+    return disable_profiler_legacy
+
+
+def _parsing_legacy(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def parse_legacy_records(records: Any, *args: Any, **kwargs: Any) -> Any:
+        events = original(records, *args, **kwargs)
+        if not isinstance(records, _Records):
+            return events
+        return _merged(events, _events(records.collector, 0))
+
+    return parse_legacy_records
+
+
+# -- the modern one -----------------------------------------------------------------------------------------
+
+
+def _exiting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def exit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = getattr(self, _COLLECTOR, None)
+        if found is not None and found is collector():
+            collected()
+        return original(self, *args, **kwargs)
+
+    return exit
+
+
+def _parsing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def parse_kineto_results(self: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
+        events = original(self, result, *args, **kwargs)
+        found = getattr(self, _COLLECTOR, None)
+        if found is None or not found.rows:
+            return events
+        return _merged(events, _events(found, found.began - result.trace_start_ns()))
+
+    return parse_kineto_results
+
+
+def _exporting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def export_chrome_trace(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, path, *args, **kwargs)
+        found = getattr(self, _COLLECTOR, None)
+        if found is not None and found.rows:
+            try:
+                _add_to_trace(Path(path), found)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                _log.warning("what other workers have recorded is not in the trace %s: %s", path, error)
+        return result
+
+    return export_chrome_trace
+
+
+def _add_to_trace(path: Path, found: Collector) -> None:
+    trace = json.loads(path.read_text(encoding="utf-8"), strict=False)
+    offset = found.began - trace.get("baseTimeNanoseconds", 0)
+    events = trace["traceEvents"]
+    for node in sorted({row.node for row in found.rows}):
+        name = {"name": f"worker of rank {node}"}
+        events.append({"ph": "M", "name": "process_name", "pid": _process(node), "tid": 0, "args": name})
+    for row in found.rows:
+        events.append(
+            {
+                "ph": "X",
+                "cat": "cpu_op",
+                "name": row.name,
+                "pid": _process(row.node),
+                "tid": row.thread,
+                "ts": (row.start + offset) / 1e3,
+                "dur": (row.end - row.start) / 1e3,
+                "args": {"node_id": row.node, "Input Dims": row.shapes},
+            }
+        )
+    path.write_text(json.dumps(trace), encoding="utf-8")
+
+
+def _process(node: int) -> str:
+    return f"rank {node}"

@@ -1,0 +1,130 @@
+"""torch's faulty agent: its options, and its message types in terms of ours."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from actorrpc.compat.rpc.agent import TensorPipeAgent
+from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
+from actorrpc.compat.wording import is_builtin
+from actorrpc.core.agent import Agent
+from actorrpc.errors import ConfigError
+from actorrpc.testing import Fault
+from actorrpc.testing.message_types import Message
+
+__all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions"]
+
+# torch's types: which of ours, and whether only of script functions and operators (True), of others (False), or of any.
+_TYPES: Final[Mapping[str, tuple[str, bool | None]]] = {
+    "RREF_FORK_REQUEST": ("rref_fork", None),
+    "RREF_CHILD_ACCEPT": ("rref_accept", None),
+    "RREF_USER_DELETE": ("rref_delete", None),
+    "CLEANUP_AUTOGRAD_CONTEXT_REQ": ("autograd_release", None),
+    "PYTHON_CALL": ("call", False),
+    "SCRIPT_CALL": ("call", True),
+    "PYTHON_REMOTE_CALL": ("remote", False),
+    "SCRIPT_REMOTE_CALL": ("remote", True),
+    "PYTHON_RREF_FETCH_CALL": ("to_here", False),
+    "SCRIPT_RREF_FETCH_CALL": ("to_here", True),
+}
+_REMEMBERED: Final = 10_000
+
+
+class _Scripts:
+    """Tells calls of script functions and operators from others, and RRefs to their results. Thread-safe.
+
+    RRefs that another worker has made count as others.
+    """
+
+    def __init__(self) -> None:
+        # Guards the table; a leaf.
+        self._lock = threading.Lock()
+        self._rrefs: OrderedDict[Any, None] = OrderedDict()
+
+    def note(self, message: Message) -> bool:
+        """Remember the RRefs whose values a script makes; say False."""
+        if _is_script(message.called):
+            with self._lock:
+                self._rrefs[message.subject] = None
+                if len(self._rrefs) > _REMEMBERED:
+                    self._rrefs.popitem(last=False)
+        return False
+
+    def runs(self, message: Message) -> bool:
+        """Say whether a message is one for, or about the result of, a script."""
+        if message.type == "to_here":
+            return message.subject in self._rrefs
+        return _is_script(message.called)
+
+    def runs_not(self, message: Message) -> bool:
+        """Say whether it is not."""
+        return not self.runs(message)
+
+
+def _is_script(called: Any) -> bool:
+    return isinstance(called, torch.jit.ScriptFunction) or (
+        not isinstance(called, str) and is_builtin(called)
+    )
+
+
+def _check(names: Sequence[str] | Mapping[str, float]) -> None:
+    for name in names:
+        if name not in _TYPES:
+            raise ConfigError(f"No such message type: {name!r}; there are: {', '.join(_TYPES)}")
+
+
+class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
+    """Options of the agent that loses and holds up messages.
+
+    Args:
+        messages_to_fail: torch's names of the types of messages that are not sent at the first tries.
+        messages_to_delay: names, and for how many seconds messages of this type are held up.
+        num_fail_sends: how many tries of each message fail.
+
+    The other keywords are those of ``TensorPipeRpcBackendOptions``.
+
+    Raises:
+        ConfigError: a value cannot be used, or there is no such type of message.
+    """
+
+    def __init__(
+        self,
+        *,
+        messages_to_fail: Sequence[str] = (),
+        messages_to_delay: Mapping[str, float] | None = None,
+        num_fail_sends: int = 0,
+        **given: Any,
+    ) -> None:
+        super().__init__(**given)
+        self.messages_to_fail = list(messages_to_fail)
+        self.messages_to_delay = dict(messages_to_delay or {})
+        self.num_fail_sends = num_fail_sends
+        self._faults()  # what is wrong with them shows here
+
+    def _faults(self) -> list[Fault]:
+        _check(self.messages_to_fail)
+        _check(self.messages_to_delay)
+        scripts = _Scripts()
+        which = {None: None, True: scripts.runs, False: scripts.runs_not}
+        found = [Fault("delay", ["remote"], when=scripts.note)]
+        for name in self.messages_to_fail:
+            kind, script = _TYPES[name]
+            found.append(Fault("drop", [kind], times=self.num_fail_sends, at_once=True, when=which[script]))
+        for name, seconds in self.messages_to_delay.items():
+            kind, script = _TYPES[name]
+            # torch's calls bring no deadlines along: they run, however late they are.
+            found.append(Fault("delay", [kind], seconds=seconds, when=which[script], bounded=False))
+        return found
+
+    def _ready(self, _agent: Agent) -> None:
+        for fault in self._faults():
+            fault.start()
+
+
+class FaultyTensorPipeAgent(TensorPipeAgent):
+    """The agent in force in this process, where it has faults."""

@@ -1,0 +1,59 @@
+"""Which faults are in force in this process: the place where those who start them and the agent's gate find each other."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from actorrpc.testing.faults import Fault
+    from actorrpc.testing.gate import FaultGate
+
+__all__ = ["begin", "enforce", "lift"]
+
+# Guards the two below. The gate's and the faults' own locks are taken under it.
+_lock = threading.Lock()
+_gate: FaultGate | None = None
+_early: list[Fault] = []  # started before there was an agent
+
+
+def enforce(fault: Fault) -> None:
+    """Bring a fault into force: now, or when this process joins a group."""
+    with _lock:
+        if _gate is None:
+            _early.append(fault)
+        else:
+            _gate.add(fault)
+
+
+def lift(fault: Fault) -> None:
+    """Take a fault out of force. What it holds up leaves now."""
+    with _lock:
+        if fault in _early:
+            _early.remove(fault)
+        gate = _gate
+    if gate is not None:
+        gate.remove(fault)
+
+
+def begin(gate: FaultGate | None) -> None:
+    """Name the gate of the agent that is in force in this process; it gets the faults that wait for one."""
+    global _gate
+    with _lock:
+        _gate = gate
+        if gate is not None:
+            early, _early[:] = _early[:], []
+            for fault in early:
+                gate.add(fault)
+
+
+def _forget() -> None:
+    """In a forked child: another thread may have held the lock."""
+    global _gate, _lock
+    _lock = threading.Lock()
+    _gate = None
+    _early.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

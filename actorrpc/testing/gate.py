@@ -1,0 +1,437 @@
+"""The gate that faults stand at: it sees every message of an agent before it leaves, and asks the faults about it.
+
+Only an agent for which a fault is in force has one. What a message is, is in ``message_types.py``; what waits, in
+``held.py``; here is how each kind of message is lost, and how it is sent later.
+
+``_lock`` guards the lists of faults and rooms; the locks of rooms and faults are leaves, not taken under it. Messages are
+sent, and parcels rolled back, with no lock held.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc.core import codec, exceptions, frames, messages
+from actorrpc.core.interceptors import RECEIPT
+from actorrpc.core.interrupts import uninterruptible
+from actorrpc.errors import RpcError, RpcTimeoutError, ShutdownError
+from actorrpc.testing.held import Held, WaitingRoom, copied
+from actorrpc.testing.message_types import ANSWER, CONTROL, Message, type_of_notice, type_of_request
+
+if TYPE_CHECKING:
+    from actorrpc.core.agent import Agent
+    from actorrpc.core.calls import Call, Execution
+    from actorrpc.core.letters import Letter
+    from actorrpc.core.messages import Parcel
+    from actorrpc.core.peer import Peer
+    from actorrpc.testing.faults import Fault
+
+__all__ = ["FaultGate"]
+
+_INFINITE: Final = float("inf")
+_AGAIN_S: Final = 1.0  # a held notice that cannot be sent is tried again after this time
+_EXECUTIONS: Final = 1 << 16  # of so many is it known what they were asked
+
+
+class FaultGate:
+    """The faults of one agent, at work. Thread-safe. Implements :class:`actorrpc.core.gates.Gate`."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._faults: tuple[Fault, ...] = ()
+        self._idle: list[Fault] = []  # they are for other workers
+        self._rooms: dict[Peer, WaitingRoom] = {}
+        self._lost: dict[bytes, tuple[Fault, Peer, str, bytes]] = {}  # notices that did not get through yet
+        self._questions = _Questions()
+        self._closed = False
+
+    # -- faults --------------------------------------------------------------------------------------
+
+    def add(self, fault: Fault) -> None:
+        """Bring a fault into force, if it is for this worker."""
+        with self._lock:
+            if self._closed or not fault.is_for(self._agent.name):
+                self._idle.append(fault)
+            else:
+                self._faults = (*self._faults, fault)
+                self._look()
+
+    def remove(self, fault: Fault) -> None:
+        """Take a fault out of force: what it holds up leaves now, and notices that it has dropped are sent."""
+        with self._lock:
+            self._faults = tuple(each for each in self._faults if each is not fault)
+            self._idle = [each for each in self._idle if each is not fault]
+            rooms = list(self._rooms.values())
+            lost = {key: each for key, each in self._lost.items() if each[0] is fault}
+            for key in lost:
+                del self._lost[key]
+        for room in rooms:
+            room.hasten(fault)
+            self._agent.submit(room.release)
+        for _, peer, name, body in lost.values():
+            self._agent.submit(partial(self._agent.send_notice, peer, name, body))
+        with self._lock:
+            self._look()
+
+    def close(self, graceful: bool) -> None:
+        """Take all faults out of force; what is held up leaves now, or, at an end that is not graceful, never."""
+        with self._lock:
+            faults, self._faults = [*self._faults, *self._idle], ()
+            self._closed = True
+        if graceful:
+            for fault in faults:
+                self.remove(fault)
+            for room in list(self._rooms.values()):
+                room.release()
+        else:
+            for room in list(self._rooms.values()):
+                room.discard()
+        for fault in faults:
+            fault.ended()
+        with self._lock:
+            self._look()
+
+    def _look(self) -> None:
+        """Be at the agent's gate for as long as there is anything to do there. Under the lock."""
+        agent = self._agent
+        if self._faults or any(not room.empty for room in self._rooms.values()):
+            agent.gate = self
+        elif agent.gate is self:
+            agent.gate = None
+        asks = any(fault.takes_answers for fault in self._faults)
+        if asks and self._questions not in agent.interceptors:
+            agent.interceptors.append(self._questions)
+        elif not asks and self._questions in agent.interceptors:
+            agent.interceptors.remove(self._questions)
+
+    def _emptied(self) -> None:
+        with self._lock:
+            self._look()
+
+    def _fault_for(self, message: Message) -> Fault | None:
+        for fault in self._faults:
+            if fault.takes(message):
+                return fault
+        return None
+
+    def _room(self, peer: Peer) -> WaitingRoom:
+        with self._lock:
+            room = self._rooms.get(peer)
+            if room is None:
+                room = self._rooms[peer] = WaitingRoom(self._agent, self._emptied)
+            return room
+
+    # -- calls ---------------------------------------------------------------------------------------
+
+    @uninterruptible
+    def request(
+        self,
+        call: Call,
+        function: Any,
+        args: tuple[Any, ...],
+        encoded: Any,
+        header: dict[str, Any] | None,
+        letter: Letter | None,
+        parcel: Parcel,
+    ) -> bool:
+        """See :class:`actorrpc.core.gates.Gate`."""
+        peer = call.peer
+        type, called, subject = type_of_request(function, args, letter, call.label)
+        parts = _contents(encoded) if letter is None else [letter.packed, *_contents(encoded)]
+        fault = self._fault_for(Message(type, peer, called, parts, subject))
+        make = partial(self._hold_call, call, encoded, header, letter, parcel)
+        if fault is None:
+            room = None if letter is None else self._rooms.get(peer)
+            ahead = None if room is None else room.line_held_by()
+            if room is None or ahead is None:
+                return True
+            room.put_behind(make(ahead))
+            return False
+        if fault.action == "delay":
+            self._room(peer).put(make(fault), fault.seconds)
+            return False
+        self._agent.roll_back(parcel)
+        self._expect(call)
+        if fault.at_once or call.deadline == _INFINITE:
+            if peer.pending.pop(call.id, None) is not None:
+                # An RRef knows of its loss before it can be used. Nobody else can have a callback there yet.
+                call.fail(_loss(str(call), peer, fault), None if type == "remote" else self._agent.submit)
+        return False
+
+    def _expect(self, call: Call) -> None:
+        """Have a call that is not sent, but that its caller takes for sent, end as others do.
+
+        Raises:
+            PeerDiedError, ShutdownError: there is nobody, or nobody any more, who could end it.
+        """
+        agent, peer = self._agent, call.peer
+        call.sent = True
+        peer.pending[call.id] = call
+        peer.check_alive(f"cannot call {call.label}")
+        if agent.closed_down:
+            raise ShutdownError(f"worker {agent.name!r} has shut down", maybe_executed=True)
+        agent.upkeep.watch(call)
+
+    def _hold_call(
+        self,
+        call: Call,
+        encoded: Any,
+        header: dict[str, Any] | None,
+        letter: Letter | None,
+        parcel: Parcel,
+        fault: Fault,
+    ) -> Held:
+        self._expect(call)
+        whole = messages.Plain(encoded) if isinstance(encoded, bytes) else copied(encoded)
+        size = len(whole.body) + sum(span.nbytes for span in whole.spans)
+        if size >= messages.CHARGED:
+            call.peer.charge(call, size)
+        left = call.deadline - self._agent.clock.now() if fault.bounded else _INFINITE
+        if letter is not None:
+            header = {**(header or {}), **letter.header}
+        flags = 0 if letter is None else frames.LETTER
+        send = partial(self._send_call, call, whole, header, parcel, left, flags)
+        return Held(fault, send, partial(self._agent.roll_back, parcel), in_line=letter is not None)
+
+    def _send_call(
+        self,
+        call: Call,
+        whole: Any,
+        header: dict[str, Any] | None,
+        parcel: Parcel,
+        left: float,
+        flags: int,
+    ) -> None:
+        """Send a call that was held up, whether or not its caller still waits for it."""
+        peer = call.peer
+        if not call.done and call.deadline <= self._agent.clock.now():
+            call.expire()  # nobody has come to it: what is said to the worker then would overtake the call
+        if peer.is_self:
+            peer.cancelled.pop(call.id, None)  # that it was given up would have come behind it
+        try:
+            self._send_request(peer, call.id, whole, header, left, call.chain, flags, call.label, call)
+        except RpcError as error:
+            self._agent.roll_back(parcel)
+            if peer.pending.pop(call.id, None) is not None:
+                call.fail(error, self._agent.submit)
+
+    def _send_request(
+        self,
+        peer: Peer,
+        id: int,
+        whole: Any,
+        header: dict[str, Any] | None,
+        left: float,
+        chain: int,
+        flags: int,
+        label: str,
+        call: Call | None = None,
+    ) -> None:
+        """Send a request.
+
+        Raises:
+            RpcError: it was not sent.
+        """
+        agent = self._agent
+        if agent.closed_down:
+            raise ShutdownError(f"worker {agent.name!r} has shut down", maybe_executed=False)
+        if peer.is_self:
+            agent.loop_back(frames.REQUEST, id, whole, header, agent.clock.now() + left, chain, flags)
+            return
+        peer.check_alive(f"cannot call {label}")
+        conn = peer.conn
+        if conn is None or conn.broken:
+            conn = agent.links.connect(peer, _INFINITE, label)
+        if call is not None and not call.done:
+            call.conn = conn  # from now on, whoever gives the call up says so over there
+        messages.send(
+            agent, conn, frames.REQUEST, id, whole, remaining=left, chain=chain, header=header, flags=flags
+        )
+        conn.flush()
+
+    # -- posts and notices ---------------------------------------------------------------------------
+
+    @uninterruptible
+    def post(
+        self,
+        peer: Peer,
+        function: Any,
+        args: tuple[Any, ...],
+        encoded: Any,
+        header: dict[str, Any] | None,
+        chain: int,
+        parcel: Parcel,
+    ) -> bool:
+        """See :class:`actorrpc.core.gates.Gate`."""
+        type, called, subject = type_of_request(function, args, None, "")
+        fault = self._fault_for(Message(type, peer, called, _contents(encoded), subject))
+        if fault is None:
+            return True
+        if fault.action == "drop":
+            self._agent.roll_back(parcel)
+            raise _loss(f"a message of type {type}", peer, fault)
+        send = partial(self._send_post, peer, copied(encoded), header, chain, parcel, type)
+        held = Held(fault, send, partial(self._agent.roll_back, parcel))
+        self._room(peer).put(held, fault.seconds)
+        return False
+
+    def _send_post(
+        self, peer: Peer, whole: Any, header: dict[str, Any] | None, chain: int, parcel: Parcel, type: str
+    ) -> None:
+        try:
+            self._send_request(peer, next(peer.ids), whole, header, _INFINITE, chain, frames.POST, type)
+        except RpcError:
+            self._agent.roll_back(parcel)  # the peer is dead: others are told
+
+    def notice(self, peer: Peer, name: str, body: bytes) -> bool:
+        """See :class:`actorrpc.core.gates.Gate`."""
+        type = type_of_notice(name, body)
+        if type is None:
+            return self._agent.send_notice(peer, name, body)
+        message = Message(type, peer, None, (body,))
+        fault = self._fault_for(message)
+        if fault is None:
+            if self._lost:
+                with self._lock:
+                    self._lost.pop(message.key(), None)
+            return self._agent.send_notice(peer, name, body)
+        if fault.action == "drop":
+            with self._lock:
+                if fault in self._faults:
+                    self._lost[message.key()] = fault, peer, name, body
+                    return False
+            return self._agent.send_notice(peer, name, body)  # it has ended in this moment
+        send = partial(self._send_notice, fault, peer, name, body)
+        self._room(peer).put(Held(fault, send, _nothing), fault.seconds)
+        return True
+
+    def _send_notice(self, fault: Fault, peer: Peer, name: str, body: bytes) -> None:
+        agent = self._agent
+        if agent.send_notice(peer, name, body) or peer.state != "alive" or agent.closed_down:
+            return
+        again = partial(self._send_notice, fault, peer, name, body)
+        self._room(peer).put(Held(fault, again, _nothing), _AGAIN_S)
+
+    # -- answers -------------------------------------------------------------------------------------
+
+    def answer(
+        self,
+        conn: Any,
+        kind: int,
+        id: int,
+        encoded: Any,
+        header: dict[str, Any] | None,
+        execution: Execution | None,
+        parcel: Parcel | None,
+    ) -> bool:
+        """See :class:`actorrpc.core.gates.Gate`."""
+        agent = self._agent
+        peer = agent.self_peer if conn is None else conn.peer
+        asked, called = self._questions.pop(peer, id)
+        type = asked if asked == CONTROL else ANSWER
+        fault = self._fault_for(Message(type, peer, called, _contents(encoded)))
+        if fault is None:
+            return True
+        discard = _nothing if parcel is None else partial(agent.roll_back, parcel)
+        if fault.action == "delay":
+            send = partial(self._send_answer, conn, kind, id, copied(encoded), header, discard)
+            self._room(peer).put(Held(fault, send, discard), fault.seconds)
+            return False
+        discard()
+        receipt = None if header is None else header.get(RECEIPT)
+        if fault.at_once or execution is None or execution.deadline == _INFINITE:
+            error = _loss("the answer of a call", peer, fault)
+            data = exceptions.dump(error, worker=agent.name, dumps=codec.dumps)
+            rest = None if receipt is None else {RECEIPT: receipt}
+            self._send_answer(conn, frames.FAILURE, id, messages.Plain(data), rest, _nothing)
+        elif receipt is not None:
+            agent.notify(peer, RECEIPT, receipt)  # that is no part of the answer, and rides on it
+        return False
+
+    def _send_answer(
+        self,
+        conn: Any,
+        kind: int,
+        id: int,
+        encoded: Any,
+        header: dict[str, Any] | None,
+        discard: Callable[[], None],
+    ) -> None:
+        agent = self._agent
+        if agent.closed_down or (conn is not None and conn.broken):
+            discard()
+        elif conn is None:
+            agent.loop_back(kind, id, encoded, header, _INFINITE, 0)
+        else:
+            try:
+                messages.send(agent, conn, kind, id, encoded, remaining=_INFINITE, chain=0, header=header)
+            except RpcError:
+                discard()
+            else:
+                conn.flush()
+
+
+class _Questions:
+    """What calls that are executed here have asked for, for as long as they have no answer. An interceptor."""
+
+    def __init__(self) -> None:
+        # Guards the table; a leaf.
+        self._lock = threading.Lock()
+        self._asked: OrderedDict[tuple[Peer, int], tuple[str, Any]] = OrderedDict()
+
+    def pop(self, peer: Peer, id: int) -> tuple[str, Any]:
+        """Return the type of the call that is answered now, and what it has called, if that is known."""
+        if not self._asked:
+            return "", None
+        with self._lock:
+            return self._asked.pop((peer, id), ("", None))
+
+    def request_header(self, header: dict[str, Any], peer: Peer) -> None:
+        """Do nothing."""
+
+    def reply_header(self, header: dict[str, Any], execution: Execution) -> None:
+        """Do nothing."""
+
+    def wrap(
+        self,
+        execution: Execution,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: Callable[[], Any],
+    ) -> Callable[[], Any]:
+        """Note what is about to be called."""
+        type, called, _ = type_of_request(function, args, None, "")
+        with self._lock:
+            self._asked[execution.peer, execution.id] = type, called
+            if len(self._asked) > _EXECUTIONS:  # posts, and calls that were given up
+                self._asked.popitem(last=False)
+        return call
+
+    def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
+        """Do nothing."""
+        return value
+
+
+def _contents(encoded: Any) -> list[bytes]:
+    if isinstance(encoded, bytes):
+        return [encoded]
+    return [encoded.body, repr([span.nbytes for span in encoded.spans]).encode()]
+
+
+def _nothing() -> None:
+    """Give back nothing."""
+
+
+def _loss(what: str, peer: Peer, fault: Fault) -> RpcTimeoutError:
+    why = "" if fault.at_once else "; as it has no time-out, it ends at once"
+    return RpcTimeoutError(
+        f"{what} was lost on the way to {peer.name!r}: {fault!r} has dropped it{why}",
+        maybe_executed=True,
+        worker=peer.name,
+    )

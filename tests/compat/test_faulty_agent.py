@@ -1,0 +1,124 @@
+"""``torch.distributed.rpc._testing``: found under torch's name only when asked for, and torch's types in terms of ours."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from actorrpc import compat
+from actorrpc.compat.rpc._testing.faulty_agent import _TYPES, FaultyTensorPipeRpcBackendOptions
+from actorrpc.errors import ConfigError
+from actorrpc.testing import Fault
+from actorrpc.testing.message_types import MESSAGES, Message
+
+NAMES = ["torch.distributed.rpc._testing", "torch.distributed.rpc._testing.faulty_agent_backend_registry"]
+
+
+@torch.jit.script
+def scripted(t):  # type: ignore[no-untyped-def]
+    return t + t
+
+
+def first(
+    options: FaultyTensorPipeRpcBackendOptions, type: str, called: Any, rref: Any = None
+) -> Fault | None:
+    """Return the fault that takes a message of this type."""
+    peer: Any = SimpleNamespace(name="worker1", rank=1)
+    faults = options._faults()
+    return next((fault for fault in faults if fault.takes(Message(type, peer, called, (b"",), rref))), None)
+
+
+def test_it_takes_the_place_of_torchs() -> None:
+    """In a process of its own: importing it registers a backend for good."""
+    code = """
+import sys
+from actorrpc import compat
+compat.install()
+import torch.distributed.rpc as rpc
+assert not rpc.backend_registry.backend_registered("FAULTY_TENSORPIPE")
+import torch.distributed.rpc._testing
+import actorrpc.compat.rpc._testing as ours
+from torch.distributed.rpc._testing import FaultyTensorPipeRpcBackendOptions, faulty_agent_backend_registry as registry
+import torch.distributed.rpc._testing.faulty_agent_backend_registry as same
+assert rpc._testing is sys.modules["torch.distributed.rpc._testing"] is ours
+assert registry is same is ours.faulty_agent_backend_registry
+assert ours.__spec__.name == ours.__name__ == "actorrpc.compat.rpc._testing"
+backend = rpc.backend_registry.BackendType["FAULTY_TENSORPIPE"]
+options = rpc.backend_registry.construct_rpc_backend_options(
+    backend, num_worker_threads=8, num_fail_sends=3, messages_to_fail=["RREF_USER_DELETE"], messages_to_delay={"SCRIPT_CALL": 1}
+)
+assert isinstance(options, FaultyTensorPipeRpcBackendOptions)
+assert (options.num_fail_sends, options.messages_to_fail) == (3, ["RREF_USER_DELETE"])
+compat.uninstall()
+assert "torch.distributed.rpc._testing" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_torchs_own_is_put_back() -> None:
+    theirs = importlib.import_module(NAMES[0])
+    finders = list(sys.meta_path)
+    compat.install()
+    try:
+        assert NAMES[0] not in sys.modules
+    finally:
+        compat.uninstall()
+    assert sys.modules[NAMES[0]] is theirs
+    assert theirs.__name__ == NAMES[0]
+    assert sys.meta_path == finders
+
+
+def test_every_type_of_torch_is_one_of_ours() -> None:
+    assert {kind for kind, _ in _TYPES.values()} <= set(MESSAGES)
+    for given in ({"messages_to_fail": ["NO_SUCH"]}, {"messages_to_delay": {"NO_SUCH": 1.0}}):
+        with pytest.raises(ConfigError, match=r"NO_SUCH.*RREF_FORK_REQUEST"):
+            FaultyTensorPipeRpcBackendOptions(**given)  # type: ignore[arg-type]
+
+
+def test_scripts_are_told_from_others() -> None:
+    for type, name in (("call", "CALL"), ("remote", "REMOTE_CALL")):
+        script = FaultyTensorPipeRpcBackendOptions(messages_to_fail=[f"SCRIPT_{name}"], num_fail_sends=1)
+        python = FaultyTensorPipeRpcBackendOptions(messages_to_delay={f"PYTHON_{name}": 1.0})
+        for called, options in (
+            (torch.add, script),
+            (scripted, script),
+            (operator.add, python),
+            ("m", python),
+        ):
+            assert first(options, type, called) is not None
+            assert first(python if options is script else script, type, called) is None
+
+
+def test_the_results_of_scripts_are_known() -> None:
+    for called, name in ((torch.add, "SCRIPT_RREF_FETCH_CALL"), (operator.add, "PYTHON_RREF_FETCH_CALL")):
+        options = FaultyTensorPipeRpcBackendOptions(messages_to_delay={name: 1.0})
+        faults = options._faults()
+        peer: Any = SimpleNamespace(name="worker1", rank=1)
+        assert not any(fault.takes(Message("remote", peer, called, (), "id")) for fault in faults)
+        other = operator.add if called is torch.add else torch.add
+        assert not any(fault.takes(Message("remote", peer, other, (), "other")) for fault in faults)
+        assert any(fault.takes(Message("to_here", peer, None, (), "id")) for fault in faults)
+        assert not any(fault.takes(Message("to_here", peer, None, (), "other")) for fault in faults)
+
+
+def test_failures_are_counted_for_each_message_and_heard_of_at_once() -> None:
+    options = FaultyTensorPipeRpcBackendOptions(messages_to_fail=["RREF_USER_DELETE"], num_fail_sends=2)
+    (_, fault) = options._faults()
+    assert (fault.action, fault.at_once) == ("drop", True)
+    peer: Any = SimpleNamespace(name="worker1", rank=1)
+    taken = [fault.takes(Message("rref_delete", peer, None, (body,))) for body in (b"1", b"1", b"2", b"1")]
+    assert taken == [True, True, True, False]
+
+
+def test_none_by_default() -> None:
+    options = FaultyTensorPipeRpcBackendOptions()
+    assert (options.messages_to_fail, options.messages_to_delay, options.num_fail_sends) == ([], {}, 0)
+    assert first(options, "call", operator.add) is None

@@ -1,0 +1,404 @@
+"""Profiles of torch under the drop-in: what other workers have recorded is among their events."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+import torch.distributed.rpc
+from torch.autograd import profiler_legacy
+from torch.profiler import record_function
+
+from actorrpc import compat
+from actorrpc.compat.futures import Future
+from actorrpc.rpc import api, profiling
+from actorrpc.rpc.functions import async_execution
+from tests.group import run_group
+
+KINDS = ["old", "autograd", "modern"]
+_REMOTE = "#remote_op: "
+
+_gate = threading.Event()
+
+
+@contextlib.contextmanager
+def joined(rank: int, size: int, path: str) -> Iterator[Any]:
+    """A worker of a group that an unchanged program joins; gives the module that it finds."""
+    compat.install()
+    rpc = torch.distributed.rpc
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+    yield rpc
+    rpc.shutdown()
+    compat.uninstall()
+
+
+def profile(kind: str, **how: Any) -> Any:
+    if kind == "old":
+        return profiler_legacy.profile(**how)
+    return torch.autograd.profiler.profile(**how) if kind == "autograd" else torch.profiler.profile(**how)
+
+
+def events_of(found: Any) -> list[Any]:
+    return list(found.events() if isinstance(found, torch.profiler.profile) else found.function_events)
+
+
+def one(found: Any, name: str) -> Any:
+    [event] = [event for event in events_of(found) if event.name == name]
+    return event
+
+
+def left_over() -> list[Any]:
+    """What profiled calls must not leave behind."""
+    return [*profiling._open, *profiling._asked.values(), profiling._riding, *api.group().agent.interceptors]
+
+
+# -- what runs on workers ---------------------------------------------------------------------------------
+
+
+def step(x: torch.Tensor) -> torch.Tensor:
+    with record_function("##step##"):
+        return torch.mul(torch.add(x, 1), 2)
+
+
+def two_deep(to: str, x: torch.Tensor) -> Any:
+    return torch.distributed.rpc.rpc_sync(to, step, (torch.neg(x),))
+
+
+@async_execution
+def elsewhere(to: str, x: torch.Tensor) -> Any:
+    return torch.distributed.rpc.rpc_async(to, step, (torch.neg(x),)).then(lambda done: done.wait())
+
+
+@async_execution
+def not_waiting(to: str, x: torch.Tensor) -> Any:
+    torch.distributed.rpc.rpc_async(to, wait_at_gate, (x,))
+    return torch.distributed.rpc.rpc_async(to, step, (x,))
+
+
+def leaving_one_behind(to: str, x: torch.Tensor) -> None:
+    torch.distributed.rpc.rpc_async(to, wait_at_gate, (x,))
+    raise LookupError("no")
+
+
+def ranges() -> int:
+    return len(profiling._open)
+
+
+@async_execution
+def no_future(x: torch.Tensor) -> Any:
+    return x
+
+
+@async_execution
+def failing_later() -> Any:
+    future: Future[Any] = Future()
+    future.set_exception(LookupError("later"))
+    return future
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return torch.add(x, 1)
+
+
+def fail(x: torch.Tensor) -> None:
+    torch.neg(x)
+    raise LookupError("no")
+
+
+def wait_at_gate(x: torch.Tensor) -> torch.Tensor:
+    assert _gate.wait(30)
+    return torch.neg(x)
+
+
+def open_gate() -> None:
+    _gate.set()
+
+
+def with_its_own(x: torch.Tensor) -> list[str]:
+    torch.abs(x)
+    with profiler_legacy.profile() as found:
+        torch.neg(x)
+    assert found.function_events is not None
+    return [event.name for event in found.function_events]
+
+
+def many(x: torch.Tensor) -> int:
+    for _ in range(4000):
+        x = x.add_(1)
+    return int(x[0])
+
+
+class Doubler:
+    def double(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mul(x, 2)
+
+
+# -- remote events -----------------------------------------------------------------------------------------
+
+
+def _remote(rank: int, size: int, path: str, kind: str) -> None:
+    with joined(rank, size, path) as rpc:
+        if rank:
+            return
+        x = torch.ones(2, 3)
+        with profile(kind, record_shapes=True) as found:
+            rpc.rpc_sync("worker1", step, (x,))
+            rpc.rpc_async("worker1", torch.neg, (x,)).wait()
+            rpc.rpc_async("worker1", scripted, (x,)).wait()
+            doubler = rpc.remote("worker1", Doubler)
+            doubler.rpc_sync().double(x)
+            kept = rpc.remote("worker0", torch.sub, (x, 1))
+            kept._get_profiling_future().wait()
+        key = "rpc_sync#step(worker0 -> worker1)"
+        call, inner = one(found, key), one(found, f"{key}{_REMOTE}aten::add")
+        assert (inner.is_remote, inner.node_id, inner.input_shapes) == (True, 1, [[2, 3], [], []])
+        assert call.time_range.start <= inner.time_range.start <= inner.time_range.end <= call.time_range.end
+        assert not call.is_remote
+        assert kind != "old" or call.node_id == 0
+        block = one(found, f"{key}{_REMOTE}##step##")
+        assert {f"{key}{_REMOTE}aten::{name}" for name in ("add", "mul")} <= {
+            child.name for child in block.cpu_children
+        }
+        for name in (
+            f"rpc_async#aten::neg(worker0 -> worker1){_REMOTE}aten::neg",
+            f"rpc_async#__torch__.{__name__}.scripted(worker0 -> worker1){_REMOTE}aten::add",
+            f"rpc_sync#double(worker0 -> worker1){_REMOTE}aten::mul",
+        ):
+            assert one(found, name).node_id == 1
+        assert one(found, f"rpc_remote#aten::sub(worker0 -> worker0){_REMOTE}aten::sub").node_id == 0
+        assert "remote_op: aten::add" in found.key_averages().table(max_name_column_width=200)
+        assert left_over() == [0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_remote_events(kind: str, tmp_path: Path) -> None:
+    run_group(_remote, 2, str(tmp_path / "store"), kind)
+
+
+def _memory(rank: int, size: int, path: str) -> None:
+    with joined(rank, size, path) as rpc:
+        if rank:
+            return
+        for wanted in (True, False):
+            with profile("old", profile_memory=wanted) as found:
+                rpc.rpc_sync("worker1", step, (torch.ones(100),))
+            add = one(found, f"rpc_sync#step(worker0 -> worker1){_REMOTE}aten::add")
+            assert bool(add.cpu_memory_usage) is wanted
+
+
+def test_memory_is_recorded_where_that_is_wanted(tmp_path: Path) -> None:
+    run_group(_memory, 2, str(tmp_path / "store"))
+
+
+def _nested(rank: int, size: int, path: str, kind: str) -> None:
+    with joined(rank, size, path) as rpc:
+        if rank:
+            return
+        for function in (two_deep, elsewhere):
+            with profile(kind) as found:
+                result = rpc.rpc_async("worker1", function, ("worker2", torch.ones(2))).wait()
+            assert result.tolist() == [0.0, 0.0]
+            outer = f"rpc_async#{function.__qualname__}(worker0 -> worker1)"
+            mode = "sync" if function is two_deep else "async"
+            inner = f"{outer}{_REMOTE}rpc_{mode}#step(worker1 -> worker2)"
+            assert one(found, f"{outer}{_REMOTE}aten::neg").node_id == 1
+            call, add = one(found, inner), one(found, f"{inner}{_REMOTE}aten::add")
+            assert (call.is_remote, call.node_id) == (True, 1)
+            assert (add.is_remote, add.node_id) == (True, 2)
+            assert call.time_range.start <= add.time_range.start <= add.time_range.end <= call.time_range.end
+        assert left_over() == [0]
+
+
+@pytest.mark.parametrize("kind", ["old", "modern"])
+def test_nested_calls(kind: str, tmp_path: Path) -> None:
+    run_group(_nested, 3, str(tmp_path / "store"), kind)
+
+
+def _errors(rank: int, size: int, path: str) -> None:
+    with joined(rank, size, path) as rpc:
+        if rank:
+            return
+        x = torch.ones(2)
+        with profile("old") as found:
+            with pytest.raises(RuntimeError, match="no"):
+                rpc.rpc_sync("worker1", fail, (x,))
+            with pytest.raises(RuntimeError, match="later"):
+                rpc.rpc_async("worker1", failing_later).wait()
+            with pytest.raises(LookupError, match="no"):
+                rpc.remote("worker1", fail, (x,)).to_here()
+            with pytest.raises(TypeError, match="must return a"):
+                rpc.rpc_sync("worker1", no_future, (x,))
+            with pytest.raises(RuntimeError, match="RPC ran for more than"):
+                rpc.rpc_sync("worker1", wait_at_gate, (x,), timeout=0.05)
+            with pytest.raises(ValueError, match="Cannot get WorkerInfo"):
+                rpc.rpc_async(1.5, fail, (x,))
+            rpc.rpc_sync("worker1", open_gate)
+            rpc.rpc_sync("worker1", step, (x,))
+        names = [event.name for event in events_of(found) if event.name.startswith("rpc_")]
+        calls = sorted(name.partition("(")[0] for name in names if _REMOTE not in name)
+        assert calls == [
+            "rpc_async#failing_later",
+            "rpc_remote#fail",
+            *("rpc_sync#fail", "rpc_sync#no_future", "rpc_sync#open_gate", "rpc_sync#step"),
+            "rpc_sync#wait_at_gate",
+        ]
+        assert {name.partition("(")[0] for name in names if _REMOTE in name} == {
+            "rpc_remote#fail",
+            "rpc_sync#step",
+        }
+        assert left_over() == [0]
+
+
+def test_calls_that_fail(tmp_path: Path) -> None:
+    run_group(_errors, 2, str(tmp_path / "store"))
+
+
+def _under_way(rank: int, size: int, path: str, kind: str) -> None:
+    with joined(rank, size, path) as rpc:
+        if rank:
+            return
+        x = torch.ones(2)
+        with profile(kind) as found:
+            future = rpc.rpc_async("worker1", wait_at_gate, (x,))
+        with profile(kind) as other:
+            rpc.rpc_sync("worker1", open_gate)
+            future.wait()
+        assert not one(found, "rpc_async#wait_at_gate(worker0 -> worker1)").is_remote
+        assert not [event for event in events_of(found) if event.is_remote]
+        assert not [event for event in events_of(other) if "wait_at_gate" in event.name]
+        assert left_over() == [0]
+
+
+@pytest.mark.parametrize("kind", ["old", "modern"])
+def test_calls_that_outlive_the_profile(kind: str, tmp_path: Path) -> None:
+    """They show up to its end, and never in the next one."""
+    run_group(_under_way, 2, str(tmp_path / "store"), kind)
+
+
+def _many(rank: int, size: int, path: str) -> None:
+    with joined(rank, size, path) as rpc:
+        if rank:
+            return
+        with profile("old") as found:
+            assert rpc.rpc_sync("worker1", many, (torch.ones(1),)) == 4001
+        assert len([event for event in events_of(found) if event.name.endswith("aten::add_")]) == 4000
+
+
+def test_more_rows_than_a_header_takes(tmp_path: Path) -> None:
+    run_group(_many, 2, str(tmp_path / "store"))
+
+
+def _own(rank: int, size: int, path: str) -> None:
+    with joined(rank, size, path) as rpc:
+        if rank:
+            return
+        with profile("old") as found:
+            names = rpc.rpc_sync("worker1", with_its_own, (torch.ones(2),))
+        assert "aten::neg" in names
+        key = f"rpc_sync#with_its_own(worker0 -> worker1){_REMOTE}"
+        remote = [event.name for event in events_of(found) if event.is_remote]
+        assert f"{key}aten::abs" in remote
+        assert f"{key}aten::neg" not in remote
+        assert left_over() == [0]
+
+
+def test_a_callee_that_profiles_itself(tmp_path: Path) -> None:
+    """What it does from there on is in its own profile only."""
+    run_group(_own, 2, str(tmp_path / "store"))
+
+
+def _not_waiting(rank: int, size: int, path: str) -> None:
+    with joined(rank, size, path) as rpc:
+        if rank:
+            return
+        x = torch.ones(2)
+        with profile("old") as found:
+            rpc.rpc_async("worker1", not_waiting, ("worker0", x)).wait()
+            with pytest.raises(RuntimeError, match="no"):
+                rpc.rpc_sync("worker1", leaving_one_behind, ("worker0", x))
+        key = f"rpc_async#not_waiting(worker0 -> worker1){_REMOTE}rpc_async#"
+        assert one(found, f"{key}wait_at_gate(worker1 -> worker0)").node_id == 1
+        assert one(found, f"{key}step(worker1 -> worker0)").node_id == 1
+        assert one(found, f"{key}step(worker1 -> worker0){_REMOTE}aten::add").node_id == 0
+        assert rpc.rpc_sync("worker1", ranges) == 0
+        open_gate()
+
+
+def test_calls_whose_ends_nobody_waits_for(tmp_path: Path) -> None:
+    """They show up to the end of the call that has made them."""
+    run_group(_not_waiting, 2, str(tmp_path / "store"))
+
+
+# -- traces -------------------------------------------------------------------------------------------------
+
+
+def _traces(rank: int, size: int, path: str, folder: str) -> None:
+    with joined(rank, size, path) as rpc:
+        if rank:
+            return
+        for kind in KINDS:
+            with profile(kind) as found:
+                rpc.rpc_async("worker1", step, (torch.ones(2),)).wait()
+            found.export_chrome_trace(f"{folder}/{kind}.json")
+        with profile("modern") as found:
+            torch.ones(2)
+        found.export_chrome_trace(f"{folder}/none.json")
+
+
+def test_chrome_traces(tmp_path: Path) -> None:
+    run_group(_traces, 2, str(tmp_path / "store"), str(tmp_path))
+    key = "rpc_async#step(worker0 -> worker1)"
+    for kind in KINDS:
+        trace = json.loads((tmp_path / f"{kind}.json").read_text())
+        events = {event["name"]: event for event in (trace if kind == "old" else trace["traceEvents"])}
+        call, add = events[key], events[f"{key}{_REMOTE}aten::add"]
+        if kind != "old":
+            assert call["ts"] <= add["ts"] <= add["ts"] + add["dur"] <= call["ts"] + call["dur"]
+            assert add["pid"] == "rank 1"
+            assert add["args"]["node_id"] == 1
+    trace = json.loads((tmp_path / "none.json").read_text())
+    assert not [event for event in trace["traceEvents"] if str(event.get("pid", "")).startswith("rank")]
+
+
+# -- torch's modules -----------------------------------------------------------------------------------------
+
+
+def test_torchs_profilers_are_put_back() -> None:
+    places: list[tuple[Any, str]] = [
+        *((profiler_legacy, name) for name in ("_disable_profiler_legacy", "_parse_legacy_records")),
+        *((torch.autograd.profiler.profile, name) for name in ("_start_trace", "__exit__")),
+    ]
+    before = [getattr(*place) for place in places]
+    compat.install()
+    inside = [getattr(*place) for place in places]
+    compat.uninstall()
+    assert all(ours is not torchs for ours, torchs in zip(inside, before, strict=True))
+    assert [getattr(*place) for place in places] == before
+
+
+def test_profiles_without_a_group() -> None:
+    compat.install()
+    try:
+        for kind in KINDS:
+            with profile(kind) as found:
+                torch.neg(torch.ones(2))
+                with profile(kind, **{"enabled": False} if kind != "modern" else {"schedule": _never}):
+                    pass
+                assert profiling.collector() is not None
+            assert profiling.collector() is None
+            assert "aten::neg" in [event.name for event in events_of(found)]
+    finally:
+        compat.uninstall()
+
+
+def _never(_step: int) -> torch.profiler.ProfilerAction:
+    return torch.profiler.ProfilerAction.NONE

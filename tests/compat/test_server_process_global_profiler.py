@@ -1,0 +1,137 @@
+"""Profiles of what a process executes for others, entered and left in calls from another worker."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+
+from actorrpc.compat.rpc import server_process_global_profiler
+from actorrpc.rpc import api
+from tests.compat.test_profiling import events_of, fail, joined, one, profile, step
+from tests.group import run_group
+
+_gate = threading.Event()
+_there = threading.Event()
+_barrier = threading.Barrier(3)
+_REMOTE = "#remote_op: "
+
+
+def together(x: torch.Tensor) -> str:
+    """Run on three threads at a time."""
+    _barrier.wait(20)
+    torch.neg(x)
+    return threading.current_thread().name
+
+
+def wait_at_gate(x: torch.Tensor) -> torch.Tensor:
+    _there.set()
+    assert _gate.wait(30)
+    return torch.neg(x)
+
+
+def wait_until_there() -> None:
+    assert _there.wait(30)
+
+
+def open_gate() -> None:
+    _gate.set()
+
+
+def names(found: Any) -> list[list[str]]:
+    events = found.local_value().process_global_function_events
+    return [[event.name for event in each if "aten" in event.name] for each in events]
+
+
+def interceptors() -> int:
+    return len(api.group().agent.interceptors)
+
+
+def _calls(rank: int, size: int, path: str) -> None:
+    with joined(rank, size, path) as rpc:
+        if rank:
+            return
+        x = torch.ones(2)
+        kind = rpc._server_process_global_profile
+        outer, inner, off = (
+            rpc.remote("worker1", kind, kwargs={"enabled": on}) for on in (True, True, False)
+        )
+        for each in (outer, inner, off):
+            each.rpc_sync().__enter__()
+            rpc.rpc_sync("worker1", torch.neg, (x,))
+        threads = {call.wait() for call in [rpc.rpc_async("worker1", together, (x,)) for _ in range(3)]}
+        assert len(threads) == 3
+        with pytest.raises(RuntimeError, match="no"):
+            rpc.rpc_sync("worker1", fail, (x,))
+        inner.rpc_sync().__exit__(None, None, None)
+        rpc.rpc_sync("worker1", torch.abs, (x,))
+        off.rpc_sync().__exit__(None, None, None)
+        outer.rpc_sync().__exit__(None, None, None)
+        rpc.rpc_sync("worker1", torch.sign, (x,))
+        inside, outside = (rpc.rpc_sync("worker1", names, (each,)) for each in (inner, outer))
+        assert [each for each in inside if each] == [["aten::neg"]] * 6
+        assert [each[0] for each in outside if each] == ["aten::neg"] * 7 + ["aten::abs"]
+        assert "aten::abs" in outer.rpc_sync().key_averages().table()
+        assert rpc.rpc_sync("worker1", interceptors) == 0
+        with pytest.raises(RuntimeError, match="not reentrant"):
+            outer.rpc_sync().__enter__()
+
+
+def test_what_a_process_executes(tmp_path: Path) -> None:
+    run_group(_calls, 2, str(tmp_path / "store"))
+
+
+def _under_way(rank: int, size: int, path: str) -> None:
+    with joined(rank, size, path) as rpc:
+        if rank:
+            return
+        found = rpc.remote("worker1", rpc._server_process_global_profile)
+        found.rpc_sync().__enter__()
+        call = rpc.rpc_async("worker1", wait_at_gate, (torch.ones(2),))
+        rpc.rpc_sync("worker1", wait_until_there)
+        found.rpc_sync().__exit__(None, None, None)
+        rpc.rpc_sync("worker1", open_gate)
+        call.wait()
+        assert not [each for each in rpc.rpc_sync("worker1", names, (found,)) if each]
+
+
+def test_calls_that_outlive_the_profile(tmp_path: Path) -> None:
+    """They are not in it: it does not change once it is over."""
+    run_group(_under_way, 2, str(tmp_path / "store"))
+
+
+def _both(rank: int, size: int, path: str) -> None:
+    with joined(rank, size, path) as rpc:
+        if rank:
+            return
+        of_all = rpc.remote("worker1", rpc._server_process_global_profile)
+        of_all.rpc_sync().__enter__()
+        with profile("old") as found:
+            rpc.rpc_sync("worker1", step, (torch.ones(2),))
+        of_all.rpc_sync().__exit__(None, None, None)
+        assert one(found, f"rpc_sync#step(worker0 -> worker1){_REMOTE}aten::add").node_id == 1
+        [there] = [each for each in rpc.rpc_sync("worker1", names, (of_all,)) if each]
+        assert {"aten::add", "aten::mul"} <= set(there)
+        assert events_of(found)
+
+
+def test_together_with_a_profile_of_the_caller(tmp_path: Path) -> None:
+    run_group(_both, 2, str(tmp_path / "store"))
+
+
+def _before_the_group(rank: int, size: int, path: str) -> Any:
+    with server_process_global_profiler._server_process_global_profile() as found:
+        with joined(rank, size, path) as rpc:
+            rpc.rpc_sync(f"worker{1 - rank}", torch.neg, (torch.ones(2),))
+        assert found is not None
+    assert found.function_events is not None
+    return [event.name for event in found.function_events]
+
+
+def test_a_profile_around_the_life_of_a_group(tmp_path: Path) -> None:
+    for names in run_group(_before_the_group, 2, str(tmp_path / "store")):
+        assert "aten::neg" in names

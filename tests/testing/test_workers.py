@@ -1,0 +1,332 @@
+"""Faults in groups of real processes: calls, RRefs, autograd, actors; from the environment and from options."""
+
+from __future__ import annotations
+
+import operator
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import actorrpc
+from actorrpc import autograd, rpc, testing
+from actorrpc.errors import ConfigError, RpcTimeoutError
+from actorrpc.rpc import api
+from tests import processes
+from tests.group import rpc_group, run_group
+
+DAY = 86_400.0
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def add(self, number: int) -> list[int]:
+        """Remember a number; return all."""
+        self.seen.append(number)
+        return self.seen
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    """Wait for something that nothing announces; bounded by the test's limit."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.002)
+
+
+def _forks() -> int:
+    return int(api.references().table.debug_info()["num_forks"])
+
+
+# -- calls and RRefs -------------------------------------------------------------------------------
+
+
+def calls(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    for to in ("worker1", "worker0"):
+        with testing.drop("call", function=operator.add, total=2) as lost:
+            with pytest.raises(RpcTimeoutError) as caught:
+                rpc.rpc_sync(to, operator.add, (1, 2), timeout=0.03)
+            assert caught.value.maybe_executed
+            future = rpc.rpc_async(to, operator.add, (1, 2), timeout=0.03)
+            assert rpc.rpc_sync(to, operator.mul, (1, 2)) == 2
+            with pytest.raises(RpcTimeoutError):
+                future.wait()
+            assert rpc.rpc_sync(to, operator.add, (1, 2)) == 3
+        assert lost.counts == {"call": 2}
+    assert rpc.rpc_sync("worker1", operator.add, (1, 2)) == 3
+    assert api.group().agent.gate is None
+
+
+def rrefs(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    for to in ("worker1", "worker0"):
+        with testing.drop("remote", function="add", at_once=True) as lost:
+            rref = rpc.remote(to, operator.add, (1, 2))
+            with pytest.raises(RpcTimeoutError, match="lost on the way"):
+                rref.to_here()
+        assert lost.count == 1
+        rref = rpc.remote(to, Counter)
+        with testing.drop(
+            "call", function="Counter.add", at_once=True
+        ) as wrong:  # of a proxy, only the method is known
+            assert rref.rpc_sync().add(1) == [1]
+        with testing.drop("call", function="add", at_once=True) as lost, pytest.raises(RpcTimeoutError):
+            rref.rpc_sync().add(2)
+        assert (wrong.count, lost.count) == (0, 1)
+        with testing.drop("to_here", at_once=True) as lost:
+            if to == "worker1":
+                with pytest.raises(RpcTimeoutError, match="to_here"):
+                    rref.to_here()
+            else:
+                rref.to_here()  # it is here: there is no message
+        assert lost.count == (to == "worker1")
+        assert rref.to_here().seen == [1]
+
+
+def deletes(rank: int, world_size: int) -> None:
+    """A message of the protocol that is lost is sent again: by the protocol, or when the fault ends."""
+    if rank:
+        return
+    with testing.drop("rref_delete", times=1) as once:
+        rref = rpc.remote("worker1", Counter)
+        rref.to_here()
+        del rref
+        _until(lambda: once.count == 1)
+        _until(lambda: not rpc.rpc_sync("worker1", _forks))
+    with testing.drop("rref_delete") as always:
+        rref = rpc.remote("worker1", Counter)
+        rref.to_here()
+        del rref
+        _until(lambda: always.count)
+        assert rpc.rpc_sync("worker1", _forks) == 1
+    _until(lambda: not rpc.rpc_sync("worker1", _forks))
+    with testing.delay("rref_*", seconds=DAY) as late:
+        rref = rpc.remote("worker1", Counter)
+        rref.to_here()
+        del rref
+        _until(lambda: late.held)
+        assert rpc.rpc_sync("worker1", _forks) == 1
+    _until(lambda: not rpc.rpc_sync("worker1", _forks))
+
+
+def keep(rref: rpc.RRef[Any]) -> Any:
+    return rref.to_here()
+
+
+def forks(rank: int, world_size: int) -> None:
+    """The RRefs that a lost call, or a lost answer, carries are given back."""
+    if rank:
+        return
+    mine = rpc.RRef(7)
+    with testing.drop("call", function=keep, at_once=True), pytest.raises(RpcTimeoutError):
+        rpc.rpc_sync("worker1", keep, (mine,))
+    assert _forks() == 0
+    theirs = rpc.remote("worker2", operator.add, (1, 2))
+    with testing.drop("call", function=keep, at_once=True), pytest.raises(RpcTimeoutError):
+        rpc.rpc_sync("worker1", keep, (theirs,))
+    with testing.delay("call", "answer", "rref_*", seconds=0.001):
+        assert rpc.rpc_sync("worker1", keep, (theirs,)) == 3
+        assert rpc.rpc_sync("worker1", keep, (mine,)) == 7
+    _until(lambda: not _forks())
+
+
+_elsewhere = testing.drop("answer", function=keep)
+
+
+def _lose_answers() -> None:
+    _elsewhere.start()
+
+
+def _lose_no_more() -> int:
+    _elsewhere.stop()
+    return _elsewhere.count
+
+
+def receipts(rank: int, world_size: int) -> None:
+    """What rides on an answer is not lost with it."""
+    if rank:
+        return
+    theirs = rpc.remote("worker1", operator.add, (1, 2))  # that its owner has it is said with the answer
+    assert theirs.to_here() == 3
+    rpc.rpc_sync("worker1", _lose_answers)
+    with pytest.raises(RpcTimeoutError):
+        rpc.rpc_sync("worker1", keep, (theirs,), timeout=0.5)
+    _until(lambda: not int(api.references().table.debug_info()["num_pending_children"]))
+    assert rpc.rpc_sync("worker1", _lose_no_more) == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "workers"), [(calls, 2), (rrefs, 2), (deletes, 2), (forks, 3), (receipts, 2)]
+)
+def test_calls_and_references(what: Callable[..., None], workers: int) -> None:
+    rpc_group(what, workers)
+
+
+# -- autograd and actors ---------------------------------------------------------------------------
+
+
+def _square(t: torch.Tensor) -> torch.Tensor:
+    return t * t
+
+
+def gradients(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    leaf = torch.ones(3, requires_grad=True)
+
+    def run() -> torch.Tensor:
+        with autograd.context() as id:
+            loss = rpc.rpc_sync("worker1", _square, (rpc.rpc_sync("worker2", _square, (leaf,)),)).sum()
+            autograd.backward(id, [loss])
+            return autograd.get_gradients(id)[leaf]
+
+    with testing.drop("autograd_*", at_once=True) as lost, pytest.raises(RuntimeError):
+        run()
+    assert lost.count
+    with testing.delay("autograd_*", seconds=0.001) as late:
+        assert torch.equal(run(), torch.full((3,), 4.0))
+    assert late.counts["autograd_gradient"]
+    assert late.counts["autograd_release"]
+    assert torch.equal(run(), torch.full((3,), 4.0))
+
+
+def actors(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    for worker in ("worker1", "worker0"):
+        counter: Any = actorrpc.remote(Counter).options(worker=worker).remote()
+        assert actorrpc.get(counter.add.remote(0)) == [0]
+        with (
+            testing.drop("actor_call", function=Counter.add, at_once=True) as lost,
+            pytest.raises(RpcTimeoutError),
+        ):
+            actorrpc.get(counter.add.remote(1))
+        assert lost.counts == {"actor_call": 1}
+        # The first is held up, and those behind it wait for it: calls of an actor keep their order.
+        with testing.delay("actor_call", function="add", total=1, seconds=DAY) as late:
+            refs = [counter.add.remote(number) for number in range(2, 6)]
+            assert late.count == 1
+            assert late.held == 4
+        assert actorrpc.get(refs[-1]) == [0, 2, 3, 4, 5]
+        assert actorrpc.get(refs[0])[:2] == [0, 2]
+        actorrpc.kill(counter)
+
+
+@pytest.mark.parametrize(("what", "workers"), [(gradients, 3), (actors, 2)])
+def test_autograd_and_actors(what: Callable[..., None], workers: int) -> None:
+    rpc_group(what, workers)
+
+
+# -- of whole workers ------------------------------------------------------------------------------
+
+
+def lossy(rank: int, world_size: int) -> None:
+    if rank == 0:
+        for _ in range(2):
+            with pytest.raises(RpcTimeoutError):
+                rpc.rpc_sync("worker1", operator.add, (1, 2), timeout=0.03)
+            assert rpc.rpc_sync("worker1", operator.mul, (1, 2)) == 2
+        assert rpc.rpc_sync("worker1", operator.add, (1, 2)) == 3
+
+
+def test_faults_from_the_environment() -> None:
+    rpc_group(lossy, 2, env={"ACTORRPC_FAULT": "drop answer function=add total=2 on=worker1"})
+
+
+def refused(rank: int, world_size: int, store: str) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=store)
+    with pytest.raises(ConfigError, match=r"ACTORRPC_FAULT=.*there are: call, remote"):
+        rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+    del os.environ["ACTORRPC_FAULT"]
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"{store}2")
+    rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+    rpc.shutdown()
+
+
+def test_a_wrong_variable_is_refused() -> None:
+    store = f"file://{tempfile.mkdtemp(dir=processes.scratch())}/store"
+    run_group(refused, 1, store, env={"ACTORRPC_FAULT": "drop everything"})
+
+
+def optional(rank: int, world_size: int, store: str) -> None:
+    fault = testing.drop("call", function="add", total=2, at_once=True, on="worker0")
+    early = testing.delay("call", function="mul", seconds=0.001)
+    options = testing.FaultyRpcBackendOptions(init_method=store, faults=[fault])
+    with early:
+        assert early.active
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+        assert fault.active
+        other = f"worker{1 - rank}"
+        assert rpc.rpc_sync(other, operator.mul, (1, 2)) == 2
+        for _ in range(2 - 2 * rank):
+            with pytest.raises(RpcTimeoutError):
+                rpc.rpc_sync(other, operator.add, (1, 2))
+        assert rpc.rpc_sync(other, operator.add, (1, 2)) == 3
+        rpc.shutdown()
+        # They end with the agent.
+        assert not fault.active
+        assert not early.active
+    assert (fault.count, early.count) == (2 - 2 * rank, 1)
+
+
+def test_faults_from_options_and_from_before_the_start() -> None:
+    run_group(optional, 2, f"file://{tempfile.mkdtemp(dir=processes.scratch())}/store")
+
+
+def embedded(rank: int, world_size: int) -> None:
+    os.environ["ACTORRPC_FAULT"] = "drop answer function=Counter.add total=1 at_once=1"
+    actorrpc.init()
+    try:
+        counter: Any = actorrpc.remote(Counter).remote()
+        with pytest.raises(RpcTimeoutError, match="answer of a call was lost"):
+            actorrpc.get(counter.add.remote(1))
+        assert actorrpc.get(counter.add.remote(2)) == [1, 2]
+    finally:
+        actorrpc.shutdown()
+
+
+def test_processes_of_the_embedded_cluster_have_those_of_the_environment() -> None:
+    run_group(embedded, 1)
+
+
+def ended(rank: int, world_size: int) -> None:
+    """An end in good order is not held up; what still is then, is sent."""
+    if rank == 0:
+        fault = testing.delay("call", "answer", seconds=DAY).start()
+        futures = [rpc.rpc_async(to, operator.add, (1, 2)) for to in ("worker1", "worker0") for _ in range(3)]
+        assert fault.held == 6
+        rpc.shutdown()
+        assert fault.held == 0
+        assert not fault.active
+        assert all(future.done() for future in futures)
+    else:
+        rpc.shutdown()
+
+
+def forked(rank: int, world_size: int) -> None:
+    """A child has no faults, and no lock of the parent's is in its way."""
+    with testing.drop("call", at_once=True) as lost:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                fault = testing.drop("call")
+                with fault:
+                    code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert lost.active
+
+
+@pytest.mark.parametrize(("what", "workers"), [(ended, 2), (forked, 1)])
+def test_ends(what: Callable[..., None], workers: int) -> None:
+    rpc_group(what, workers)
