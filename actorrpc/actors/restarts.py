@@ -2,18 +2,23 @@
 
 Restarts are counted in a sliding window. The first one in a row comes at once; each further one waits, at first
 ``backoff_s`` and then twice as long each time, up to :data:`MAX_BACKOFF_S`. A row ends when the actor has lived
-longer than :data:`QUIET_S` (and than the last wait).
+longer than :data:`QUIET_S` (and than the last wait). Waits are shortened at random, so that what died together does not
+come back all at once: by up to :data:`JITTER` of themselves.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
-__all__ = ["MAX_BACKOFF_S", "QUIET_S", "Restarts"]
+__all__ = ["JITTER", "MAX_BACKOFF_S", "QUIET_S", "Restarts"]
 
 MAX_BACKOFF_S: Final = 10.0
 QUIET_S: Final = 10.0
+JITTER: Final = 0.5
+_LISTED: Final = 10  # causes that a message lists at most
+_CUT: Final = 200  # characters of each
 
 
 class Restarts:
@@ -23,16 +28,36 @@ class Restarts:
         limit: how many restarts within the window; -1: for ever; 0: none.
         window_s: seconds; None: over the whole life of the actor.
         backoff_s: the wait before the second restart in a row, in seconds.
+        draw: gives numbers from 0 to 1, by which waits are shortened; None: they are not.
     """
 
-    __slots__ = ("_backoff", "_in_row", "_last_wait", "_lived_since", "_times", "count", "limit", "window_s")
+    __slots__ = (
+        "_backoff",
+        "_causes",
+        "_draw",
+        "_in_row",
+        "_last_wait",
+        "_lived_since",
+        "_times",
+        "count",
+        "limit",
+        "window_s",
+    )
 
-    def __init__(self, limit: int = 0, window_s: float | None = None, backoff_s: float = 0.1) -> None:
+    def __init__(
+        self,
+        limit: int = 0,
+        window_s: float | None = None,
+        backoff_s: float = 0.1,
+        draw: Callable[[], float] | None = None,
+    ) -> None:
         self.limit = limit
         self.window_s = window_s
         #: how many restarts there have been
         self.count = 0
         self._backoff = backoff_s
+        self._draw = draw
+        self._causes: deque[tuple[float, str]] = deque(maxlen=_LISTED)
         self._times: deque[float] = deque()
         self._in_row = 0
         self._last_wait = 0.0
@@ -42,11 +67,16 @@ class Restarts:
         """Take note that the actor lives (again)."""
         self._lived_since = now
 
-    def next(self, now: float) -> float | None:
+    def next(self, now: float, why: str = "") -> float | None:
         """Return in how many seconds the actor, which has died at ``now``, is to be made again; None: never.
 
         A number returned counts as a restart.
+
+        Args:
+            why: how it died, for :meth:`causes`; of several lines the first is kept.
         """
+        if why:
+            self._causes.append((now, why.partition("\n")[0][:_CUT]))
         lived, self._lived_since = self._lived_since, None
         if self.limit == 0:
             return None
@@ -66,6 +96,8 @@ class Restarts:
         if self._in_row:
             # The exponent is bounded: 2.0 ** 1024 is an error.
             wait = min(self._backoff * 2.0 ** min(self._in_row - 1, 60), max(MAX_BACKOFF_S, self._backoff))
+            if self._draw is not None:
+                wait *= 1.0 - JITTER * self._draw()
         self._in_row += 1
         self._last_wait = wait
         self.count += 1
@@ -78,3 +110,10 @@ class Restarts:
         within = "" if self.window_s is None else f" within {self.window_s:g} s"
         times = "once" if self.limit == 1 else f"{self.limit} times"
         return f"not restarted again: it has been {times}{within}, and max_restarts is {self.limit}"
+
+    def causes(self) -> list[str]:
+        """Return how it died the last times, oldest first: within the window before the last death, at most ten."""
+        if not self._causes:
+            return []
+        since = -1.0 if self.window_s is None else self._causes[-1][0] - self.window_s
+        return [why for at, why in self._causes if at > since]
