@@ -25,6 +25,7 @@ from actorrpc.actors import (
     ObjectRefGenerator,
     Queue,
     RemoteFunction,
+    Supervision,
     as_completed,
     call,
     cancel,
@@ -43,6 +44,7 @@ from actorrpc.actors import (
     ready,
     remote,
     spawn,
+    supervise,
     wait,
 )
 from actorrpc.cluster import init
@@ -58,6 +60,7 @@ from actorrpc.errors import (
     RemoteError,
     RpcError,
     RpcTimeoutError,
+    SupervisionError,
     UnknownActorError,
 )
 from actorrpc.futures import Future, collect_all, wait_all
@@ -69,14 +72,17 @@ from actorrpc.rpc import (
     RRef,
     TensorPipeRpcBackendOptions,
     WorkerInfo,
+    WorkerState,
     functions,
     get_rpc_timeout,
     get_worker_info,
     init_rpc,
     is_initialized,
+    on_member_change,
     rpc_async,
     rpc_sync,
     shutdown,
+    workers,
 )
 
 __version__ = "0.1.0"
@@ -108,9 +114,12 @@ __all__ = [
     "RpcBackendOptions",
     "RpcError",
     "RpcTimeoutError",
+    "Supervision",
+    "SupervisionError",
     "TensorPipeRpcBackendOptions",
     "UnknownActorError",
     "WorkerInfo",
+    "WorkerState",
     "__version__",
     "actors",
     "as_completed",
@@ -138,6 +147,7 @@ __all__ = [
     "method",
     "monitor",
     "nn",
+    "on_member_change",
     "optim",
     "put",
     "ready",
@@ -147,7 +157,9 @@ __all__ = [
     "rpc_sync",
     "shutdown",
     "spawn",
+    "supervise",
     "testing",
     "wait",
     "wait_all",
+    "workers",
 ]

@@ -12,22 +12,25 @@ from typing import Any
 
 from actorrpc.errors import ConfigError
 
-__all__ = ["ENVIRONMENT", "Settings"]
+__all__ = ["ENVIRONMENT", "Settings", "host_and_port"]
 
 ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_KEY": "the group's shared key (any text); workers on other hosts must be given one",
     "ACTORRPC_KEY_FILE": "a file, readable by its owner only, that holds the key",
     "ACTORRPC_TRANSPORT": "auto (Unix sockets on one host, TCP between hosts), unix, or tcp",
     "ACTORRPC_BIND": "the address to listen on for TCP (default: the one that reached the rendezvous)",
-    "ACTORRPC_ADVERTISE": "the address to tell other workers, where it differs from the bound one",
+    "ACTORRPC_ADVERTISE": "the host, or host:port, to tell other workers, where it differs from the bound one",
     "ACTORRPC_PORT": "the TCP port to listen on (default 0: any)",
     "ACTORRPC_INSECURE": "1 to listen on other addresses than loopback without a key (warns)",
+    "ACTORRPC_DATA_ONLY": "1 to take nothing but data from peers, who may call exposed functions only (see SECURITY.md)",
     "ACTORRPC_SPIN_US": "how long a thread may spin before it sleeps (default 100; 0 turns it off)",
     "ACTORRPC_MAX_THREADS": "the most worker threads in one process (default 512)",
     "ACTORRPC_WINDOW": "bytes of calls that a peer may leave unread before callers wait (default 64 MiB)",
     "ACTORRPC_LANE": "0 to turn the shared-memory tensor lane off",
     "ACTORRPC_LANE_BYTES": "most shared memory this process lends to each peer (default 1 GiB)",
-    "ACTORRPC_HEARTBEAT": "seconds between heartbeats to a silent peer with calls under way (default 2)",
+    "ACTORRPC_HEARTBEAT": "seconds of silence after which a connected peer is asked for a sign of life (default 2)",
+    "ACTORRPC_HEARTBEAT_MISSES": "heartbeats of silence within which a peer is taken for dead (default 5, at least 2)",
+    "ACTORRPC_SESSION_GRACE": "seconds within which a broken TCP connection may come back (default 10; 0: its end is a death)",
     "ACTORRPC_CONTEXT_TTL": "seconds after which an unused autograd context of another worker is dropped (default 3600)",
     "ACTORRPC_FAULT": "messages to lose or hold up, for tests: drop TYPES ...; delay TYPES seconds=... (actorrpc.testing)",
     "ACTORRPC_RUNTIME_DIR": "the private directory for sockets and key files",
@@ -53,6 +56,25 @@ def _flag(text: str) -> bool:
     raise ValueError(text)
 
 
+def host_and_port(text: str) -> tuple[str, int | None]:
+    """Return the parts of an address: ``host``, ``host:port``, an IPv6 address, or one in brackets with ``:port``.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    host, sign, port = text, "", ""
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
+        if not bracket or (rest and not rest.startswith(":")):
+            raise ConfigError(f"an IPv6 address with a port is written [address]:port, not {text!r}")
+        sign, port = rest[:1], rest[1:]
+    elif text.count(":") == 1:
+        host, sign, port = text.partition(":")
+    if not host or (sign and not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535)):
+        raise ConfigError(f"an address is a host, or host:port with a port from 1 to 65535, not {text!r}")
+    return host, int(port) if sign else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What the core runs with. Built by :meth:`from_environment`; options given in code win."""
@@ -63,6 +85,7 @@ class Settings:
     advertise: str | None = None
     port: int = 0
     insecure: bool = False
+    data_only: bool = False
     handshake_timeout: float = 5.0
     connect_timeout: float = 20.0
     max_unauthenticated: int = 64
@@ -91,6 +114,7 @@ class Settings:
     # -- failure ---------------------------------------------------------------------------
     heartbeat: float = 2.0
     heartbeat_misses: int = 5
+    session_grace: float = 10.0
     context_ttl: float = 3600.0
 
     def __post_init__(self) -> None:
@@ -98,8 +122,15 @@ class Settings:
             raise ConfigError(f"transport must be 'auto', 'unix' or 'tcp', not {self.transport!r}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be 0..65535, not {self.port!r}")
+        if self.advertise is not None:
+            try:
+                host_and_port(self.advertise)
+            except ConfigError as error:
+                raise ConfigError(f"advertise={self.advertise!r} cannot be used: {error}") from None
         if self.max_threads < 2:
             raise ConfigError(f"max_threads must be at least 2, not {self.max_threads!r}")
+        if self.heartbeat_misses < 2:
+            raise ConfigError(f"heartbeat_misses must be at least 2, not {self.heartbeat_misses!r}")
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
@@ -120,12 +151,15 @@ class Settings:
             "advertise": _env("ACTORRPC_ADVERTISE", None, str),
             "port": _env("ACTORRPC_PORT", 0, int),
             "insecure": _env("ACTORRPC_INSECURE", False, _flag),
+            "data_only": _env("ACTORRPC_DATA_ONLY", False, _flag),
             "spin_us": _env("ACTORRPC_SPIN_US", 100, int),
             "max_threads": _env("ACTORRPC_MAX_THREADS", 512, int),
             "window": _env("ACTORRPC_WINDOW", 64 << 20, int),
             "lane": _env("ACTORRPC_LANE", True, _flag),
             "lane_bytes": _env("ACTORRPC_LANE_BYTES", 1 << 30, int),
             "heartbeat": _env("ACTORRPC_HEARTBEAT", 2.0, float),
+            "heartbeat_misses": _env("ACTORRPC_HEARTBEAT_MISSES", 5, int),
+            "session_grace": _env("ACTORRPC_SESSION_GRACE", 10.0, float),
             "context_ttl": _env("ACTORRPC_CONTEXT_TTL", 3600.0, float),
             "switch_interval": _env("ACTORRPC_SWITCH_INTERVAL", None, float),
         }

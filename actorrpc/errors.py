@@ -30,6 +30,7 @@ __all__ = [
     "PlatformError",
     "ProtocolError",
     "RRefError",
+    "RefusedError",
     "RemoteError",
     "RemoteTraceback",
     "RendezvousError",
@@ -247,6 +248,10 @@ class SerializationError(RpcError, TypeError):
     """
 
     maybe_executed = False
+
+
+class RefusedError(SerializationError):
+    """A message names something that a worker in the data-only mode does not take: nothing of it was run."""
 
 
 class LimitError(RpcError, ValueError):

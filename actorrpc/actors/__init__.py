@@ -33,6 +33,7 @@ from actorrpc.actors.pool import ActorPool, PoolResults
 from actorrpc.actors.processes import DeathReport
 from actorrpc.actors.queue import Empty, Full, Queue
 from actorrpc.actors.ref_generator import ObjectRefGenerator
+from actorrpc.actors.supervision import Supervision, supervise
 from actorrpc.actors.tasks import RemoteFunction
 from actorrpc.actors.waits import GetTimeoutError, as_completed, get, wait
 
@@ -61,6 +62,7 @@ __all__ = [
     "Queue",
     "RemoteFunction",
     "RuntimeContext",
+    "Supervision",
     "TaskOptions",
     "ValueMesh",
     "as_completed",
@@ -81,6 +83,7 @@ __all__ = [
     "ready",
     "remote",
     "spawn",
+    "supervise",
     "wait",
 ]
 

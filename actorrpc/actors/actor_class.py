@@ -184,6 +184,12 @@ class ActorClass(Generic[P, C], metaclass=_Making):
             missing = ", ".join(sorted(actor.__abstractmethods__))  # type: ignore[attr-defined]
             raise TypeError(f"Can't instantiate abstract class {info.name} with abstract methods {missing}")
         options.check_together()
+        if info.has_checkpoint and not all(
+            info.methods[each].kind == "sync" for each in ("checkpoint", "restore")
+        ):
+            raise TypeError(
+                f"{info.name} keeps its state over restarts: its checkpoint() and restore(state) must be plain methods, not async"
+            )
         groups = options.concurrency_groups or {}
         for method in info.methods.values():
             group = method.given.get("concurrency_group")

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.actors.fates import ActorState
 from actorrpc.actors.runtime import runtime
+from actorrpc.core import exceptions
 from actorrpc.core.execution import Later
 from actorrpc.core.peer import Peer
-from actorrpc.errors import PeerDiedError, RpcError
+from actorrpc.errors import PeerDiedError, RemoteError, RpcError
 from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import WorkerKey
 
@@ -21,8 +22,17 @@ if TYPE_CHECKING:
     from actorrpc.actors.spec import Card
     from actorrpc.core.agent import Agent
 
-__all__ = ["ask", "call_quietly", "create_detached", "gather_states", "peer_of"]
+__all__ = [
+    "CREATE_S",
+    "ask",
+    "ask_for_detached",
+    "call_quietly",
+    "create_detached",
+    "gather_states",
+    "peer_of",
+]
 
+CREATE_S: Final = 60.0  # how long rank 0 may take to take note of a detached actor
 _STATES_S: Final = 5.0  # a worker that has not answered by then is left out of the list
 
 
@@ -108,6 +118,22 @@ def create_detached(
 ) -> Card:
     """Make an actor that belongs to nobody. Called by RPC on rank 0."""
     return runtime().supervisor.adopt(actor_id, cls, arguments, info, options)
+
+
+def ask_for_detached(
+    agent: Agent, actor_id: int, cls: Snapshot, arguments: Snapshot, info: ClassInfo, options: ActorOptions
+) -> Card:
+    """Have rank 0 make an actor that belongs to nobody; waits until it has taken note of it.
+
+    Raises:
+        RpcError: rank 0 does not answer, or refuses: as :meth:`Supervisor.create`.
+    """
+    made = agent.call(agent.peer(0), create_detached, (actor_id, cls, arguments, info, options), {}, CREATE_S)
+    try:
+        card: Card = made.result()
+    except RemoteError as error:
+        raise exceptions.original(error) from None
+    return card
 
 
 def _states() -> list[ActorState]:

@@ -27,7 +27,7 @@ from actorrpc.actors.reports import send_checkpoint
 from actorrpc.actors.snapshot import Snapshot
 from actorrpc.actors.spec import ResidentGoneError
 from actorrpc.actors.streams import aproduce, produce
-from actorrpc.core import messages
+from actorrpc.core import messages, points
 from actorrpc.core.calls import CURRENT, Execution
 from actorrpc.core.execution import ASYNC_MARK, Later, future_of, let_frames_go
 from actorrpc.core.frames import CREDIT, LETTER, pack_frame
@@ -398,8 +398,10 @@ class Callee:
         if not every or self.resident.calls % every:
             return
         try:
+            points.reach("actor.checkpointing")
             state = Snapshot.of(self.resident.instance.checkpoint())
             send_checkpoint(self.runtime, spec, state)
+            points.reach("actor.checkpointed")
         except Exception:
             _log.exception("the state of actor %s could not be kept", self.resident.title)
 

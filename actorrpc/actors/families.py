@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Final
 
 from actorrpc.actors.restarts import Restarts
 from actorrpc.actors.siblings import Order, Plan, Siblings, State, Strategy
-from actorrpc.errors import SupervisionError
+from actorrpc.errors import ActorDiedError, SupervisionError
 from actorrpc.futures import Future
 
 if TYPE_CHECKING:
+    from actorrpc.actors.runtime import Runtime
     from actorrpc.actors.supervised import Supervised
     from actorrpc.actors.supervisor import Supervisor
 
@@ -27,6 +28,7 @@ __all__ = ["Deed", "Family", "perform"]
 
 Deed = Callable[[], object]
 _log = logging.getLogger("actorrpc.actors")
+END_S: Final = 5.0  # how long a child may take to end before its process is killed
 _STATES: Final[dict[str, State]] = {"starting": "making", "restarting": "making"}
 
 
@@ -46,14 +48,14 @@ class Family:
 
     Attributes:
         parent: the family that this one is a child of.
-        over: completes with the SupervisionError when the group has given up for good.
-        ended: completes when all children have ended because :meth:`end` was called, or the group has given up.
+        over: completes when all children have ended for good: with the SupervisionError if that is because the group
+            has given up, with None if that was wanted.
         restarts: how often children have been made again because of a death.
     """
 
     def __init__(
         self,
-        supervisor: Supervisor,
+        runtime: Runtime,
         children: list[Supervised | Family],
         strategy: Strategy,
         limit: int,
@@ -66,22 +68,22 @@ class Family:
         self.children = children
         self.parent: Family | None = None
         self.index = 0
-        self.over: Future[SupervisionError] = Future()
-        self.over.label = f"the failure of {title}"
-        self.ended: Future[None] = Future()
-        self.ended.label = f"the end of {title}"
+        self.over: Future[SupervisionError | None] = Future()
+        self.over.label = f"the end of {title}"
         self.restarts = 0
         self.is_over = False
         self._cause: BaseException | None = None
-        self._supervisor = supervisor
+        self._runtime = runtime
+        self._supervisor: Supervisor = runtime.supervisor
+        self._clock = runtime.agent.clock
+        self._submit = runtime.agent.submit
         self._given = (limit, period_s, backoff_s)
         states: list[State] = []
         for index, child in enumerate(children):
             if isinstance(child, Family):
                 child.parent = self
                 child.index = index
-                states.append("up" if not child._siblings.busy else "making")
-                child._siblings.watched()
+                states.append("up")
             else:
                 child.family = self
                 child.index = index
@@ -94,15 +96,13 @@ class Family:
         return Restarts(limit, period_s, backoff_s, self._supervisor.draw)
 
     def _now(self) -> float:
-        return self._supervisor.now()
+        return self._clock.now()
 
     @property
     def state(self) -> str:
         """``"up"``, ``"restarting"``, ``"failed"`` or ``"ended"``."""
-        if self.over.done():
-            return "failed"
         if self.is_over:
-            return "ended"
+            return "failed" if self.root()._siblings.failed else "ended"
         return "restarting" if self._siblings.busy or self._siblings.failed else "up"
 
     def actors(self) -> Iterator[Supervised]:
@@ -132,12 +132,15 @@ class Family:
 
     def left(self, child: Supervised) -> list[Deed]:
         """Take note that a child is dead for good, as was wanted."""
-        return self._carry_out(self._siblings.left(child.index, self._now()))
+        deeds = self._carry_out(self._siblings.left(child.index, self._now()))
+        if self.parent is None and not self.is_over and all(each.phase == "dead" for each in self.actors()):
+            deeds.append(partial(self.close, None))
+        return deeds
 
-    def lost(self, child: Supervised, why: str, cause: BaseException | None) -> list[Deed]:
+    def lost(self, child: Supervised, death: ActorDiedError, cause: BaseException | None) -> list[Deed]:
         """Take note that a child is dead for good, as it cannot be made."""
         self._cause = self._cause or cause
-        return self._carry_out(self._siblings.lost(child.index, self._now(), f"{child.title}: {why}"))
+        return self._carry_out(self._siblings.lost(child.index, self._now(), str(death)))
 
     # -- what is wanted of it; the lock is held -------------------------------------------------------------
 
@@ -167,7 +170,8 @@ class Family:
     def _one(self, order: Order) -> list[Deed]:
         if order.what == "wait":
             assert order.plan is not None
-            return [partial(self._supervisor.later, order.seconds, partial(self._due, order.plan))]
+            due = partial(self._submit, partial(self._due, order.plan))
+            return [partial(self._clock.after, order.seconds, due)]
         if order.what in ("end", "make"):
             child = self.children[order.child]
             if order.what == "end":
@@ -176,13 +180,13 @@ class Family:
                 why = f"it was ended with the others of {self.title}, of which one had died"
                 if self.is_over:
                     why = f"{self.title} was ended"
-                return [partial(self._supervisor.bring_down, child, child.epoch, why)]
+                return [partial(self._end_actor, child, child.epoch, why)]
             self.restarts += 1
             if isinstance(child, Family):
                 return child.bring_up()
             child.held = False
             child.restarts.count += 1
-            return [partial(self._supervisor.bring_up, child)]
+            return [partial(self._submit, partial(self._supervisor.begin, child))]
         if self.parent is not None:
             if order.what == "up":
                 return self.parent.made(self)
@@ -190,7 +194,7 @@ class Family:
         if order.what == "failed":
             self.is_over = True
             return [self._give_up]
-        return [self._bury] if order.what == "down" and self.is_over else []
+        return [self._end] if order.what == "down" else []
 
     def _due(self, plan: Plan) -> None:
         with self._supervisor.lock:
@@ -200,9 +204,9 @@ class Family:
     def _why(self) -> str:
         """Say why it has given up."""
         restarts, why = self._siblings.restarts, self._siblings.why
-        before = restarts.causes()
-        if not before or not why.startswith(before[-1]):  # it was not one death too many
+        if not self._siblings.exceeded:
             return f"it has given up: {why}"
+        before = restarts.causes()
         limit, period_s, _ = self._given
         allowed = "no restart" if limit == 0 else "1 restart" if limit == 1 else f"{limit} restarts"
         text = f"it has given up, as {allowed} within {period_s:g} s did not do (max_restarts={limit}): {why}"
@@ -215,29 +219,63 @@ class Family:
         inner = (child._cause_of() for child in self.children if isinstance(child, Family))
         return self._cause or next((each for each in inner if each is not None), None)
 
+    # -- deeds ----------------------------------------------------------------------------------------------
+
+    def _end_actor(self, actor: Supervised, epoch: int, why: str) -> None:
+        """End an actor's incarnation, which is to be followed by another one; its end is heard of as any other is."""
+        supervisor = self._supervisor
+        deeds: list[Deed] = []
+        with supervisor.lock:
+            if actor.phase == "dead" or actor.epoch != epoch:
+                return  # that has been heard of
+            resident_id, process, worker = actor.resident_id, actor.process, actor.worker
+            actor.doomed = why
+            if not resident_id:  # it has not been begun
+                actor.held = True
+                deeds = self.died(actor, why)
+        if not resident_id:
+            perform(deeds)
+            return
+        if worker is None:  # its process is on the way, and will find that it is not wanted
+            self._submit(partial(supervisor.ended, actor, resident_id, why))
+            return
+
+        def over(_: object = None) -> None:
+            # A process of its own is to be gone, with all that it holds, before anything takes its place.
+            spawner = self._runtime.spawner
+            if process is None or spawner is None:
+                supervisor.ended(actor, resident_id, why)
+            else:
+                spawner.kill(process)
+
+        timer = self._clock.after(END_S, partial(self._submit, over))
+
+        def gently(_: object) -> None:
+            timer.cancel()
+            self._submit(over)
+
+        supervisor.end_there(actor, resident_id, "now", why).add_done_callback(gently)
+
     def _give_up(self) -> None:
         with self._supervisor.lock:
             why, cause = self._why(), self._cause_of()
-            self._end_inner()
-        for actor in reversed(list(self.actors())):
-            self._supervisor.bury(actor, f"{self.title}, which it belongs to, has ended: {why}", cause)
+        self._bury(f"{self.title}, which it belongs to, has ended: {why}", cause)
         _log.error("%s: %s", self.title, why)
-        error = SupervisionError(f"{self.title}: {why}", actor=self.title, cause=cause)
-        if self.over._claim():
-            self.over._finish(error, None)
-        if self.ended._claim():
-            self.ended._finish(None, None)
+        self.close(SupervisionError(f"{self.title}: {why}", actor=self.title, cause=cause))
 
-    def _bury(self) -> None:
-        with self._supervisor.lock:
-            self._end_inner()
+    def _end(self) -> None:
+        self._bury(f"{self.title}, which it belongs to, was ended", None)
+        self.close(None)
+
+    def _bury(self, text: str, cause: BaseException | None) -> None:
         for actor in reversed(list(self.actors())):
-            self._supervisor.bury(actor, f"{self.title}, which it belongs to, was ended", None)
-        if self.ended._claim():
-            self.ended._finish(None, None)
+            self._supervisor.bury(actor, text, cause=cause)
 
-    def _end_inner(self) -> None:
-        self.is_over = True
+    def close(self, error: SupervisionError | None) -> None:
+        """Take note that it is over, and with it all families in it; the lock need not be held."""
         for child in self.children:
             if isinstance(child, Family):
-                child._end_inner()
+                child.close(error)
+        self.is_over = True
+        if self.over._claim():
+            self.over._finish(error, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from actorrpc.core import exceptions
 from actorrpc.errors import ActorDiedError, ActorUnavailableError, RemoteError, RemoteTraceback
@@ -10,8 +10,47 @@ from actorrpc.errors import ActorDiedError, ActorUnavailableError, RemoteError, 
 if TYPE_CHECKING:
     from actorrpc.actors.fates import Restarting
     from actorrpc.actors.plans import Plan
+    from actorrpc.actors.processes import DeathReport
+    from actorrpc.actors.supervised import Supervised, Verdict
 
-__all__ = ["died", "not_made", "orphaned", "unavailable"]
+__all__ = [
+    "IN_RESTORE",
+    "dead",
+    "died",
+    "forgotten",
+    "not_made",
+    "orphaned",
+    "unavailable",
+    "unreachable",
+    "without_worker",
+]
+
+#: a note on what restore() has raised, which tells it from what the constructor has raised
+IN_RESTORE: Final = (
+    "raised by restore(), which was given what checkpoint() of the former incarnation had returned"
+)
+
+
+def dead(
+    actor: Supervised,
+    text: str,
+    report: DeathReport | None,
+    cause: BaseException | None,
+    verdict: Verdict,
+) -> ActorDiedError:
+    """Return the death of an actor, as it is known where it was looked after.
+
+    Args:
+        text: how it ended.
+        verdict: why there is no further incarnation, where somebody could have wished for one.
+    """
+    text = f"{actor.title} is dead{f' ({verdict.why_not})' if verdict.why_not else ''}: {text}"
+    if verdict.before:
+        text += "\n  before that, it had died like this:"
+        text += "".join(f"\n    {number}. {each}" for number, each in enumerate(verdict.before, 1))
+    return ActorDiedError(
+        text, worker=actor.worker_name or None, actor=actor.title, report=report, cause=cause
+    )
 
 
 def died(
@@ -59,6 +98,22 @@ def unavailable(
     )
 
 
+def forgotten(actor_id: int, supervisor: str) -> ActorDiedError:
+    """Return the death of an actor of which its supervisor knows nothing (any more)."""
+    return ActorDiedError(
+        f"actor {actor_id:016x} is dead: worker {supervisor!r} does not know it any more", worker=supervisor
+    )
+
+
+def unreachable(title: str, worker: str, supervisor: str) -> ActorUnavailableError:
+    """Return the error of a call to an actor that its supervisor can reach, and the caller cannot."""
+    return ActorUnavailableError(
+        f"{title} lives on worker {worker!r}, which can be reached from worker {supervisor!r} but not from the caller's",
+        worker=worker,
+        actor=title,
+    )
+
+
 def orphaned(title: str, supervisor: str, error: BaseException) -> ActorDiedError:
     """Return the death of an actor whose supervisor cannot be asked: owned actors end with their creator."""
     return ActorDiedError(
@@ -67,6 +122,22 @@ def orphaned(title: str, supervisor: str, error: BaseException) -> ActorDiedErro
         actor=title,
         worker=supervisor,
     )
+
+
+def without_worker(actor: Supervised, report: DeathReport | None, why: str) -> str:
+    """Say how an incarnation has ended whose worker has.
+
+    Args:
+        report: what is known of its process's end.
+        why: what else is known of why the worker ended; may be empty.
+    """
+    if actor.doomed:
+        return actor.doomed
+    if report is not None:
+        text = report.describe()
+    else:
+        text = f"worker {actor.worker_name!r}, where it lived, has ended" + (f": {why}" if why else "")
+    return f"it was killed with kill(): {text}" if actor.killed else text
 
 
 def not_made(error: BaseException, worker: str | None) -> tuple[str, bool]:
@@ -81,7 +152,8 @@ def not_made(error: BaseException, worker: str | None) -> tuple[str, bool]:
     if isinstance(error, RemoteError) and not isinstance(original, ActorDiedError) and worker is not None:
         if original.__cause__ is None:
             original.__cause__ = RemoteTraceback(error.traceback)  # for those who print it
-        text, final = f"its constructor raised {what}", True
+        where = "restore()" if IN_RESTORE in getattr(original, "__notes__", ()) else "constructor"
+        text, final = f"its {where} raised {what}", True
     elif worker is not None:
         text, final = f"it could not be made on worker {worker!r}: {what}", True
     else:

@@ -362,9 +362,11 @@ class ActorOptions:
         max_concurrency: how many calls may run at a time; None: one, or 1000 where it has async methods.
         concurrency_groups: limits for the methods of each group, which run beside the others.
         max_pending_calls: calls of one caller beyond this number are refused; -1: no limit.
-        max_restarts: how often it is made again when it dies; -1: for ever.
+        max_restarts: how often it is made again when it dies; -1: for ever. In a supervision group (:func:`supervise`)
+            that, the window and the back-off are the group's; there it must not be 0.
         restart_window_s: only the restarts of the last so many seconds count; None: all of its life's.
-        restart_backoff_s: the wait before the second restart in a row; doubles with each.
+        restart_backoff_s: the wait before the second restart in a row; doubles with each up to 10 s, and is shortened at
+            random by up to a half.
         max_task_retries, retry_exceptions: see :class:`CallOptions`; for all of its methods.
         num_cpus: how many threads torch uses in a process of its own.
         num_gpus: how many devices a process of its own sees.
@@ -373,7 +375,10 @@ class ActorOptions:
         working_dir: the directory that a process of its own runs in.
         allow_out_of_order_execution: calls may overtake those whose arguments are still being fetched.
         reentrant: calls that descend from the one it is executing may run while that one waits.
-        checkpoint_every: after how many calls ``checkpoint()`` is called, where the class has it.
+        checkpoint_every: after how many calls that have not raised ``checkpoint()`` is called, where the class has it and
+            ``restore(state)``; before the answer leaves. What it returns is copied, and given to ``restore`` of the next
+            incarnation, behind the constructor. Where it raises, that is logged, and the state before it is kept;
+            where ``restore`` raises, that is as if the constructor had.
         timeout, priority, concurrency_group, max_buffered_items: see :class:`CallOptions`; for all of its methods.
         yielding: internal: calls that wait in one of our waits do not count as running.
         place: internal: the actor's place in its group.

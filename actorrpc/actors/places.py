@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc.actors.asking import peer_of
+from actorrpc.actors.asking import CREATE_S, peer_of
 from actorrpc.actors.options import NEW_PROCESS
 from actorrpc.actors.processes import DeathReport
 from actorrpc.core.peer import Peer
@@ -58,6 +59,20 @@ class Places:
         peer.check_alive("an actor cannot be made there")
         return WorkerKey(peer.rank, peer.record.incarnation)
 
+    def for_others(self, place: Any, options: ActorOptions) -> ActorOptions:
+        """Return the options with the place that :meth:`place` has found as other workers know it.
+
+        Waits for the actor that it is to live with, where that is not made yet.
+
+        Raises:
+            RpcError: that one is dead, or does not come to life.
+        """
+        if isinstance(place, WorkerKey):
+            return replace(options, worker=place.rank)
+        if place in (None, "turn"):
+            return options
+        return replace(options, worker=place.located().wait(CREATE_S).worker.rank)
+
     def next_worker(self) -> Peer:
         """Return the next of the other workers that live; this one where there is none."""
         agent = self._agent
@@ -77,10 +92,12 @@ class Places:
                 return peer
         return agent.self_peer
 
-    def is_gone(self, key: WorkerKey) -> bool:
-        """Say whether a worker is known to have ended."""
+    def is_gone(self, place: Any) -> bool:
+        """Say whether a place is a certain worker that is known to have ended."""
+        if not isinstance(place, WorkerKey):
+            return False
         try:
-            return peer_of(self._agent, key).state != "alive"
+            return peer_of(self._agent, place).state != "alive"
         except RpcError:
             return True
 

@@ -18,8 +18,10 @@ from actorrpc.actors.crew import Station, Stations, wake_all
 from actorrpc.actors.letter_entry import LetterEntry
 from actorrpc.actors.loop import EventLoop
 from actorrpc.actors.mailbox import Entry, Lane, Mailbox, Todo
+from actorrpc.actors.obituaries import IN_RESTORE
 from actorrpc.actors.reports import send_ended
 from actorrpc.actors.spec import ActorSpec, ResidentGoneError
+from actorrpc.core import points
 from actorrpc.core.calls import CURRENT, Execution
 from actorrpc.core.frames import Frame
 from actorrpc.errors import CancelledError, RpcError
@@ -241,6 +243,7 @@ class Resident:
 
     def make(self, entry: LetterEntry) -> Any:
         """Make the instance. Runs on the actor's own station."""
+        where = "constructor"
         try:
             (spec,), _ = self.callee.arguments(entry)
             self.spec = spec
@@ -253,11 +256,17 @@ class Resident:
             resolved = resolve(args, kwargs)
             if resolved is not None:
                 args, kwargs = resolved.wait()
+            points.reach("actor.making")
             instance = cls(*args, **kwargs)
             if spec.state is not None:
+                where = "restore()"
+                points.reach("actor.restoring")
                 instance.restore(spec.state.open())
+            points.reach("actor.made")
         except BaseException as error:
-            self.why = f"its constructor raised {type(error).__name__}: {error}"
+            if where != "constructor":
+                error.add_note(IN_RESTORE)
+            self.why = f"its {where} raised {type(error).__name__}: {error}"
             self._close("over")
             raise
         self.instance = instance
@@ -381,13 +390,13 @@ class Resident:
         instance, self.instance = self.instance, None
         if instance is not None:
             hook = getattr(type(instance), "on_stop", None)
-            if hook is not None:
-                try:
-                    result = hook(instance)
-                    if asyncio.iscoroutine(result):
-                        asyncio.run(result)
-                except BaseException:
-                    _log.exception("on_stop of actor %s raised", self.title)
+            try:
+                points.reach("actor.ending")
+                result = None if hook is None else hook(instance)
+                if asyncio.iscoroutine(result):
+                    asyncio.run(result)
+            except BaseException:
+                _log.exception("on_stop of actor %s raised", self.title)
         instance = None
         loop, self.loop = self.loop, None
 

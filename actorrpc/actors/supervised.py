@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from actorrpc.actors.fates import ActorState, Restarting
@@ -13,10 +14,11 @@ from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import WorkerKey
 
 if TYPE_CHECKING:
+    from actorrpc.actors.families import Family
     from actorrpc.actors.options import ActorOptions
     from actorrpc.actors.snapshot import Snapshot
 
-__all__ = ["Anchor", "Phase", "Supervised"]
+__all__ = ["Anchor", "Phase", "Supervised", "Verdict"]
 
 Phase = Literal["starting", "alive", "restarting", "ending", "dead"]
 _SHOWN: Final = {
@@ -45,6 +47,22 @@ class Anchor:
         self._drop(self._actor_id)
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is to follow the end of an incarnation.
+
+    Attributes:
+        again: another one, in ``wait_s`` seconds, or when its family says so.
+        why_not: why there is none.
+        before: how former ones ended, where that is a reason.
+    """
+
+    again: bool = False
+    wait_s: float = 0.0
+    why_not: str = ""
+    before: tuple[str, ...] = ()
+
+
 class Supervised:
     """One actor.
 
@@ -57,6 +75,9 @@ class Supervised:
         orphaned: its last handle is gone: it ends as soon as it has come to life.
         killed: somebody has killed the present incarnation.
         answered: the present incarnation's end has been seen to.
+        family: the supervision group that decides about its restarts, and ``index`` its place there.
+        held: its next incarnation is not to be begun yet: the family will say when.
+        doomed: why the family ends the present incarnation; empty if it does not.
     """
 
     __slots__ = (
@@ -65,7 +86,11 @@ class Supervised:
         "card",
         "cls",
         "death",
+        "doomed",
         "epoch",
+        "family",
+        "held",
+        "index",
         "killed",
         "last",
         "location",
@@ -86,14 +111,26 @@ class Supervised:
     )
 
     def __init__(
-        self, card: Card, cls: Snapshot, arguments: Snapshot, options: ActorOptions, place: Any
+        self,
+        card: Card,
+        cls: Snapshot,
+        arguments: Snapshot,
+        options: ActorOptions,
+        place: Any,
+        draw: Callable[[], float] | None = None,
     ) -> None:
         self.card = card
         self.cls: Snapshot | None = cls
         self.arguments: Snapshot | None = arguments
         self.options = options
         self.place = place
-        self.restarts = Restarts(options.max_restarts, options.restart_window_s, options.restart_backoff_s)
+        self.restarts = Restarts(
+            options.max_restarts, options.restart_window_s, options.restart_backoff_s, draw
+        )
+        self.family: Family | None = None
+        self.index = 0
+        self.held = False
+        self.doomed = ""
         self.phase: Phase = "starting"
         self.epoch = 0
         self.resident_id = 0
@@ -120,7 +157,7 @@ class Supervised:
 
     def forget(self) -> None:
         """Let go of what only further incarnations would need: of the dead, only what is said of them is kept."""
-        self.cls = self.arguments = self.state = self.place = self.location = None
+        self.cls = self.arguments = self.state = self.place = self.location = self.family = None
 
     def spec(self) -> ActorSpec:
         """Return what its worker needs to make the present incarnation."""
@@ -138,6 +175,44 @@ class Supervised:
             state=self.state,
             alone=self.process is not None,
         )
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its next incarnation is to be begun."""
+        return self.phase in ("starting", "restarting") and not self.resident_id and not self.held
+
+    def come_to_life(self, location: Location, now: float) -> None:
+        """Take note that the present incarnation lives, there."""
+        self.phase = "alive"
+        self.location = location
+        self.restarts.came_to_life(now)
+        if not self.options.max_restarts:
+            self.cls = self.arguments = None  # and whatever only they keep alive
+
+    def verdict(self, now: float, text: str, pinned: bool) -> Verdict:
+        """Decide what is to follow, where nobody wanted the end. To be asked once for each incarnation.
+
+        Args:
+            text: how it ended.
+            pinned: it can only live where nothing lives any more.
+        """
+        if pinned:
+            return Verdict(why_not="not restarted: worker= has put it there")
+        if self.family is not None:
+            return Verdict(again=True)
+        wait = self.restarts.next(now, text)
+        if wait is None:
+            return Verdict(why_not=self.restarts.why_not(), before=tuple(self.restarts.causes()[:-1]))
+        return Verdict(again=True, wait_s=wait)
+
+    def lose(self, last: Restarting) -> None:
+        """Take note that the present incarnation is over, and another one is to follow."""
+        self.phase = "restarting"
+        self.epoch += 1
+        self.resident_id = 0
+        self.worker = None
+        self.last = last
+        self.held = self.family is not None
 
     def answer(self, after: int, wait: bool) -> Location | Restarting | None:
         """Return what is to be said to one who knows that incarnation ``after`` is gone; None: nothing yet."""

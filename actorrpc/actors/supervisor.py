@@ -4,36 +4,38 @@ Everything it does is a reaction: to a call, to the answer of a worker, to the e
 thread: what takes time goes on in the callback of a future, or by the clock. Each incarnation has a
 ``resident_id`` of its own, and news of one that is not the present one are old news.
 
-``_lock`` guards the table and every :class:`Supervised` in it. Nothing is called out under it; it is re-entrant, as the
-collector may run there. ``Anchor.__del__`` only appends to ``_dropped``, whose single steps are atomic.
+``lock`` guards the table, every :class:`Supervised` in it, and their families (``families.py``). Nothing is called out
+under it; it is re-entrant, as the collector may run there. ``Anchor.__del__`` only appends to ``_dropped``, whose single
+steps are atomic.
 """
 
 from __future__ import annotations
 
+import random
 import secrets
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.actors import obituaries, residents
-from actorrpc.actors.asking import call_quietly, create_detached, peer_of
+from actorrpc.actors.asking import ask_for_detached, call_quietly, peer_of
+from actorrpc.actors.families import Deed, perform
 from actorrpc.actors.fates import ActorState, Restarting
 from actorrpc.actors.places import Places
 from actorrpc.actors.processes import DeathReport, ProcessSpec
 from actorrpc.actors.route import Route
 from actorrpc.actors.snapshot import Snapshot
 from actorrpc.actors.spec import Card, Location, ResidentGoneError
-from actorrpc.actors.supervised import Anchor, Supervised
+from actorrpc.actors.supervised import Anchor, Supervised, Verdict
 from actorrpc.core import exceptions
 from actorrpc.core.letters import Letter
 from actorrpc.core.peer import Peer
 from actorrpc.errors import (
     ActorDiedError,
-    ActorUnavailableError,
     PeerDiedError,
-    RemoteError,
     RpcError,
     ShutdownError,
 )
@@ -50,18 +52,22 @@ __all__ = ["Supervisor"]
 
 _REMEMBERED: Final = 10_000  # dead actors
 _UNSEEN_S: Final = 30.0  # how long an actor may be dead for a caller and alive for us
-_CREATE_S: Final = 60.0  # how long rank 0 may take to take note of a detached actor
 _END_S: Final = 5.0  # how long actors may take to end when this process leaves
 
 
 class Supervisor:
-    """Looks after the actors that this process created; that of rank 0 also after detached ones. Thread-safe."""
+    """Looks after the actors that this process created; that of rank 0 also after detached ones. Thread-safe.
 
-    def __init__(self, runtime: Runtime) -> None:
+    Args:
+        draw: gives random numbers from 0 to 1, for the waits before restarts.
+    """
+
+    def __init__(self, runtime: Runtime, draw: Callable[[], float] = random.random) -> None:
+        self.draw = draw
         self._runtime = runtime
         self._agent = runtime.agent
         self._key = WorkerKey(runtime.agent.record.rank, runtime.agent.record.incarnation)
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._actors: dict[int, Supervised] = {}
         self._dead: OrderedDict[int, Supervised] = OrderedDict()
         self._dropped: deque[int] = deque()
@@ -103,18 +109,8 @@ class Supervisor:
         actor_id = secrets.randbits(63) | 1 << 63
         if options.lifetime != "detached" or agent.record.rank == 0:
             return self._adopt(actor_id, snapshot, arguments, info, options, place)
-        if isinstance(place, WorkerKey):
-            options = replace(options, worker=place.rank)
-        elif place not in (None, "turn"):
-            options = replace(options, worker=place.located().wait(_CREATE_S).worker.rank)
-        call = agent.call(
-            agent.peer(0), create_detached, (actor_id, snapshot, arguments, info, options), {}, _CREATE_S
-        )
-        try:
-            card: Card = call.result()
-        except RemoteError as error:
-            raise exceptions.original(error) from None
-        return card
+        options = self._places.for_others(place, options)
+        return ask_for_detached(agent, actor_id, snapshot, arguments, info, options)
 
     def adopt(
         self, actor_id: int, cls: Snapshot, arguments: Snapshot, info: ClassInfo, options: ActorOptions
@@ -151,22 +147,23 @@ class Supervisor:
             known = self._runtime.names.register(card, get_if_exists=options.get_if_exists)
             if known is not None:
                 return known
-        actor = Supervised(card, cls, arguments, shown, place)
+        actor = Supervised(card, cls, arguments, shown, place, self.draw)
         actor.options = options if place is None else shown
-        with self._lock:
+        with self.lock:
             self._actors[actor_id] = actor
         if options.lifetime != "detached":
             card = replace(card, anchor=RRef(Anchor(self.drop, actor_id)))
-        self._agent.submit(partial(self._begin, actor))
+        self._agent.submit(partial(self.begin, actor))
         return card
 
-    def _begin(self, actor: Supervised) -> None:
-        """Make the next incarnation. On a pool thread."""
-        with self._lock:
-            if actor.phase not in ("starting", "restarting") or self._closed:
+    def begin(self, actor: Supervised) -> None:
+        """Make the next incarnation, unless that is under way, or is to wait. On a pool thread."""
+        with self.lock:
+            if self._closed or not actor.is_due:
                 return
             resident_id = actor.resident_id = secrets.randbits(63) | 1 << 63
             actor.killed = False
+            actor.doomed = ""
             actor.worker, actor.process, actor.worker_name = None, None, ""
             place, options = actor.place, actor.options
         spawner = self._runtime.spawner
@@ -221,8 +218,8 @@ class Supervisor:
 
     def _construct(self, actor: Supervised, resident_id: int, peer: Peer, process: str | None) -> bool:
         """Send the order to a worker; False if nobody wants the actor any more."""
-        with self._lock:
-            if actor.resident_id != resident_id or actor.phase == "dead":
+        with self.lock:
+            if actor.resident_id != resident_id or actor.phase == "dead" or actor.killed or actor.doomed:
                 return False
             actor.worker = WorkerKey(peer.rank, peer.record.incarnation)
             actor.worker_name = peer.name
@@ -262,22 +259,21 @@ class Supervisor:
             elif not isinstance(error, ShutdownError):
                 self._not_made(actor, resident_id, error)
             return
-        with self._lock:
+        with self.lock:
             if actor.resident_id != resident_id or actor.phase not in ("starting", "restarting"):
                 return
             assert actor.worker is not None
             pid = done._value.get("pid", 0) if isinstance(done._value, dict) else 0
-            actor.phase = "alive"
-            actor.location = Location(actor.worker, actor.worker_name, resident_id, actor.epoch, pid)
-            actor.restarts.came_to_life(self._agent.clock.now())
-            if not actor.options.max_restarts:
-                actor.cls = actor.arguments = None  # and whatever only they keep alive
+            location = Location(actor.worker, actor.worker_name, resident_id, actor.epoch, pid)
+            actor.come_to_life(location, self._agent.clock.now())
             if isinstance(actor.place, Route):  # a neighbour's: from now on it does not keep that one alive
                 actor.place = self._runtime.routes.of(replace(actor.place.card, anchor=None))
             answers = actor.take_answered()
             orphaned = actor.orphaned
+            deeds = actor.family.made(actor) if actor.family is not None else []
         for future, found in answers:
             _complete(future, found)
+        perform(deeds)
         if orphaned:
             self._end_gently(actor)
 
@@ -286,17 +282,20 @@ class Supervisor:
     def _not_made(self, actor: Supervised, resident_id: int, error: BaseException) -> None:
         """See to an incarnation that could not be made: for good, unless only its process could not be started again."""
         original = exceptions.original(error)
-        if isinstance(original, ActorDiedError) and actor.killed:
-            return  # whoever killed it sees to the rest
+        if isinstance(original, ActorDiedError) and (actor.killed or actor.doomed):
+            return  # whoever ends it sees to the rest
         text, final = obituaries.not_made(error, None if actor.worker is None else actor.worker_name)
-        if not final:
+        if actor.family is not None and actor.epoch:
+            # Its group will try again, as often as it may; but not where it has no place any more.
+            final = self._places.is_gone(actor.place) or isinstance(original, ActorDiedError)
+        elif not final:
             final = actor.epoch == 0 or actor.place is not None
         self.ended(actor, resident_id, text, cause=original, final=final)
 
     def _peer_ended(self, peer: Peer) -> None:
         """See to the actors of a worker that is gone."""
         key = WorkerKey(peer.rank, peer.record.incarnation)
-        with self._lock:
+        with self.lock:
             lost = [(each, each.resident_id) for each in self._actors.values() if each.worker == key]
         if lost:
             error = peer.died("an actor", maybe_executed=True)
@@ -310,13 +309,7 @@ class Supervisor:
     def _worker_died(
         self, actor: Supervised, resident_id: int, error: BaseException, report: DeathReport | None
     ) -> None:
-        if report is not None:
-            text = report.describe()
-        else:
-            why = self._places.cause(actor.worker)
-            text = f"worker {actor.worker_name!r}, where it lived, has ended" + (f": {why}" if why else "")
-        if actor.killed:
-            text = f"it was killed with kill(): {text}"
+        text = obituaries.without_worker(actor, report, self._places.cause(actor.worker))
         self.ended(actor, resident_id, text, report=report)
 
     def ended(
@@ -328,65 +321,67 @@ class Supervisor:
         report: DeathReport | None = None,
         cause: BaseException | None = None,
         final: bool = False,
+        wanted: bool = False,
     ) -> None:
-        """Take note that an incarnation is over: begin the next one, or bury the actor."""
-        with self._lock:
+        """Take note that an incarnation is over (``final``: the last; ``wanted``: as it said itself). See to the next one."""
+        with self.lock:
             if actor.resident_id != resident_id or actor.phase == "dead" or actor.answered == resident_id:
                 return
             actor.answered = resident_id
-            wait: float | None = None
-            why_not = ""
-            if not (final or actor.unwanted or actor.orphaned or self._closed):
-                pinned = isinstance(actor.place, WorkerKey) and self._places.is_gone(actor.place)
-                if pinned:
-                    why_not = "not restarted: worker= has put it there"
-                else:
-                    wait = actor.restarts.next(self._agent.clock.now())
-                    if wait is None:
-                        why_not = actor.restarts.why_not()
+            verdict = Verdict()
+            deeds: list[Deed] = []
+            family = actor.family
+            lost = not (wanted or actor.unwanted or actor.orphaned or self._closed)
+            if lost and not final:
+                verdict = actor.verdict(self._agent.clock.now(), text, self._places.is_gone(actor.place))
             process, actor.process = actor.process, None
             actor.location = None
-            if wait is not None:
-                actor.phase = "restarting"
-                actor.epoch += 1
-                actor.resident_id = 0
-                actor.worker = None
-                actor.last = Restarting(text=text, report=report)
+            if verdict.again:
+                actor.lose(Restarting(text=text, report=report))
                 answers = actor.take_answered()
+                if family is not None:
+                    deeds = family.died(actor, text)
         if process is not None and report is None and self._runtime.spawner is not None:
             self._runtime.spawner.release(process)
-        if wait is None:
-            self._bury(actor, text, report, cause, why_not)
+        if not verdict.again:
+            self.bury(actor, text, report=report, cause=cause, verdict=verdict, lost=lost)
             return
         for future, found in answers:
             _complete(future, found)
-        begin = partial(self._begin, actor)
-        if wait > 0:
-            self._agent.clock.after(wait, partial(self._agent.submit, begin))
+        perform(deeds)
+        if family is not None:
+            return
+        begin = partial(self._agent.submit, partial(self.begin, actor))
+        if verdict.wait_s > 0:
+            self._agent.clock.after(verdict.wait_s, begin)
         else:
-            self._agent.submit(begin)
+            begin()
 
-    def _bury(
+    def bury(
         self,
         actor: Supervised,
         text: str,
+        *,
         report: DeathReport | None = None,
         cause: BaseException | None = None,
-        why_not: str = "",
+        verdict: Verdict | None = None,
+        lost: bool = False,
     ) -> None:
-        """Take note that an actor is dead for good. Idempotent."""
+        """Take note that an actor is dead for good. Idempotent.
+
+        Args:
+            verdict: why it is not made again.
+            lost: nobody wanted that.
+        """
         card = actor.card
-        with self._lock:
+        with self.lock:
             if actor.phase == "dead":
                 return
-            death = actor.death = ActorDiedError(
-                f"{actor.title} is dead{f' ({why_not})' if why_not else ''}: {text}",
-                worker=actor.worker_name or None,
-                actor=actor.title,
-                report=report,
-                cause=cause,
-            )
+            death = actor.death = obituaries.dead(actor, text, report, cause, verdict or Verdict())
             actor.phase = "dead"
+            family, deeds = actor.family, []
+            if family is not None and not self._closed:
+                deeds = family.lost(actor, death, cause) if lost else family.left(actor)
             actor.forget()
             waiters, actor.waiters = actor.waiters, []
             watchers, actor.watchers = actor.watchers, []
@@ -400,6 +395,7 @@ class Supervisor:
             _complete(future, None, death)
         for watcher in watchers:
             _complete(watcher, death)
+        perform(deeds)
 
     def drop(self, actor_id: int) -> None:
         """Take note that an actor's last handle is gone. Called from ``__del__``: takes no lock."""
@@ -414,7 +410,7 @@ class Supervisor:
                 actor_id = self._dropped.popleft()
             except IndexError:
                 return
-            with self._lock:
+            with self.lock:
                 actor = self._actors.get(actor_id)
                 if actor is None:
                     continue
@@ -424,22 +420,23 @@ class Supervisor:
             if alive:
                 self._end_gently(actor)
             elif waits:
-                self._bury(actor, "its last handle is gone")
+                self.bury(actor, "its last handle is gone")
             # Otherwise it is being made, and ends as soon as it lives.
 
     def _end_gently(self, actor: Supervised) -> None:
         """Let an actor finish the calls that it has, and end."""
-        with self._lock:
+        with self.lock:
             if actor.phase != "alive":
                 return
             actor.phase = "ending"
             actor.unwanted = True
             resident_id = actor.resident_id
         why = "its last handle is gone"
-        over = self._end_there(actor, resident_id, "drain", why)
+        over = self.end_there(actor, resident_id, "drain", why)
         over.add_done_callback(lambda _: self.ended(actor, resident_id, why))
 
-    def _end_there(self, actor: Supervised, resident_id: int, how: str, why: str) -> Future[Any]:
+    def end_there(self, actor: Supervised, resident_id: int, how: str, why: str) -> Future[Any]:
+        """Have an incarnation end where it lives: ``"drain"`` or ``"now"``. The future completes when it has, or cannot."""
         worker = actor.worker
         assert worker is not None
         agent = self._agent
@@ -448,7 +445,7 @@ class Supervisor:
     def kill(self, actor_id: int, no_restart: bool = True) -> Future[None]:
         """End an actor at once. The future completes when that is under way; does nothing to a dead actor."""
         done: Future[None] = Future()
-        with self._lock:
+        with self.lock:
             actor = self._actors.get(actor_id)
             if actor is not None:
                 resident_id, process, worker = actor.resident_id, actor.process, actor.worker
@@ -457,11 +454,11 @@ class Supervisor:
         if actor is not None:
             why = "it was killed with kill()"
             if no_restart:
-                self._bury(actor, why)
+                self.bury(actor, why)
             if process is not None and self._runtime.spawner is not None:
                 self._runtime.spawner.kill(process)  # its end is the rest
             elif worker is not None:
-                over = self._end_there(actor, resident_id, "now", why)
+                over = self.end_there(actor, resident_id, "now", why)
                 over.add_done_callback(lambda _: self.ended(actor, resident_id, why))
             elif not no_restart:  # its process is on the way, and will find that it is not wanted
                 self._agent.submit(partial(self.ended, actor, resident_id, why))
@@ -482,7 +479,7 @@ class Supervisor:
         future: Future[Any] = Future()
         future.label = "the location of an actor"
         future.add_done_callback(Future.acknowledge)
-        with self._lock:
+        with self.lock:
             actor = self._actors.get(actor_id)
             found: Location | Restarting | None = None
             if actor is not None:
@@ -490,7 +487,7 @@ class Supervisor:
                 if found is None:
                     actor.waiters.append((after, wait, future))
         if actor is None:
-            _complete(future, None, self._death_of(actor_id))
+            _complete(future, None, self.death_of(actor_id))
         elif found is not None:
             _complete(future, found)
         elif after >= 0 and actor.epoch <= after:
@@ -500,46 +497,41 @@ class Supervisor:
 
     def _unseen(self, actor: Supervised, after: int) -> None:
         """Give those up who cannot reach an actor that we can."""
-        with self._lock:
+        with self.lock:
             if actor.epoch > after:
                 return
             late = [entry for entry in actor.waiters if entry[0] >= after]
             actor.waiters = [entry for entry in actor.waiters if entry[0] < after]
         for _, _, future in late:
-            error = ActorUnavailableError(
-                f"{actor.title} lives on worker {actor.worker_name!r}, which can be reached from worker "
-                f"{self._agent.name!r} but not from the caller's",
-                worker=actor.worker_name,
-                actor=actor.title,
-            )
-            _complete(future, None, error)
+            _complete(future, None, obituaries.unreachable(actor.title, actor.worker_name, self._agent.name))
 
-    def _death_of(self, actor_id: int) -> ActorDiedError:
-        with self._lock:
+    def death_of(self, actor_id: int) -> ActorDiedError:
+        """Return how an actor died that is not looked after here any more."""
+        with self.lock:
             actor = self._dead.get(actor_id)
-        if actor is not None and actor.death is not None:
-            return actor.death
-        return ActorDiedError(
-            f"actor {actor_id:016x} is dead: worker {self._agent.name!r} does not know it any more",
-            worker=self._agent.name,
-        )
+        death = actor.death if actor is not None else None
+        return death or obituaries.forgotten(actor_id, self._agent.name)
 
     def watch(self, actor_id: int) -> Future[ActorDiedError]:
         """Return a future that completes, with the error as its value, when an actor is dead for good."""
         future: Future[ActorDiedError] = Future()
         future.label = "the end of an actor"
-        with self._lock:
+        with self.lock:
             actor = self._actors.get(actor_id)
             if actor is not None:
                 actor.watchers.append(future)
         if actor is None:
-            _complete(future, self._death_of(actor_id))
+            _complete(future, self.death_of(actor_id))
         return future
+
+    def known(self, actor_id: int) -> Supervised | None:
+        """Return what is known of an actor that is not dead; for families, which hold the lock."""
+        return self._actors.get(actor_id)
 
     def alive(self, actor_id: int) -> Future[bool]:
         """Return a (complete) future that says whether an actor lives, or is being made or restarted."""
         future: Future[bool] = Future()
-        with self._lock:
+        with self.lock:
             found = actor_id in self._actors
         future.set_result(found)
         return future
@@ -553,34 +545,41 @@ class Supervisor:
             kind: ``"exit"`` (it wanted to) and ``"constructor"`` are final; after anything else it may be restarted.
             error: what the constructor raised.
         """
-        with self._lock:
+        with self.lock:
             actor = self._actors.get(actor_id)
             if actor is None or actor.epoch != epoch:
                 return
             resident_id = actor.resident_id
         cause = None if error is None else exceptions.original(error)
-        self.ended(actor, resident_id, text, cause=cause, final=kind in ("exit", "constructor"))
+        self.ended(
+            actor,
+            resident_id,
+            text,
+            cause=cause,
+            final=kind in ("exit", "constructor"),
+            wanted=kind == "exit",
+        )
 
     def note_checkpoint(self, actor_id: int, epoch: int, state: Snapshot) -> None:
         """Keep the state for the actor's next incarnation; what a former incarnation says late is ignored."""
-        with self._lock:
+        with self.lock:
             actor = self._actors.get(actor_id)
             if actor is not None and epoch == actor.epoch:
                 actor.state, actor.state_epoch = state, epoch
 
     def states(self) -> list[ActorState]:
         """Return what there is to say of this supervisor's actors, dead ones behind."""
-        with self._lock:
+        with self.lock:
             return [each.row(self._agent.name) for each in (*self._actors.values(), *self._dead.values())]
 
     def close(self, graceful: bool = True) -> None:
         """End all actors, at the same time; waits at most 5 s for them, half a second if not ``graceful``."""
-        with self._lock:
+        with self.lock:
             self._closed = True
             actors = list(self._actors.values())
             living = [(one, one.resident_id, one.process) for one in actors if one.worker is not None]
         why = f"worker {self._agent.name!r}, which looked after it, has shut down"
-        over = [self._end_there(actor, resident_id, "now", why) for actor, resident_id, _ in living]
+        over = [self.end_there(actor, resident_id, "now", why) for actor, resident_id, _ in living]
         if over:
             try:
                 collect_all(over).wait(_END_S if graceful else 0.5)
@@ -589,8 +588,10 @@ class Supervisor:
         for _, _, process in living:
             if process is not None and self._runtime.spawner is not None:
                 self._runtime.spawner.release(process)
+        for family in {each.family.root() for each in actors if each.family is not None}:
+            family.close(None)
         for actor in actors:
-            self._bury(actor, why)
+            self.bury(actor, why)
 
 
 def _complete(future: Future[Any], value: Any, error: BaseException | None = None) -> None:

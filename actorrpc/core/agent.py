@@ -127,6 +127,7 @@ class Agent:
         self._peers: dict[Any, Peer] = {}
         self._chains = itertools.count((record.rank & 0xFFFF) << 48 | 1)
         self.self_peer = self._new_peer(record)
+        messages.restrict(settings.data_only)
 
     def start(self, listeners: list[socket.socket]) -> None:
         """Start the threads, and serve these listening sockets."""
@@ -138,7 +139,7 @@ class Agent:
     def _start(self, listeners: list[socket.socket]) -> None:
         self.clock.start()
         self.pool.start(3)
-        self.links.listen(listeners)
+        self.links.guests.listen(listeners)
 
     # -- who is there ----------------------------------------------------------------------------------
 
@@ -494,6 +495,7 @@ class Agent:
         if peer is None or conn not in peer.conns:
             return
         peer.conns.remove(conn)
+        peer.liveness.heard = max(peer.liveness.heard, conn.heard)
         if peer.conn is conn:
             peer.conn = None
         if self.closed_down:
@@ -549,7 +551,7 @@ class Agent:
             if self._closing:
                 return
             self._closing = True
-        self.links.stop_listening()
+        self.links.guests.stop_listening()
         conns = [conn for peer in self.peers() for conn in list(peer.conns)]
         for conn in conns:
             conn.outbox.append(pack_frame(frames.GOODBYE))
@@ -570,10 +572,11 @@ class Agent:
             conn.close()
             conn.reap()
         self._fail_pending()
-        self.links.close()
+        self.links.guests.close()
         self.buffers.close()
         spinner.close()
         interrupts.uninstall()
+        messages.restrict(-self.settings.data_only)
         if left:
             names = ", ".join(thread.name for thread in left)
             _log.warning("threads of %r are still in user code after shutdown: %s", self.name, names)

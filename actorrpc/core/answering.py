@@ -66,7 +66,7 @@ class Answering:
     def _read(self, read: Callable[[list[Frame]], None]) -> list[Frame] | None:
         """Have ``read(frames)`` read, with nobody else reading before or between; ``None``: somebody else reads."""
         conn = self._conn
-        if conn.broken or not conn.read_lock.acquire(False):
+        if conn.broken or conn.suspended or not conn.read_lock.acquire(False):
             return None
         frames: list[Frame] = []
         conn.expecting = False

@@ -48,11 +48,12 @@ class Tick:
     tick is one attribute look-up, which is what makes it cheap enough for the path of every call.
     """
 
-    __slots__ = ("_clock", "_due", "_interval", "_look", "active", "late")
+    __slots__ = ("_clock", "_due", "_look", "active", "interval", "late")
 
     def __init__(self, clock: Clock, interval: float, look: Callable[[], bool]) -> None:
         self._clock = clock
-        self._interval = interval
+        #: seconds until the next look; ``look`` may change it
+        self.interval = interval
         self._look = look
         self._due = 0.0
         self.active = False
@@ -64,7 +65,7 @@ class Tick:
         """Make sure that ``look`` is called within the interval."""
         if not self.active:
             self.active = True
-            self._due = self._clock.now() + self._interval
+            self._due = self._clock.now() + self.interval
             self._clock.at(self._due, self._run)
 
     def _run(self) -> None:

@@ -31,27 +31,27 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any, Final
 
 from actorrpc.config import Settings
 from actorrpc.core import interrupts
 from actorrpc.core.answering import ARMED, DISARMED, Answering
+from actorrpc.core.chunks import ChunkSender
 from actorrpc.core.events import Events, Sendable
 from actorrpc.core.frames import (
-    CHUNK,
+    ACK,
     FAILURE,
     LANE_FREE,
     LANE_RETIRE,
     LETTER,
     STREAM,
-    STREAM_ABORT,
     Frame,
     FrameReader,
     pack_frame,
-    pack_position,
 )
-from actorrpc.core.interrupts import pending_here, uninterruptible
+from actorrpc.core.interrupts import uninterruptible
+from actorrpc.core.replay import Replay
 from actorrpc.core.waiting import AT_ONCE_S, Waiting
 from actorrpc.errors import ProtocolError
 
@@ -61,6 +61,7 @@ _DONTWAIT: Final = socket.MSG_DONTWAIT
 _SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
 _LOOKED_AT: Final = STREAM | LETTER
+_PARTS: Final = 512  # in one sendmsg; the kernel takes 1024
 _BULK_READS: Final = 64  # reads in one turn while chunks are coming in
 
 
@@ -92,6 +93,12 @@ class Connection:
         self.assemblies: dict[int, Any] = {}
         self.goodbye = False
         self.broken = False
+        # What is between hosts may break and go on over another socket; on one host, the end of a socket is a death.
+        self.replay = Replay() if not local and settings.session_grace else None
+        self.dialled = False
+        self.other = ("", "")  # name and incarnation of the worker at the other end, as it has proved itself
+        self.suspended = False  # the socket has failed, and no other has taken its place yet
+        self.lapses = 0
         self.heard = time.monotonic()
         # Guards reading, the frame reader and the read side's poller.
         self.read_lock = threading.Lock()
@@ -115,15 +122,24 @@ class Connection:
         self._writer_poller: select.poll | None = None
         self.answering = Answering(self)
         self.waiting = Waiting(self)
+        self.send_chunks = ChunkSender(self).send
         #: disarmed although nobody reads: whoever made a call is about to wait for it, or the clock listens again soon
         self.expecting = False
         self.expecting_since = 0.0
+
+    @property
+    def receiving(self) -> bool:
+        """Whether a message has come in part."""
+        return bool(self.assemblies) or self._reader.mid_frame
 
     # -- the pool's side of reading -------------------------------------------------------------
 
     def register(self) -> None:
         """Put the connection into the epoll, armed: from now on the pool reads it."""
-        self._epoll.register(self.fd, ARMED)
+        try:
+            self._epoll.register(self.fd, ARMED)
+        except FileExistsError:  # it has gone on over another socket meanwhile, which is there already
+            self.arm(ARMED)
 
     def arm(self, mask: int) -> None:
         """Arm (the kernel wakes a pool thread for the next bytes) or disarm. Harmless when closed."""
@@ -136,7 +152,7 @@ class Connection:
     @uninterruptible
     def turn(self) -> list[Frame] | None:
         """Read what is there, as a pool thread that was woken for it. ``None``: somebody else is reading."""
-        if not self.read_lock.acquire(False):
+        if self.suspended or not self.read_lock.acquire(False):
             return None
         frames: list[Frame] = []
         try:
@@ -259,6 +275,9 @@ class Connection:
         if count == 0:
             raise EOFError("end of file")
         self.heard = time.monotonic()
+        if self.replay is not None and self.replay.count(count):
+            self.outbox.append(pack_frame(ACK, self.replay.received))
+            self._events.submit(self.flush)
         reader = self._reader
         while True:
             for frame in reader.fed(count):
@@ -307,7 +326,7 @@ class Connection:
         if self.borrower is not None or self.lender is not None:
             self.hand_back()
         while self.outbox or self._rest:
-            if self.broken:
+            if self.broken or self.suspended:
                 return False
             if not self.write_lock.acquire(False):
                 return False  # the holder looks at the outbox again when it is done
@@ -354,14 +373,18 @@ class Connection:
 
     def _drain(self) -> bool:
         """Send until the outbox is empty (True) or the kernel takes no more (False). Under the write lock."""
-        outbox, sock = self.outbox, self.sock
+        outbox, sock, replay = self.outbox, self.sock, self.replay
         while True:
+            if replay is not None and replay.full:
+                return False
             rest = self._rest
             if rest:
                 try:
-                    count = sock.sendmsg(rest, (), _SEND)
+                    count = sock.sendmsg(rest if len(rest) <= _PARTS else rest[:_PARTS], (), _SEND)
                 except BlockingIOError:
                     return False
+                if replay is not None:
+                    replay.note_parts(rest, count)
                 self._consume(count)
                 continue
             try:
@@ -378,8 +401,14 @@ class Connection:
             except BlockingIOError:
                 self._rest = [memoryview(item)]
                 return False
+            except OSError:
+                self._rest = [memoryview(item)]  # another socket may take it
+                raise
             if count != len(item):
                 self._rest = [memoryview(item)[count:]]
+                item = item[:count]
+            if replay is not None:
+                replay.note(item)
 
     def _join(self, first: bytes) -> bytes:
         parts = [first]
@@ -407,6 +436,9 @@ class Connection:
 
     def _wait_writable(self, deadline: float | None = None) -> bool:
         """Sleep until the kernel takes more, for at most a slice. Under the write lock."""
+        if self.replay is not None and self.replay.full:
+            self.replay.wait(0.1)
+            return False
         poller = self._writer_poller
         if poller is None:
             poller = self._writer_poller = select.poll()
@@ -417,71 +449,71 @@ class Connection:
         poller.poll(wait_ms)
         return False
 
-    @uninterruptible
-    def send_chunks(
-        self, stream: int, pieces: Iterable[tuple[int, int, memoryview]], deadline: float | None
-    ) -> bool:
-        """Send pieces (buffer index, offset, memory) of a stream as chunks, sleeping where the kernel is
-        full.
-
-        Small frames overtake between chunks. Returns False if it had to stop (deadline, Ctrl-C, closed); the
-        stream was then aborted cleanly: the chunk that was under way is finished from a copy.
-        """
-        for index, offset, piece in pieces:
-            prefix = pack_frame(CHUNK, stream, chain=pack_position(index, offset), length=len(piece))
-            if not self._send_chunk(prefix, piece, deadline):
-                if not self.broken:
-                    self.outbox.append(pack_frame(STREAM_ABORT, stream))
-                    self.flush()
-                return False
-        return not self.broken
-
-    def _send_chunk(self, prefix: bytes, piece: memoryview, deadline: float | None) -> bool:
-        while not self.write_lock.acquire(timeout=0.1):
-            if self.broken or pending_here() or (deadline is not None and time.monotonic() > deadline):
-                return False
-        try:
-            begun = False
-            while True:
-                if self.broken:
-                    return False
-                if self._drain():
-                    if begun:
-                        return True
-                    self._rest = [memoryview(prefix), piece]
-                    begun = True
-                    continue
-                self._wait_writable(deadline)
-                if pending_here() or (deadline is not None and time.monotonic() > deadline):
-                    # The chunk must be finished, but not by us and not from the caller's memory.
-                    self._rest = [memoryview(bytes(part)) for part in self._rest]
-                    self._events.submit(self.flush_waiting)
-                    return begun and not self._rest
-        except BaseException as error:
-            self.failed(error)
-            return False
-        finally:
-            self.write_lock.release()
-            if self.outbox:
-                self.flush()
-
     # -- the end -----------------------------------------------------------------------------------
 
     def failed(self, error: BaseException) -> None:
-        """Take a failed read or write as the end of the connection."""
-        self.close(error)
+        """Take a failed read or write as the end of the connection, or of its socket only."""
+        if self.replay is not None and not self.goodbye and isinstance(error, (OSError, EOFError)):
+            self.suspend(error)
+        else:
+            self.close(error)
+
+    def suspend(self, error: BaseException) -> None:
+        """Give the socket up, which has failed, and have another one looked for. Idempotent; never blocks."""
+        if self.suspended or self.broken:
+            return
+        self.lapses += 1
+        self.suspended = True
+        self._shut()
+        self._events.suspended(self, error)
+
+    def standstill(self) -> int:
+        """Wait until nobody reads the failed socket any more; return how many bytes have come."""
+        assert self.replay is not None
+        with self.read_lock:
+            return self.replay.received
+
+    @uninterruptible
+    def resume(self, sock: socket.socket, arrived: int, forget: Callable[[], None]) -> bool:
+        """Go on over another socket; say whether that was possible. The caller has the pool watch it, and flushes.
+
+        Args:
+            arrived: how many bytes of ours the other side has.
+            forget: takes the old socket out of the pool.
+
+        Raises:
+            ProtocolError: the other side cannot have had just so much.
+        """
+        assert self.replay is not None
+        with self.read_lock, self.write_lock:
+            if self.broken or not self.suspended:
+                return False
+            self._rest = self.replay.rewind(arrived) + self._rest
+            forget()
+            self._poller.unregister(self.fd)
+            self.sock.close()
+            self.sock, self.fd = sock, sock.fileno()
+            self._poller.register(self.fd, select.POLLIN)
+            self._writer_poller = None
+            self.expecting = False
+            self.heard = time.monotonic()
+            self.suspended = False
+        return True
 
     def close(self, error: BaseException | None = None) -> None:
         """Shut the connection, waking everybody who uses it. Idempotent; never blocks."""
         if self.broken:
             return
         self.broken = True
+        self._shut()
+        self._events.closed(self, error)
+
+    def _shut(self) -> None:
         try:
             self.sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
         self.wake()
-        self._events.closed(self, error)
 
     @uninterruptible
     def read_rest(self) -> list[Frame]:

@@ -34,5 +34,8 @@ class Events(Protocol):
     def closed(self, connection: Connection, error: BaseException | None) -> None:
         """Take note of the end; called once, from any thread."""
 
+    def suspended(self, connection: Connection, error: BaseException) -> None:
+        """Take note that a connection's socket is broken and another is wanted. Called under its locks."""
+
     def submit(self, task: Any) -> None:
         """Run ``task()`` on a pool thread."""

@@ -27,6 +27,7 @@ import msgpack
 from actorrpc.errors import LimitError, ProtocolError
 
 __all__ = [
+    "ACK",
     "CANCEL",
     "CHUNK",
     "CREDIT",
@@ -76,7 +77,8 @@ GOODBYE: Final = 13  # the peer leaves on purpose: end of file after this is no 
 DEFINITION: Final = 14  # a function or class by value: 16 bytes of hash, then its definition
 STREAM_READY: Final = 15  # the memory for a stream is there: chunks may come over other connections
 NOTICE: Final = 16  # one way, for the floors above: extra["n"] names the handler
-_LAST_KIND: Final = NOTICE
+ACK: Final = 17  # id counts the bytes of this connection that have come: so much need not be kept any more
+_LAST_KIND: Final = ACK
 
 _OFFSET_BITS: Final = 40
 _OFFSET_MASK: Final = (1 << _OFFSET_BITS) - 1

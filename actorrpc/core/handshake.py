@@ -71,6 +71,7 @@ class Purpose(enum.IntEnum):
     MAIN = 0
     LANE = 1  # descriptors of shared memory
     BULK = 2  # chunks of large messages
+    RESUME = 3  # takes the place of a connection that has broken; ``attach`` names it
 
 
 MAIN, LANE, BULK = Purpose.MAIN, Purpose.LANE, Purpose.BULK
@@ -446,6 +447,11 @@ class Acceptor(_Side):
         self._admit = admit
         self._claim: Session | None = None
         self.farewell = b""
+
+    @property
+    def greeted(self) -> bool:
+        """Whether the dialler has said a hello that makes sense."""
+        return self._claim is not None
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the dialler; return those to send to it.

@@ -96,5 +96,11 @@ class Pieces:
         self.readinto(found)
         return found
 
+    def rest(self) -> bytearray:
+        """Return everything, body and payloads in one piece."""
+        found = bytearray(sum(map(len, self._parts)) - self._at)
+        self.readinto(found)
+        return found
+
     def readline(self) -> bytes:
         raise pickle.UnpicklingError("a pickle of an old protocol")

@@ -90,8 +90,12 @@ class Inbox:
             if call is not None:
                 peer.release(call)
         elif kind == frames.PING:
+            # At once, and on this thread: all others may be in user code. Nothing waits here.
             conn.outbox.append(pack_frame(frames.PONG, frame.id))
-            self._agent.pool.submit(conn.flush)
+            conn.flush()
+        elif kind == frames.ACK:
+            if conn.replay is not None:
+                conn.replay.acknowledged(frame.id)
         elif kind == frames.LANE_FREE:
             if conn.lender is not None:
                 conn.lender.reclaim(list(_PAIRS.iter_unpack(frame.body)))
@@ -283,6 +287,10 @@ class Inbox:
     def submit(self, task: Callable[[], Any]) -> None:
         """Run ``task()`` on a pool thread."""
         self._agent.pool.submit(task)
+
+    def suspended(self, conn: Connection, error: BaseException) -> None:
+        """Take note that a connection's socket is broken: another one may take its place."""
+        self._agent.links.resumption.begin(conn, error)
 
     def closed(self, conn: Connection, error: BaseException | None) -> None:
         """Take note that a connection is closed; see to it on a pool thread."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -159,3 +160,25 @@ def abandon() -> None:
     state.pending = state.resent = False
     state.resend = None
     _close()
+
+
+class Taken:
+    """Holds a lock that is waited for in slices: Ctrl-C ends the wait, and can never leave the lock taken."""
+
+    __slots__ = ("_limit", "_lock", "held")
+
+    def __init__(self, lock: threading.Lock, limit: float) -> None:
+        self._lock = lock
+        self._limit = limit
+        self.held = False
+
+    @uninterruptible
+    def __enter__(self) -> Taken:
+        while not self.held and time.monotonic() <= self._limit and not pending_here():
+            self.held = self._lock.acquire(timeout=0.1)
+        return self
+
+    @uninterruptible
+    def __exit__(self, *_: object) -> None:
+        if self.held:
+            self._lock.release()

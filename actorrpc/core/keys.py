@@ -52,6 +52,7 @@ class Key:
 
     def __init__(self, secret: bytes) -> None:
         if not isinstance(secret, bytes) or len(secret) < _MIN_TEXT:
+            del secret  # a report of the error may show variables
             raise ConfigError(f"a key must have at least {_MIN_TEXT} bytes")
         # Whatever the user gave, and whatever else it protects, this key is good for nothing but actorrpc.
         self._secret = hashlib.sha256(b"actorrpc group key 1\0" + secret).digest()
@@ -65,8 +66,10 @@ class Key:
         """
         secret = (os.fsencode(text) if isinstance(text, str) else text).strip()
         if len(secret) < _MIN_TEXT:
+            size = len(secret)
+            del text, secret
             raise ConfigError(
-                f"the key in {where} has {len(secret)} characters and needs at least {_MIN_TEXT}; "
+                f"the key in {where} has {size} characters and needs at least {_MIN_TEXT}; "
                 "make one with: python -c 'import secrets; print(secrets.token_hex(32))'"
             )
         return cls(secret)
@@ -108,13 +111,18 @@ def find_key(environment: Mapping[str, str] | None = None) -> Key | None:
     Raises:
         ConfigError: both are given, the key is too short, or others may read the file.
     """
-    given = os.environ if environment is None else environment
-    text, path = given.get("ACTORRPC_KEY") or "", given.get("ACTORRPC_KEY_FILE") or ""
-    if text and path:
+    # The key is in no variable here: a report of an error may show them.
+    path = _variable(environment, "ACTORRPC_KEY_FILE")
+    has_text = bool(_variable(environment, "ACTORRPC_KEY"))
+    if has_text and path:
         raise ConfigError("both ACTORRPC_KEY and ACTORRPC_KEY_FILE are set; unset one of them")
     if path:
         return Key.from_text(_read_given(path), f"the file {path!r} (ACTORRPC_KEY_FILE)")
-    return Key.from_text(text, "ACTORRPC_KEY") if text else None
+    return Key.from_text(_variable(environment, "ACTORRPC_KEY"), "ACTORRPC_KEY") if has_text else None
+
+
+def _variable(environment: Mapping[str, str] | None, name: str) -> str:
+    return (os.environ if environment is None else environment).get(name) or ""
 
 
 def _read_given(path: str) -> bytes:
@@ -131,6 +139,7 @@ def _read_given(path: str) -> bytes:
     finally:
         os.close(fd)
     if len(data) > _MAX_FILE:
+        del data
         raise ConfigError(f"ACTORRPC_KEY_FILE {path!r} is larger than {_MAX_FILE} bytes: it is no key")
     return data
 
@@ -208,6 +217,7 @@ def _read_made(path: str) -> Key:
     finally:
         os.close(fd)
     if problem or len(data) != _RAW:
+        del data
         raise AuthenticationError(f"the group's key file {path!r} {problem or 'is damaged'}")
     return Key(data)
 

@@ -1,9 +1,7 @@
 """Links: how connections come about. Listening, dialling, and the handshake before anything else.
 
-Listening sockets are served by the pool: an accepted socket is a *guest* until it has proved that it knows
-the key. Guests are few, have little time, and may send nothing but the handshake's fixed messages; their
-bytes never reach the frame reader. Dialling happens on the thread that makes the first call to a peer, within
-that call's deadline, under the peer's ``dial_lock``.
+Whoever comes in is a guest until it has proved that it knows the key: :mod:`actorrpc.core.guests`. Dialling happens on
+the thread that makes the first call to a peer, within that call's deadline, under the peer's ``dial_lock``.
 
 Besides the main connection there are two kinds of side connections, each tied to its main one by a random
 token: a descriptors-only Unix socket per direction for shared memory, and stripes for very large messages
@@ -15,9 +13,9 @@ between hosts.
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import secrets
-import select
 import socket
 import threading
 import time
@@ -28,10 +26,13 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from actorrpc.core.connection import Connection
 from actorrpc.core.frames import INTRO, STREAM_ABORT, pack_frame
-from actorrpc.core.handshake import Acceptor, Dialler, Purpose, Session
+from actorrpc.core.guests import Guest, Guests
+from actorrpc.core.handshake import Dialler, Purpose, Session
 from actorrpc.core.identity import WorkerRecord
-from actorrpc.core.interrupts import checkpoint, pending_here, uninterruptible
-from actorrpc.core.keys import Key, remove_file
+from actorrpc.core.interrupts import Taken, checkpoint, pending_here, uninterruptible
+from actorrpc.core.keys import Key
+from actorrpc.core.liveness import set_up_tcp
+from actorrpc.core.resumption import Resumption
 from actorrpc.core.tensor_lane import Borrower, Lender
 from actorrpc.errors import (
     AuthenticationError,
@@ -49,44 +50,8 @@ if TYPE_CHECKING:
 __all__ = ["Links"]
 
 _log = logging.getLogger("actorrpc.links")
-_FAILURES_PER_S: Final = 3
 _BUSY: Final = (errno.EAGAIN, errno.ECONNRESET, errno.EPIPE)
 _GONE: Final = (errno.ECONNREFUSED, errno.ENOENT, errno.ECONNRESET, errno.EPIPE)
-
-
-class _Guest:
-    """An accepted socket that has proved nothing yet."""
-
-    __slots__ = ("acceptor", "address", "local", "sock", "timer")
-
-    def __init__(self, sock: socket.socket, address: str, local: bool, acceptor: Acceptor) -> None:
-        self.sock = sock
-        self.address = address
-        self.local = local
-        self.acceptor = acceptor
-        self.timer: Any = None
-
-
-class _Taken:
-    """Holds a lock that is waited for in slices: Ctrl-C ends the wait, and can never leave the lock taken."""
-
-    __slots__ = ("_limit", "_lock", "held")
-
-    def __init__(self, lock: threading.Lock, limit: float) -> None:
-        self._lock = lock
-        self._limit = limit
-        self.held = False
-
-    @uninterruptible
-    def __enter__(self) -> _Taken:
-        while not self.held and time.monotonic() <= self._limit and not pending_here():
-            self.held = self._lock.acquire(timeout=0.1)
-        return self
-
-    @uninterruptible
-    def __exit__(self, *_: object) -> None:
-        if self.held:
-            self._lock.release()
 
 
 class Links:
@@ -97,133 +62,32 @@ class Links:
         self._key = key.reveal() if key is not None else b""
         self._insecure = key is None
         self._lock = threading.Lock()
-        self._listeners: list[socket.socket] = []
-        self._guests: dict[int, _Guest] = {}
-        self._failures: dict[str, list[float]] = {}
+        self.guests = Guests(agent, self._key, self._admit)
         self._mains: dict[bytes, Connection] = {}
         self._introducing: dict[Connection, Session] = {}
         self._ready: dict[tuple[Connection, int], threading.Lock] = {}
+        self.resumption = Resumption(agent, self)
 
-    # -- listening -----------------------------------------------------------------------------------
+    # -- those who come in -----------------------------------------------------------------------------
 
-    def listen(self, sockets: list[socket.socket]) -> None:
-        """Serve these listening sockets from now on."""
-        pool = self._agent.pool
-        for sock in sockets:
-            sock.setblocking(False)
-            self._listeners.append(sock)
-            fd = sock.fileno()
-            pool.watch(fd, partial(self._accept, sock))
-            # Edge-triggered: accepted until there is nothing left, never re-armed.
-            pool.epoll.register(fd, select.EPOLLIN | select.EPOLLET)
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, where = listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-                    _log.error("cannot accept a connection: %s", error)
-                    self._agent.clock.after(0.2, lambda: self._agent.submit(lambda: self._accept(listener)))
-                return
-            local = sock.family == socket.AF_UNIX
-            address = "local" if local else str(where[0])
-            settings = self._agent.settings
-            with self._lock:
-                refused = len(self._guests) >= settings.max_unauthenticated or self._banned(address)
-            if refused:
-                sock.close()
-                continue
-            sock.setblocking(False)
-            record = self._agent.record
-            guest = _Guest(
-                sock,
-                address,
-                local,
-                Acceptor(
-                    key=self._key, name=record.name, incarnation=record.incarnation, insecure=self._insecure
-                ),
-            )
-            fd = sock.fileno()
-            with self._lock:
-                self._guests[fd] = guest
-            guest.timer = self._agent.clock.after(
-                settings.handshake_timeout, partial(self._agent.submit, partial(self._dismiss, fd, guest))
-            )
-            self._agent.pool.watch(fd, partial(self._serve, fd, guest))
-            self._agent.pool.epoll.register(fd, select.EPOLLIN | select.EPOLLONESHOT)
-
-    def _banned(self, address: str) -> bool:
-        times = self._failures.get(address)
-        if not times:
-            return False
-        now = time.monotonic()
-        times[:] = [when for when in times if now - when < 1.0]
-        if not times:
-            del self._failures[address]
-        return len(times) >= _FAILURES_PER_S
-
-    def _serve(self, fd: int, guest: _Guest) -> None:
-        """Take the next step of a guest's handshake. One thread at a time: the descriptor is one-shot."""
-        try:
-            data = guest.sock.recv(512)
-            if not data:
-                self._dismiss(fd, guest)
-                return
-            answer = guest.acceptor.feed(data)
-            if guest.acceptor.done:
-                self._admit(fd, guest, answer)
-                return
-            if answer:
-                guest.sock.send(answer)
-            self._agent.pool.epoll.modify(fd, select.EPOLLIN | select.EPOLLONESHOT)
-        except BlockingIOError:
-            self._agent.pool.epoll.modify(fd, select.EPOLLIN | select.EPOLLONESHOT)
-        except ProtocolError as error:
-            farewell = guest.acceptor.farewell
-            if farewell:
-                try:
-                    guest.sock.send(farewell)
-                except OSError:
-                    pass
-            if isinstance(error, AuthenticationError) and not guest.local:
-                with self._lock:
-                    self._failures.setdefault(guest.address, []).append(time.monotonic())
-            _log.warning("a connection from %s was refused: %s", guest.address, error)
-            self._dismiss(fd, guest)
-        except OSError:
-            self._dismiss(fd, guest)
-
-    def _dismiss(self, fd: int, guest: _Guest) -> None:
-        if self._leave(fd, guest):
-            guest.sock.close()
-
-    def _leave(self, fd: int, guest: _Guest) -> bool:
-        with self._lock:
-            if self._guests.get(fd) is not guest:
-                return False
-            del self._guests[fd]
-        guest.timer.cancel()
-        self._agent.pool.forget(fd)
-        return True
-
-    def _admit(self, fd: int, guest: _Guest, answer: bytes) -> None:
+    def _admit(self, guest: Guest, answer: bytes) -> None:
         session = guest.acceptor.result
-        if not self._leave(fd, guest):
-            return
         sock = guest.sock
         if session.purpose is Purpose.MAIN:
-            sock.setblocking(True)
-            sock.sendall(answer)
             conn = self._connection(sock, session.attach, guest.local)
+            conn.other = session.peer_name, session.peer_incarnation
             with self._lock:
                 self._introducing[conn] = session
-            self._register(conn, session.leftover)
+            self._welcome(conn, answer)
+            self.watch(conn, session.leftover)
             return
         with self._lock:
             main = self._mains.get(session.attach)
+        if session.purpose is Purpose.RESUME:
+            sock.setblocking(True)
+            sock.sendall(answer)
+            self.resumption.admit(sock, session, main)
+            return
         if main is None or main.broken:
             sock.close()
             return
@@ -233,9 +97,7 @@ class Links:
             sock.setblocking(False)
             sock.send(answer)
         elif session.purpose is Purpose.BULK:
-            sock.setblocking(True)
-            sock.sendall(answer)
-            self._add_stripe(sock, main)
+            self._welcome(self._stripe(sock, main, session), answer)
         else:
             sock.close()
 
@@ -243,7 +105,7 @@ class Links:
 
     def _connection(self, sock: socket.socket, attach: bytes, local: bool) -> Connection:
         if not local:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            set_up_tcp(sock, self._agent.settings)
         agent = self._agent
         return Connection(
             sock,
@@ -254,12 +116,27 @@ class Links:
             local=local,
         )
 
+    def _welcome(self, conn: Connection, answer: bytes) -> None:
+        """End a handshake. The connection can be found before: the other side may come back as soon as it has heard."""
+        with self._lock:
+            self._mains[conn.attach] = conn
+        try:
+            conn.sock.setblocking(True)
+            conn.sock.sendall(answer)
+        except OSError:
+            self.forget(conn)
+            conn.abandon()
+            raise
+        if conn.main is not None:
+            self._add_stripe(conn)
+
     def _register(self, conn: Connection, leftover: bytes) -> None:
         with self._lock:
             self._mains[conn.attach] = conn
-        self._watch(conn, leftover)
+        self.watch(conn, leftover)
 
-    def _watch(self, conn: Connection, leftover: bytes = b"") -> None:
+    def watch(self, conn: Connection, leftover: bytes = b"") -> None:
+        """Have the pool read a connection; ``leftover`` has come already."""
         agent = self._agent
 
         def ready() -> None:
@@ -290,12 +167,12 @@ class Links:
             )
         self._join(peer, conn)
 
-    @staticmethod
-    def _join(peer: Peer, conn: Connection) -> None:
+    def _join(self, peer: Peer, conn: Connection) -> None:
         conn.peer = peer
         peer.conns.append(conn)
         if peer.conn is None or peer.conn.broken:
             peer.conn = conn
+        self._agent.upkeep.pulse.poke()
 
     def forget(self, conn: Connection) -> None:
         """Drop what is kept about a connection that has ended."""
@@ -322,7 +199,7 @@ class Links:
             AuthenticationError, VersionError: the two do not share a key or a protocol.
         """
         limit = min(deadline, time.monotonic() + self._agent.settings.connect_timeout)
-        with _Taken(peer.dial_lock, limit) as taken:
+        with Taken(peer.dial_lock, limit) as taken:
             checkpoint()
             if not taken.held:
                 raise RpcTimeoutError(
@@ -339,12 +216,12 @@ class Links:
     def _dial_main(self, peer: Peer, limit: float, what: str, deadline: float) -> Connection:
         tried: list[str] = []
         gone = True
-        queue = deque(self._addresses(peer))
+        queue = deque(self.addresses(peer))
         while queue:
             family, address = queue.popleft()
             attach = secrets.token_bytes(16)
             try:
-                sock, leftover = self._dial(peer, family, address, Purpose.MAIN, attach, limit)
+                sock, session = self.dial(peer, family, address, Purpose.MAIN, attach, limit)
             except (TimeoutError, OSError) as error:
                 if isinstance(error, RpcError):
                     raise
@@ -356,7 +233,7 @@ class Links:
                 tried.append(f"{address}: {error}")
                 gone = gone and isinstance(error, OSError) and error.errno in _GONE
                 continue
-            return self._establish(peer, sock, family == socket.AF_UNIX, attach, leftover)
+            return self._establish(peer, sock, family == socket.AF_UNIX, attach, session.leftover)
         if not tried:
             why = (
                 f"cannot call {what}: {peer.name!r} runs on another host and has no address there. Give every worker the same "
@@ -379,6 +256,7 @@ class Links:
         self, peer: Peer, sock: socket.socket, local: bool, attach: bytes, leftover: bytes
     ) -> Connection:
         conn = self._connection(sock, attach, local)
+        conn.dialled = True
         conn.outbox.append(pack_frame(INTRO, body=self._agent.record.to_bytes()))
         self._join(peer, conn)
         try:
@@ -392,7 +270,8 @@ class Links:
         conn.flush()
         return conn
 
-    def _addresses(self, peer: Peer) -> list[tuple[int, Any]]:
+    def addresses(self, peer: Peer) -> list[tuple[int, Any]]:
+        """Return where a peer can be dialled: family and address."""
         record, transport = peer.record, self._agent.settings.transport
         addresses: list[tuple[int, Any]] = []
         if peer.same_host and record.unix_path and transport != "tcp":
@@ -403,10 +282,15 @@ class Links:
                 addresses.extend((info[0], info[4]) for info in found)
         return addresses
 
-    def _dial(
+    def dial(
         self, peer: Peer, family: int, address: Any, purpose: Purpose, attach: bytes, limit: float
-    ) -> tuple[socket.socket, bytes]:
-        """Connect and shake hands; return the socket and what was received beyond the handshake."""
+    ) -> tuple[socket.socket, Session]:
+        """Connect and shake hands; return the socket and what the handshake has established.
+
+        Raises:
+            OSError: no connection.
+            RpcError: the handshake has failed.
+        """
         agent = self._agent
         record = agent.record
         sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -430,7 +314,7 @@ class Links:
                 if data:
                     sock.sendall(data)
                 if dialler.done:
-                    return sock, dialler.result.leftover
+                    return sock, dialler.result
                 received = sock.recv(4096)
                 if not received:
                     raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake")
@@ -452,7 +336,7 @@ class Links:
                 return cast(Lender, conn.lender)
             settings = self._agent.settings
             try:
-                sock, _ = self._dial(
+                sock, _ = self.dial(
                     peer,
                     socket.AF_UNIX,
                     path,
@@ -482,24 +366,33 @@ class Links:
                 return list(conn.stripes)
             limit = min(deadline, time.monotonic() + self._agent.settings.handshake_timeout)
             for _ in range(self._agent.settings.stripes - 1):
-                for family, address in self._addresses(peer):
+                for family, address in self.addresses(peer):
                     try:
-                        sock, _left = self._dial(peer, family, address, Purpose.BULK, conn.attach, limit)
+                        sock, session = self.dial(peer, family, address, Purpose.BULK, conn.attach, limit)
                     except (OSError, RpcError) as error:
                         _log.info("no further connection to %r: %s", peer.name, error)
                         continue
-                    self._add_stripe(sock, conn)
+                    stripe = self._stripe(sock, conn, session)
+                    stripe.dialled = True
+                    self._add_stripe(stripe)
                     break
             conn.lane_failed = not conn.stripes
         return list(conn.stripes)
 
-    def _add_stripe(self, sock: socket.socket, main: Connection) -> None:
-        stripe = self._connection(sock, b"", False)
+    def _stripe(self, sock: socket.socket, main: Connection, session: Session) -> Connection:
+        # Both sides can name it, and nobody else: by what only they know of this connection.
+        name = hashlib.blake2b(session.key, digest_size=16, person=b"stripe").digest()
+        stripe = self._connection(sock, name, False)
+        stripe.other = session.peer_name, session.peer_incarnation
         stripe.main = main
         stripe.peer = main.peer
         stripe.assemblies = main.assemblies
-        main.stripes.append(stripe)
-        self._watch(stripe)
+        return stripe
+
+    def _add_stripe(self, stripe: Connection) -> None:
+        assert stripe.main is not None
+        stripe.main.stripes.append(stripe)
+        self._register(stripe, b"")
 
     def stream_ready(self, conn: Connection, stream: int) -> None:
         """The peer has the memory for a stream: chunks may come over any of its connections."""
@@ -570,28 +463,8 @@ class Links:
         # Without the lock: in a forked child, a thread that does not exist there may hold it.
         return [conn for main in list(self._mains.values()) for conn in (main, *main.stripes)]
 
-    def stop_listening(self) -> None:
-        """Accept no more."""
-        for sock in self._listeners:
-            self._agent.pool.forget(sock.fileno())
-
-    def close(self) -> None:
-        """Close what is left: listening sockets (and their files) and guests."""
-        for sock in self._listeners:
-            path = sock.getsockname() if sock.family == socket.AF_UNIX else None
-            sock.close()
-            if path:
-                remove_file(path)
-        self._listeners = []
-        for guest in list(self._guests.values()):
-            guest.sock.close()
-        self._guests.clear()
-
     def abandon(self) -> None:
         """Close the descriptors in a forked child; the files belong to the parent."""
-        for sock in self._listeners:
-            sock.close()
-        for guest in self._guests.values():
-            guest.sock.close()
+        self.guests.abandon()
         for conn in self.connections():
             conn.abandon()

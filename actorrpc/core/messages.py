@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from actorrpc.core import codec, frames
+from actorrpc.core import codec, frames, opening
+from actorrpc.core.definitions import open_with
 from actorrpc.core.frames import Frame, pack_frame, unpack_extra, unpack_position
 from actorrpc.core.interceptors import TAG, Recorder
 from actorrpc.core.tensor_lane import Placement
@@ -42,6 +43,7 @@ __all__ = [
     "discard",
     "open_body",
     "open_plain",
+    "restrict",
     "send",
 ]
 
@@ -54,7 +56,7 @@ _MEANING: Final = frames.LETTER | frames.POST  # flags that say nothing of where
 
 _packb = msgpack.packb
 _ABORTED_KEPT: Final = 64  # so many given up messages are remembered
-_loads = pickle.loads
+_loads: Any = pickle.loads
 _STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
 
 
@@ -284,6 +286,21 @@ def abort_stream(conn: Connection, stream: int) -> None:
         for number in given_up[: -_ABORTED_KEPT + 1]:
             assemblies.pop(number, None)
         assemblies[stream] = _Aborted()
+
+
+_restricted = 0  # agents in this process that take data only
+
+
+def restrict(by: int) -> None:
+    """Have messages opened by the machine of the data-only mode while there is an agent that wants it.
+
+    Args:
+        by: 1 for such an agent that begins, -1 for one that has ended; 0 for others.
+    """
+    global _loads, _restricted
+    _restricted += by
+    _loads = opening.loads if _restricted else pickle.loads
+    open_with(opening.loads if _restricted else None)
 
 
 def open_plain(body: bytes, peer: Peer) -> Any:

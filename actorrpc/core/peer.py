@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.core.identity import WorkerInfo, WorkerRecord
 from actorrpc.core.interrupts import checkpoint, pending_here, uninterruptible
+from actorrpc.core.liveness import Liveness
 from actorrpc.errors import BackpressureError, PeerDiedError
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ class Peer:
         self.definitions = definitions
         self.dial_lock = threading.Lock()
         self.scan_at = float("inf")
-        self.misses = 0
+        self.liveness = Liveness()
+        #: the final state that was made known (``changes.py``), behind ``state``, which is what calls go by
+        self.ending = ""
         self.device_map: dict[str, str] | None = None
         # -- back-pressure
         self._credit = threading.Condition()  # re-entrant: the collector may run user code here

@@ -2,7 +2,9 @@
 
 Corked writes leave, credit goes out, silent peers are asked for a sign of life, shared memory that has died goes back
 to its lender, and memory that is kept for reuse is given back to the system. All of it runs on ticks that stop when there
-is nothing left to look after: an idle group wakes nobody. Runs on the clock's thread; what may block goes to the pool.
+is nothing left to look after: of an idle worker, only the pulse is left, which wakes the clock once in a heartbeat (at most
+four times, whatever the number of peers), and not at all where nobody is connected. Between two idle workers, one asks and
+the other answers: two small frames in a heartbeat. Runs on the clock's thread; what may block goes to the pool.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.core import frames
+from actorrpc.core.changes import Changes
 from actorrpc.core.clock import Tick
 from actorrpc.core.frames import pack_frame
+from actorrpc.core.liveness import is_direct, process_state
 
 if TYPE_CHECKING:
     from actorrpc.core.agent import Agent
@@ -42,8 +46,8 @@ class Upkeep:
         self._expected = Tick(clock, _EXPECTED_S, self._listen)
         self._laden: dict[Connection, None] = {}
         self._soon = Tick(clock, _SOON_S, self._send_laden)
-        #: ask every connected peer for a sign of life, not only those with calls under way
-        self.watching = False
+        self.changes = Changes(agent.pool.submit)
+        agent.on_peer_end.append(self._ended)
         self.pulse = Tick(clock, settings.heartbeat, self._beat)
         self._hand_back = Tick(clock, _HAND_BACK_S, self._hand_back_lanes)
         self._ringing = False
@@ -145,7 +149,7 @@ class Upkeep:
         ]
 
     def watch(self, call: Call) -> None:
-        """Have the clock look after the call's deadline, and after its peer's pulse."""
+        """Have the clock look after the call's deadline."""
         peer = call.peer
         if call.deadline < peer.scan_at and call.future is not None:
             peer.scan_at = call.deadline
@@ -173,37 +177,60 @@ class Upkeep:
             self._agent.pool.submit(lambda: [call.expire() for call in late])
 
     def _beat(self) -> bool:
-        """Look after peers that are silent while calls to them are under way. Runs on the clock's thread."""
-        busy = False
-        now = time.monotonic()
-        settings = self._agent.settings
+        """Look after all connected peers: ask those that are silent, and see what long silence means."""
+        now = self._agent.clock.now()
+        wait = INFINITE
         for peer in self._agent.peers():
             conn = peer.conn
-            if peer.is_self or conn is None or conn.broken or not (peer.pending or self.watching):
-                peer.misses = 0
+            if conn is None or conn.broken or peer.state != "alive":
                 continue
-            busy = True
-            if now - conn.heard < settings.heartbeat:
-                peer.misses = 0
-                continue
-            if peer.misses >= settings.heartbeat_misses and not self._is_running(peer):
-                silent = now - conn.heard
-                self._agent.pool.submit(
-                    partial(self._agent.peer_ended, peer, "dead", f"it has been silent for {silent:.1f} s")
-                )
-                continue
-            peer.misses += 1
+            wait = min(wait, self._look_at(peer, conn, now))
+        if wait == INFINITE:
+            return False
+        self.pulse.interval = wait
+        return True
+
+    def _look_at(self, peer: Peer, conn: Connection, now: float) -> float:
+        settings, liveness = self._agent.settings, peer.liveness
+        look = liveness.look(
+            now,
+            conn.heard,
+            heartbeat=settings.heartbeat,
+            misses=settings.heartbeat_misses,
+            late=self.pulse.late,
+            receiving=conn.receiving,
+        )
+        if look.ask:
             conn.outbox.append(pack_frame(frames.PING))
-            self._agent.pool.submit(conn.flush)
-        return busy
+            conn.flush()  # without waiting
+        if look.state == "alive":
+            if liveness.suspect:
+                self.changes.note(peer, "alive", "it answers again")
+        elif not liveness.suspect:
+            liveness.direct = None
+            self.changes.note(peer, "suspect", f"it has been silent for {liveness.silent:.1f} s")
+            self._agent.pool.submit(partial(self._examine, peer, conn))
+        elif look.state == "lost":
+            why = self._why_dead(peer)
+            if why:
+                self._agent.pool.submit(partial(self._agent.peer_ended, peer, "dead", why))
+        return look.wait
 
     @staticmethod
-    def _is_running(peer: Peer) -> bool:
-        """Say whether the peer's process, where it can be asked, is running (busy) and not stopped or a zombie."""
-        if not peer.same_host:
-            return False
-        try:
-            with open(f"/proc/{peer.record.pid}/stat", "rb") as file:
-                return file.read().rpartition(b")")[2].split()[0] not in (b"T", b"t", b"Z", b"X")
-        except OSError:
-            return False
+    def _examine(peer: Peer, conn: Connection) -> None:
+        """Find out whether the peer's process can be asked; reads long tables, so on a pool thread."""
+        peer.liveness.direct = peer.same_host and is_direct(conn.sock, peer.record.pid)
+
+    @staticmethod
+    def _why_dead(peer: Peer) -> str:
+        """Say why a peer that is lost is dead; empty where it is merely busy, or not examined yet."""
+        silent = f"it has been silent for {peer.liveness.silent:.1f} s"
+        if peer.liveness.direct is None:
+            return ""
+        if not peer.liveness.direct:
+            return silent
+        state = process_state(peer.record.pid)
+        return "" if state == "running" else f"{silent} and its process is {state}"
+
+    def _ended(self, peer: Peer) -> None:
+        self.changes.note(peer, peer.state, peer.cause or "it has left the group")

@@ -42,7 +42,7 @@ class Waiting:
         Returns ``None`` if somebody else is reading, otherwise whether something else than replies came.
         """
         conn = self._conn
-        if not conn.read_lock.acquire(False):
+        if conn.suspended or not conn.read_lock.acquire(False):
             return None
         frames: list[Frame] = []
         # Disarmed before the call is sent: otherwise the reply wakes a pool thread that has nothing to do here.

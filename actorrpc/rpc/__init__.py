@@ -19,16 +19,22 @@ from actorrpc.rpc.api import (
     rpc_sync,
     shutdown,
 )
+from actorrpc.rpc.exposure import Named, allow, exposed
+from actorrpc.rpc.members import WorkerState, on_member_change, workers
 from actorrpc.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from actorrpc.rpc.rref import RRef
 
 __all__ = [
     "BackendType",
     "Future",
+    "Named",
     "RRef",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",
+    "WorkerState",
+    "allow",
+    "exposed",
     "functions",
     "get_rpc_timeout",
     "get_worker_info",
@@ -36,8 +42,10 @@ __all__ = [
     "init_rpc",
     "is_available",
     "is_initialized",
+    "on_member_change",
     "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "workers",
 ]

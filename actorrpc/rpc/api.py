@@ -185,7 +185,7 @@ def join(name: str, rank: int, world_size: int | None, options: RpcBackendOption
             size,
             found,
             settings=settings,
-            key_text=options._key,
+            key=options._key,
             timeout=_JOIN_TIMEOUT,
             device_maps={
                 to: {str(here): str(there) for here, there in each.items()} for to, each in maps.items()

@@ -4,11 +4,14 @@ Joining binds the sockets, agrees on the key and the table of workers, and start
 (:func:`join`), or through a directory that one of the workers keeps (:func:`enter`, the embedded cluster).
 Leaving a fixed group gracefully is a barrier: every worker asks the first live one (by name) to say when all have
 arrived. It serves calls meanwhile, for as long as others work. A worker that dies counts as arrived; if the
-first one dies, the next takes over.
+first one dies, the next takes over. One that is suspect, or to which no connection comes about, is waited for as long as
+anybody else is; after that for some seconds (``reach.py``). So every wait ends, and nobody takes a bad connection for a
+death: two workers that see different ones of a group alive would wait for different things.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import socket
@@ -17,25 +20,39 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from actorrpc.config import Settings
-from actorrpc.core import keys
+from actorrpc.config import Settings, host_and_port
+from actorrpc.core import keys, points
 from actorrpc.core.agent import Agent
 from actorrpc.core.execution import Later
 from actorrpc.core.identity import WorkerRecord, host_identity, main_identity, new_incarnation
 from actorrpc.core.keys import Key
+from actorrpc.core.peer import Peer
 from actorrpc.core.rendezvous import Rendezvous
-from actorrpc.errors import ConfigError, DeadlockError, PeerDiedError, RpcError, RpcTimeoutError
+from actorrpc.errors import (
+    ConfigError,
+    DeadlockError,
+    PeerDiedError,
+    ProtocolError,
+    RpcError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+)
 from actorrpc.futures import Future
+from actorrpc.rpc.reach import DIAL_S, Reach
 
 __all__ = ["Directory", "Group", "Membership", "close_forsaken", "enter", "join"]
 
 _log = logging.getLogger("actorrpc.group")
 _AGAIN_S: Final = 0.1
-_LOOPBACK: Final = ("127.", "::1", "localhost")
+_LOOK_S: Final = 1.0  # how often whoever waits at the end looks around
 
 
 class _Barrier:
-    """Who has arrived at the end, as far as this worker is asked. ``_lock`` guards all of it and is a leaf."""
+    """Who has arrived at the end, as far as this worker knows. ``_lock`` guards all of it and is a leaf.
+
+    Whoever has come to a stage has been told that all had come to those before it, be it by somebody else who has left or
+    died since: it counts there as well.
+    """
 
     def __init__(self, members: Callable[[], set[str]]) -> None:
         self._members = members
@@ -49,10 +66,15 @@ class _Barrier:
         future: Future[None] = Future()
         future.label = "the arrival of every worker at shutdown"
         with self._lock:
-            self._arrived.setdefault(stage, set()).add(name)
             self._waiting.setdefault(stage, []).append(future)
-        self._look()
+        self.reached(stage, name)
         return future
+
+    def reached(self, stage: int, name: str) -> None:
+        """Note that a worker has come to a stage, whomever it asks about the others."""
+        with self._lock:
+            self._arrived.setdefault(stage, set()).add(name)
+        self._look()
 
     def gone(self, name: str) -> None:
         """Note that a worker is gone: nobody waits for it."""
@@ -64,14 +86,19 @@ class _Barrier:
         """Return who has not arrived and is not known to be gone."""
         members = self._members()
         with self._lock:
-            return sorted(members - self._gone - self._arrived.get(stage, set()))
+            return sorted(self._lacking(members, stage))
+
+    def _lacking(self, members: set[str], stage: int) -> set[str]:
+        """Return what :meth:`missing` does, as a set. Under the lock."""
+        here = {name for at, names in self._arrived.items() if at >= stage for name in names}
+        return members - self._gone - here
 
     def _look(self) -> None:
         members = self._members()
         ready: list[Future[None]] = []
         with self._lock:
             for stage, waiting in self._waiting.items():
-                if not members - self._gone - self._arrived[stage]:
+                if waiting and not self._lacking(members, stage):
                     ready.extend(waiting)
                     waiting.clear()
         for future in ready:
@@ -119,6 +146,7 @@ class Group:
         self.is_fixed = table is not None
         self._table = table or {}
         self.barrier = _Barrier(self._names)
+        self.reach = Reach(agent)
         agent.on_peer_end.append(lambda peer: self.barrier.gone(peer.name))
 
     def _names(self) -> set[str]:
@@ -137,55 +165,119 @@ class Group:
         Raises:
             RpcTimeoutError: not all have within ``timeout`` seconds (0: however long it takes).
         """
+        points.reach("shutdown.let_go" if stage else "shutdown.called")
         if not self.is_fixed:
             return
-        agent = self.agent
         until = time.monotonic() + timeout if timeout else float("inf")
-        order = sorted(self._table)
-        while order:
-            leader = order[0]
-            peer = agent.peer(leader)
-            if peer.state != "alive":
-                del order[0]
-                continue
+        self.barrier.reached(
+            stage, self.agent.name
+        )  # others may ask this one because those before it are gone
+        while True:
+            peer = self._whom_to_ask()
             if peer.is_self:
                 self.watch_all()
-            future: Future[None] = Future()
-            try:
-                agent.call(peer, _arrive, (stage, agent.name), {}, 0.0, future=future, label="shutdown")
-                future.wait(None if until == float("inf") else max(0.0, until - time.monotonic()))
+            future = self._ask(peer, stage, until)
+            if self._hear(future, peer, stage, until):
+                points.reach("shutdown.settled" if stage else "shutdown.together")
                 return
-            except PeerDiedError:
-                del order[0]
-            except DeadlockError:
-                time.sleep(_AGAIN_S)  # all its threads are blocked at present: that may pass
-            except RpcTimeoutError:
-                future.cancel()
+            if time.monotonic() >= until:
                 missing = ", ".join(self.barrier.missing(stage)) if peer.is_self else "some"
                 raise RpcTimeoutError(
-                    f"shutdown of {agent.name!r}: not every worker called shutdown within {timeout} s (missing: {missing})",
-                    worker=leader,
-                ) from None
+                    f"shutdown of {self.agent.name!r}: not every worker called shutdown within {timeout} s (missing: {missing})",
+                    worker=peer.name,
+                )
+
+    def _whom_to_ask(self) -> Peer:
+        """Return the first member, by name, that lives and is not given up. This one, if all before it are gone."""
+        for name in sorted(self._table):
+            peer = self.agent.peer(name)
+            if peer.state == "alive" and not self.reach.is_given_up(peer):
+                return peer
+        return self.agent.self_peer
+
+    def _ask(self, peer: Peer, stage: int, until: float) -> Future[None] | None:
+        """Tell a member that this one has come to the stage; None where it cannot be reached, for now or for ever."""
+        agent = self.agent
+        future: Future[None] = Future()
+        try:
+            if not peer.is_self:
+                agent.links.connect(peer, min(until, time.monotonic() + DIAL_S), "shutdown")
+            agent.call(peer, _arrive, (stage, agent.name), {}, 0.0, future=future, label="shutdown")
+        except (PeerDiedError, RpcTimeoutError, ProtocolError) as error:
+            # No proof of its death, unless it is not alive any more: that is found out next.
+            self.reach.failed(peer, error)
+            time.sleep(_AGAIN_S)
+            return None
+        return future
+
+    def _hear(self, future: Future[None] | None, peer: Peer, stage: int, until: float) -> bool:
+        """Wait for the answer of the member that was asked; False where another is to be asked, or the time is over.
+
+        Meanwhile, now and then: if this is the member that others ask, it sees whether it is worth waiting for those
+        who are missing; else whether it has asked the right one.
+        """
+        while future is not None:
+            try:
+                future.wait(min(_LOOK_S, max(0.0, until - time.monotonic())))
+                return True
+            except PeerDiedError:
+                return False
+            except DeadlockError:
+                time.sleep(_AGAIN_S)  # all its threads are blocked at present: that may pass
+                return False
+            except RpcTimeoutError:
+                if (
+                    not future.done()
+                ):  # else it is the time of a call that this is done in, or it has just come
+                    if peer.is_self:
+                        self._review(stage)
+                    if time.monotonic() >= until or self._whom_to_ask() is not peer:
+                        future.cancel()
+                        return False
+                elif future.exception() is not None:
+                    raise
+        return False
+
+    def _review(self, stage: int) -> None:
+        """Wait no longer for those who are missing, if all of them have been out of reach for long."""
+        missing = [self.agent.peer(name) for name in self.barrier.missing(stage)]
+        self.reach.connect_all(missing)
+        given_up = [self.reach.is_given_up(peer) for peer in missing if peer.state == "alive"]
+        if missing and all(given_up):
+            for peer in missing:
+                if peer.state == "alive":
+                    _log.warning(
+                        "shutdown does not wait for %r any longer: %s", peer.name, self.reach.why(peer)
+                    )
+                self.barrier.gone(peer.name)
 
     def watch_all(self) -> None:
-        """Connect to every worker of a fixed group, so that a death of any of them is noticed while waiting for it."""
-        agent = self.agent
-        agent.upkeep.watching = True
-        agent.upkeep.pulse.poke()
-        for name in self._table:
-            peer = agent.peer(name)
-            if peer.is_self or peer.state != "alive" or peer.conn is not None:
-                if peer.state != "alive":
-                    self.barrier.gone(name)
-                continue
+        """Have connections made to every worker of the group, so that the end of any of them is noticed. Returns at once.
+
+        Raises:
+            RpcError: nobody can say who is in the group; only where workers may join and leave.
+        """
+        names = sorted(self._table) or [record.name for record in self.agent.members()]
+        peers: list[Peer] = []
+        for name in names:
             try:
-                agent.links.connect(peer, time.monotonic() + 5.0, "shutdown")
-            except RpcError:
-                if peer.state != "alive":
-                    self.barrier.gone(name)
+                peers.append(self.agent.peer(name))
+            except UnknownWorkerError:  # it has left meanwhile
+                continue
+        for peer in peers:
+            if peer.state != "alive":
+                self.barrier.gone(peer.name)
+        self.reach.connect_all(peers)
 
     def close(self) -> None:
         """Leave: close the agent and take this worker's traces out of the store."""
+        try:
+            points.reach("shutdown.closing")
+        finally:
+            self._close()
+        points.reach("shutdown.closed")
+
+    def _close(self) -> None:
         if not self.is_fixed:
             try:
                 self.membership.leave()
@@ -251,7 +343,16 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
 
 
 def _is_loopback(host: str) -> bool:
-    return host.startswith(_LOOPBACK)
+    """Whether nobody beyond this host can reach what listens there; a name is what it stands for, not how it looks."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        pass
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found)
 
 
 class _Doors:
@@ -286,17 +387,19 @@ class _Doors:
             )
         if _is_loopback(host) and settings.transport != "tcp" and settings.bind is None:
             return
-        if not has_key and settings.insecure and not _is_loopback(host):
+        if not has_key and settings.insecure:  # on loopback, too: other users of this host reach it
             _log.warning(
                 "listening on %s WITHOUT a key: whoever reaches this port can run code as this user", host
             )
         sock = _listen_tcp(host, settings.port)
         self.sockets.append(sock)
         bound = sock.getsockname()
-        shown = settings.advertise or (own if bound[0] in ("0.0.0.0", "::") and own else bound[0])
+        shown, port = host_and_port(settings.advertise) if settings.advertise else (None, None)
+        if shown is None:
+            shown = own if bound[0] in ("0.0.0.0", "::") and own else bound[0]
         if len(bound) == 4 and bound[3] and "%" not in shown and shown.startswith("fe80"):
             shown = f"{shown}%{socket.if_indextoname(bound[3])}"
-        self.tcp = ((shown, bound[1]),)
+        self.tcp = ((shown, port or bound[1]),)
 
     def close(self) -> None:
         """Close what was opened, files included."""
@@ -324,7 +427,7 @@ def join(
     store: Any,
     *,
     settings: Settings,
-    key_text: str | None,
+    key: Key | None,
     timeout: float,
     device_maps: dict[str, dict[str, str]],
 ) -> Group:
@@ -334,7 +437,7 @@ def join(
         RendezvousError, AuthenticationError, ConfigError: as their messages say; nothing is left running.
     """
     keys.sweep()
-    own_key = Key.from_text(key_text) if key_text is not None else keys.find_key()
+    own_key = key if key is not None else keys.find_key()
     rendezvous = Rendezvous(store, rank=rank, world_size=world_size, timeout=timeout)
     doors = _Doors()
     host = host_identity()
@@ -351,7 +454,9 @@ def join(
             pid=os.getpid(),
             main=main_identity(),
         )
+        points.reach("join.listening", name)
         table = rendezvous.join(record)
+        points.reach("join.met", name)
     except BaseException:
         doors.close()
         rendezvous.close()

@@ -9,6 +9,7 @@ import enum
 import math
 import numbers
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -45,11 +46,13 @@ _EXTRA: Final = (
     "port",
     "key",
     "insecure",
+    "data_only",
     "max_threads",
     "spin_us",
     "lane",
     "window",
     "heartbeat",
+    "heartbeat_misses",
 )
 
 
@@ -68,17 +71,21 @@ class RpcBackendOptions:
         init_method: where the workers meet: ``env://`` (default), ``tcp://host:port`` or ``file:///path``.
         transport: ``"auto"`` (Unix sockets on one host, TCP between hosts), ``"unix"`` or ``"tcp"``.
         bind: the address to listen on for TCP; default: the one that reached the rendezvous.
-        advertise: the address to give to other workers, where it differs (NAT, containers).
+        advertise: the address to give to other workers, where it differs (NAT, containers, a proxy): ``host`` or
+            ``host:port``; ``[host]:port`` for IPv6.
         port: the TCP port to listen on; default any.
         key: the group's shared key; default ``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``, or one made for this
             host.
         insecure: listen without a key on addresses that others can reach. Warns.
+        data_only: take nothing but data from peers, who may call exposed functions only (:func:`actorrpc.rpc.exposed`).
         max_threads: the most worker threads of this process (default 512).
         spin_us: how long a thread may spin before it sleeps (default 100; 0: never).
         lane: whether large tensors go through shared memory on one host (default True).
         window: bytes of calls that a peer may leave unread before callers wait (default 64 MiB).
-        heartbeat: seconds between heartbeats to a peer that is silent while calls to it are under way
-            (default 2).
+        heartbeat: seconds of silence after which a connected peer is asked for a sign of life (default 2).
+        heartbeat_misses: heartbeats of silence within which a peer is dead, unless it is known that its process is
+            running and merely busy, as on one host it is (default 5, at least 2). Between hosts, a tuned value
+            (``heartbeat=0.2``: found within 1 s) takes a peer for dead that holds the GIL in C code for as long.
 
     ``None`` means the ``ACTORRPC_*`` variable, or else the default.
 
@@ -95,34 +102,43 @@ class RpcBackendOptions:
         bind: str | None = None,
         advertise: str | None = None,
         port: int | None = None,
-        key: str | None = None,
+        key: str | Key | None = None,
         insecure: bool | None = None,
+        data_only: bool | None = None,
         max_threads: int | None = None,
         spin_us: int | None = None,
         lane: bool | None = None,
         window: int | None = None,
         heartbeat: float | None = None,
+        heartbeat_misses: int | None = None,
     ) -> None:
+        # First: what a report of an error would show of the variables here shows no key.
+        self._key, wrong = _hidden(key)
+        del key
+        if wrong is not None:
+            raise wrong
         self.rpc_timeout = rpc_timeout
         self.init_method = init_method
-        if key is not None:
-            if not isinstance(key, str):
-                raise WrongTypeError(f"key must be a str, not a {type(key).__name__}")
-            Key.from_text(key)
-        self._key = key
-        self._extra: dict[str, Any] = {
+        self._extra = {
             "transport": transport,
             "bind": bind,
             "advertise": advertise,
             "port": port,
             "insecure": insecure,
+            "data_only": data_only,
             "max_threads": max_threads,
             "spin_us": spin_us,
             "lane": lane,
             "window": window,
             "heartbeat": heartbeat,
+            "heartbeat_misses": heartbeat_misses,
         }
         _check_extra(self._extra)
+
+    # What ``repr`` shows of options whose making has failed.
+    _rpc_timeout = DEFAULT_RPC_TIMEOUT_SEC
+    _init_method = DEFAULT_INIT_METHOD
+    _extra: Mapping[str, Any] = MappingProxyType({})
 
     def _ready(self, agent: Agent) -> None:
         """Do nothing with the agent that these options have made, before it serves its first call. For subclasses."""
@@ -194,6 +210,9 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             raise WrongTypeError(
                 f"unknown option {unknown[0]!r}; besides torch's there are: {', '.join(_EXTRA)}"
             )
+        extra["key"], wrong = _hidden(extra.pop("key", None))
+        if wrong is not None:
+            raise wrong
         super().__init__(rpc_timeout, init_method, **extra)
         if isinstance(num_worker_threads, bool) or not isinstance(num_worker_threads, int):
             raise WrongTypeError(f"num_worker_threads must be a positive integer, not {num_worker_threads!r}")
@@ -246,10 +265,22 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
 _TYPES: Final[dict[str, tuple[type, ...]]] = {
     **dict.fromkeys(("transport", "bind", "advertise"), (str,)),
-    **dict.fromkeys(("port", "max_threads", "spin_us", "window"), (int,)),
-    **dict.fromkeys(("insecure", "lane"), (bool,)),
+    **dict.fromkeys(("port", "max_threads", "spin_us", "window", "heartbeat_misses"), (int,)),
+    **dict.fromkeys(("insecure", "data_only", "lane"), (bool,)),
     "heartbeat": (int, float),
 }
+
+
+def _hidden(key: Any) -> tuple[Key | None, ConfigError | None]:
+    """Return a key as one that does not show itself, or what is wrong with it: an error without a traceback."""
+    if key is None or isinstance(key, Key):
+        return key, None
+    if not isinstance(key, str):
+        return None, WrongTypeError(f"key must be a str, not a {type(key).__name__}")
+    try:
+        return Key.from_text(key), None
+    except ConfigError as error:
+        return None, error.with_traceback(None)
 
 
 def _check_extra(given: Mapping[str, Any]) -> None:

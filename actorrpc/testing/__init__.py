@@ -15,11 +15,43 @@ processes come with their environment (``ACTORRPC_FAULT="drop call times=1; dela
 """
 
 from actorrpc.testing import wiring as _wiring
+from actorrpc.testing.disturbances import (
+    Disturbance,
+    bit_flips,
+    cut,
+    half_close,
+    latency,
+    reset,
+    stall,
+    throttle,
+)
 from actorrpc.testing.faults import Fault, delay, drop
+from actorrpc.testing.kill_points import POINTS, KillPoint, KillPointError, kill_at
 from actorrpc.testing.message_types import MESSAGES
 from actorrpc.testing.options import FaultyRpcBackendOptions
+from actorrpc.testing.proxy import FaultProxy
 from actorrpc.testing.variable import faults_of
 
-__all__ = ["MESSAGES", "Fault", "FaultyRpcBackendOptions", "delay", "drop", "faults_of"]
+__all__ = [
+    "MESSAGES",
+    "POINTS",
+    "Disturbance",
+    "Fault",
+    "FaultProxy",
+    "FaultyRpcBackendOptions",
+    "KillPoint",
+    "KillPointError",
+    "bit_flips",
+    "cut",
+    "delay",
+    "drop",
+    "faults_of",
+    "half_close",
+    "kill_at",
+    "latency",
+    "reset",
+    "stall",
+    "throttle",
+]
 
 _wired = _wiring.start  # what the import above is for

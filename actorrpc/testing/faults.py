@@ -10,8 +10,6 @@ the end of the agent. Where several would take a message, the one that was start
 
 from __future__ import annotations
 
-import math
-import numbers
 import random
 import threading
 from collections import Counter, OrderedDict
@@ -19,10 +17,10 @@ from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal
 
-from actorrpc.core.identity import WorkerInfo
 from actorrpc.errors import ConfigError, WrongTypeError
 from actorrpc.testing import force
 from actorrpc.testing.message_types import ANSWER, CONTROL, Message, names_of, types_named
+from actorrpc.testing.selection import functions_named, is_meant, number, workers_named
 
 __all__ = ["Fault", "delay", "drop"]
 
@@ -62,14 +60,14 @@ class Fault:
     ) -> None:
         self.action = action
         self.types = types_named(types)
-        self.seconds = _number("seconds", seconds, math.inf)
+        self.seconds = number("seconds", seconds)
         self.at_once = at_once
         self.bounded = bounded
         self._times = _count("times", times)
         self._total = _count("total", total)
-        self._to = None if to is None else _workers(to)
-        self._function = None if function is None else _functions(function)
-        self._probability = _number("probability", probability, 1.0)
+        self._to = None if to is None else workers_named(to)
+        self._function = None if function is None else functions_named(function)
+        self._probability = number("probability", probability, 1.0)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise WrongTypeError(f"seed must be an int, not {seed!r}")
         if on is not None and not isinstance(on, str):
@@ -163,7 +161,7 @@ class Fault:
         """Say whether it takes a message, and count it if so."""
         if message.type not in self.types:
             return False
-        if self._to is not None and not _is_meant(message, self._to):
+        if self._to is not None and not is_meant(message, self._to):
             return False
         if self._function is not None:
             names = names_of(message.called)
@@ -315,43 +313,3 @@ def _count(name: str, value: Any) -> int | None:
     if value < -1:
         raise ConfigError(f"{name} must be a number of messages, or -1 for all, not {value!r}")
     return None if value == -1 else value
-
-
-def _number(name: str, value: Any, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise WrongTypeError(f"{name} must be a number, not {value!r}")
-    number = float(value)
-    if math.isnan(number) or math.isinf(number) or not 0.0 <= number <= most:
-        limit = "" if math.isinf(most) else f" and at most {most:g}"
-        raise ConfigError(f"{name} must be at least 0{limit}, not {value!r}")
-    return number
-
-
-def _several(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, (list, tuple, set, frozenset)) else [given]
-
-
-def _workers(given: Any) -> list[str]:
-    found = []
-    for each in _several(given):
-        name = each.name if isinstance(each, WorkerInfo) else each
-        if isinstance(name, bool) or not isinstance(name, (str, int)):
-            raise WrongTypeError(f"a worker is named by a str, an int rank or a WorkerInfo, not by {each!r}")
-        found.append(str(name))
-    return found
-
-
-def _is_meant(message: Message, workers: list[str]) -> bool:
-    peer = message.peer
-    return any(worker == str(peer.rank) or fnmatchcase(peer.name, worker) for worker in workers)
-
-
-def _functions(given: Any) -> list[str]:
-    found = []
-    for each in _several(given):
-        names = names_of(each)
-        if not names:
-            raise WrongTypeError(f"a function is named by itself or by a str, not by {each!r}")
-        # Of an actor's method only the name is known where it is called.
-        found += [each] if isinstance(each, str) else [names[-1], f":{names[0]}"]
-    return found

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from actorrpc.testing.faults import Fault
     from actorrpc.testing.gate import FaultGate
+    from actorrpc.testing.kill_points import KillPoint
 
-__all__ = ["begin", "enforce", "lift"]
+__all__ = ["begin", "enforce", "lift", "worker"]
 
 # Guards the two below. The gate's and the faults' own locks are taken under it.
 _lock = threading.Lock()
 _gate: FaultGate | None = None
-_early: list[Fault] = []  # started before there was an agent
+_early: list[Fault | KillPoint] = []  # started before there was an agent
 
 
-def enforce(fault: Fault) -> None:
-    """Bring a fault into force: now, or when this process joins a group."""
+def enforce(fault: Fault | KillPoint) -> None:
+    """Bring a fault or kill point into force: now, or when this process joins a group."""
     with _lock:
         if _gate is None:
             _early.append(fault)
@@ -27,8 +28,8 @@ def enforce(fault: Fault) -> None:
             _gate.add(fault)
 
 
-def lift(fault: Fault) -> None:
-    """Take a fault out of force. What it holds up leaves now."""
+def lift(fault: Fault | KillPoint) -> None:
+    """Take a fault or kill point out of force. What it holds up leaves now."""
     with _lock:
         if fault in _early:
             _early.remove(fault)
@@ -46,6 +47,12 @@ def begin(gate: FaultGate | None) -> None:
             early, _early[:] = _early[:], []
             for fault in early:
                 gate.add(fault)
+
+
+def worker() -> str:
+    """Return the name of the worker that this process is; empty where it is none."""
+    gate = _gate
+    return "" if gate is None else gate.worker
 
 
 def _forget() -> None:

@@ -15,11 +15,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc.autograd import transport
 from actorrpc.core import codec, exceptions, frames, messages
 from actorrpc.core.interceptors import RECEIPT
 from actorrpc.core.interrupts import uninterruptible
 from actorrpc.errors import RpcError, RpcTimeoutError, ShutdownError
 from actorrpc.testing.held import Held, WaitingRoom, copied
+from actorrpc.testing.kill_points import KillPoint, finishing
 from actorrpc.testing.message_types import ANSWER, CONTROL, Message, type_of_notice, type_of_request
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ __all__ = ["FaultGate"]
 _INFINITE: Final = float("inf")
 _AGAIN_S: Final = 1.0  # a held notice that cannot be sent is tried again after this time
 _EXECUTIONS: Final = 1 << 16  # of so many is it known what they were asked
+_WATCHED: Final = (RECEIPT, transport.NOTICE)
 
 
 class FaultGate:
@@ -43,27 +46,35 @@ class FaultGate:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._lock = threading.Lock()
+        self.worker = agent.name
         self._faults: tuple[Fault, ...] = ()
-        self._idle: list[Fault] = []  # they are for other workers
+        self._kills: tuple[KillPoint, ...] = ()
+        self._idle: list[Fault | KillPoint] = []  # they are for other workers
         self._rooms: dict[Peer, WaitingRoom] = {}
         self._lost: dict[bytes, tuple[Fault, Peer, str, bytes]] = {}  # notices that did not get through yet
         self._questions = _Questions()
+        self._executions = _Executions(lambda: self._kills)
+        self._handlers: dict[str, Callable[[Peer, bytes], None]] = {}
         self._closed = False
 
     # -- faults --------------------------------------------------------------------------------------
 
-    def add(self, fault: Fault) -> None:
-        """Bring a fault into force, if it is for this worker."""
+    def add(self, fault: Fault | KillPoint) -> None:
+        """Bring a fault or kill point into force, if it is for this worker."""
         with self._lock:
-            if self._closed or not fault.is_for(self._agent.name):
+            if self._closed or not fault.is_for(self.worker):
                 self._idle.append(fault)
+            elif isinstance(fault, KillPoint):
+                self._kills = (*self._kills, fault)
+                self._look()
             else:
                 self._faults = (*self._faults, fault)
                 self._look()
 
-    def remove(self, fault: Fault) -> None:
-        """Take a fault out of force: what it holds up leaves now, and notices that it has dropped are sent."""
+    def remove(self, fault: Fault | KillPoint) -> None:
+        """Take a fault or kill point out of force: what it holds up leaves now, and notices that it dropped are sent."""
         with self._lock:
+            self._kills = tuple(each for each in self._kills if each is not fault)
             self._faults = tuple(each for each in self._faults if each is not fault)
             self._idle = [each for each in self._idle if each is not fault]
             rooms = list(self._rooms.values())
@@ -71,7 +82,8 @@ class FaultGate:
             for key in lost:
                 del self._lost[key]
         for room in rooms:
-            room.hasten(fault)
+            if not isinstance(fault, KillPoint):
+                room.hasten(fault)
             self._agent.submit(room.release)
         for _, peer, name, body in lost.values():
             self._agent.submit(partial(self._agent.send_notice, peer, name, body))
@@ -81,7 +93,8 @@ class FaultGate:
     def close(self, graceful: bool) -> None:
         """Take all faults out of force; what is held up leaves now, or, at an end that is not graceful, never."""
         with self._lock:
-            faults, self._faults = [*self._faults, *self._idle], ()
+            faults = [*self._faults, *self._kills, *self._idle]
+            self._faults, self._kills = (), ()
             self._closed = True
         if graceful:
             for fault in faults:
@@ -99,15 +112,49 @@ class FaultGate:
     def _look(self) -> None:
         """Be at the agent's gate for as long as there is anything to do there. Under the lock."""
         agent = self._agent
-        if self._faults or any(not room.empty for room in self._rooms.values()):
+        if self._faults or self._kills or any(not room.empty for room in self._rooms.values()):
             agent.gate = self
         elif agent.gate is self:
             agent.gate = None
+        self._stand()
         asks = any(fault.takes_answers for fault in self._faults)
+        asks = asks or any(kill.wants("sending", "sent") for kill in self._kills)
         if asks and self._questions not in agent.interceptors:
             agent.interceptors.append(self._questions)
         elif not asks and self._questions in agent.interceptors:
             agent.interceptors.remove(self._questions)
+
+    def _stand(self) -> None:
+        """Wrap executions and handlers for as long as anybody wants to be there. Under the lock."""
+        agent = self._agent
+        executes = any(kill.wants("starting", "finished") for kill in self._kills)
+        if executes and self._executions not in agent.interceptors:
+            agent.interceptors.append(self._executions)
+        elif not executes and self._executions in agent.interceptors:
+            agent.interceptors.remove(self._executions)
+        handles = any(kill.wants("arrived", "handled") for kill in self._kills)
+        if handles and not self._handlers:
+            self._handlers = {name: agent.on_notice[name] for name in _WATCHED if name in agent.on_notice}
+            for name, handler in self._handlers.items():
+                agent.on_notice[name] = partial(self._handle, name, handler)
+        elif not handles:
+            agent.on_notice.update(self._handlers)
+            self._handlers = {}
+
+    def _handle(self, name: str, handler: Callable[[Peer, bytes], None], peer: Peer, body: bytes) -> None:
+        type = type_of_notice(name, body)
+        message = None if type is None else Message(type, peer, None)
+        self._reach("arrived", message)
+        handler(peer, body)
+        self._reach("handled", message)
+
+    def _reach(self, stage: str, message: Message | None) -> None:
+        if message is not None:
+            for kill in self._kills:
+                kill.reach(f"{message.type}.{stage}", message)
+
+    def _waits_until_sent(self, message: Message) -> bool:
+        return any(f"{message.type}.sent" in kill.points for kill in self._kills)
 
     def _emptied(self) -> None:
         with self._lock:
@@ -143,13 +190,21 @@ class FaultGate:
         peer = call.peer
         type, called, subject = type_of_request(function, args, letter, call.label)
         parts = _contents(encoded) if letter is None else [letter.packed, *_contents(encoded)]
-        fault = self._fault_for(Message(type, peer, called, parts, subject))
+        message = Message(type, peer, called, parts, subject)
+        self._reach("sending", message)
+        fault = self._fault_for(message)
         make = partial(self._hold_call, call, encoded, header, letter, parcel)
         if fault is None:
             room = None if letter is None else self._rooms.get(peer)
             ahead = None if room is None else room.line_held_by()
             if room is None or ahead is None:
-                return True
+                if not self._waits_until_sent(message):
+                    return True
+                self._agent._dispatch(call, encoded, header, letter)
+                if call.conn is not None:
+                    call.conn.flush(True)
+                self._reach("sent", message)
+                return False
             room.put_behind(make(ahead))
             return False
         if fault.action == "delay":
@@ -269,9 +324,15 @@ class FaultGate:
     ) -> bool:
         """See :class:`actorrpc.core.gates.Gate`."""
         type, called, subject = type_of_request(function, args, None, "")
-        fault = self._fault_for(Message(type, peer, called, _contents(encoded), subject))
+        message = Message(type, peer, called, _contents(encoded), subject)
+        self._reach("sending", message)
+        fault = self._fault_for(message)
         if fault is None:
-            return True
+            if not self._waits_until_sent(message):
+                return True
+            self._send_post(peer, encoded, header, chain, parcel, type)
+            self._reach("sent", message)
+            return False
         if fault.action == "drop":
             self._agent.roll_back(parcel)
             raise _loss(f"a message of type {type}", peer, fault)
@@ -294,12 +355,16 @@ class FaultGate:
         if type is None:
             return self._agent.send_notice(peer, name, body)
         message = Message(type, peer, None, (body,))
+        self._reach("sending", message)
         fault = self._fault_for(message)
         if fault is None:
             if self._lost:
                 with self._lock:
                     self._lost.pop(message.key(), None)
-            return self._agent.send_notice(peer, name, body)
+            sent = self._agent.send_notice(peer, name, body)
+            if sent:
+                self._reach("sent", message)
+            return sent
         if fault.action == "drop":
             with self._lock:
                 if fault in self._faults:
@@ -334,10 +399,16 @@ class FaultGate:
         peer = agent.self_peer if conn is None else conn.peer
         asked, called = self._questions.pop(peer, id)
         type = asked if asked == CONTROL else ANSWER
-        fault = self._fault_for(Message(type, peer, called, _contents(encoded)))
-        if fault is None:
-            return True
+        message = Message(type, peer, called, _contents(encoded))
+        self._reach("sending", message)
+        fault = self._fault_for(message)
         discard = _nothing if parcel is None else partial(agent.roll_back, parcel)
+        if fault is None:
+            if not self._waits_until_sent(message):
+                return True
+            self._send_answer(conn, kind, id, encoded, header, discard)
+            self._reach("sent", message)
+            return False
         if fault.action == "delay":
             send = partial(self._send_answer, conn, kind, id, copied(encoded), header, discard)
             self._room(peer).put(Held(fault, send, discard), fault.seconds)
@@ -412,6 +483,42 @@ class _Questions:
             if len(self._asked) > _EXECUTIONS:  # posts, and calls that were given up
                 self._asked.popitem(last=False)
         return call
+
+    def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
+        """Do nothing."""
+        return value
+
+
+class _Executions:
+    """Tells kill points when calls are executed here. An interceptor."""
+
+    def __init__(self, kills: Callable[[], tuple[KillPoint, ...]]) -> None:
+        self._kills = kills
+
+    def request_header(self, header: dict[str, Any], peer: Peer) -> None:
+        """Do nothing."""
+
+    def reply_header(self, header: dict[str, Any], execution: Execution) -> None:
+        """Do nothing."""
+
+    def wrap(
+        self,
+        execution: Execution,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: Callable[[], Any],
+    ) -> Callable[[], Any]:
+        """Be there before and after the call."""
+        type, called, _ = type_of_request(function, args, None, "")
+        message = Message("actor_call" if execution.actor is not None else type, execution.peer, called)
+
+        def run() -> Any:
+            for kill in self._kills():
+                kill.reach(f"{message.type}.starting", message)
+            return finishing(self._kills(), message, call())
+
+        return run
 
     def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
         """Do nothing."""

@@ -25,6 +25,7 @@ __all__ = [
     "ANSWER",
     "CONTROL",
     "MESSAGES",
+    "NOTICES",
     "Message",
     "names_of",
     "type_of_notice",
@@ -53,6 +54,11 @@ MESSAGES: Final[Mapping[str, str]] = {
     CONTROL: "waiting for each other at shutdown, and running the embedded cluster; the answers, too",
 }
 """Every type of message, and what it is. Acknowledgements, heartbeats and their like are no messages of their own."""
+
+NOTICES: Final = frozenset(
+    {"rref_fork", "rref_fork_ack", "rref_accept", "rref_delete", "autograd_verdict", "autograd_release"}
+)
+"""Those without an answer."""
 
 _NOTICES: Final[Mapping[type, str]] = {
     ForkRequest: "rref_fork",

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from actorrpc.errors import ConfigError
 from actorrpc.testing.faults import Fault
+from actorrpc.testing.kill_points import KillPoint
 
 __all__ = ["VARIABLE", "faults_of", "from_environment"]
 
@@ -37,12 +38,23 @@ _FIELDS: Final[Mapping[str, Callable[[str], Any]]] = {
 }
 
 
-def faults_of(text: str) -> list[Fault]:
-    """Return the faults that a text describes, not started.
+_KILL_FIELDS: Final[Mapping[str, Callable[[str], Any]]] = {
+    "action": str,
+    "nth": int,
+    "code": int,
+    "seconds": float,
+    "to": _list,
+    "function": _list,
+    "on": str,
+}
+
+
+def faults_of(text: str) -> list[Fault | KillPoint]:
+    """Return the faults and kill points that a text describes, not started.
 
     ``drop call,remote times=2 to=worker1; delay answer seconds=0.5 function=step``: faults with ``;`` between them; of each
     the action, the types and the arguments of :func:`~actorrpc.testing.drop` or :func:`~actorrpc.testing.delay`; lists with
-    commas.
+    commas. ``kill call.sent nth=3 action=stop on=worker1``: the arguments of :func:`~actorrpc.testing.kill_at`.
 
     Raises:
         ConfigError: it cannot be read; names the part.
@@ -50,30 +62,35 @@ def faults_of(text: str) -> list[Fault]:
     return [_fault(part.split(), part.strip()) for part in text.split(";") if part.strip()]
 
 
-def _fault(words: list[str], part: str) -> Fault:
+def _fault(words: list[str], part: str) -> Fault | KillPoint:
     try:
         action, types, *fields = words
     except ValueError:
-        raise ConfigError(f"{part!r} is no fault: say drop or delay, then types of messages") from None
-    if action not in ("drop", "delay"):
-        raise ConfigError(f"{part!r} is no fault: it begins with drop or delay, not with {action!r}")
+        raise ConfigError(
+            f"{part!r} is no fault: say drop or delay, then types of messages, or kill, then a point"
+        ) from None
+    if action not in ("drop", "delay", "kill"):
+        raise ConfigError(f"{part!r} is no fault: it begins with drop, delay or kill, not with {action!r}")
+    known = _KILL_FIELDS if action == "kill" else _FIELDS
     given: dict[str, Any] = {}
     for field in fields:
         name, sign, value = field.partition("=")
-        convert = _FIELDS.get(name)
+        convert = known.get(name)
         if convert is None or not sign or (name == "at_once" and action == "delay"):
-            raise ConfigError(f"{field!r} in {part!r} means nothing; there are: {', '.join(_FIELDS)}")
+            raise ConfigError(f"{field!r} in {part!r} means nothing; there are: {', '.join(known)}")
         try:
             given[name] = convert(value)
         except ValueError:
             raise ConfigError(f"{field!r} in {part!r} has a value that cannot be used") from None
+    if action == "kill":
+        return KillPoint(types, **given)
     if ("seconds" in given) != (action == "delay"):
         raise ConfigError(f"{part!r} is no fault: a delay has seconds=, and a drop has none")
     return Fault("drop" if action == "drop" else "delay", types.split(","), **given)
 
 
-def from_environment() -> list[Fault]:
-    """Return the faults that ``ACTORRPC_FAULT`` describes.
+def from_environment() -> list[Fault | KillPoint]:
+    """Return the faults and kill points that ``ACTORRPC_FAULT`` describes.
 
     Raises:
         ConfigError: it cannot be read.

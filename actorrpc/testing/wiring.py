@@ -9,9 +9,12 @@ from actorrpc.rpc import api
 from actorrpc.rpc.references import References
 from actorrpc.testing import force
 from actorrpc.testing.gate import FaultGate
+from actorrpc.testing.kill_points import KillPoint
 from actorrpc.testing.variable import from_environment
 
 __all__ = ["start"]
+
+_standing: list[KillPoint] = []  # those of the environment
 
 
 def start(agent: Agent, _references: References) -> Callable[[bool], None]:
@@ -20,8 +23,11 @@ def start(agent: Agent, _references: References) -> Callable[[bool], None]:
     Raises:
         ConfigError: ``ACTORRPC_FAULT`` cannot be read.
     """
-    gate = FaultGate(agent)
     faults = from_environment()
+    for old in _standing:  # of a former group: they may stand at its very end
+        old.stop()
+    _standing[:] = [fault for fault in faults if isinstance(fault, KillPoint)]
+    gate = FaultGate(agent)
     force.begin(gate)
     for fault in faults:
         fault.start()

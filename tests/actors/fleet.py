@@ -316,6 +316,7 @@ class Worker:
         self.dead = False
         self.forgotten = False
         self.residents_here: dict[int, Resident] = {}
+        self.making: dict[int, Any] = {}  # what is about to be constructed: how to answer
         self.agent = FakeAgent(self)
         self.runtime: Any = SimpleNamespace(
             agent=self.agent,
@@ -325,11 +326,12 @@ class Worker:
         )
         self.runtime.names = Names(self.runtime)
         self.runtime.routes = Routes(self.runtime)
-        self.runtime.supervisor = Supervisor(self.runtime)
+        self.runtime.supervisor = Supervisor(self.runtime, lambda: world.jitter)
 
     def take(self, caller: Worker, header: dict[str, Any], args: Any, kwargs: Any, answer: Any) -> None:
         if header.get("c"):
             (spec,) = args
+            self.making[spec.resident_id] = answer
             self.world.tasks.append((self, partial(self._construct, spec, answer)))
             return
         resident = self.residents_here.get(header["a"])
@@ -341,6 +343,8 @@ class Worker:
         self.world.tasks.append((self, resident.work))
 
     def _construct(self, spec: Any, answer: Any) -> None:
+        if self.making.pop(spec.resident_id, None) is None:
+            return  # ended before
         failure = self.world.constructor(spec)
         if failure is not None:
             answer(None, failure)
@@ -352,7 +356,11 @@ class Worker:
         """As Residents.get, for ``residents.end``."""
         resident = self.residents_here.get(resident_id)
         if resident is None:
-            return None
+            return (
+                SimpleNamespace(end=partial(self._give_up, resident_id))
+                if resident_id in self.making
+                else None
+            )
 
         def end(how: str, why: str) -> Future[None]:
             over: Future[None] = Future()
@@ -369,6 +377,13 @@ class Worker:
             return over
 
         return SimpleNamespace(end=end)
+
+    def _give_up(self, resident_id: int, how: str, why: str) -> Future[None]:
+        """End an actor that is about to be constructed."""
+        over: Future[None] = Future()
+        self.making.pop(resident_id)(None, ResidentGoneError(resident_id, why), False)
+        over.set_result(None)
+        return over
 
     def die(self) -> None:
         """End at once; the others hear of it some time."""
@@ -447,10 +462,12 @@ class World:
         log: ``(actor_id, epoch, caller, first argument)`` of each call that was executed, in order.
         behaviour: gives what a method returns, or the exception that it raises.
         constructor: gives the exception that a constructor raises, or None.
+        jitter: what restarts draw, from 0 to 1.
     """
 
     def __init__(self, monkeypatch: Any, seed: int, workers: int = 3, spawner: bool = False) -> None:
         self.random = random.Random(seed)
+        self.jitter = 0.0
         self.ids = itertools.count(1)
         self.tasks: list[tuple[Worker | None, Callable[[], Any]]] = []
         self.clock = Clock(self)

@@ -180,6 +180,19 @@ def test_wrong_arguments_are_found_before_anything_is_sent() -> None:
     assert not actorrpc.is_initialized()
 
 
+def test_hooks_that_cannot_be_used_are_refused() -> None:
+    @actorrpc.remote
+    class Keeps:
+        async def checkpoint(self) -> int:
+            return 1
+
+        def restore(self, state: int) -> None:
+            pass
+
+    with pytest.raises(TypeError, match=r"checkpoint\(\) and restore\(state\) must be plain methods"):
+        Keeps.remote()
+
+
 def test_an_abstract_class_is_refused() -> None:
     @actorrpc.remote
     class Abstract(abc.ABC):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorrpc.actors.restarts import MAX_BACKOFF_S, QUIET_S, Restarts
+from actorrpc.actors.restarts import JITTER, MAX_BACKOFF_S, QUIET_S, Restarts
 
 _times = st.lists(st.floats(0, 30), min_size=1, max_size=40)
 
@@ -95,3 +96,32 @@ def test_why_not(limit: int, words: str) -> None:
     while policy.next(0.0) is not None:
         pass
     assert words in policy.why_not()
+
+
+@given(_times, st.floats(0.1, 5), st.lists(st.floats(0, 1), min_size=1))
+def test_jitter_shortens_waits_by_up_to_half(lives: list[float], backoff: float, drawn: list[float]) -> None:
+    numbers = itertools.cycle(drawn)
+    plain = _play(Restarts(-1, None, backoff), lives)
+    found = _play(Restarts(-1, None, backoff, lambda: next(numbers)), lives)
+    for (_, wait), (_, most) in zip(
+        found[:2], plain[:2], strict=True
+    ):  # then the rows may end at other times
+        assert wait is not None
+        assert most is not None
+        assert (1 - JITTER) * most <= wait <= most
+
+
+def test_the_first_wait_is_none_whatever_is_drawn() -> None:
+    assert Restarts(-1, None, 5.0, lambda: 0.5).next(0.0) == 0.0
+
+
+def test_causes_are_those_within_the_window() -> None:
+    policy = Restarts(2, 10.0)
+    for at, why in [(0.0, "old"), (95.0, "first\nwith more lines"), (97.0, "x" * 500), (100.0, "last")]:
+        policy.next(at, why)
+    assert policy.causes() == ["first", "x" * 200, "last"]
+    endless = Restarts(-1)
+    for number in range(100):
+        endless.next(float(number), f"number {number}")
+    assert endless.causes() == [f"number {number}" for number in range(90, 100)]
+    assert Restarts(3).causes() == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -375,3 +376,68 @@ def test_a_caller_who_cannot_reach_what_we_can_is_told(monkeypatch: pytest.Monke
     assert not asked.done()
     world.settle(60)
     assert "but not from the caller's" in str(_error(asked))
+
+
+def test_one_death_too_many_lists_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1, workers=1, spawner=True)
+    driver = world.workers[0]
+    route = world.create(driver, max_restarts=2, restart_window_s=60.0, restart_backoff_s=0.01)
+    for number in range(3):
+        world.settle()
+        if number == 1:
+            world.on(driver)
+            route.kill(no_restart=False)
+        else:
+            world.workers[-1].die()
+    world.settle()
+    future = world.call(driver, route, 1)
+    world.settle()
+    text = str(_error(future))
+    assert "not restarted again: it has been 2 times within 60 s, and max_restarts is 2" in text
+    before = text.split("before that, it had died like this:")[1].split("\n")[1:]
+    assert len(before) == 2
+    assert "was ended by SIGKILL" in before[0]
+    assert "killed with kill()" in before[1]
+
+
+def test_there_is_never_more_than_one_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(150):
+        world = World(monkeypatch, seed, spawner=seed % 2 == 0)
+        driver = world.workers[0]
+        route = world.create(driver, max_restarts=-1, restart_backoff_s=0.0)
+        for _ in range(6):
+            for _ in range(world.random.randrange(12)):
+                world.step()
+            world.on(driver)
+            route.kill(no_restart=False)
+        world.settle()
+        assert sum(len(each.residents_here) for each in world.workers if not each.dead) == 1, seed
+
+
+def test_monitors_fire_exactly_once_where_the_supervisor_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(100):
+        world = World(monkeypatch, seed)
+        creator, watcher = world.workers[1:]
+        route = world.create(creator, max_restarts=-1)
+        world.settle()
+        world.on(watcher)
+        there = watcher.runtime.routes.of(replace(route.card, anchor=None))
+        fired: list[ActorDiedError] = []
+        for _ in range(3):
+            world.on(watcher)
+            there.watch().add_done_callback(lambda done, fired=fired: fired.append(done.value()))  # type: ignore[misc]
+            for _ in range(world.random.randrange(6)):
+                world.step()
+        assert not fired
+        if seed % 2:
+            world.on(creator)
+            route.kill()
+            for _ in range(world.random.randrange(6)):
+                world.step()
+        creator.die()
+        world.settle()
+        world.on(watcher)
+        there.watch().add_done_callback(lambda done, fired=fired: fired.append(done.value()))  # type: ignore[misc]
+        world.settle()
+        assert len(fired) == 4
+        assert all(type(each) is ActorDiedError for each in fired)

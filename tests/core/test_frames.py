@@ -150,7 +150,7 @@ def test_frames_up_to_the_limit_and_the_buffer_grows_once() -> None:
         (10, 11, frames.REQUEST, 0, 1.0, 1, 1),
         (0, 2**32 - 1, frames.REQUEST, 0, 1.0, 1, 1),
         (0, 0, 0, 0, 1.0, 1, 1),
-        (0, 0, frames.NOTICE + 1, 0, 1.0, 1, 1),
+        (0, 0, frames.ACK + 1, 0, 1.0, 1, 1),
         (0, 0, 255, 0, 1.0, 1, 1),
         (0, 0, frames.REQUEST, 0, math.nan, 1, 1),
         (0, 0, CHUNK, 0, 1.0, 1, 1),

@@ -12,6 +12,7 @@ import torch
 from actorrpc.core import messages
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT, FRAME_BIT, Execution
+from actorrpc.core.chunks import ChunkSender
 from actorrpc.core.execution import path_of
 from actorrpc.core.frames import Frame, unpack_extra
 from actorrpc.core.letters import Letter
@@ -83,13 +84,13 @@ def test_a_letter_that_is_cut_short_gives_its_place_up(monkeypatch: pytest.Monke
         _send(a0, "a1", "first")[1].wait(20)
         conn = a0.peer("a1").conn
         assert conn is not None
-        send_chunk, sent = conn._send_chunk, []
+        send_chunk, sent = ChunkSender._send, []
 
         def one_chunk(*args: Any) -> bool:
             sent.append(args)
             return send_chunk(*args) if len(sent) == 1 else False
 
-        monkeypatch.setattr(conn, "_send_chunk", one_chunk)
+        monkeypatch.setattr(ChunkSender, "_send", one_chunk)
         call, future = _send(a0, "a1", "large", torch.zeros(3_000_000))
         with pytest.raises(RpcError):
             future.wait(20)

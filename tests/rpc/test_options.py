@@ -137,7 +137,11 @@ def test_wrong_devices(devices: Any) -> None:
     [
         ("transport", ["auto", "unix", "tcp"], ["carrier pigeon", 3, ""]),
         ("bind", ["127.0.0.1"], [3, ["127.0.0.1"]]),
-        ("advertise", ["localhost"], [3]),
+        (
+            "advertise",
+            ["localhost", "10.0.0.1:7000", "::1", "[::1]", "[::1]:7000"],
+            [3, "localhost:", "localhost:0", "localhost:65536", "localhost:http", ":7000", "[::1", "[::1]7", "[]:7"],
+        ),
         ("port", [0, 65535], [-1, 65536, "80", 1.0, True]),
         ("key", ["sixteen characters"], [b"sixteen characters", 3, "", "short"]),
         ("insecure", [True, False], ["yes", 1]),

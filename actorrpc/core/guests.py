@@ -1,0 +1,243 @@
+"""Guests: connections that were accepted and have proved nothing yet.
+
+Listening sockets are served by the pool. A guest has little time and may send nothing but the handshake's fixed
+messages; its bytes never reach the frame reader. There are few places for guests, and whoever comes gets one: where
+all are taken, the guest goes that is least likely to be a member. That is one from the address with the most guests,
+one that has not said hello rather than one that has, and the oldest of these: a member needs its place for two round
+trips only, and comes again if it lost it. So neither those that say nothing nor those that come in floods keep
+members out, also when they come from a member's address.
+
+An address whose guests fail to prove the key gets ``FAILURES_PER_S`` answers a second. Further failures are not
+answered and hold their places until their time is over, or others need them: nobody learns any faster, and members
+who share the address (one host, one NAT) are served as ever.
+
+``_lock`` guards the tables; nothing is called under it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import select
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc.core.handshake import Acceptor
+from actorrpc.core.keys import remove_file
+from actorrpc.errors import AuthenticationError, ProtocolError
+
+if TYPE_CHECKING:
+    from actorrpc.core.agent import Agent
+
+__all__ = ["FAILURES_PER_S", "Guest", "Guests"]
+
+FAILURES_PER_S: Final = 3
+_MAX_ADDRESSES: Final = 1024  # whose failures are remembered; they are for one second
+_READ: Final = 512
+_AGAIN_S: Final = 0.2
+_log = logging.getLogger("actorrpc.links")
+
+
+class Guest:
+    """An accepted socket that has proved nothing yet."""
+
+    __slots__ = ("acceptor", "address", "fd", "local", "sock", "timer")
+
+    def __init__(self, sock: socket.socket, address: str, local: bool, acceptor: Acceptor) -> None:
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.address = address
+        self.local = local
+        self.acceptor = acceptor
+        self.timer: Any = None
+
+
+class Guests:
+    """Accepts connections for one agent and shakes hands. Thread-safe.
+
+    Args:
+        key: the group's key; empty where there is none.
+        admit: takes a guest that has proved the key, and the bytes that are to be sent to it first. The socket
+            is its own from then on.
+    """
+
+    def __init__(self, agent: Agent, key: bytes, admit: Callable[[Guest, bytes], None]) -> None:
+        self._agent = agent
+        self._key = key
+        self._admit = admit
+        self._lock = threading.Lock()
+        self._listeners: list[socket.socket] = []
+        self._guests: dict[int, Guest] = {}  # by descriptor, the oldest first
+        self._failures: dict[str, list[float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._guests)
+
+    # -- listening -----------------------------------------------------------------------------------
+
+    def listen(self, sockets: list[socket.socket]) -> None:
+        """Serve these listening sockets from now on."""
+        pool = self._agent.pool
+        for sock in sockets:
+            sock.setblocking(False)
+            self._listeners.append(sock)
+            fd = sock.fileno()
+            pool.watch(fd, partial(self._accept, sock))
+            # Edge-triggered: accepted until there is nothing left, never re-armed.
+            pool.epoll.register(fd, select.EPOLLIN | select.EPOLLET)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, where = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                    _log.error("cannot accept a connection: %s", error)
+                    self._agent.clock.after(
+                        _AGAIN_S, lambda: self._agent.submit(lambda: self._accept(listener))
+                    )
+                return
+            local = sock.family == socket.AF_UNIX
+            sock.setblocking(False)
+            self._enter(sock, "local" if local else str(where[0]), local)
+
+    def _enter(self, sock: socket.socket, address: str, local: bool) -> None:
+        agent = self._agent
+        record = agent.record
+        guest = Guest(
+            sock,
+            address,
+            local,
+            Acceptor(key=self._key, name=record.name, incarnation=record.incarnation, insecure=not self._key),
+        )
+        guest.timer = agent.clock.after(
+            agent.settings.handshake_timeout, partial(agent.submit, partial(self._dismiss, guest))
+        )
+        with self._lock:
+            full = len(self._guests) >= max(1, agent.settings.max_unauthenticated)
+            out = self._least() if full else None
+            if out is None:
+                self._guests[guest.fd] = guest
+        if out is not None:
+            self._dismiss(out)
+            with self._lock:
+                self._guests[guest.fd] = guest
+        agent.pool.watch(guest.fd, partial(self._serve, guest))
+        try:
+            agent.pool.epoll.register(guest.fd, select.EPOLLIN | select.EPOLLONESHOT)
+        except (
+            OSError,
+            ValueError,
+        ):  # the next one has taken its place already, or the agent has been closed
+            self._dismiss(guest)
+
+    def _least(self) -> Guest:
+        """Return the guest whose place is given to the next one. Under the lock."""
+        counts = Counter(guest.address for guest in self._guests.values())
+        most = max(counts.values())
+        crowd = [guest for guest in self._guests.values() if counts[guest.address] == most]
+        return next((guest for guest in crowd if not guest.acceptor.greeted), crowd[0])
+
+    # -- the handshake ---------------------------------------------------------------------------------
+
+    def _serve(self, guest: Guest) -> None:
+        """Take the next step of a guest's handshake. One thread at a time: the descriptor is one-shot."""
+        try:
+            data = guest.sock.recv(_READ)
+            if not data:
+                self._dismiss(guest)
+                return
+            answer = guest.acceptor.feed(data)
+            if guest.acceptor.done:
+                if self._leave(guest):
+                    self._admit(guest, answer)
+                return
+            if answer:
+                guest.sock.send(answer)
+            self._listen_to(guest)
+        except BlockingIOError:
+            self._listen_to(guest)
+        except ProtocolError as error:
+            self._refuse(guest, error)
+        except OSError:
+            self._dismiss(guest)
+
+    def _listen_to(self, guest: Guest) -> None:
+        if self._guests.get(guest.fd) is guest:
+            try:
+                self._agent.pool.epoll.modify(guest.fd, select.EPOLLIN | select.EPOLLONESHOT)
+            except (OSError, ValueError):  # dismissed just now
+                pass
+
+    def _refuse(self, guest: Guest, error: ProtocolError) -> None:
+        if not guest.local and self._failed_often(guest.address):
+            if not isinstance(error, AuthenticationError):
+                self._dismiss(guest)
+            return  # neither answered nor closed before its time is over
+        farewell = guest.acceptor.farewell
+        if farewell:
+            try:
+                guest.sock.send(farewell)
+            except OSError:
+                pass
+        _log.warning("a connection from %s was refused: %s", guest.address, error)
+        self._dismiss(guest)
+
+    def _failed_often(self, address: str) -> bool:
+        """Take note of a failure; say whether the address has had its answers of this second."""
+        now = time.monotonic()
+        with self._lock:
+            times = [when for when in self._failures.pop(address, ()) if now - when < 1.0]
+            often = len(times) >= FAILURES_PER_S
+            if not often:
+                times.append(now)
+            while len(self._failures) >= _MAX_ADDRESSES:
+                del self._failures[next(iter(self._failures))]
+            self._failures[address] = times
+        return often
+
+    def _dismiss(self, guest: Guest) -> None:
+        if self._leave(guest):
+            guest.sock.close()
+
+    def _leave(self, guest: Guest) -> bool:
+        with self._lock:
+            if self._guests.get(guest.fd) is not guest:
+                return False
+            del self._guests[guest.fd]
+        guest.timer.cancel()
+        self._agent.pool.forget(guest.fd)
+        return True
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def stop_listening(self) -> None:
+        """Accept no more."""
+        for sock in self._listeners:
+            self._agent.pool.forget(sock.fileno())
+
+    def close(self) -> None:
+        """Close what is left: listening sockets (and their files) and guests."""
+        for sock in self._listeners:
+            path = sock.getsockname() if sock.family == socket.AF_UNIX else None
+            sock.close()
+            if path:
+                remove_file(path)
+        self._listeners = []
+        for guest in list(self._guests.values()):
+            guest.sock.close()
+        self._guests.clear()
+
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child; the files belong to the parent."""
+        for sock in self._listeners:
+            sock.close()
+        for guest in list(self._guests.values()):
+            guest.sock.close()

@@ -1,0 +1,116 @@
+"""Replay: what a connection has sent and the other side may not have, so that another socket can take its place.
+
+Each direction of a connection is a stream of bytes, counted from the first one behind the handshake. The reader counts
+what has come and says so now and then; the writer keeps what was sent until then. When the socket breaks, both sides tell
+each other how far they have come, over a new one, and the rest is sent again: every byte arrives once, in order, and as it
+was when it was first sent. What is above (frames, also half ones) does not notice.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from actorrpc.errors import ProtocolError
+
+__all__ = ["Replay"]
+
+_SAY_EVERY: Final = 256 << 10  # bytes that have come before it is said
+_LIMIT: Final = 16 << 20  # bytes that are kept: more than are under way on any line that this is for
+
+
+class Replay:
+    """The memory of one connection.
+
+    The reader, under the connection's read lock, uses :meth:`count` and :meth:`acknowledged`; the writer, under its
+    write lock, everything else. No lock of its own: they share one number, which only grows.
+
+    Attributes:
+        received: bytes that have come.
+    """
+
+    __slots__ = ("_acknowledged", "_base", "_moved", "_parts", "_said", "_size", "received")
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._said = 0
+        self._acknowledged = 0
+        self._moved = threading.Event()  # wakes a writer that has to wait for an acknowledgement
+        self._base = 0  # what was sent before the parts
+        self._size = 0
+        self._parts: deque[bytes] = deque()
+
+    def count(self, count: int) -> bool:
+        """Note that bytes have come; say whether the other side is to be told."""
+        self.received += count
+        if self.received - self._said < _SAY_EVERY:
+            return False
+        self._said = self.received
+        return True
+
+    def acknowledged(self, count: int) -> None:
+        """Note that the other side has ``count`` bytes."""
+        if count > self._acknowledged:
+            self._acknowledged = count
+            self._moved.set()
+
+    @property
+    def sent(self) -> int:
+        """Bytes that were sent."""
+        return self._base + self._size
+
+    @property
+    def full(self) -> bool:
+        """Whether as much is kept as may be: then no more is sent until an acknowledgement comes."""
+        self._trim()
+        return self._size >= _LIMIT
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until an acknowledgement comes, for at most so long."""
+        self._moved.clear()
+        if self.full:
+            self._moved.wait(seconds)
+
+    def note(self, data: bytes) -> None:
+        """Keep bytes that were sent."""
+        self._parts.append(data)
+        self._size += len(data)
+
+    def note_parts(self, parts: Sequence[memoryview], count: int) -> None:
+        """Keep a copy of the first ``count`` bytes of what was sent in parts: their memory may change."""
+        for part in parts:
+            if count <= 0:
+                return
+            data = bytes(part[:count])
+            self.note(data)
+            count -= len(data)
+
+    def rewind(self, count: int) -> list[memoryview]:
+        """Return what was sent behind the first ``count`` bytes, which are there; it counts as not sent any more.
+
+        Raises:
+            ProtocolError: the other side cannot have had just so much.
+        """
+        self._trim()
+        if not self._base <= count <= self.sent:
+            raise ProtocolError(
+                f"the other side says that it has {count} bytes of {self._base} to {self.sent}"
+            )
+        left: list[memoryview] = []
+        skip = count - self._base
+        for part in self._parts:
+            if skip < len(part):
+                left.append(memoryview(part)[skip:])
+            skip = max(0, skip - len(part))
+        self._parts.clear()
+        self._base, self._size = count, 0
+        return left
+
+    def _trim(self) -> None:
+        parts, acknowledged = self._parts, self._acknowledged
+        while parts and self._base + len(parts[0]) <= acknowledged:
+            size = len(parts.popleft())
+            self._base += size
+            self._size -= size

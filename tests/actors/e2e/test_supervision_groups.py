@@ -1,0 +1,406 @@
+"""Supervision groups of real actors: on the embedded cluster and in a group; and what a thousand deaths leave behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc.actors.runtime import runtime
+from actorrpc.errors import ActorDiedError, ActorError, ActorUnavailableError, SupervisionError
+from tests import leaks, processes
+from tests.actors.e2e.kit import open_gate, pass_gate, row_of, until
+
+NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
+CYCLES = 1000 if NIGHTLY else 20
+REPORT = os.environ.get("ACTORRPC_FIGURES")  # a file to which figures are added
+
+pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(1800 if NIGHTLY else 30)]
+
+
+@actorrpc.remote(max_restarts=-1)
+class Child:
+    """Writes down when it begins and ends, into a file: one line each."""
+
+    def __init__(self, name: str, path: str, *, peer: Any = None) -> None:
+        self.name, self.path, self.peer = name, path, peer
+        self.seen = 0
+        self.note("+")
+        if os.path.exists(f"{path}.gate.{name}"):
+            pass_gate(f"{path}.gate.{name}")
+        if os.path.exists(f"{path}.refuse.{name}"):
+            raise ValueError("it does not want to")
+
+    def note(self, what: str) -> None:
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(descriptor, f"{what}{self.name}\n".encode())
+        os.close(descriptor)
+
+    def add(self) -> int:
+        self.seen += 1
+        return self.seen
+
+    def mark(self, number: int) -> int:
+        self.note(f"{number} ")
+        return number
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def ask(self) -> int:
+        return actorrpc.get(self.peer.add.remote())
+
+    def block(self, path: str) -> str:
+        return pass_gate(path)
+
+    def leave(self) -> None:
+        actorrpc.exit_actor()
+
+    def on_stop(self) -> None:
+        self.note("-")
+
+
+@actorrpc.remote(max_restarts=-1)
+class Saving(Child):
+    """Carries its count over restarts; a count of 13 cannot be restored."""
+
+    def checkpoint(self) -> int:
+        return self.seen
+
+    def restore(self, seen: int) -> None:
+        if seen == 13:
+            raise KeyError("thirteen")
+        self.seen = seen
+
+
+def _again(call: Callable[[], Any]) -> Any:
+    """Call until it is not cut short by a death any more."""
+    while True:
+        try:
+            return actorrpc.get(call())
+        except ActorUnavailableError:
+            pass
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().split("\n")[:-1]
+
+
+def _family(path: Path, names: str, cls: Any = Child) -> list[Any]:
+    children = [cls.remote(name, str(path)) for name in names]
+    actorrpc.get([actorrpc.ready(child) for child in children])
+    path.write_text("")
+    return children
+
+
+def _die(child: Any) -> None:
+    """As it happens: its process is killed where it has one to itself, the actor alone where it has not."""
+    row = row_of(child)
+    if row.worker.startswith("worker"):
+        actorrpc.kill(child, no_restart=False)
+    else:
+        os.kill(row.pid, signal.SIGKILL)
+
+
+def _error(ref: Any) -> BaseException:
+    with pytest.raises(ActorError) as caught:
+        actorrpc.get(ref)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("strategy", "others", "born"),
+    [
+        ("one_for_one", [], ["+b"]),
+        ("one_for_all", ["-c", "-a"], ["+a", "+b", "+c"]),
+        ("rest_for_one", ["-c"], ["+b", "+c"]),
+    ],
+)
+def test_strategies(tmp_path: Path, strategy: Any, others: list[str], born: list[str]) -> None:
+    path = tmp_path / "log"
+    children = _family(path, "abc")
+    group = actorrpc.supervise(children, strategy=strategy)
+    _die(children[1])
+    until(lambda: group.restarts == len(born) and group.state == "up")
+    # The one that was killed says nothing, or late, where it shares a process.
+    assert [line for line in _lines(path) if line != "-b"] == [*others, *born]
+    assert actorrpc.get([child.add.remote() for child in children]) == [1, 1, 1]
+    path.write_text("")
+    group.end()
+    assert group.state == "ended"
+    until(lambda: len(_lines(path)) == 3)
+    assert _lines(path) == ["-c", "-b", "-a"]
+    assert isinstance(_error(children[0].add.remote()), ActorDiedError)
+
+
+def test_handles_of_each_other_stay_valid(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    store = Saving.remote("s", str(path))
+    front = Child.remote("f", str(path), peer=store)
+    with actorrpc.supervise([store, front], strategy="rest_for_one", name="web"):
+        assert actorrpc.get([front.ask.remote(), front.ask.remote()]) == [1, 2]
+        for number in (3, 4):
+            before = row_of(front).restarts
+            _die(store)
+            until(lambda before=before: row_of(front).restarts > before and row_of(front).state == "ALIVE")
+            assert _again(front.ask.remote) == number
+    assert not actorrpc.is_alive(store)
+    assert not actorrpc.is_alive(front)
+
+
+def test_a_group_gives_up(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    children = _family(path, "ab")
+    told: list[SupervisionError] = []
+    fired: list[ActorDiedError] = []
+    group = actorrpc.supervise(children, max_restarts=1, name="brittle", on_failure=told.append)
+    for child in children:
+        actorrpc.monitor(child, fired.append)
+    _die(children[0])
+    assert _again(children[0].add.remote) == 1
+    until(lambda: group.state == "up")
+    _die(children[0])
+    error = group.monitor().wait(20)
+    assert isinstance(error, SupervisionError)
+    assert "supervision group 'brittle': it has given up, as 1 restart within 60 s" in str(error)
+    assert str(error).count("\n    ") >= 2
+    for child in children:
+        assert "supervision group 'brittle'" in str(_error(child.add.remote()))
+    until(lambda: told and len(fired) == 2)
+    assert told == [error]
+    assert "-b" in _lines(path)
+
+
+def test_a_group_in_a_group(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    a, b, c = _family(path, "abc")
+    inner = actorrpc.supervise([b], max_restarts=0)
+    outer = actorrpc.supervise([a, inner, c], strategy="rest_for_one")
+    _die(b)
+    until(lambda: outer.restarts == 2 and outer.state == inner.state == "up")
+    assert [line for line in _lines(path) if line != "-b"] == ["-c", "+b", "+c"]
+    assert actorrpc.get([each.add.remote() for each in (a, b, c)]) == [1, 1, 1]
+
+
+def test_a_constructor_that_raises_only_for_a_while(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    a, b = _family(path, "ab")
+    group = actorrpc.supervise([a, b], max_restarts=100, backoff=0.01)
+    refuse = tmp_path / "log.refuse.a"
+    refuse.touch()
+    _die(a)
+    until(lambda: _lines(path).count("+a") >= 3)
+    assert group.state == "restarting"
+    assert "it does not want to" in row_of(a).death_cause
+    refuse.unlink()
+    assert _again(a.add.remote) == 1
+
+
+def test_a_sibling_that_is_being_made_is_ended_too(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    a, b = _family(path, "ab")
+    group = actorrpc.supervise([a, b], strategy="one_for_all", max_restarts=100, backoff=0.01)
+    gate = tmp_path / "log.gate.b"
+    os.mkfifo(gate)
+    _die(a)
+    until(lambda: "+b" in _lines(path))
+    waiting = b.add.remote()
+    shared = row_of(a).worker.startswith("worker")
+    descriptor = os.open(gate, os.O_RDWR) if shared else 0  # so that the old thread there can be let through
+    gate.rename(tmp_path / "gone")
+    _die(a)
+    until(lambda: group.state == "up")
+    assert actorrpc.get([waiting, a.add.remote()]) == [1, 1]
+    assert [line for line in _lines(path) if line not in ("-a", "-b")] == ["+a", "+b", "+a", "+b"]
+    if shared:
+        os.write(descriptor, b"go")
+        os.close(descriptor)
+
+
+@actorrpc.remote(max_restarts=-1)
+class Manager:
+    """Makes children and supervises them where it lives."""
+
+    def __init__(self, path: str) -> None:
+        self.children = [Child.remote(name, path) for name in "xy"]
+        self.group = actorrpc.supervise(self.children, strategy="one_for_all")
+
+    def family(self) -> list[Any]:
+        return self.children
+
+    def state(self) -> tuple[str, int]:
+        return self.group.state, self.group.restarts
+
+
+def test_a_group_in_an_actor(tmp_path: Path) -> None:
+    """A group lives where it was made: its children end with that process, and the next manager makes others."""
+    path = tmp_path / "log"
+    manager = Manager.remote(str(path))
+    top = actorrpc.supervise([manager])
+    x, y = actorrpc.get(manager.family.remote())
+    assert actorrpc.get([x.add.remote(), y.add.remote()]) == [1, 1]
+    _die(x)
+    until(lambda: actorrpc.get(manager.state.remote()) == ("up", 2))
+    assert actorrpc.get([_.add.remote() for _ in (x, y)]) == [1, 1]
+    _die(manager)
+    others = _again(manager.family.remote)
+    assert actorrpc.get([_.add.remote() for _ in others]) == [1, 1]
+    assert top.restarts == 1
+    if not row_of(manager).worker.startswith("worker"):
+        assert isinstance(_error(x.add.remote()), ActorDiedError)
+
+
+def test_the_members_of_an_actor_group(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    members = actorrpc.spawn(3, Child, "m", str(path), options={"max_restarts": -1})
+    group = actorrpc.supervise([members], strategy="one_for_all")
+    assert len(group.children) == 3
+    actorrpc.get(members.add.call())
+    _die(group.children[1])
+    until(lambda: group.restarts == 3 and group.state == "up")
+    assert list(actorrpc.get(members.add.call()).values()) == [1, 1, 1]
+    group.end()
+
+
+def test_restore_that_raises(tmp_path: Path) -> None:
+    """Of an actor by itself it is the end, as with a constructor; in a group it is one more death."""
+    path = tmp_path / "log"
+    alone, child = _family(path, "xy", Saving)
+    group = actorrpc.supervise([child], max_restarts=2, backoff=0.01)
+    for actor in (alone, child):
+        assert actorrpc.get([actor.add.remote() for _ in range(13)])[-1] == 13
+        _die(actor)
+        with pytest.raises(ActorDiedError, match=r"its restore\(\) raised KeyError: 'thirteen'") as caught:
+            _again(actor.add.remote)
+        if actor is alone:
+            assert type(caught.value.cause) is KeyError
+    text = str(group.monitor().wait(10))
+    assert text.count("its restore() raised") == 3
+    assert row_of(alone).restarts == 1
+
+
+def test_one_that_leaves_or_is_busy(tmp_path: Path, gate: Path) -> None:
+    path = tmp_path / "log"
+    a, b, c = _family(path, "abc")
+    group = actorrpc.supervise([a, b, c], strategy="one_for_all")
+    assert isinstance(_error(b.leave.remote()), ActorDiedError)
+    until(lambda: row_of(b).state == "DEAD")
+    assert group.state == "up"
+    busy = c.block.remote(str(gate))
+    _die(a)
+    assert isinstance(_error(busy), ActorUnavailableError)
+    until(lambda: group.restarts == 2 and group.state == "up")
+    assert actorrpc.get([a.add.remote(), c.add.remote()]) == [1, 1]
+    if not row_of(c).worker.startswith("worker"):
+        return
+    open_gate(gate)  # where it shares a process, the old one's thread is still there
+
+
+def test_nothing_reaches_the_wrong_incarnation(tmp_path: Path) -> None:
+    """Numbers are written down by whoever gets them: none twice, none that its caller knows not to have run."""
+    path = tmp_path / "log"
+    children = _family(path, "ab")
+    group = actorrpc.supervise(children, strategy="one_for_all", max_restarts=1000, backoff=0.0)
+    outcome: dict[int, bool | None] = {}
+    ended = threading.Event()
+
+    def call(first: int) -> None:
+        number = first
+        while not ended.is_set():
+            refs = [(n, children[n % 2].mark.remote(n)) for n in range(number, number + 16)]
+            number += 16
+            for each, ref in refs:
+                try:
+                    actorrpc.get(ref)
+                    outcome[each] = True
+                except ActorUnavailableError as error:
+                    outcome[each] = None if error.maybe_executed else False
+
+    threads = [threading.Thread(target=call, args=(first,)) for first in (0, 1_000_000)]
+    for thread in threads:
+        thread.start()
+    try:
+        for turn in range(CYCLES // 2):
+            before = group.restarts
+            _die(children[turn % 2])
+            until(lambda before=before: group.restarts >= before + 2 and group.state == "up")
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    group.end()
+    ran = Counter(int(line.split(" ")[0]) for line in _lines(path) if line[0].isdigit())
+    assert all(count == 1 for count in ran.values())
+    for number, done in outcome.items():
+        if done is not None:
+            assert (number in ran) is done, number
+    assert sum(done is True for done in outcome.values()) > CYCLES
+
+
+# -- many deaths -----------------------------------------------------------------------------------------------------
+
+
+def _counts() -> dict[str, int]:
+    """What may not grow: processes, threads and descriptors, shared memory, references, and what supervisors know."""
+    gc.collect()
+    here = runtime()
+    now = leaks.Snapshot.take()
+    found = {
+        "processes": len(now.processes),
+        "threads": len(now.threads),
+        "descriptors": sum(now.descriptors.values()),
+        "files": len(now.files),
+        "actors": sum(row.state != "DEAD" for row in actorrpc.list_actors()),
+        "peers": sum(record is not None for record in here.agent.members()),
+    }
+    found.update(here.references.table.debug_info())
+    return found
+
+
+def test_kill_cycles(place: str, tmp_path: Path) -> None:
+    """Deaths one after the other leave nothing behind; each time, the first call is answered soon."""
+    path = tmp_path / "log"
+    (actor,) = _family(path, "k", Saving)
+    group = actorrpc.supervise([actor], max_restarts=10_000, period=1e6, backoff=0.0)
+    before: dict[str, int] = {}
+    took: list[float] = []
+    for turn in range(CYCLES + 5):
+        if turn == 5:
+            before = _counts()
+        restarts = group.restarts
+        began = time.perf_counter()
+        _die(actor)
+        until(lambda restarts=restarts: group.restarts > restarts)
+        assert _again(actor.pid.remote) > 0
+        took.append(time.perf_counter() - began)
+    grown: dict[str, int] = {}
+
+    def settled() -> bool:
+        now = _counts()
+        grown.clear()
+        grown.update({key: now[key] - before[key] for key in now if now[key] > before.get(key, 0)})
+        return not grown
+
+    deadline = time.monotonic() + 20
+    while not settled() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not grown
+    assert row_of(actor).restarts == CYCLES + 5
+    cuts = quantiles(took[5:], n=100)
+    if REPORT:
+        with open(REPORT, "a") as file:
+            file.write(
+                f"{place}: {CYCLES} deaths, restart and first call p50 {cuts[49]:.3f} s, p99 {cuts[98]:.3f} s\n"
+            )
+    group.end()
+    assert not processes.descendants() - processes.of_session()

@@ -1,0 +1,246 @@
+"""TCP connections that break and go on: every call runs once, and every answer arrives."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from actorrpc import testing
+from actorrpc.config import Settings
+from actorrpc.core.agent import Agent
+from actorrpc.core.identity import WorkerRecord
+from actorrpc.errors import PeerDiedError, RpcError
+from actorrpc.futures import Future
+from actorrpc.testing import FaultProxy
+from tests.core.agents import KEY, record
+
+_LIMIT_S = 60.0
+_calls: Counter[int] = Counter()
+_gate = threading.Event()
+
+
+def note(number: int, value: Any) -> Any:
+    _calls[number] += 1
+    return value
+
+
+def gated(value: Any) -> Any:
+    assert _gate.wait(_LIMIT_S)
+    return value
+
+
+@contextlib.contextmanager
+def behind(
+    *disturbances: testing.Disturbance, seed: int = 0, each: tuple[dict[str, Any], ...] = ({}, {})
+) -> Iterator[tuple[list[Agent], list[FaultProxy]]]:
+    """Run two agents over TCP, each behind a proxy of its own; ``each`` has settings of the one and of the other."""
+    records: dict[str | int, WorkerRecord] = {}
+    made: list[Agent] = []
+    proxies: list[FaultProxy] = []
+    with contextlib.ExitStack() as stack:
+        for rank, settings in enumerate(each):
+            listener = socket.create_server(("127.0.0.1", 0))
+            proxy = FaultProxy(listener.getsockname(), disturbances=disturbances, seed=seed + rank)
+            stack.enter_context(proxy)
+            host, _, port = proxy.address.rpartition(":")
+            mine = replace(record(f"a{rank}", rank), tcp=((host, int(port)),))
+            records[rank] = records[f"a{rank}"] = mine
+            agent = Agent(
+                mine,
+                settings=Settings(transport="tcp", **settings),
+                key=KEY,
+                resolve=records.get,
+                members=lambda: [each for name, each in records.items() if isinstance(name, str)],
+            )
+            stack.callback(agent.close)
+            agent.start([listener])
+            made.append(agent)
+            proxies.append(proxy)
+        yield made, proxies
+
+
+def call(agent: Agent, function: Callable[..., Any], *args: Any, timeout: float = _LIMIT_S) -> Any:
+    to = agent.peer("a1" if agent.name == "a0" else "a0")
+    return agent.call(to, function, args, {}, timeout).result()
+
+
+def begin(agent: Agent, function: Callable[..., Any], *args: Any, timeout: float = _LIMIT_S) -> Future[Any]:
+    future: Future[Any] = Future()
+    agent.call(agent.peer("a1"), function, args, {}, timeout, future=future)
+    agent.flush()
+    return future
+
+
+KINDS: dict[str, Callable[..., testing.Disturbance]] = {
+    "cut": testing.cut,
+    "reset": testing.reset,
+    "half_close": testing.half_close,
+}
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_calls_survive_whatever_ends_their_connection_at_whatever_byte(kind: str, seed: int) -> None:
+    dice = random.Random(seed)
+    disturbance = KINDS[kind](after=(700, 60_000), part=0.5)
+    with behind(disturbance, seed=seed) as ((a0, a1), proxies):
+        _calls.clear()
+        waiting: list[tuple[Future[Any], int, Any]] = []
+        for number in range(200):
+            match dice.randrange(4):
+                case 0:
+                    size = dice.choice((10, 1_000, 20_000))
+                    value = torch.full((size,), number % 1000)
+                    waiting.append((begin(a0, note, number, value), number, value))
+                case 1:
+                    data = dice.randbytes(dice.choice((3, 3_000, 60_000)))
+                    assert call(a1, note, number, data) == data
+                case _:
+                    waiting.append((begin(a0, note, number, number), number, number))
+            if len(waiting) > 10:
+                future, _, value = waiting.pop(dice.randrange(len(waiting)))
+                assert torch.equal(torch.as_tensor(future.wait()), torch.as_tensor(value))
+        for future, _, value in waiting:
+            assert torch.equal(torch.as_tensor(future.wait()), torch.as_tensor(value))
+        assert len(_calls) == 200
+        assert set(_calls.values()) == {1}
+        assert sum(proxy.struck.total() for proxy in proxies) >= 20  # else it has proved nothing
+        assert [peer.state for agent in (a0, a1) for peer in agent.peers()] == ["alive"] * 2
+
+
+@pytest.mark.parametrize("after", [*range(100, 1_000, 75)])
+def test_a_connection_may_end_while_it_is_made(after: int) -> None:
+    with behind(testing.reset(after=after, connections={0})) as ((a0, _), _):
+        assert [call(a0, note, 0, each) for each in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.limit(120)
+def test_large_messages_over_several_connections_survive() -> None:
+    settings = {"stripe_threshold": 1 << 20, "stripes": 3}
+    with behind(testing.cut(after=(200_000, 3_000_000)), each=(settings, settings)) as ((a0, _), proxies):
+        for number in range(4):
+            value = torch.arange(1_000_000) + number
+            assert torch.equal(call(a0, note, number, value), value)
+        assert sum(proxy.struck.total() for proxy in proxies) >= 5
+
+
+def test_what_is_sent_again_is_what_it_was() -> None:
+    with behind() as ((a0, _), proxies):
+        assert call(a0, note, 0, 1) == 1
+        for proxy in proxies:
+            proxy.stall()
+        value = torch.zeros(1_000_000)
+        future = begin(a0, note, 1, value[:200_000])
+        value.fill_(7)
+        for proxy in proxies:
+            proxy.reset()
+            proxy.resume()
+        assert torch.equal(future.wait(), torch.zeros(200_000))
+
+
+def test_a_call_under_way_is_not_made_again() -> None:
+    _gate.clear()
+    with behind() as ((a0, _), proxies):
+        future = begin(a0, gated, 5)
+        for _ in range(5):
+            assert call(a0, note, 0, 2) == 2
+            for proxy in proxies:
+                proxy.reset()
+        assert not future.done()
+        _gate.set()
+        assert future.wait() == 5
+
+
+def test_deadlines_hold_while_a_connection_is_away() -> None:
+    with behind() as ((a0, _), proxies):
+        assert call(a0, note, 0, 1) == 1
+        for proxy in proxies:
+            proxy.stall()
+            proxy.reset()
+        with pytest.raises(RpcError) as raised:
+            call(a0, note, 0, 1, timeout=0.2)
+        assert raised.type.__name__ == "RpcTimeoutError"
+        for proxy in proxies:
+            proxy.resume()
+        assert call(a0, note, 0, 3) == 3
+
+
+def test_where_nobody_listens_any_more_the_peer_is_dead_at_once() -> None:
+    _gate.clear()
+    with behind() as ((a0, _), proxies):
+        future = begin(a0, gated, 5)
+        assert call(a0, note, 0, 1) == 1
+        proxies[1].refuse()
+        proxies[1].reset()
+        with pytest.raises(PeerDiedError) as raised:
+            future.wait()
+        assert raised.value.maybe_executed is True
+        _gate.set()
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_connection_that_does_not_come_back_is_a_death(side: int) -> None:
+    _gate.clear()
+    short: dict[str, Any] = {"session_grace": 0.3}
+    with behind(each=(short, short)) as (made, proxies):
+        assert call(made[0], note, 0, 1) == 1
+        to = made[side].peer(f"a{1 - side}")
+        future: Future[Any] = Future()
+        made[side].call(to, gated, (5,), {}, _LIMIT_S, future=future)
+        made[side].flush()
+        for proxy in proxies:
+            proxy.stall()
+            proxy.reset()
+        with pytest.raises(PeerDiedError, match=r"did not come back within 0\.3 s"):
+            future.wait()
+        _gate.set()
+
+
+def test_who_was_given_up_learns_it() -> None:
+    _gate.clear()
+    with behind(each=({}, {"session_grace": 0.2})) as ((a0, a1), proxies):
+        future = begin(a0, gated, 5)
+        assert call(a1, note, 0, 1) == 1
+        gone = threading.Event()
+        a1.on_peer_end.append(lambda _: gone.set())
+        for proxy in proxies:
+            proxy.stall()
+            proxy.reset()
+        assert gone.wait(_LIMIT_S)
+        for proxy in proxies:
+            proxy.resume()
+        with pytest.raises(PeerDiedError):
+            future.wait()
+        _gate.set()
+
+
+def test_without_a_grace_time_the_end_of_a_connection_is_a_death() -> None:
+    _gate.clear()
+    never: dict[str, Any] = {"session_grace": 0.0}
+    with behind(each=(never, never)) as ((a0, _), proxies):
+        future = begin(a0, gated, 5)
+        assert call(a0, note, 0, 1) == 1
+        proxies[1].reset()
+        with pytest.raises(PeerDiedError):
+            future.wait()
+        _gate.set()
+
+
+def test_an_agent_can_end_while_its_connection_is_away() -> None:
+    with behind() as ((a0, _), proxies):
+        assert call(a0, note, 0, 1) == 1
+        future = begin(a0, note, 0, 1)
+        future.wait()
+        for proxy in proxies:
+            proxy.stall()
+            proxy.reset()

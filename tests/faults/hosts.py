@@ -1,0 +1,335 @@
+"""Hosts for tests: network namespaces, each with its own addresses, name and directory, on a switch that can be cut.
+
+The switch is a namespace, too, so that nothing is made in the network of the machine itself. In it are two bridges:
+"one", which all ports are on, and "other", to which `split` moves ports. A frame between the two goes nowhere and
+nobody is told: no reset, no unreachable. Needs root and `ip`; `needs_hosts` skips tests where there are none.
+
+    def work(rank, world_size, network): ...          # at module level: the ranks import it
+
+    with Network("a", "b") as network:
+        host_group(work, network, ["a", "b"], network)   # worker0 on host a, worker1 on host b
+
+A `Network` may be given to ranks: any of them may cut and heal. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from actorrpc import rpc
+from tests import leaks, processes
+from tests.group import run_group
+
+__all__ = ["Host", "Network", "Signals", "host_group", "needs_hosts"]
+
+_CLONE_NEWNET = 0x40000000
+_CLONE_NEWUTS = 0x04000000
+_PORT = 29400  # nobody else is in these networks
+_numbers = itertools.count()
+
+needs_hosts = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None,
+    reason="network namespaces need root and the command `ip`",
+)
+
+
+def _ip(*words: str, lines: Sequence[str] = ()) -> None:
+    """Run `ip`, with commands of a batch on its standard input if there are any."""
+    done = subprocess.run(
+        ["ip", *words], input="\n".join(lines), capture_output=True, text=True, timeout=20, check=False
+    )
+    if done.returncode:
+        raise OSError(f"ip {' '.join(words)} {list(lines)}: {done.stderr.strip()}")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One namespace: what it is called and where it can be reached."""
+
+    name: str
+    namespace: str
+    directory: Path
+    ipv4: str | None
+    ipv6: str | None
+
+    @property
+    def address(self) -> str:
+        """The address by which the others know it."""
+        address = self.ipv4 or self.ipv6
+        assert address is not None
+        return address
+
+    def enter(self) -> None:
+        """Move this process onto the host. Before any thread: each has a network of its own.
+
+        It has the host's name, directory for temporary files, runtime directory and copy of the group's key.
+        """
+        assert threading.active_count() == 1
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{self.namespace}") as file:
+            if libc.setns(file.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+        if libc.unshare(_CLONE_NEWUTS) == 0:
+            socket.sethostname(self.name)
+        os.environ["TMPDIR"] = str(self.directory / "tmp")
+        tempfile.tempdir = None
+        os.environ["ACTORRPC_RUNTIME_DIR"] = str(self.directory / "run")
+        os.environ["ACTORRPC_KEY_FILE"] = str(self.directory / "key")
+
+
+class Network:
+    """Hosts on one switch. A context manager: what it has made is gone at its end, whatever happens.
+
+    Args:
+        names: of the hosts.
+        ipv4, ipv6: which addresses they have: 10.77.0.1, ... and fd77::1, ...
+    """
+
+    def __init__(self, *names: str, ipv4: bool = True, ipv6: bool = False) -> None:
+        token = f"arpct{os.getpid()}x{next(_numbers)}{secrets.token_hex(2)}"
+        self._switch = f"{token}-switch"
+        self.directory = Path(tempfile.mkdtemp(prefix="net-", dir=processes.scratch()))
+        self.signals = Signals(self.directory)
+        self.hosts = {
+            name: Host(
+                name,
+                f"{token}-{name}",
+                self.directory / name,
+                f"10.77.0.{n}" if ipv4 else None,
+                f"fd77::{n}" if ipv6 else None,
+            )
+            for n, name in enumerate(names, 1)
+        }
+
+    def __enter__(self) -> Network:
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for namespace in (*(host.namespace for host in self.hosts.values()), self._switch):
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                _ip("netns", "del", namespace)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _make(self) -> None:
+        key = secrets.token_hex(32)
+        for host in self.hosts.values():
+            for folder in (host.directory, host.directory / "tmp", host.directory / "run"):
+                folder.mkdir(mode=0o700)
+            with open(os.open(host.directory / "key", os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+                file.write(key)
+        for namespace in (self._switch, *(host.namespace for host in self.hosts.values())):
+            _ip("netns", "add", namespace)
+        ports = []
+        for host in self.hosts.values():
+            ports += [
+                f"link add port-{host.name} type veth peer name eth0 netns {host.namespace}",
+                f"link set port-{host.name} up master one",
+            ]
+        bridges = [f"link add {each} type bridge mcast_snooping 0" for each in ("one", "other")]
+        _ip(
+            "-n",
+            self._switch,
+            "-batch",
+            "-",
+            lines=[*bridges, "link set one up", "link set other up", *ports],
+        )
+        for host in self.hosts.values():
+            lines = ["link set lo up", "link set eth0 up"]
+            lines += [f"address add {host.ipv4}/24 dev eth0"] if host.ipv4 else []
+            lines += [f"address add {host.ipv6}/64 dev eth0 nodad"] if host.ipv6 else []
+            _ip("-n", host.namespace, "-batch", "-", lines=lines)
+
+    def __getitem__(self, name: str) -> Host:
+        return self.hosts[name]
+
+    # -- what can go wrong -----------------------------------------------------------------------
+
+    def split(self, *names: str) -> None:
+        """Part these hosts from all others, silently; among each other they are still connected."""
+        _ip("-n", self._switch, "-batch", "-", lines=[f"link set port-{name} master other" for name in names])
+
+    def heal(self) -> None:
+        """Have all hosts on one bridge again."""
+        _ip(
+            "-n",
+            self._switch,
+            "-batch",
+            "-",
+            lines=[f"link set port-{name} master one" for name in self.hosts],
+        )
+
+    def unplug(self, name: str) -> None:
+        """Take a host's link down, from its own side: its kernel knows."""
+        _ip("-n", self.hosts[name].namespace, "link", "set", "eth0", "down")
+
+    def lose(self, name: str, to: str) -> None:
+        """Lose what one host sends to another; what comes from there still arrives."""
+        _ip("-n", self.hosts[name].namespace, "route", "add", "blackhole", self.hosts[to].address)
+
+    def find(self, name: str, to: str) -> None:
+        """Undo `lose`."""
+        _ip("-n", self.hosts[name].namespace, "route", "del", "blackhole", self.hosts[to].address)
+
+    def left_behind(self) -> list[str]:
+        """Name the files that workers have left in the directories of their hosts."""
+        return [
+            str(path)
+            for host in self.hosts.values()
+            for folder in ("run", "tmp")
+            for path in (host.directory / folder).rglob("*")
+        ]
+
+
+class Signals:
+    """Words between ranks that need no network: files. Any process may say one and wait for one."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def say(self, word: str) -> None:
+        """Let those pass who wait for the word, now or later."""
+        (self._directory / f"word-{word}").touch()
+
+    def said(self, word: str) -> bool:
+        """Whether the word was said."""
+        return (self._directory / f"word-{word}").exists()
+
+    def wait(self, *words: str) -> None:
+        """Wait until all these words were said; bounded by the group's limit."""
+        pause = threading.Event()
+        while not all(map(self.said, words)):
+            pause.wait(0.005)
+
+    def meet(self, word: str, rank: int, world_size: int) -> None:
+        """Wait until each rank has come to this word."""
+        self.say(f"{word}-{rank}")
+        self.wait(*(f"{word}-{each}" for each in range(world_size)))
+
+
+def _serve_store(network: Network, port: int) -> None:
+    store = TCPStore(
+        "::" if network.hosts["store"].ipv4 is None else "0.0.0.0",
+        port,
+        None,
+        True,
+        timedelta(seconds=30),
+        False,
+    )
+    network.signals.say("store")
+    network.signals.wait("store may end")
+    del store
+
+
+def _member(
+    rank: int,
+    count: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    network: Network,
+    places: Sequence[str],
+    init_method: str,
+    options: Mapping[str, Any],
+    advertise: Mapping[int, str],
+    fixed: bool,
+) -> Any:
+    world_size = len(places)
+    if rank >= world_size:
+        network.hosts["store"].enter()
+        _serve_store(network, _PORT)
+        return None
+    network.hosts[places[rank]].enter()
+    if count > world_size:
+        network.signals.wait("store")
+    rpc.init_rpc(
+        f"worker{rank}",
+        rank=rank,
+        world_size=world_size if fixed else None,
+        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
+            init_method=init_method, advertise=advertise.get(rank), **options
+        ),
+    )
+    try:
+        result = fn(rank, world_size, *args)
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first error is the one to show
+            rpc.shutdown(graceful=False)
+        raise
+    rpc.shutdown()
+    return result
+
+
+def host_group(
+    fn: Callable[..., Any],
+    network: Network,
+    places: Sequence[str],
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    advertise: Mapping[int, str] | None = None,
+    fixed: bool = True,
+    timeout: float = 50.0,
+    env: Mapping[str, str] | None = None,
+    may_die: Collection[int] = (),
+    leak_wait: float | None = leaks.WAIT,
+) -> list[Any]:
+    """Run `fn(rank, world_size, *args)` between `init_rpc` and `shutdown`, rank n on host `places[n]`.
+
+    The store is served by rank 0 or, where the network has a host of the name "store", by a process there that is no
+    worker and stays until somebody says "store may end".
+
+    Args:
+        options: keywords for the back-end's options, such as `heartbeat`.
+        advertise: by rank, the address that a worker tells the others instead of its own.
+        fixed: whether the group has a `world_size`.
+
+    The other arguments, and what is raised, are those of `tests.group.run_group`.
+    """
+    apart = "store" in network.hosts
+    address = network.hosts["store" if apart else places[0]].address
+    method = f"tcp://[{address}]:{_PORT}" if ":" in address else f"tcp://{address}:{_PORT}"
+    environment = {"ACTORRPC_KEY": "", **(env or {})}
+    if apart:
+        environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    begun = time.monotonic()
+    found = run_group(
+        _member,
+        len(places) + apart,
+        fn,
+        args,
+        network,
+        tuple(places),
+        method,
+        dict(options or {}),
+        dict(advertise or {}),
+        fixed,
+        timeout=timeout,
+        env=environment,
+        may_die=may_die,
+        leak_wait=leak_wait,
+    )
+    print(f"{getattr(fn, '__name__', fn)}: {time.monotonic() - begun:.1f} s")
+    if not may_die:
+        assert not network.left_behind()
+    return found[: len(places)]

@@ -1,0 +1,280 @@
+"""Workers that are killed, stopped, cut off or busy: what others are told, and how long it took.
+
+Times are shown (`-s`), not asserted: the bounds here are those of the tests' limits. The nightly part repeats it and shows
+percentiles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actorrpc import rpc, testing
+from actorrpc.core import keys
+from actorrpc.core.liveness import process_state
+from actorrpc.errors import PeerDiedError
+from tests.group import Died, rpc_group, run_group
+
+_nightly = pytest.mark.skipif(os.environ.get("ACTORRPC_NIGHTLY") != "1", reason="ACTORRPC_NIGHTLY is not 1")
+_for_ever = threading.Event()
+_running = threading.Semaphore(0)
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    """Wait for something that nothing announces; bounded by the test's limit."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.001)
+
+
+def _runs() -> None:
+    _running.release()
+
+
+def _stay() -> None:
+    """Say that this runs, and never return."""
+    rpc.rpc_sync("worker0", _runs)
+    _for_ever.wait()
+
+
+def _hold_the_gil(seconds: float) -> str:
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    return "was busy"
+
+
+def _pid(name: str) -> int:
+    return next(row.pid for row in rpc.workers() if row.name == name)
+
+
+class _Changes:
+    """What worker0 is told, and when."""
+
+    def __init__(self) -> None:
+        self._told: list[tuple[str, str, float]] = []
+        rpc.on_member_change(self)
+        _until(lambda: all(row.last_seen is not None for row in rpc.workers()))
+
+    def __call__(self, worker: rpc.WorkerInfo, old: str, new: str, reason: str) -> None:
+        self._told.append((worker.name, new, time.monotonic()))
+
+    def of(self, name: str) -> list[str]:
+        return [state for worker, state, _ in self._told if worker == name]
+
+    def when(self, name: str, state: str) -> float:
+        return next(at for worker, new, at in self._told if (worker, new) == (name, state))
+
+
+# -- killed -------------------------------------------------------------------------------------------
+
+
+def _kills(rank: int, world_size: int) -> list[float]:
+    """Kill all others, one after the other; return how long the calls to each took to fail."""
+    if rank:
+        _for_ever.wait()
+    changes = _Changes()
+    took = []
+    for name in [f"worker{i}" for i in range(1, world_size)]:
+        calls = [rpc.rpc_async(name, _stay, timeout=0) for _ in range(4)]
+        for _ in calls:
+            _running.acquire()
+        pid = _pid(name)
+        begun = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        errors = [call.exception() for call in calls]
+        took.append(time.monotonic() - begun)
+        assert {type(error) for error in errors} == {PeerDiedError}
+        assert all(getattr(error, "maybe_executed", None) for error in errors)
+        _until(lambda name=name: changes.of(name) == ["dead"])
+    return took
+
+
+def _kill_round(victims: int, transport: str) -> list[float]:
+    found = rpc_group(
+        _kills, victims + 1, options={"transport": transport}, may_die=range(1, victims + 1), timeout=100
+    )
+    assert found[1:] == [Died(-signal.SIGKILL)] * victims
+    took: list[float] = found[0]
+    return took
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_killed_worker_is_dead_and_all_calls_to_it_end(transport: str) -> None:
+    print(f"killed ({transport}): {_shown(_kill_round(3, transport))}")
+
+
+# -- stopped, cut off, busy --------------------------------------------------------------------------
+
+
+def _silence(rank: int, _: int, path: str, given: dict[str, Any], behind: dict[str, Any], busy: float) -> Any:
+    """Worker1 is stopped, worker2 busy, worker3 behind a relay that stops forwarding (where there is one)."""
+    options = given | behind if rank == 3 else given
+    rpc.init_rpc(
+        f"worker{rank}",
+        rank=rank,
+        world_size=4,
+        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}/store", **options),
+    )
+    if rank in (1, 3):
+        _for_ever.wait()
+    if rank == 2:
+        rpc.shutdown()
+        return None
+    changes = _Changes()
+    lost = ["worker1", "worker3"] if behind else ["worker1"]
+    calls = {name: [rpc.rpc_async(name, _stay, timeout=0) for _ in range(2)] for name in lost}
+    for _each in range(2 * len(lost)):
+        _running.acquire()
+    begun = time.monotonic()
+    os.kill(_pid("worker1"), signal.SIGSTOP)
+    if behind:
+        with open(os.path.join(path, "stall"), "w"):
+            pass
+    held = rpc.rpc_async("worker2", _hold_the_gil, (busy,), timeout=0)
+    assert held.wait() == "was busy"
+    took = {}
+    for name in lost:
+        errors = [call.exception() for call in calls[name]]
+        assert {type(error) for error in errors} == {PeerDiedError}
+        assert all("silent" in str(error) and getattr(error, "maybe_executed", None) for error in errors)
+        _until(lambda name=name: changes.of(name) == ["suspect", "dead"])
+        took[name] = changes.when(name, "dead") - begun
+    _until(lambda: changes.of("worker2") == ["suspect", "alive"])
+    assert rpc.rpc_sync("worker2", abs, (-1,)) == 1
+    for name in ("worker1", "worker3"):
+        os.kill(_pid(name), signal.SIGKILL)
+    rpc.shutdown()
+    return took
+
+
+def _silence_round(directory: Path, transport: str, heartbeat: float | None, busy: float) -> dict[str, float]:
+    given = {"transport": transport} | ({} if heartbeat is None else {"heartbeat": heartbeat})
+    arguments = (str(directory), given)
+    (directory / "store").unlink(missing_ok=True)
+    if transport == "tcp":
+        (directory / "stall").unlink(missing_ok=True)
+        os.mkfifo(directory / "stall")
+        with testing.FaultProxy() as proxy:
+            thread = threading.Thread(target=_stall_on_demand, args=(proxy, directory / "stall"))
+            thread.start()
+            try:
+                found = run_group(_silence, 4, *arguments, dict(proxy.options), busy, may_die=(1, 3))
+            finally:
+                os.close(os.open(directory / "stall", os.O_RDWR | os.O_NONBLOCK))
+                _release(directory / "stall", thread)
+    else:
+        found = run_group(_silence, 4, *arguments, {}, busy, may_die=(1, 3))
+    keys.sweep()
+    killed = Died(-signal.SIGKILL)
+    assert found[1:] == [killed, None, killed]
+    took: dict[str, float] = found[0]
+    return took
+
+
+def _stall_on_demand(proxy: Any, pipe: Path) -> None:
+    with open(pipe) as file:
+        file.read()
+    proxy.stall()
+
+
+def _release(pipe: Path, thread: threading.Thread) -> None:
+    """End the thread also where worker0 has not come to open the pipe."""
+    while thread.is_alive():
+        try:
+            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError:
+            pass
+        thread.join(0.05)
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_tuned(tmp_path: Path, transport: str) -> None:
+    print(f"silent, heartbeat 0.2 s ({transport}): {_silence_round(tmp_path, transport, 0.2, 2.5)}")
+
+
+def test_by_default(tmp_path: Path) -> None:
+    print(f"silent, default: {_silence_round(tmp_path, 'tcp', None, 5.0)}")
+
+
+# -- stopped for a while -----------------------------------------------------------------------------
+
+
+def _pauses(rank: int, world_size: int) -> None:
+    """A worker that is stopped again and again, each time for a while, loses nothing and is never dead."""
+    if rank:
+        return
+    changes = _Changes()
+    pid = _pid("worker1")
+    for number in range(3):
+        os.kill(pid, signal.SIGSTOP)
+        _until(lambda: process_state(pid) == "stopped")
+        calls = [rpc.rpc_async("worker1", abs, (-i,)) for i in range(20)]
+        _until(lambda number=number: len(changes.of("worker1")) == 2 * number + 1)
+        assert not any(call.done() for call in calls)
+        os.kill(pid, signal.SIGCONT)
+        assert [call.wait() for call in calls] == list(range(20))
+        _until(lambda number=number: len(changes.of("worker1")) == 2 * number + 2)
+    assert changes.of("worker1") == ["suspect", "alive"] * 3
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_worker_that_is_stopped_for_a_while_comes_back(transport: str) -> None:
+    rpc_group(_pauses, 2, options={"heartbeat": 0.1, "heartbeat_misses": 200, "transport": transport})
+
+
+def _who_was_stopped(rank: int, _: int, path: str) -> list[str]:
+    """Worker0 is stopped for thrice what makes a peer lost to it; to worker1, that is short."""
+    options = {"transport": "tcp", "heartbeat": 60.0 if rank else 0.1}
+    rpc.init_rpc(
+        f"worker{rank}",
+        rank=rank,
+        world_size=2,
+        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}/store", **options),
+    )
+    told: list[str] = []
+    if rank == 0:
+        changes = _Changes()
+        me = os.getpid()
+        with subprocess.Popen(["sh", "-c", f"kill -STOP {me}; sleep 1.5; kill -CONT {me}"]) as stopper:
+            stopper.wait()
+        for _each in range(3):
+            assert rpc.rpc_sync("worker1", abs, (-1,)) == 1
+        told = changes.of("worker1")
+    rpc.shutdown()
+    return told
+
+
+def test_who_was_stopped_itself_takes_nobody_for_dead(tmp_path: Path) -> None:
+    assert "dead" not in run_group(_who_was_stopped, 2, str(tmp_path))[0]
+
+
+# -- figures -----------------------------------------------------------------------------------------
+
+
+def _shown(times: list[float]) -> str:
+    times = sorted(times)
+    middle, late = times[len(times) // 2], times[min(len(times) - 1, int(len(times) * 0.99))]
+    return f"n={len(times)} p50={middle * 1e3:.1f} ms p99={late * 1e3:.1f} ms max={times[-1] * 1e3:.1f} ms"
+
+
+@_nightly
+@pytest.mark.limit(900)
+def test_figures(tmp_path: Path) -> None:
+    for transport in ("unix", "tcp"):
+        killed = [each for _ in range(20) for each in _kill_round(10, transport)]
+        print(f"killed ({transport}): {_shown(killed)}")
+    for heartbeat, rounds in ((0.2, 20), (None, 5)):
+        found = [
+            _silence_round(tmp_path, "tcp", heartbeat, 5.0 if heartbeat is None else 2.0)
+            for _ in range(rounds)
+        ]
+        for name, what in (("worker1", "stopped"), ("worker3", "black hole")):
+            print(f"{what}, heartbeat {heartbeat or 'default'}: {_shown([each[name] for each in found])}")

@@ -1,0 +1,403 @@
+"""Groups under load: many workers, many calls in flight, slow consumers, many RRefs, too few processors.
+
+The numbers are those of the nightly run where ACTORRPC_NIGHTLY is 1, and small otherwise. What is asserted is that every
+call ends with the right answer and that nothing grows without bound; times are only written down (`figures.note`).
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actorrpc import rpc
+from actorrpc.core.peer import MAX_PENDING
+from actorrpc.futures import Future
+from tests.faults.figures import NIGHTLY, Taken, note
+from tests.faults.hosts import Signals
+from tests.group import rpc_group
+
+_LIMIT = 1800 if NIGHTLY else 60
+nightly = pytest.mark.limit(_LIMIT)
+
+# The pool keeps 8 threads; besides there are the clock, the main thread and those of the test itself.
+_KEPT = 14
+
+_gate: Future[int] = Future()
+
+
+def _agent() -> Any:
+    return rpc.api._require().agent  # type: ignore[attr-defined]
+
+
+def _taken() -> Taken:
+    """Look at this process when the threads of a rush have ended."""
+    _until(lambda: threading.active_count() <= _KEPT)
+    return Taken.now()
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    """Wait for something that nothing announces; bounded by the test's limit."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.005)
+
+
+# -- all to all ------------------------------------------------------------------------------------------------------
+
+
+def _all_to_all(rank: int, world_size: int, rounds: int) -> dict[str, Any]:
+    before = Taken.now()
+    names = [f"worker{(rank + n) % world_size}" for n in range(1, world_size)]
+    tensor = torch.full((20_000,), rank)  # 160 kB: through shared memory
+    begun = time.monotonic()
+    for n in range(rounds):
+        sums = [rpc.rpc_async(each, operator.add, (rank, n)) for each in names]
+        tensors = [rpc.rpc_async(each, torch.neg, (tensor,)) for each in names] if n == 0 else []
+        assert [each.wait() for each in sums] == [rank + n] * len(names)
+        assert all(torch.equal(each.wait(), -tensor) for each in tensors)
+    took = time.monotonic() - begun
+    assert all(not peer.pending for peer in _agent().peers())
+    return {"took_s": took, "before": before, "after": Taken.now()}
+
+
+@nightly
+def test_everybody_calls_everybody() -> None:
+    workers, rounds = (64, 20) if NIGHTLY else (12, 5)
+    begun = time.monotonic()
+    found = rpc_group(_all_to_all, workers, rounds, timeout=_LIMIT - 20)
+    calls = workers * (workers - 1) * (rounds + 1)
+    slowest = max(each["took_s"] for each in found)
+    after = [each["after"] for each in found]
+    note(
+        "all to all",
+        {
+            "workers": workers,
+            "calls": calls,
+            "calls_per_s": round(calls / slowest),
+            "slowest_s": round(slowest, 2),
+            "start_to_end_s": round(time.monotonic() - begun, 2),
+            "rss_mb_most": max(each.rss_mb for each in after),
+            "threads_most": max(each.threads for each in after),
+            "descriptors_most": max(each.descriptors for each in after),
+        },
+    )
+    # For each peer: at most two connections (both sides may dial at once) with their eventfds, and their lanes.
+    assert max(each.descriptors for each in after) < 60 + 12 * workers
+
+
+# -- calls in flight -------------------------------------------------------------------------------------------------
+
+
+@rpc.functions.async_execution
+def _held(number: int) -> Future[int]:
+    """Answer when the gate is opened. No thread waits here."""
+    return _gate.then(lambda gate: number + gate.wait())
+
+
+def _new_gate() -> None:
+    global _gate
+    _gate = Future()
+
+
+def _open_gate() -> None:
+    _gate.set_result(1)
+
+
+def _full() -> Taken:
+    return Taken.now(collect=False)
+
+
+def _running() -> int:
+    return sum(len(peer.running) for peer in _agent().peers())
+
+
+def _in_flight(rank: int, world_size: int, calls: int) -> dict[str, Any] | None:
+    if rank:
+        return None
+    rounds: list[dict[str, Any]] = []
+    for _ in range(4):  # memory is taken in the first ones, and must do for the others
+        rpc.rpc_sync("worker1", _new_gate)
+        before = _taken()
+        begun = time.monotonic()
+        futures = [rpc.rpc_async("worker1", _held, (n,), timeout=0) for n in range(calls)]
+        sent = time.monotonic()
+        _until(lambda: rpc.rpc_sync("worker1", _running) >= calls)
+        there = time.monotonic()
+        peer = _agent().peer("worker1")
+        assert len(peer.pending) >= calls
+        full, full_there = Taken.now(collect=False), rpc.rpc_sync("worker1", _full)
+        # The worker is not impressed, nor are others.
+        assert rpc.rpc_sync("worker1", operator.add, (1, 1)) == 2
+        assert rpc.rpc_sync("worker2", operator.add, (1, 1)) == 2
+        opened = time.monotonic()
+        rpc.rpc_sync("worker1", _open_gate, timeout=0)
+        assert all(future.wait() == n + 1 for n, future in enumerate(futures))
+        ended = time.monotonic()
+        assert not peer.pending
+        del futures
+        rounds.append(
+            {
+                "sent_s": round(sent - begun, 2),
+                "there_s": round(there - begun, 2),
+                "answered_s": round(ended - opened, 2),
+                "before": before,
+                "full": full,
+                "full_there": full_there,
+                "after": _taken(),
+                "after_there": rpc.rpc_sync("worker1", _taken),
+            }
+        )
+    return {"rounds": rounds}
+
+
+@nightly
+def test_many_calls_in_flight_to_one_worker() -> None:
+    calls = 100_000 if NIGHTLY else 10_000
+    assert calls < MAX_PENDING
+    found = rpc_group(_in_flight, 3, calls, timeout=_LIMIT - 10)[0]
+    second, last = found["rounds"][1], found["rounds"][-1]
+    for n, each in enumerate(found["rounds"]):
+        note(f"calls in flight, round {n}", {"calls": calls, **each})
+    for side in ("after", "after_there"):
+        assert last[side].descriptors <= second[side].descriptors + 2
+        # What was taken at first is used again.
+        assert last[side].rss_mb - second[side].rss_mb < 3 + calls / 10_000
+
+
+def _overfull(rank: int, world_size: int) -> None:
+    """More calls than may be in flight: callers wait for room, and every call ends."""
+    if rank:
+        return
+    extra = 100
+    futures: list[Any] = []
+    blocked = threading.Event()
+
+    def send() -> None:
+        for n in range(MAX_PENDING + extra):
+            if n == MAX_PENDING:
+                blocked.set()
+            futures.append(rpc.rpc_async("worker1", _held, (n,), timeout=0))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    blocked.wait()
+    peer = _agent().peer("worker1")
+    _until(lambda: peer.waiting)
+    assert len(peer.pending) >= MAX_PENDING
+    assert rpc.rpc_sync("worker2", operator.add, (1, 1)) == 2
+    rpc.rpc_sync("worker2", _open_at, ("worker1",), timeout=0)
+    thread.join()
+    assert [future.wait() for future in futures] == [n + 1 for n in range(MAX_PENDING + extra)]
+
+
+def _open_at(worker: str) -> None:
+    rpc.rpc_sync(worker, _open_gate, timeout=0)
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="131 172 calls in flight: nightly")
+@nightly
+def test_more_calls_than_may_be_in_flight() -> None:
+    rpc_group(_overfull, 3, timeout=300)
+
+
+# -- a slow consumer -------------------------------------------------------------------------------------------------
+
+
+def _consume(signals: Signals, data: Any) -> int:
+    signals.wait("consume")
+    return len(data)
+
+
+def _slow_consumer(
+    rank: int, world_size: int, kind: str, window: int, directory: Path
+) -> dict[str, Any] | None:
+    if rank:
+        return None
+    signals = Signals(directory)
+    size = 1 << 20
+    count = 8 * window // size
+    for each in ("worker1", "worker2"):
+        rpc.rpc_sync(each, operator.add, (1, 1))
+    peer = _agent().peer("worker1")
+    data: Any = bytes(size) if kind == "bytes" else torch.zeros(size, dtype=torch.uint8)
+    before = Taken.now()
+    futures: list[Any] = []
+    sender = threading.Thread(
+        target=lambda: futures.extend(
+            [rpc.rpc_async("worker1", _consume, (signals, data), timeout=0) for _ in range(count)]
+        )
+    )
+    sender.start()
+    _until(lambda: peer.waiting)  # it is slowed
+    slowed = Taken.now()
+    charged = peer.charged
+    assert charged <= window + 2 * size
+    assert len(peer.pending) < count
+    # The others do not notice, however much is sent to them.
+    for n in range(500):
+        assert rpc.rpc_sync("worker2", operator.add, (n, 1)) == n + 1
+    for _ in range(2 * window // size):
+        assert rpc.rpc_sync("worker2", len, (data,)) == size
+    assert peer.waiting
+    assert len(peer.pending) < count
+    signals.say("consume")
+    sender.join()
+    assert [each.wait() for each in futures] == [size] * count
+    _until(lambda: peer.charged == 0)
+    futures.clear()
+    return {
+        "sent_mb": count,
+        "before": before,
+        "slowed": slowed,
+        "charged_mb": charged >> 20,
+        "after": _taken(),
+    }
+
+
+@nightly
+@pytest.mark.parametrize("kind", ["bytes", "tensors", "tensors over TCP"])
+def test_a_slow_consumer_slows_its_sender_and_nobody_else(kind: str, tmp_path: Path) -> None:
+    window = (64 if NIGHTLY else 16) << 20
+    options = {"window": window, "max_threads": 8, "transport": "tcp" if "TCP" in kind else "auto"}
+    found = rpc_group(_slow_consumer, 3, kind, window, tmp_path, options=options, timeout=_LIMIT - 10)[0]
+    note("slow consumer", {"kind": kind, "window_mb": window >> 20, **found})
+    # What waits to be read is there at most twice, packed and on its way; never all of it.
+    assert found["slowed"].rss_mb - found["before"].rss_mb < 2.5 * (window >> 20) + 32
+
+
+# -- many RRefs ------------------------------------------------------------------------------------------------------
+
+
+class Thing:
+    """What RRefs lead to; how many there are is counted."""
+
+    living = 0
+
+    def __init__(self, number: int) -> None:
+        Thing.living += 1
+        self.number = number
+
+    def __del__(self) -> None:
+        Thing.living -= 1
+
+    def get(self) -> int:
+        return self.number
+
+
+def _number(rref: rpc.RRef) -> int:
+    return int(rref.rpc_sync().get())
+
+
+def _references() -> tuple[int, dict[str, int], Taken]:
+    table = rpc.api._require().references.table  # type: ignore[attr-defined]
+    return Thing.living, table.debug_info(), Taken.now()
+
+
+def _is_idle() -> bool:
+    living, counts, _ = _references()
+    return not living and not any(counts.values())
+
+
+def _make_and_drop(rank: int, world_size: int, total: int) -> dict[str, Any] | None:
+    if rank:
+        return None
+    batch = 1000
+    rows: list[tuple[int, Any, Any]] = []
+    begun = time.monotonic()
+    for done in range(0, total, batch):
+        rrefs = [rpc.remote("worker1", Thing, (done + n,)) for n in range(batch)]
+        shared = [rpc.rpc_async("worker2", _number, (each,)) for each in rrefs[::100]]
+        assert [each.wait() for each in shared] == list(range(done, done + batch, 100))
+        del rrefs, shared
+        if done + batch in (total // 2, total):
+            _until(lambda: all(rpc.rpc_sync(f"worker{n}", _is_idle) for n in range(3)))
+            rows.append((done + batch, _taken(), rpc.rpc_sync("worker1", _taken)))
+    return {"took_s": round(time.monotonic() - begun, 2), "rows": rows}
+
+
+@nightly
+def test_rrefs_made_and_dropped_leave_nothing() -> None:
+    total = 1_000_000 if NIGHTLY else 20_000  # half of which fills the tables of what was freed lately
+    found = rpc_group(_make_and_drop, 3, total, timeout=_LIMIT - 10)[0]
+    (some, here, there), (all_of_them, here_then, there_then) = found["rows"]
+    note(
+        "RRefs made and dropped",
+        {
+            "rrefs": total,
+            "took_s": found["took_s"],
+            f"maker_after_{some}": here,
+            f"maker_after_{all_of_them}": here_then,
+            f"owner_after_{some}": there,
+            f"owner_after_{all_of_them}": there_then,
+        },
+    )
+    for before, after in ((here, here_then), (there, there_then)):
+        assert after.descriptors <= before.descriptors + 2
+        # What the allocator likes to keep; the tables of what was freed lately are full by now.
+        assert after.rss_mb - before.rss_mb < 16
+
+
+# -- too few processors ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _burners(count: int) -> Iterator[None]:
+    """Keep processors busy with other things."""
+    burning: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(count):
+            burning.append(subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]))
+        yield
+    finally:
+        for each in burning:
+            each.kill()
+            each.wait()
+
+
+def _busy(rank: int, world_size: int, seconds: float) -> dict[str, Any]:
+    others = [f"worker{n}" for n in range(world_size) if n != rank]
+    calls, slowest = 0, 0.0
+    until = time.monotonic() + seconds
+    tensor = torch.ones(300_000)
+    while time.monotonic() < until:
+        begun = time.monotonic()
+        futures = [rpc.rpc_async(each, torch.neg, (tensor,)) for each in others]
+        assert all(torch.equal(each.wait(), -tensor) for each in futures)
+        futures = [rpc.rpc_async(each, operator.add, (calls, 1)) for each in others]
+        assert [each.wait() for each in futures] == [calls + 1] * len(others)
+        slowest = max(slowest, time.monotonic() - begun)
+        calls += 2 * len(others)
+    assert all(peer.state == "alive" for peer in _agent().peers())
+    return {"calls": calls, "slowest_s": round(slowest, 3)}
+
+
+@nightly
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_nobody_is_taken_for_dead_on_an_oversubscribed_machine(transport: str) -> None:
+    minutes = float(os.environ.get("ACTORRPC_SOAK_MINUTES", "10")) / 2
+    seconds = 60 * minutes if NIGHTLY else 4.0
+    burners = 2 * len(os.sched_getaffinity(0))
+    with _burners(burners):
+        found = rpc_group(_busy, 4, seconds, options={"transport": transport}, timeout=seconds + 50)
+    note(
+        "oversubscribed",
+        {
+            "transport": transport,
+            "burners": burners,
+            "workers": 4,
+            "seconds": seconds,
+            "calls": sum(each["calls"] for each in found),
+            "slowest_round_s": max(each["slowest_s"] for each in found),
+        },
+    )

@@ -1,0 +1,93 @@
+"""Agents that listen on loopback TCP, and strangers of all kinds at their doors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+from actorrpc.config import Settings
+from actorrpc.core.agent import Agent
+from actorrpc.core.handshake import Dialler, Purpose
+from actorrpc.core.identity import WorkerRecord, host_identity, new_incarnation
+from actorrpc.core.keys import Key
+from tests.core.agents import KEY
+
+__all__ = ["WRONG", "dialler", "door", "knock", "reset", "tcp_agents", "until"]
+
+WRONG = Key.from_text("not the key of these tests")
+
+
+@contextlib.contextmanager
+def tcp_agents(count: int, key: Key = KEY, host: str = "127.0.0.1", **settings: Any) -> Iterator[list[Agent]]:
+    """Run agents named a0, a1, ... that know each other and meet over TCP only."""
+    records: dict[str | int, WorkerRecord] = {}
+    with contextlib.ExitStack() as stack:
+        made: list[Agent] = []
+        for rank in range(count):
+            listener = socket.create_server((host, 0), backlog=512)
+            stack.callback(listener.close)
+            mine = WorkerRecord(
+                name=f"a{rank}",
+                rank=rank,
+                incarnation=new_incarnation(),
+                host=host_identity(),
+                tcp=(listener.getsockname()[:2],),
+                pid=os.getpid(),
+            )
+            records[rank] = records[mine.name] = mine
+            agent = Agent(
+                mine,
+                settings=Settings(transport="tcp", **settings),
+                key=key,
+                resolve=records.get,
+                members=lambda: [each for name, each in records.items() if isinstance(name, str)],
+            )
+            stack.callback(agent.close)
+            agent.start([listener])
+            made.append(agent)
+        yield made
+
+
+def door(agent: Agent) -> tuple[str, int]:
+    """Return where an agent listens."""
+    return agent.record.tcp[0]
+
+
+def knock(agent: Agent, source: str = "127.0.0.1", timeout: float = 20.0) -> socket.socket:
+    """Connect, from one of the addresses that loopback has."""
+    return socket.create_connection(door(agent), timeout, (source, 0))
+
+
+def dialler(agent: Agent, key: Key = KEY, **options: Any) -> Dialler:
+    """Return a dialler that means to reach an agent."""
+    given: dict[str, Any] = {
+        "name": "stranger",
+        "incarnation": new_incarnation(),
+        "purpose": Purpose.MAIN,
+        "peer_name": agent.record.name,
+        "peer_incarnation": agent.record.incarnation,
+    }
+    return Dialler(key=key.reveal(), **(given | options))
+
+
+def reset(sock: socket.socket) -> None:
+    """Close a socket so that no port stays in use for it."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+def until(sock: socket.socket) -> bytes:
+    """Read until the other side closes."""
+    data = b""
+    while True:
+        try:
+            more = sock.recv(4096)
+        except ConnectionError:
+            return data
+        if not more:
+            return data
+        data += more

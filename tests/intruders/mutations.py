@@ -1,0 +1,140 @@
+"""Inputs for fuzzing: valid bytes, changed; and which of them reach what no other has reached.
+
+Everything is drawn from a seeded generator, so that a failure can be had again.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+__all__ = ["Guide", "cut", "mutate"]
+
+_NUMBERS = (0, 1, 2, 31, 32, 127, 128, 200, 254, 255)
+
+
+def _flip(rng: random.Random, data: bytearray) -> None:
+    at = rng.randrange(len(data))
+    data[at] ^= 1 << rng.randrange(8)
+
+
+def _replace(rng: random.Random, data: bytearray) -> None:
+    data[rng.randrange(len(data))] = rng.choice(_NUMBERS) if rng.random() < 0.5 else rng.randrange(256)
+
+
+def _truncate(rng: random.Random, data: bytearray) -> None:
+    del data[rng.randrange(len(data)) :]
+
+
+def _drop(rng: random.Random, data: bytearray) -> None:
+    at = rng.randrange(len(data))
+    del data[at : at + rng.randrange(1, 9)]
+
+
+def _insert(rng: random.Random, data: bytearray) -> None:
+    at = rng.randrange(len(data) + 1)
+    data[at:at] = rng.randbytes(rng.randrange(1, 40))
+
+
+def _repeat(rng: random.Random, data: bytearray) -> None:
+    at = rng.randrange(len(data))
+    data[at:at] = data[at : at + rng.randrange(1, 64)] * rng.randrange(1, 5)
+
+
+def _append(rng: random.Random, data: bytearray) -> None:
+    data += rng.randbytes(rng.randrange(1, 600))
+
+
+def _head(rng: random.Random, data: bytearray) -> None:
+    """Change kind or length, where a message of the handshake has them."""
+    if len(data) > 5:
+        data[rng.choice((4, 5))] = rng.choice((*_NUMBERS, 3, 4, 5, 6, rng.randrange(256)))
+
+
+def _number(rng: random.Random, data: bytearray) -> None:
+    """Put a number of four or eight bytes somewhere: a size, a position."""
+    width = rng.choice((4, 8))
+    value = rng.choice(
+        (0, 1, 1 << 16, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 62, (1 << 64) - 1)
+    )
+    at = rng.randrange(len(data))
+    data[at : at + width] = (value & ((1 << 8 * width) - 1)).to_bytes(width, "little")
+
+
+_WAYS: Sequence[Callable[[random.Random, bytearray], None]] = (
+    *(_flip, _flip, _replace, _replace, _truncate, _drop, _insert, _repeat, _append, _head, _head, _number),
+)
+
+
+def mutate(rng: random.Random, data: bytes, others: Sequence[bytes] = ()) -> bytes:
+    """Change some bytes in one to four ways; now and then put part of another input in, or be pure noise."""
+    if rng.random() < 0.03:
+        return rng.randbytes(rng.randrange(700))
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 3, 4))):
+        if not changed:
+            break
+        if others and rng.random() < 0.15:
+            other = rng.choice(others)
+            start, at = rng.randrange(len(other) + 1), rng.randrange(len(changed) + 1)
+            changed[at : at + rng.choice((0, len(other)))] = other[start:]
+        else:
+            rng.choice(_WAYS)(rng, changed)
+    return bytes(changed)
+
+
+def cut(rng: random.Random, data: bytes) -> list[bytes]:
+    """Cut bytes into pieces, as a network may."""
+    if rng.random() < 0.5:
+        return [data]
+    pieces, at = [], 0
+    while at < len(data):
+        size = rng.choice((1, 2, 7, 64, 512))
+        pieces.append(data[at : at + size])
+        at += size
+    return pieces
+
+
+class Guide:
+    """Says whether a run has reached lines of some functions, in an order, that no run before it has.
+
+    A plain line tracer: slow, but of the standard library. Not thread-safe.
+    """
+
+    def __init__(self, *files: str) -> None:
+        self._files = frozenset(files)
+        self.seen: set[tuple[CodeType, int, int]] = set()
+        self._new = False
+        self._last = 0
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename not in self._files:
+            return None
+        self._last = 0
+        return self._line
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        step = (frame.f_code, self._last, frame.f_lineno)
+        self._last = frame.f_lineno
+        if step not in self.seen:
+            self.seen.add(step)
+            self._new = True
+        return self._line
+
+    def finds(self, run: Callable[[], None]) -> bool:
+        """Run something; say whether it went where none has gone."""
+        self._new = False
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            run()
+        finally:
+            sys.settrace(before)
+        return self._new
+
+    def lines(self) -> set[int]:
+        """Return the lines that were reached."""
+        return {line for _, _, line in self.seen}

@@ -1,0 +1,254 @@
+"""Strangers in large numbers, or slow, or wrong: members are served as ever, and places and answers are few."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from actorrpc.core import guests
+from actorrpc.core.agent import Agent
+from actorrpc.core.guests import FAILURES_PER_S
+from actorrpc.core.handshake import MAX_MESSAGE
+from actorrpc.errors import AuthenticationError
+from tests.core.agents import KEY
+from tests.intruders.doors import WRONG, dialler, knock, reset, tcp_agents, until
+
+
+def _works(caller: Agent, callee: Agent) -> bool:
+    return bool(caller.call(caller.peer(callee.name), operator.add, (1, 2), {}, 20.0).result() == 3)
+
+
+def _comes_in(agent: Agent, source: str = "127.0.0.1") -> socket.socket:
+    """Shake hands as a member that tries again when it has lost its place; fail after many tries."""
+    for _ in range(200):
+        sock, side = knock(agent, source), dialler(agent)
+        data = side.start()
+        with contextlib.suppress(ConnectionError):
+            while not side.done:
+                sock.sendall(data)
+                received = sock.recv(4096)
+                if not received:
+                    break
+                data = side.feed(received)
+        if side.done:
+            return sock
+        sock.close()
+    raise AssertionError("a member was kept out")
+
+
+def _places(agent: Agent, count: int) -> None:
+    """Wait until so many guests have a place."""
+    end = time.monotonic() + 20.0
+    while len(agent.links.guests) != count and time.monotonic() < end:
+        threading.Event().wait(0.002)
+    assert len(agent.links.guests) == count
+
+
+@pytest.fixture
+def strangers() -> Iterator[list[socket.socket]]:
+    """Sockets to be closed at the end."""
+    made: list[socket.socket] = []
+    yield made
+    for sock in made:
+        reset(sock)
+
+
+@pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.9"], ids=["member's address", "other address"])
+def test_those_that_say_nothing_keep_nobody_out(strangers: list[socket.socket], source: str) -> None:
+    with tcp_agents(2, max_unauthenticated=8) as (one, other):
+        for _ in range(40):
+            strangers.append(knock(other, source))
+        _places(other, 8)
+        assert _works(one, other)
+        _comes_in(other).close()
+
+
+def test_those_that_speak_slowly_keep_nobody_out(strangers: list[socket.socket]) -> None:
+    """Slow-loris: a valid hello, byte for byte, and half a proof; each holds its place for as long as it can."""
+    with tcp_agents(2, max_unauthenticated=8) as (one, other):
+        for number in range(24):
+            sock = knock(other)
+            hello = dialler(other).start()
+            sock.sendall(hello[: 1 + number % len(hello)] if number % 2 else hello)
+            strangers.append(sock)
+        _places(other, 8)
+        assert _works(one, other)
+        for _ in range(20):
+            _comes_in(other).close()
+
+
+def test_who_has_said_hello_keeps_its_place_longer(strangers: list[socket.socket]) -> None:
+    with tcp_agents(1, max_unauthenticated=4) as (agent,):
+        polite, side = knock(agent), dialler(agent)
+        polite.sendall(side.start())
+        proof = side.feed(polite.recv(4096))
+        for _ in range(50):
+            strangers.append(knock(agent))
+        _places(agent, 4)
+        polite.sendall(proof)
+        side.feed(polite.recv(4096))
+        assert side.done
+        reset(polite)
+
+
+def test_the_crowd_goes_first(strangers: list[socket.socket]) -> None:
+    """Guests from one address push each other out, not the only one from another."""
+    with tcp_agents(1, max_unauthenticated=4) as (agent,):
+        single = knock(agent, "127.0.0.7")
+        _places(agent, 1)
+        for _ in range(50):
+            strangers.append(knock(agent))
+        _places(agent, 4)
+        side = dialler(agent)
+        single.sendall(side.start())
+        single.sendall(side.feed(single.recv(4096)))
+        side.feed(single.recv(4096))
+        assert side.done
+        reset(single)
+
+
+def test_a_guest_has_little_time() -> None:
+    with tcp_agents(1, handshake_timeout=0.3) as (agent,):
+        silent, slow = knock(agent), knock(agent)
+        slow.sendall(dialler(agent).start()[:20])
+        assert until(silent) == until(slow) == b""
+        _places(agent, 0)
+        silent.close()
+        slow.close()
+
+
+def _flood(agent: Agent, act: Callable[[socket.socket], None], stop: threading.Event, sources: int) -> int:
+    rng, count = random.Random(1), 0
+    while not stop.is_set():
+        try:
+            sock = knock(agent, f"127.0.0.{1 + rng.randrange(sources)}")
+        except OSError:
+            continue
+        with contextlib.suppress(OSError):
+            act(sock)
+        reset(sock)
+        count += 1
+    return count
+
+
+_ACTS: dict[str, Callable[[Agent, socket.socket], None]] = {
+    "connects": lambda agent, sock: None,
+    "garbage": lambda agent, sock: sock.sendall(bytes(range(256)) * 16),
+    "hello": lambda agent, sock: sock.sendall(dialler(agent).start()),
+    "wrong key": lambda agent, sock: _prove(agent, sock),
+}
+
+
+def _prove(agent: Agent, sock: socket.socket) -> None:
+    side = dialler(agent, WRONG)
+    sock.sendall(side.start())
+    sock.sendall(side.feed(sock.recv(4096)))
+
+
+@pytest.mark.parametrize("act", _ACTS)
+@pytest.mark.parametrize("sources", [1, 200])
+def test_a_flood_keeps_no_member_out(act: str, sources: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Connections as fast as they can be made: a member is served meanwhile, and new ones come in."""
+    stop, counts = threading.Event(), []
+    with tcp_agents(2, max_unauthenticated=16) as (one, other):
+        run = lambda: counts.append(_flood(other, lambda sock: _ACTS[act](other, sock), stop, sources))  # noqa: E731
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(20):
+                assert _works(one, other)
+                _comes_in(other).close()
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        assert _works(one, other)
+    assert sum(counts) > 20
+    if sources == 1:
+        # Words are few, too: one for each failure that was answered.
+        assert len(caplog.records) < sum(counts) + 20
+
+
+# -- failures ------------------------------------------------------------------------------------------
+
+
+def _farewell(agent: Agent, source: str = "127.0.0.1") -> tuple[socket.socket, bool]:
+    """Fail to prove the key; return the socket and whether that was answered."""
+    sock = knock(agent, source)
+    side = dialler(agent, WRONG)
+    sock.sendall(side.start())
+    sock.sendall(side.feed(sock.recv(4096)))
+    sock.settimeout(0.15)
+    try:
+        with pytest.raises(AuthenticationError, match="key"):
+            side.feed(sock.recv(4096))
+        return sock, True
+    except TimeoutError:
+        return sock, False
+
+
+def test_failures_are_answered_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fourth failure within a second learns nothing; a member of the same address comes in all the same."""
+    now = [1000.0]
+    with tcp_agents(2) as (one, other):
+        monkeypatch.setattr(guests, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        tried = [_farewell(other) for _ in range(FAILURES_PER_S + 3)]
+        assert [answered for _, answered in tried] == [True] * FAILURES_PER_S + [False] * 3
+        assert len(other.links.guests) == 3  # they hold their places, and know no more
+        assert _works(one, other)
+        _comes_in(other).close()
+        elsewhere = _farewell(other, "127.0.0.5")
+        assert elsewhere[1]
+        now[0] += 1.1
+        later = _farewell(other)
+        assert later[1]
+        monkeypatch.undo()
+        for sock, _ in [*tried, elsewhere, later]:
+            sock.close()
+
+
+def test_what_is_remembered_of_failures_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guests, "_MAX_ADDRESSES", 8)
+    with tcp_agents(1) as (agent,):
+        for number in range(1, 20):
+            sock = knock(agent, f"127.0.1.{number}")
+            sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            until(sock)
+            sock.close()
+        assert len(agent.links.guests._failures) <= 8
+
+
+def test_a_guest_holds_one_message_at_most() -> None:
+    with tcp_agents(1) as (agent,):
+        sock = knock(agent)
+        hello = dialler(agent).start()
+        sock.sendall(hello[:-1])
+        _places(agent, 1)
+        (guest,) = agent.links.guests._guests.values()
+        end = time.monotonic() + 10.0
+        while not guest.acceptor._buffer and time.monotonic() < end:
+            threading.Event().wait(0.002)
+        assert 0 < len(guest.acceptor._buffer) <= MAX_MESSAGE
+        sock.sendall(hello[-1:] * 1_000)
+        until(sock)
+        sock.close()
+
+
+def test_the_key_is_that_of_the_group() -> None:
+    with tcp_agents(2, key=WRONG) as (one, other):
+        assert _works(one, other)
+        sock, side = knock(other), dialler(other, KEY)
+        sock.sendall(side.start())
+        sock.sendall(side.feed(sock.recv(4096)))
+        with pytest.raises(AuthenticationError, match="key"):
+            side.feed(sock.recv(4096))
+        sock.close()

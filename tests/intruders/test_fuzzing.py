@@ -1,0 +1,373 @@
+"""Bytes that nobody should send: before the key is proved they reach no unpickler and cost next to nothing; after it
+they give typed errors, and the end of the connection that they came over."""
+
+from __future__ import annotations
+
+import _pickle
+import contextlib
+import io
+import os
+import pickle
+import random
+import socket
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import msgpack
+import pytest
+import torch
+
+from actorrpc.core import codec, definitions, frames, handshake, messages, opening
+from actorrpc.core.agent import Agent
+from actorrpc.core.frames import Frame, FrameReader, pack_frame
+from actorrpc.core.handshake import Acceptor, Dialler, Refusal
+from actorrpc.core.identity import WorkerRecord, new_incarnation
+from actorrpc.core.messages import INLINE, LANE, STREAM
+from actorrpc.errors import ProtocolError, RpcError
+from tests.core.agents import KEY, Stranger, agents
+from tests.intruders import service
+from tests.intruders.doors import dialler, knock, reset, tcp_agents
+from tests.intruders.mutations import Guide, cut, mutate
+
+_NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
+_INPUTS = 1_000_000 if _NIGHTLY else 10_000
+_OVER_SOCKETS = 50_000 if _NIGHTLY else 1_000
+_AFTERWARDS = 100_000 if _NIGHTLY else 1_500
+_GUIDED = 100_000 if _NIGHTLY else 3_000
+_MOST = 64 << 10  # bytes that an input may make us allocate before authentication
+_ACCEPTOR, _DIALLER = new_incarnation(), new_incarnation()
+
+nightly = pytest.mark.limit(3600 if _NIGHTLY else 60)
+
+
+@pytest.fixture
+def no_unpickling(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Make every way to open a message fail, and note that it was tried."""
+    tried: list[str] = []
+
+    def refuse(name: str) -> Callable[..., Any]:
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            tried.append(name)
+            raise AssertionError(f"{name} before authentication")
+
+        return fail
+
+    for module, name in (
+        *((pickle, "loads"), (pickle, "load"), (pickle, "Unpickler"), (_pickle, "loads"), (_pickle, "load")),
+        *((_pickle, "Unpickler"), (cloudpickle, "loads"), (torch, "load")),
+        *((messages, "_loads"), (messages, "open_plain"), (messages, "open_body"), (codec, "decode")),
+        *((codec, "loads_here"), (codec, "load_here"), (definitions, "loads_here"), (opening, "loads")),
+        *((msgpack, "unpackb"), (frames, "unpack_extra"), (messages, "begin_stream")),
+        *((WorkerRecord, "from_bytes"), (FrameReader, "fed")),
+    ):
+        monkeypatch.setattr(module, name, refuse(f"{getattr(module, '__name__', module)}.{name}"))
+    yield tried
+    assert not tried
+
+
+def _sides(insecure: bool = False) -> tuple[Dialler, Acceptor]:
+    key = b"" if insecure else KEY.reveal()
+    return (
+        Dialler(name="d", incarnation=_DIALLER, key=key, insecure=insecure, peer_name="a"),
+        Acceptor(name="a", incarnation=_ACCEPTOR, key=key, insecure=insecure),
+    )
+
+
+def _old_messages() -> list[bytes]:
+    """Messages of handshakes that are over: to be replayed, reflected and mixed in."""
+    found: list[bytes] = []
+    for _ in range(4):
+        one, other = _sides()
+        found.append(one.start())
+        found.append(other.feed(found[-1]))
+        found.append(one.feed(found[-1]))
+        found.append(other.feed(found[-1]))
+    return [*found, Acceptor.refuse(Refusal.BUSY, "busy"), Acceptor.refuse(Refusal.KEY, "no")]
+
+
+def _attack(rng: random.Random, old: list[bytes], change: Callable[[bytes], bytes]) -> tuple[Any, bool]:
+    """Let one of the sides, at one of its stages, be fed bytes that were changed; return it, and whether they were."""
+    one, other = _sides()
+    hello = one.start()
+    stage = rng.randrange(4)
+    victim: Any
+    if stage == 0:
+        victim, honest = other, hello
+    elif stage == 1:
+        victim, honest = one, other.feed(hello)
+    elif stage == 2:
+        victim, honest = other, one.feed(other.feed(hello))
+    else:
+        victim, honest = one, other.feed(one.feed(other.feed(hello)))
+    sent = change(rng.choice(old) if rng.random() < 0.1 else honest)
+    with contextlib.suppress(ProtocolError):
+        for piece in cut(rng, sent):
+            victim.feed(piece)
+        if rng.random() < 0.2:
+            victim.feed_eof()
+    # What follows the last message belongs to what comes next.
+    return victim, stage >= 2 and sent.startswith(honest)
+
+
+@nightly
+def test_no_input_gets_past_the_handshake(no_unpickling: list[str]) -> None:
+    """Changed, cut, replayed and reflected messages, at each stage of both sides."""
+    rng = random.Random(int(os.environ.get("ACTORRPC_FUZZ_SEED", "1")))
+    old = _old_messages()
+    largest = passed = 0
+    tracemalloc.start()
+    try:
+        for number in range(_INPUTS):
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            victim, excused = _attack(rng, old, lambda honest: mutate(rng, honest, old))
+            largest = max(largest, tracemalloc.get_traced_memory()[1] - before)
+            passed += victim.done
+            assert not victim.done or excused, number
+            assert len(victim._buffer) <= handshake.MAX_MESSAGE
+    finally:
+        tracemalloc.stop()
+    assert largest < _MOST, largest
+    assert passed < _INPUTS / 20  # changes that change nothing, or come behind a WELCOME
+
+
+def test_the_fuzzer_would_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the comparison of proofs broken, inputs do get past."""
+    monkeypatch.setattr(handshake.hmac, "compare_digest", lambda one, other: True)
+    rng = random.Random(2)
+    old = _old_messages()
+    found = [_attack(rng, old, lambda honest: mutate(rng, honest, old)) for _ in range(2_000)]
+    assert any(victim.done and not excused for victim, excused in found)
+
+
+@nightly
+def test_a_guided_fuzzer_finds_no_way_either(no_unpickling: list[str]) -> None:
+    """Inputs that reach new steps of the handshake are kept and changed further."""
+    rng = random.Random(3)
+    guide, victims = Guide(handshake.__file__), []
+    corpus = _old_messages()
+    for _ in range(_GUIDED):
+        sent: list[bytes] = []
+
+        def run(sent: list[bytes] = sent) -> None:
+            def change(honest: bytes) -> bytes:
+                sent.append(mutate(rng, rng.choice((honest, rng.choice(corpus))), corpus[-50:]))
+                return sent[0]
+
+            victims.append(_attack(rng, corpus, change))
+
+        if guide.finds(run) and len(corpus) < 2_000:
+            corpus.append(sent[0])
+    assert not [1 for victim, excused in victims if victim.done and not excused]
+    # It goes everywhere: each line that says that something is wrong has been reached.
+    with open(handshake.__file__, encoding="utf-8") as file:
+        source = file.read().splitlines()
+    errors = {number for number, line in enumerate(source, 1) if "self._fail(" in line}
+    assert len(errors - guide.lines()) <= 8, sorted(errors - guide.lines())
+
+
+# -- over sockets, before authentication -----------------------------------------------------------------
+
+
+def _say(agent: Agent, rng: random.Random, old: list[bytes]) -> None:
+    """Say hello or not, then something else; listen to the end."""
+    # From everywhere, as one address would soon get no answers.
+    source = ".".join(str(rng.randrange(1, 255)) for _ in range(3))
+    sock = knock(agent, f"127.{source}", timeout=10.0)
+    try:
+        if rng.random() < 0.5:
+            sock.sendall(mutate(rng, dialler(agent).start(), old))
+        else:
+            side = dialler(agent)
+            sock.sendall(side.start())
+            sock.sendall(mutate(rng, side.feed(sock.recv(4096)), old))
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(4096):
+            pass
+    except (OSError, ProtocolError):
+        pass
+    finally:
+        reset(sock)
+
+
+@nightly
+def test_strangers_over_sockets(no_unpickling: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, old = random.Random(4), _old_messages()
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    with tcp_agents(1) as (agent,):
+        admitted: list[Any] = []
+        entered: list[Any] = []
+        enter = agent.links.guests._enter
+        monkeypatch.setattr(agent.links.guests, "_enter", lambda *args: (entered.append(1), enter(*args)))
+        monkeypatch.setattr(agent.links.guests, "_admit", lambda guest, answer: admitted.append(guest))
+        # A few threads: the agent serves them side by side.
+        count = _OVER_SOCKETS // 4
+        seeds = [random.Random(rng.random()) for _ in range(4)]
+        threads = [
+            threading.Thread(target=lambda own: [_say(agent, own, old) for _ in range(count)], args=(each,))
+            for each in seeds
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(entered) == 4 * count
+        assert not agent.links.connections()
+        # Changes that change nothing exist; each of these has proved the key.
+        assert len(admitted) < _OVER_SOCKETS / 20
+        for guest in admitted:
+            assert guest.acceptor.done
+            guest.sock.close()
+    assert not raised
+    assert not no_unpickling
+
+
+# -- afterwards: peers that have the key -------------------------------------------------------------------
+
+
+def _frames_of(rng: random.Random) -> list[bytes]:
+    """Frames of each kind that make sense, or nearly."""
+    body = codec.dumps((service.add, (1, [2, {"x": torch.ones(2)}]), {}))
+    plain = pickle.dumps((service.add, (1, 2), {}), 5)
+    found = [
+        pack_frame(
+            kind,
+            rng.randrange(5),
+            rng.randbytes(rng.choice((0, 7, 8, 16, 32, 48))),
+            flags=rng.choice((0, 1, 4)),
+        )
+        for kind in range(1, 20)
+    ]
+    headers: list[dict[str, Any]] = [
+        {"b": [4, 4]},
+        {"b": [1 << 40, 1]},
+        {"b": "x"},
+        {"b": [-1]},
+        {"b": [3], "s": 1},
+        {"b": [3], "s": 1, "r": 1},
+        {"p": b"x" * 40},
+        {"p": messages.Placement(segment_id=1, loan=1, offsets=(0,), sizes=(4,)).pack()}
+        if _PLACES
+        else {"p": b""},
+        {"n": "rref"},
+        {"n": "nobody"},
+        {"n": 3},
+        {"f": b"\x01" * 33},
+        {"w": [1, 2]},
+        {"w": "x"},
+        {"m": "x"},
+    ]
+    for header in headers:
+        for flags in (
+            0,
+            INLINE,
+            LANE,
+            STREAM,
+            INLINE | frames.POST,
+            frames.LETTER,
+            STREAM | frames.LETTER,
+            0xFF,
+        ):
+            kind = rng.choice((frames.REQUEST, frames.REPLY, frames.FAILURE, frames.NOTICE))
+            found.append(
+                pack_frame(
+                    kind,
+                    rng.randrange(5),
+                    rng.choice((body, plain)),
+                    flags=flags,
+                    extra=msgpack.packb(header),
+                )
+            )
+    found.append(pack_frame(frames.CHUNK, 1, b"abc", chain=0))
+    found.append(pack_frame(frames.DEFINITION, body=definitions.hash_of(b"x") + b"x"))
+    found.append(pack_frame(frames.REQUEST, 1, plain))
+    found.append(pack_frame(frames.REQUEST, 2, body))
+    return found
+
+
+_PLACES = hasattr(messages, "Placement")
+
+
+@nightly
+def test_frames_of_a_peer_that_has_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames that are wrong in any way: typed errors, or the end of their connection; the worker serves on."""
+    rng = random.Random(5)
+    ends: list[BaseException | None] = []
+    with agents(2, key=KEY, data_only=True) as pair:
+        agent = pair[0]
+        closed = agent.inbox.closed
+
+        def note(conn: Any, error: BaseException | None) -> None:
+            ends.append(error)
+            closed(conn, error)
+
+        monkeypatch.setattr(agent.inbox, "closed", note)
+        done = 0
+        while done < _AFTERWARDS:
+            stranger = Stranger(agent, name=f"s{done}")
+            stranger.shake_hands()
+            stranger.introduce()
+            valid = _frames_of(rng)
+            try:
+                for _ in range(8):
+                    whole = rng.choice(valid)
+                    stranger.sock.sendall(mutate(rng, whole, valid) if rng.random() < 0.8 else whole)
+                    done += 1
+                stranger.sock.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass
+            stranger.sock.settimeout(10.0)
+            with contextlib.suppress(OSError):
+                while stranger.sock.recv(1 << 16):
+                    pass
+            stranger.close()
+        strange = {
+            f"{type(error).__name__}: {error!s:.100}"
+            for error in ends
+            if error is not None and not isinstance(error, (RpcError, OSError, EOFError))
+        }
+        assert not strange
+        assert any(isinstance(error, ProtocolError) for error in ends)
+        assert pair[1].call(pair[1].peer("a0"), service.add, (1, 2), {}, 20.0).result() == 3
+
+
+@nightly
+def test_a_frame_reader_gives_frames_or_protocol_errors() -> None:
+    """The state machine alone, and guided: changed streams of frames, in pieces."""
+    rng = random.Random(6)
+    guide = Guide(frames.__file__)
+    corpus = _frames_of(rng)
+    for _ in range(_GUIDED):
+        stream = mutate(rng, b"".join(rng.sample(corpus, rng.randrange(1, 4))), corpus[-50:])
+
+        def run(stream: bytes = stream) -> None:
+            memory = bytearray(1 << 16)
+            reader = FrameReader(
+                max_frame=1 << 16,
+                max_chunk=1 << 16,
+                sink_for=lambda stream, position, length: memoryview(memory)[:length],
+                capacity=1 << 10,
+            )
+            source = io.BytesIO(stream)
+            with contextlib.suppress(ProtocolError):
+                while True:
+                    target = reader.target()[0]
+                    assert len(target) > 0
+                    count = source.readinto(target[: rng.choice((1, 31, 32, 33, 4096))])
+                    if not count:
+                        return
+                    found = reader.fed(count)
+                    while reader.more:
+                        found += reader.fed(0)
+                    for frame in found:
+                        assert isinstance(frame, Frame)
+                        if frame.kind != frames.CHUNK:
+                            assert len(frame.body) + len(frame.extra) <= 1 << 16
+            assert len(reader._buffer) <= (1 << 17) + 64
+
+        if guide.finds(run) and len(corpus) < 2_000:
+            corpus.append(stream)

@@ -1,0 +1,299 @@
+"""The key is nowhere to be read: not in what workers log, raise, show, pickle or dump, nor in what the system shows
+of their processes."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import faulthandler
+import hashlib
+import logging
+import os
+import pickle
+import re
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+import actorrpc
+import actorrpc.rpc as rpc
+from actorrpc.core import codec, exceptions, keys
+from actorrpc.core.handshake import Session
+from actorrpc.core.keys import Key
+from actorrpc.errors import AuthenticationError, RpcError, SerializationError
+from tests import processes
+from tests.core.agents import Stranger, agents
+from tests.group import GroupError, run_group
+from tests.intruders.doors import WRONG
+
+_TEXT = "the-secret-of-this-test-0451"
+
+
+def _forms(text: str = _TEXT) -> list[bytes]:
+    """A key, and what is made of it, in the ways in which it could be written."""
+    key = Key.from_text(text).reveal()
+    found = []
+    for raw in (text.encode(), key, hashlib.sha256(text.encode()).digest()):
+        found += [raw, raw.hex().encode(), base64.b64encode(raw).rstrip(b"="), repr(raw)[2:-1].encode()]
+    return [form for form in dict.fromkeys(found) if len(form) >= 16]
+
+
+def _shows(data: bytes | str, forms: list[bytes]) -> list[bytes]:
+    raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
+    return [form for form in forms if form in raw]
+
+
+def _hidden(data: bytes | str, text: str = _TEXT) -> None:
+    assert not _shows(data, _forms(text))
+
+
+def test_the_search_finds_what_there_is() -> None:
+    key = Key.from_text(_TEXT)
+    for shown in (
+        _TEXT,
+        repr(key.reveal()),
+        key.reveal().hex(),
+        str({"key": key.reveal()}),
+        pickle.dumps(key.reveal()),
+    ):
+        assert _shows(shown, _forms())
+
+
+# -- objects ----------------------------------------------------------------------------------------
+
+
+def test_objects_that_hold_the_key_do_not_show_it() -> None:
+    key = Key.from_text(_TEXT)
+    options = rpc.TensorPipeRpcBackendOptions(key=_TEXT)
+    session = Session(
+        peer_name="a",
+        peer_incarnation="0" * 32,
+        purpose=0,
+        attach=bytes(16),
+        version=1,
+        key=key.reveal(),  # type: ignore[arg-type]
+    )
+    with agents(1, key=key) as (agent,):
+        for each in (
+            key,
+            options,
+            session,
+            agent,
+            agent.links,
+            agent.links.guests,
+            vars(options),
+            [key],
+            {"key": key},
+        ):
+            for show in (repr, str, lambda value: f"{value}"):
+                _hidden(show(each))
+
+
+@pytest.mark.parametrize("dump", [pickle.dumps, cloudpickle.dumps, codec.dumps, copy.deepcopy])
+def test_it_does_not_travel(dump: Callable[[Any], Any]) -> None:
+    for holder in (Key.from_text(_TEXT), rpc.RpcBackendOptions(key=_TEXT)):
+        try:
+            dumped = dump(holder)
+        except (TypeError, SerializationError) as error:
+            _hidden(str(error))
+            continue
+        assert dump is copy.deepcopy
+        _hidden(repr(dumped))
+
+
+# -- errors ------------------------------------------------------------------------------------------
+
+
+def _reports(error: BaseException) -> str:
+    """What debuggers and crash reporters would show: the traceback with all variables, but those of this file."""
+    text = ""
+    for each in (error, error.__cause__, error.__context__):
+        if each is None:
+            continue
+        shown = traceback.TracebackException.from_exception(each, capture_locals=True)
+        for summary in shown.stack:
+            if summary.filename == __file__:
+                summary.locals = None
+        text += "".join(shown.format())
+    return text
+
+
+def _raised(call: Callable[[], Any]) -> BaseException:
+    with pytest.raises((RpcError, TypeError, OSError)) as caught:
+        call()
+    return caught.value
+
+
+_SHORT = "short-0451-key"  # too short to be one, but somebody's
+
+
+@pytest.mark.parametrize(
+    "given", ["option", "environment", "file", "damaged file", "both", "type", "other option"]
+)
+def test_errors_about_keys_show_none(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "key"
+    text = _TEXT
+    call: Callable[[], Any]
+    monkeypatch.delenv("ACTORRPC_KEY", raising=False)
+    if given == "option":
+        text = _SHORT
+        call = lambda: rpc.RpcBackendOptions(key=_SHORT)  # noqa: E731
+    elif given == "environment":
+        text = _SHORT
+        monkeypatch.setenv("ACTORRPC_KEY", _SHORT)
+        call = keys.find_key
+    elif given == "file":
+        file.write_text(_TEXT * 5000)
+        file.chmod(0o600)
+        monkeypatch.setenv("ACTORRPC_KEY_FILE", str(file))
+        call = keys.find_key
+    elif given == "damaged file":
+        made = keys.create_key_file()
+        Path(made).write_text(_TEXT)
+        call = lambda: keys.read_key_file(made)  # noqa: E731
+    elif given == "both":
+        monkeypatch.setenv("ACTORRPC_KEY", _TEXT)
+        monkeypatch.setenv("ACTORRPC_KEY_FILE", str(file))
+        call = keys.find_key
+    elif given == "type":
+        call = lambda: rpc.RpcBackendOptions(key=_TEXT.encode())  # type: ignore[arg-type] # noqa: E731
+    else:
+        call = lambda: rpc.TensorPipeRpcBackendOptions(key=_TEXT, port=-1)  # noqa: E731
+    report = _reports(_raised(call))
+    assert "Error" in report
+    assert text not in report
+    _hidden(report)
+    if given == "damaged file":
+        keys.remove_file(made)
+
+
+def test_a_refused_handshake_shows_no_key(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither side's: not in the error, not in what the variables of its frames show, not in the log."""
+    caplog.set_level(logging.DEBUG)
+    with agents(1, key=Key.from_text(_TEXT)) as (agent,):
+        stranger = Stranger(agent, key=WRONG)
+        error = _raised(stranger.shake_hands)
+        assert isinstance(error, AuthenticationError)
+        stranger.close()
+        text = _reports(error) + caplog.text
+        packed = exceptions.dump(error, worker="w", dumps=codec.dumps)
+    _hidden(text)
+    _hidden(packed)
+    assert not _shows(text.encode(), [WRONG.reveal(), WRONG.reveal().hex().encode()])
+
+
+# -- processes -----------------------------------------------------------------------------------------
+
+
+def _processes() -> dict[int, bytes]:
+    """What the system shows of the processes of these tests: arguments, and all but the given variable."""
+    found = {}
+    for process in processes.of_session():
+        try:
+            shown = Path(f"/proc/{process.pid}/cmdline").read_bytes() + b"\0"
+            shown += Path(f"/proc/{process.pid}/environ").read_bytes()
+        except OSError:
+            continue
+        found[process.pid] = shown
+    return found
+
+
+def _worker(rank: int, world_size: int, store: str, given: str | None) -> list[str]:
+    logging.basicConfig(level=logging.DEBUG, stream=sys.stdout)
+    logging.getLogger("actorrpc").setLevel(logging.DEBUG)
+    options = rpc.RpcBackendOptions(init_method=store, key=given, bind="127.0.0.1", transport="tcp")
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+    other = f"w{1 - rank}"
+    rpc.rpc_sync(other, divmod, (7, 2))
+    try:
+        rpc.rpc_sync(other, divmod, (1, 0))
+    except ZeroDivisionError:
+        traceback.print_exc()
+    host, port = rpc.api._require().agent.peer(other).record.tcp[0]
+    with socket.create_connection((host, port)) as sock:  # somebody with nothing to say
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        while sock.recv(100):
+            pass
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    forms = _forms()
+    shown = [f"{pid}: {form!r}" for pid, data in _processes().items() for form in _shows(data, forms)]
+    rpc.shutdown()
+    sys.stdout.flush()
+    Path(store.removeprefix("file://") + f"-output-{rank}").write_bytes(_output())
+    return shown
+
+
+def _output() -> bytes:
+    """What this rank has written so far, wherever that goes."""
+    return Path(os.readlink("/proc/self/fd/1")).read_bytes()
+
+
+def test_a_key_that_is_given_stays_where_it_was_given(tmp_path: Path) -> None:
+    """In the program: then no process shows it, and no line that a worker writes with all logging on."""
+    assert run_group(_worker, 2, f"file://{tmp_path}/store", _TEXT) == [[], []]
+    outputs = [path.read_bytes() for path in tmp_path.glob("store-output-*")]
+    assert len(outputs) == 2
+    for output in outputs:
+        assert b"ZeroDivisionError" in output
+        assert b"refused" in output
+        assert b"most recent call first" in output
+        _hidden(output)
+    _hidden(b"".join(path.read_bytes() for path in tmp_path.glob("store")))
+
+
+def _fails(rank: int, world_size: int, store: str) -> None:
+    options = rpc.RpcBackendOptions(init_method=store, key=_TEXT if rank else "another-secret-of-1984")
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+    try:
+        rpc.rpc_sync(f"w{1 - rank}", divmod, (7, 2))
+    except RpcError as error:
+        report = _reports(error)
+        assert _TEXT not in report
+        _hidden(report)
+        raise
+    finally:
+        rpc.shutdown(graceful=False)
+
+
+def test_workers_with_different_keys_show_neither(tmp_path: Path) -> None:
+    with pytest.raises(GroupError, match="Error") as caught:
+        run_group(_fails, 2, f"file://{tmp_path}/store")
+    _hidden(str(caught.value))
+    _hidden(str(caught.value), "another-secret-of-1984")
+    assert re.search("AuthenticationError|PeerDiedError", str(caught.value))
+
+
+class _Actor:
+    def shown(self, forms: list[bytes]) -> list[str]:
+        """Look at this process and all others."""
+        return [f"{pid}: {form!r}" for pid, data in _processes().items() for form in _shows(data, forms)]
+
+    def crash(self) -> None:
+        raise ValueError("crash")
+
+
+@pytest.mark.limit(120)
+def test_the_key_of_a_cluster_is_shown_by_no_process(capfd: pytest.CaptureFixture[str]) -> None:
+    """It is made in the driver and reaches children through a pipe."""
+    actorrpc.init()
+    try:
+        key = rpc.api._require().agent.links._key
+        forms = [key, key.hex().encode(), base64.b64encode(key).rstrip(b"="), repr(key)[2:-1].encode()]
+        actor = actorrpc.remote(_Actor).remote()
+        # Spelt so that the search does not find itself in a message.
+        assert actorrpc.get(actor.shown.remote(forms)) == []
+        with pytest.raises(ValueError, match="crash") as caught:
+            actorrpc.get(actor.crash.remote())
+        assert not _shows(_reports(caught.value), forms)
+        assert not [pid for pid, data in _processes().items() if _shows(data, forms)]
+        assert len(_processes()) > 2
+    finally:
+        actorrpc.shutdown()
+    shown = capfd.readouterr()
+    assert not _shows(shown.out + shown.err, forms)

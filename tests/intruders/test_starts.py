@@ -1,0 +1,203 @@
+"""What a worker listens on, for each address, key and switch: never beyond its host without a key, unless told so."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actorrpc.rpc as rpc
+from actorrpc.config import Settings
+from actorrpc.core import keys
+from actorrpc.core.handshake import Acceptor, Dialler
+from actorrpc.core.identity import new_incarnation
+from actorrpc.core.keys import Key
+from actorrpc.errors import AuthenticationError, ConfigError
+from actorrpc.rpc import group
+from actorrpc.rpc.group import _Doors
+from tests.group import GroupError, run_group
+
+_LOOPBACK = ("127.0.0.1", "127.0.0.9", "::1", "localhost")
+_OPEN = ("0.0.0.0", "::")
+_KEY_TEXT = "a key of these starts"
+
+
+def _open(**given: Any) -> tuple[set[str], list[str]]:
+    """Open the doors of a worker; return the addresses it listens on, and "unix"."""
+    own, has_key = given.pop("own", None), given.pop("has_key", False)
+    doors = _Doors()
+    try:
+        doors.open(Settings(**given), own, has_key)
+        inside = [sock for sock in doors.sockets if sock.family == socket.AF_UNIX]
+        return {sock.getsockname()[0] for sock in doors.sockets if sock not in inside}, ["unix"] * len(inside)
+    finally:
+        doors.close()
+
+
+_MATRIX = list(
+    itertools.product(
+        (None, *_LOOPBACK, *_OPEN),
+        ("auto", "unix", "tcp"),
+        (False, True),
+        (False, True),
+        (None, "127.0.0.1", "192.0.2.1"),
+    )
+)
+
+
+@pytest.mark.parametrize(("bind", "transport", "has_key", "insecure", "own"), _MATRIX)
+def test_the_matrix(
+    bind: str | None,
+    transport: str,
+    has_key: bool,
+    insecure: bool,
+    own: str | None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = group._listen_tcp
+    # The address that reached the rendezvous is one of documentation: nobody has it.
+    monkeypatch.setattr(
+        group, "_listen_tcp", lambda host, port: real("127.0.0.77" if host == "192.0.2.1" else host, port)
+    )
+    caplog.set_level(logging.WARNING, logger="actorrpc")
+    asked = bind or own
+    beyond = asked in (*_OPEN, "192.0.2.1")
+    may_refuse = beyond and not has_key and not insecure and transport != "unix"
+    given = {"bind": bind, "transport": transport, "has_key": has_key, "insecure": insecure, "own": own}
+    if may_refuse and (transport == "tcp" or bind is not None):
+        with pytest.raises(ConfigError, match=rf"{asked}.*ACTORRPC_KEY"):
+            _open(**given)
+        return
+    tcp, unix = _open(**given)
+    if may_refuse:
+        assert not tcp  # the Unix socket does: nobody asked for TCP
+    assert bool(unix) == (transport != "tcp")
+    if transport == "unix":
+        assert not tcp
+    if tcp and not beyond:
+        assert all(address.startswith("127.") or address == "::1" for address in tcp)
+    warned = any("WITHOUT a key" in record.getMessage() for record in caplog.records)
+    assert warned == bool(tcp and not has_key and insecure)
+
+
+@pytest.mark.parametrize(
+    ("host", "inside"),
+    [
+        *((host, True) for host in _LOOPBACK),
+        *(
+            (host, False)
+            for host in (*_OPEN, "192.0.2.1", "::1234", "::2", "fe80::1%lo", "1.127.0.1", "::ffff:0.0.0.0")
+        ),
+    ],
+)
+def test_what_is_loopback(host: str, inside: bool) -> None:
+    assert group._is_loopback(host) is inside
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1.example.com", "localhost.example.com", "127.gate"])
+def test_a_name_is_what_it_stands_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*addresses: str) -> Any:
+        return lambda *args, **kwargs: [(socket.AF_INET, 1, 6, "", (each, 0)) for each in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found("127.0.0.1"))
+    assert group._is_loopback(name)
+    monkeypatch.setattr(socket, "getaddrinfo", found("127.0.0.1", "192.0.2.1"))
+    assert not group._is_loopback(name)
+
+
+def test_a_name_that_nobody_knows_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise socket.gaierror(-2, "unknown")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(ConfigError, match="without a key"):
+        _open(bind="nowhere.example.com")
+
+
+# -- real starts ---------------------------------------------------------------------------------------
+
+
+def _start(rank: int, world_size: int, store: str, options: dict[str, Any]) -> dict[str, Any]:
+    rpc.init_rpc(
+        f"w{rank}",
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=rpc.RpcBackendOptions(init_method=store, **options),
+    )
+    try:
+        state = rpc.api._require()
+        found = {
+            "keyless": not state.agent.links._key,
+            "tcp": [host for host, _ in state.agent.record.tcp],
+            "sum": rpc.rpc_sync(f"w{(rank + 1) % world_size}", divmod, (7, 2)),
+        }
+    finally:
+        rpc.shutdown()
+    return found
+
+
+def _starts(tmp_path: Path, count: int = 2, env: dict[str, str] | None = None, **options: Any) -> list[Any]:
+    return run_group(_start, count, f"file://{tmp_path}/store", options, env=env)
+
+
+def test_nothing_given(tmp_path: Path) -> None:
+    """One host: Unix sockets, and a key that was made for the group."""
+    for found in _starts(tmp_path):
+        assert found == {"keyless": False, "tcp": [], "sum": (3, 1)}
+    assert not [path for path in Path(keys.runtime_directory()).iterdir() if path.suffix == ".key"]
+
+
+def test_a_key_of_the_environment_opens_the_door(tmp_path: Path) -> None:
+    for found in _starts(tmp_path, env={"ACTORRPC_KEY": _KEY_TEXT, "ACTORRPC_BIND": "0.0.0.0"}):
+        assert not found["keyless"]
+        assert len(found["tcp"]) == 1
+
+
+def test_a_key_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(_KEY_TEXT)
+    file.chmod(0o600)
+    for found in _starts(tmp_path, env={"ACTORRPC_KEY_FILE": str(file)}, bind="0.0.0.0", transport="tcp"):
+        assert not found["keyless"]
+
+
+@pytest.mark.parametrize("given", [{"bind": "0.0.0.0"}, {"bind": "::", "transport": "tcp"}])
+def test_no_key_and_an_open_door_do_not_start(tmp_path: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(GroupError, match=r"ConfigError: this worker would listen on"):
+        _starts(tmp_path, 1, **given)
+
+
+def test_a_file_that_others_may_read_does_not_start(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(_KEY_TEXT)
+    file.chmod(0o644)
+    with pytest.raises(GroupError, match="chmod 600"):
+        _starts(tmp_path, 1, env={"ACTORRPC_KEY_FILE": str(file)})
+
+
+def test_insecure_has_to_be_said(tmp_path: Path) -> None:
+    for found in _starts(tmp_path, insecure=True, bind="0.0.0.0"):
+        assert found["keyless"]
+        assert len(found["tcp"]) == 1
+
+
+def test_insecure_with_a_key_is_as_secure_as_without_the_word(tmp_path: Path) -> None:
+    for found in _starts(tmp_path, env={"ACTORRPC_KEY": _KEY_TEXT}, insecure=True, bind="0.0.0.0"):
+        assert not found["keyless"]
+
+
+def test_who_is_insecure_does_not_meet_who_is_not() -> None:
+    """Neither side is talked into going without: not by the other, nor by whoever is in between."""
+    key = Key.from_text(_KEY_TEXT).reveal()
+    for mine, theirs in ((key, b""), (b"", key)):
+        one = Dialler(name="a", incarnation=new_incarnation(), key=mine, insecure=True)
+        other = Acceptor(name="b", incarnation=new_incarnation(), key=theirs, insecure=True)
+        with pytest.raises(AuthenticationError, match="key"):
+            other.feed(one.start())
+        with pytest.raises(AuthenticationError, match="key"):
+            one.feed(other.farewell)
