@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-__all__ = ["HERE", "Backend", "bag_step", "dot", "echo", "hop", "rnn_step", "words_of"]
+__all__ = ["HERE", "Backend", "bag_step", "dot", "echo", "hop", "plain_rnn_step", "rnn_step", "words_of"]
 
 Step = Callable[[], float]  # one training step; returns the loss
 
@@ -104,6 +104,25 @@ def rnn_step(server: str, words: int, width: int, layers: int, length: int, batc
             loss = cross_entropy(scores.view(-1, words), wanted)
             autograd.backward(context, [loss])
             optimizer.step(context)
+        return loss.item()
+
+    return step
+
+
+def plain_rnn_step(words: int, width: int, layers: int, length: int, batch: int) -> Step:
+    """Return a step of the same model in one process."""
+    torch.manual_seed(0)
+    table, decoder, lstm = nn.Embedding(words, width), nn.Linear(width, words), nn.LSTM(width, width, layers)
+    optimizer = torch.optim.SGD([*table.parameters(), *lstm.parameters(), *decoder.parameters()], lr=0.05)
+    text = torch.randint(words, (length + 1, batch), generator=torch.Generator().manual_seed(1))
+    given, wanted = text[:-1], text[1:].reshape(-1)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        output, _ = lstm(table(given))
+        loss = cross_entropy(decoder(output).view(-1, words), wanted)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
         return loss.item()
 
     return step

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import scenarios
-from benchmarks.autograd_models import HERE, Step, bag_step, dot, echo, hop, rnn_step
+from benchmarks.autograd_models import HERE, Step, bag_step, dot, echo, hop, plain_rnn_step, rnn_step
 
 __all__ = ["SCENARIOS", "Context"]
 
@@ -77,6 +77,11 @@ def train(context: Context, steps: int, warm: int, start_at: float = 0.0) -> dic
     step = context.step
     time.sleep(max(0.0, start_at - time.monotonic()))
     return {"time": _timed(lambda: losses.append(step()), steps, warm) / 1e3, "loss": losses[-1]}
+
+
+def plain(_context: Context, turns: int, warm: int, **sizes: int) -> dict[str, float]:
+    """Train the RNN in this process alone; milliseconds a step."""
+    return {"time": _timed(plain_rnn_step(**sizes), turns, warm) / 1e3}
 
 
 # -- one hop after another -----------------------------------------------------------------------------
@@ -169,5 +174,5 @@ def recording(context: Context, turns: int, warm: int, how: str) -> dict[str, fl
 
 SCENARIOS: dict[str, Callable[..., dict[str, float]]] = {
     function.__name__: function
-    for function in (init, shutdown, used, make, train, chain, activation, alone, recording)
+    for function in (init, shutdown, used, make, train, plain, chain, activation, alone, recording)
 }

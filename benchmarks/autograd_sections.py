@@ -125,6 +125,19 @@ def _training(bench: Bench, section: str) -> None:
                                 ("time", "step_cpu"),
                                 case=f"{case}, {world} workers",
                             )
+                        if section == "rnn" and world == 2:
+                            _plain(bench, place.name, rigs.get(Member("actorrpc")), case, steps, sizes)
+
+
+def _plain(
+    bench: Bench, place: str, rig: GradientRig | None, case: str, steps: int, sizes: dict[str, int]
+) -> None:
+    """Train the same model in one process: what a step costs without any messages."""
+
+    def measure(rig: Rig) -> dict[str, float]:
+        return rig.caller("plain", turns=5 * steps, warm=10, **sizes)
+
+    bench.record("rnn", Member("plain"), place, rig, measure, ("time",), case=f"{case}, 2 workers")
 
 
 def _make(bench: Bench, member: Member, rig: Rig | None, section: str, sizes: dict[str, int]) -> None:
