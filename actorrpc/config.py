@@ -32,7 +32,7 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_HEARTBEAT_MISSES": "heartbeats of silence within which a peer is taken for dead (default 5, at least 2)",
     "ACTORRPC_SESSION_GRACE": "seconds within which a broken TCP connection may come back (default 10; 0: its end is a death)",
     "ACTORRPC_CONTEXT_TTL": "seconds after which an unused autograd context of another worker is dropped (default 3600)",
-    "ACTORRPC_FAULT": "messages to lose or hold up, for tests: drop TYPES ...; delay TYPES seconds=... (actorrpc.testing)",
+    "ACTORRPC_FAULT": "faults, for tests: drop TYPES ...; delay TYPES seconds=...; kill POINT ... (actorrpc.testing)",
     "ACTORRPC_RUNTIME_DIR": "the private directory for sockets and key files",
     "ACTORRPC_SWITCH_INTERVAL": "sets sys.setswitchinterval in the worker (default: left alone)",
 }

@@ -72,6 +72,7 @@ class Family:
         self.over.label = f"the end of {title}"
         self.restarts = 0
         self.is_over = False
+        self._ending = False
         self._cause: BaseException | None = None
         self._runtime = runtime
         self._supervisor: Supervisor = runtime.supervisor
@@ -100,9 +101,11 @@ class Family:
 
     @property
     def state(self) -> str:
-        """``"up"``, ``"restarting"``, ``"failed"`` or ``"ended"``."""
+        """``"up"``, ``"restarting"``, ``"ending"``, ``"failed"`` or ``"ended"``."""
         if self.is_over:
             return "failed" if self.root()._siblings.failed else "ended"
+        if self.root()._ending:
+            return "ending"
         return "restarting" if self._siblings.busy or self._siblings.failed else "up"
 
     def actors(self) -> Iterator[Supervised]:
@@ -133,11 +136,14 @@ class Family:
     def left(self, child: Supervised) -> list[Deed]:
         """Take note that a child is dead for good, as was wanted."""
         deeds = self._carry_out(self._siblings.left(child.index, self._now()))
-        if self.parent is None and not self.is_over and all(each.phase == "dead" for each in self.actors()):
-            deeds.append(partial(self.close, None))
+        root = self.root()
+        if not root.is_over and all(each.phase == "dead" for each in root.actors()):
+            deeds.append(partial(root.close, None))
         return deeds
 
-    def lost(self, child: Supervised, death: ActorDiedError, cause: BaseException | None) -> list[Deed]:
+    def lost(
+        self, child: Supervised | Family, death: ActorDiedError | str, cause: BaseException | None
+    ) -> list[Deed]:
         """Take note that a child is dead for good, as it cannot be made."""
         self._cause = self._cause or cause
         return self._carry_out(self._siblings.lost(child.index, self._now(), str(death)))
@@ -154,9 +160,9 @@ class Family:
 
     def end(self) -> list[Deed]:
         """End all children for good, the last first. Only for a family that nobody is above."""
-        if self.is_over:
+        if self.is_over or self._ending:
             return []
-        self.is_over = True
+        self._ending = True
         return self.bring_down()
 
     # -- orders ---------------------------------------------------------------------------------------------
@@ -178,7 +184,7 @@ class Family:
                 if isinstance(child, Family):
                     return child.bring_down()
                 why = f"it was ended with the others of {self.title}, of which one had died"
-                if self.is_over:
+                if self.root()._ending:
                     why = f"{self.title} was ended"
                 return [partial(self._end_actor, child, child.epoch, why)]
             self.restarts += 1
@@ -190,6 +196,8 @@ class Family:
         if self.parent is not None:
             if order.what == "up":
                 return self.parent.made(self)
+            if order.what == "failed" and self._siblings.hopeless:
+                return self.parent.lost(self, f"{self.title}: {self._why()}", self._cause)
             return self.parent.died(self, self._why() if order.what == "failed" else "it has ended")
         if order.what == "failed":
             self.is_over = True

@@ -72,6 +72,7 @@ class Siblings:
     Attributes:
         failed: the group has given up; it stays so until it is made again.
         exceeded: that is because there were too many deaths.
+        hopeless: a child cannot be made at all: making the group again is of no use.
         why: how the child died whose death was one too many, or why it cannot be made.
     """
 
@@ -81,7 +82,7 @@ class Siblings:
         self._plans: list[Plan] = []
         self._rising = False  # whoever is above waits for all to be up
         self.restarts = restarts
-        self.failed = self.exceeded = False
+        self.failed = self.exceeded = self.hopeless = False
         self.why = ""
 
     @property
@@ -143,6 +144,7 @@ class Siblings:
         if self._states[child] == "left":
             return []
         self._states[child] = "left"
+        self.hopeless = True
         for each in self._plans:
             each.members.discard(child)
         return self._fail(now, why)

@@ -59,7 +59,7 @@ class Supervision:
 
     @property
     def state(self) -> str:
-        """``"up"``; ``"restarting"``: children are being ended or made again; ``"failed"``: for good; ``"ended"``."""
+        """``"up"``; ``"restarting"``: children are being ended or made again; ``"ending"``; ``"failed"``, or ``"ended"``."""
         with self._runtime.supervisor.lock:
             return self._family.state
 
@@ -152,7 +152,8 @@ def supervise(
     has ``checkpoint()`` and ``restore()``. Its own ``max_restarts`` only says that it may be (it must not be 0); how often
     is said here. A child that leaves because somebody wants that (``kill()``, ``exit_actor()``, the end of its last handle)
     is out of the group, and nothing follows. A child whose constructor, or ``restore()``, raises in a restart has died
-    once more; the group gives up where that happens in a first start, or where a child's place is gone for good.
+    once more; the group, and every group above it, gives up where that happens in a first start, or where a child's place
+    is gone for good.
 
     Actors that are to live and die together are a group with ``strategy="one_for_all"`` and ``max_restarts=0``.
 
@@ -223,7 +224,7 @@ def _child(here: Runtime, given: ActorHandle[Any] | Supervision) -> Supervised |
     """Find what is known of a child; the supervisor's lock is held."""
     if isinstance(given, Supervision):
         family = given._family
-        if given._runtime is not here or family.is_over:
+        if given._runtime is not here or family.state not in ("up", "restarting"):
             raise ConfigError(f"{given!r} is over")
         if family.parent is not None:
             raise ConfigError(f"{given!r} is a child of {family.parent.title} already")

@@ -237,9 +237,15 @@ def _settings(given: dict[str, Any]) -> Settings:
             "sockets. For several machines, use init_rpc"
         )
     try:
-        return Settings.from_environment(**{**given, "transport": "unix"})
+        made = Settings.from_environment(**{**given, "transport": "unix"})
     except TypeError as error:
         raise WrongTypeError(f"an option of init() has a value of a wrong type: {error}") from error
+    if made.data_only:
+        raise ConfigError(
+            "the processes of a cluster run what the driver sends them, and cannot take data only: unset "
+            "ACTORRPC_DATA_ONLY, or serve exposed functions with init_rpc"
+        )
+    return made
 
 
 def _number(value: Any, what: str) -> float:

@@ -277,7 +277,7 @@ class Connection:
         self.heard = time.monotonic()
         if self.replay is not None and self.replay.count(count):
             self.outbox.append(pack_frame(ACK, self.replay.received))
-            self._events.submit(self.flush)
+            self.flush()
         reader = self._reader
         while True:
             for frame in reader.fed(count):

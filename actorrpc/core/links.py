@@ -31,7 +31,7 @@ from actorrpc.core.handshake import Dialler, Purpose, Session
 from actorrpc.core.identity import WorkerRecord
 from actorrpc.core.interrupts import Taken, checkpoint, pending_here, uninterruptible
 from actorrpc.core.keys import Key
-from actorrpc.core.liveness import set_up_tcp
+from actorrpc.core.liveness import process_state, set_up_tcp
 from actorrpc.core.resumption import Resumption
 from actorrpc.core.tensor_lane import Borrower, Lender
 from actorrpc.errors import (
@@ -225,7 +225,13 @@ class Links:
             except (TimeoutError, OSError) as error:
                 if isinstance(error, RpcError):
                     raise
-                if error.errno in _BUSY and time.monotonic() < limit:
+                # It has no time for the handshake, but its process runs: busy, not gone.
+                busy = (
+                    isinstance(error, TimeoutError)
+                    and peer.same_host
+                    and process_state(peer.record.pid) == "running"
+                )
+                if (busy or error.errno in _BUSY) and time.monotonic() < limit:
                     # Too many at once at its door, or it has just ended: then nobody will listen the next time.
                     time.sleep(0.02)
                     queue.appendleft((family, address))

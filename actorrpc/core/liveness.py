@@ -59,7 +59,7 @@ class Liveness:
         self.silent = 0.0
         self.suspect = False
         self.direct: bool | None = None
-        self._excused = min(late, now - heard)
+        self._excused = 0.0
 
     def look(
         self,

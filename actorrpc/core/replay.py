@@ -17,7 +17,7 @@ from actorrpc.errors import ProtocolError
 
 __all__ = ["Replay"]
 
-_SAY_EVERY: Final = 256 << 10  # bytes that have come before it is said
+_SAY_EVERY: Final = 1 << 20  # bytes that have come before it is said
 _LIMIT: Final = 16 << 20  # bytes that are kept: more than are under way on any line that this is for
 
 

@@ -189,11 +189,12 @@ class Group:
 
     def _whom_to_ask(self) -> Peer:
         """Return the first member, by name, that lives and is not given up. This one, if all before it are gone."""
-        for name in sorted(self._table):
-            peer = self.agent.peer(name)
-            if peer.state == "alive" and not self.reach.is_given_up(peer):
-                return peer
-        return self.agent.self_peer
+        alive = [peer for name in sorted(self._table) if (peer := self.agent.peer(name)).state == "alive"]
+        # All are looked at: the time of each that is out of reach runs from now on, not one after the other.
+        given_up = [self.reach.is_given_up(peer) for peer in alive]
+        return next(
+            (peer for peer, lost in zip(alive, given_up, strict=True) if not lost), self.agent.self_peer
+        )
 
     def _ask(self, peer: Peer, stage: int, until: float) -> Future[None] | None:
         """Tell a member that this one has come to the stage; None where it cannot be reached, for now or for ever."""
@@ -206,6 +207,7 @@ class Group:
         except (PeerDiedError, RpcTimeoutError, ProtocolError) as error:
             # No proof of its death, unless it is not alive any more: that is found out next.
             self.reach.failed(peer, error)
+            self.watch_all()  # others may be out of reach as well: found out for all at once
             time.sleep(_AGAIN_S)
             return None
         return future

@@ -1,4 +1,4 @@
-"""For tests of programs that use actorrpc: losing and holding up messages on purpose, by their type.
+"""For tests of programs that use actorrpc: lost and late messages, bad networks, deaths at named points, leaks.
 
     from actorrpc import testing
 
@@ -8,6 +8,14 @@
 
     with testing.delay("answer", seconds=0.5, to="trainer*"):
         ...
+
+    with testing.kill_at("answer.sending", function="step", nth=3, action="stop"):
+        ...                                    # at the third answer of step(), this process stops: SIGSTOP
+
+    with testing.FaultProxy(disturbances=[testing.reset(after=(1_000, 50_000))], seed=7) as proxy:
+        ...                                    # start a worker with proxy.options: its connections break, again and again
+
+``actorrpc.testing.pytest_plugin`` has a limit on the time of tests, and fixtures that find what they leave behind.
 
 A fault is one of the worker whose process starts it, and concerns what that worker sends, also to itself. Faults of other
 processes come with their environment (``ACTORRPC_FAULT="drop call times=1; delay answer seconds=0.5"``) or options

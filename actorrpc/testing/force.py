@@ -16,6 +16,7 @@ __all__ = ["begin", "enforce", "lift", "worker"]
 # Guards the two below. The gate's and the faults' own locks are taken under it.
 _lock = threading.Lock()
 _gate: FaultGate | None = None
+_worker = ""  # who this process is, or was last: points come even after the end of its agent
 _early: list[Fault | KillPoint] = []  # started before there was an agent
 
 
@@ -40,26 +41,27 @@ def lift(fault: Fault | KillPoint) -> None:
 
 def begin(gate: FaultGate | None) -> None:
     """Name the gate of the agent that is in force in this process; it gets the faults that wait for one."""
-    global _gate
+    global _gate, _worker
     with _lock:
         _gate = gate
         if gate is not None:
+            _worker = gate.worker
             early, _early[:] = _early[:], []
             for fault in early:
                 gate.add(fault)
 
 
 def worker() -> str:
-    """Return the name of the worker that this process is; empty where it is none."""
-    gate = _gate
-    return "" if gate is None else gate.worker
+    """Return the name of the worker that this process is, or was last; empty where it has been none."""
+    return _worker
 
 
 def _forget() -> None:
     """In a forked child: another thread may have held the lock."""
-    global _gate, _lock
+    global _gate, _lock, _worker
     _lock = threading.Lock()
     _gate = None
+    _worker = ""
     _early.clear()
 
 

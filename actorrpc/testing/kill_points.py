@@ -205,7 +205,8 @@ class KillPoint:
         elif self.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.action == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # To this thread: sent to the process, another one may take it, and this one would go on for a moment.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         elif self.action == "sleep":
             time.sleep(self._seconds)
         else:

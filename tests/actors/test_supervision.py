@@ -1,10 +1,9 @@
-"""Supervision groups over a network that follows a seed: who ends and begins in what order, and who is told what."""
+"""Supervision groups over a network that follows a seed: who ends and begins in what order; what is refused."""
 
 from __future__ import annotations
 
-import gc
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from actorrpc.actors.route import Route
 from actorrpc.actors.runtime import set_runtime
 from actorrpc.actors.siblings import STRATEGIES
 from actorrpc.actors.snapshot import Snapshot
-from actorrpc.actors.supervision import Supervision, supervise
+from actorrpc.actors.supervision import supervise
 from actorrpc.errors import (
     ActorDiedError,
     ActorUnavailableError,
@@ -23,117 +22,13 @@ from actorrpc.errors import (
     SupervisionError,
     WrongTypeError,
 )
-from tests.actors.fleet import Resident, Worker, World
+from tests.actors.scene import Scene, error_of
 
 
 @pytest.fixture(autouse=True)
 def _no_runtime() -> Iterator[None]:
     yield
     set_runtime(None)
-
-
-class Scene:
-    """A driver with some actors, which it can put into groups; what happens to their incarnations is written down."""
-
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        count: int,
-        seed: int = 1,
-        spawner: bool = False,
-        **options: Any,
-    ) -> None:
-        self.world = World(monkeypatch, seed, workers=1 if spawner else 3, spawner=spawner)
-        self.driver = self.world.workers[0]
-        options.setdefault("max_restarts", -1)
-        self.routes = [self.world.create(self.driver, **options) for _ in range(count)]
-        self.names = {route.actor_id: number for number, route in enumerate(self.routes)}
-        self.world.settle()
-        self.events: list[str] = []
-        self.refuse: Callable[[int], BaseException | None] = lambda number: None
-        self.world.constructor = self._constructed
-        ends = Resident.end
-
-        def end(resident: Resident) -> None:
-            if not resident.ended:
-                self.events.append(f"-{self.names[resident.spec.actor_id]}")
-            ends(resident)
-
-        monkeypatch.setattr(Resident, "end", end)
-        dies = Worker.die
-
-        def die(worker: Worker) -> None:
-            if not worker.dead:
-                self.events.extend(
-                    f"-{self.names[each.spec.actor_id]}" for each in worker.residents_here.values()
-                )
-            dies(worker)
-
-        monkeypatch.setattr(Worker, "die", die)
-
-    def scatter(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Have deeds done at any time later, as threads would that are held up."""
-
-        def perform(deeds: list[Callable[[], object]]) -> None:
-            def first() -> None:
-                deeds[0]()
-                perform(deeds[1:])
-
-            if deeds:
-                self.world.tasks.append((self.driver, first))
-
-        for module in ("families", "supervision", "supervisor"):
-            monkeypatch.setattr(f"actorrpc.actors.{module}.perform", perform)
-
-    def _constructed(self, spec: Any) -> BaseException | None:
-        number = self.names.get(spec.actor_id, -1)
-        error = self.refuse(number)
-        self.events.append(f"{'!' if error is not None else '+'}{number}")
-        return error
-
-    def handle(self, number: int) -> ActorHandle[Any]:
-        route = self.routes[number]
-        return ActorHandle(route.card, route)
-
-    def group(self, *children: Any, **options: Any) -> Supervision:
-        self.world.on(self.driver)
-        found = [self.handle(each) if isinstance(each, int) else each for each in children]
-        return supervise(found, **options)
-
-    def where(self, number: int) -> Resident:
-        actor_id = self.routes[number].actor_id
-        return next(
-            resident
-            for worker in self.world.workers
-            if not worker.dead
-            for resident in worker.residents_here.values()
-            if resident.spec.actor_id == actor_id
-        )
-
-    def kill(self, number: int) -> None:
-        """As if it had died by itself."""
-        self.world.on(self.driver)
-        self.routes[number].kill(no_restart=False)
-
-    def lives(self) -> list[int]:
-        return sorted(
-            self.names[resident.spec.actor_id]
-            for worker in self.world.workers
-            if not worker.dead
-            for resident in worker.residents_here.values()
-        )
-
-    def happened(self, seconds: float = 60.0) -> list[str]:
-        self.world.settle(seconds)
-        events, self.events = self.events, []
-        return events
-
-
-def _error(future: Any) -> BaseException:
-    assert future.done()
-    error = future.exception()
-    assert error is not None
-    return error  # type: ignore[no-any-return]
 
 
 # -- strategies ---------------------------------------------------------------------------------------------------
@@ -264,239 +159,6 @@ def test_actors_that_wait_for_a_restart_of_their_own(monkeypatch: pytest.MonkeyP
         monkeypatch.undo()
 
 
-# -- giving up ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("spawner", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_death_too_many(monkeypatch: pytest.MonkeyPatch, strategy: Any, spawner: bool) -> None:
-    scene = Scene(monkeypatch, 3, spawner=spawner)
-    told: list[SupervisionError] = []
-    group = scene.group(
-        0, 1, 2, strategy=strategy, max_restarts=2, period=1000.0, name="web", on_failure=told.append
-    )
-    over, watched = group.monitor(), [route.watch() for route in scene.routes]
-    for _ in range(2):
-        scene.kill(1)
-        scene.happened()
-    assert group.state == "up"
-    assert not over.done()
-    scene.kill(1)
-    call = scene.world.call(scene.driver, scene.routes[0], 1)
-    assert scene.happened() == ["-1", "-2", "-0"]
-    assert scene.lives() == []
-    assert group.state == "failed"
-    (error,) = told
-    assert over.value() is error
-    text = str(error)
-    assert text.startswith("supervision group 'web': it has given up, as 2 restarts within 1000 s did not do")
-    assert text.count("it was killed with kill()") == 4  # the last, and the list of all three
-    for death in watched:
-        assert "supervision group 'web', which it belongs to, has ended: it has given up" in str(
-            death.value()
-        )
-    if call.exception() is not None:
-        assert isinstance(call.exception(), ActorDiedError)
-    late = scene.world.call(scene.driver, scene.routes[2], 1)
-    scene.world.settle()
-    assert "max_restarts=2" in str(_error(late))
-    assert group.monitor().value() is error
-    assert len(told) == 1
-
-
-def test_deaths_outside_of_the_period_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, 1)
-    group = scene.group(0, max_restarts=1, period=10.0)
-    for _ in range(4):
-        scene.kill(0)
-        scene.world.settle()
-        scene.world.clock.advance(11.0)
-    assert group.state == "up"
-    assert scene.lives() == [0]
-
-
-def test_a_constructor_that_raises_in_a_restart_is_one_more_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, 2)
-    group = scene.group(0, 1, max_restarts=4)
-    errors = [ValueError("not yet"), ValueError("nor now")]
-    scene.refuse = lambda number: errors.pop(0) if errors else None
-    scene.kill(1)
-    assert scene.happened() == ["-1", "!1", "!1", "+1"]
-    assert group.state == "up"
-    scene.refuse = lambda number: ValueError("never again")
-    scene.kill(1)
-    over = group.monitor()
-    scene.world.settle()
-    error = over.value()
-    assert isinstance(error, SupervisionError)
-    assert "its constructor raised ValueError: never again" in str(error)
-    assert "its constructor raised ValueError: not yet" in str(error)
-    assert scene.lives() == []
-
-
-def test_a_first_constructor_that_raises_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, 2)
-    scene.refuse = lambda number: ValueError("wrong arguments") if number == 2 else None
-    scene.routes.append(scene.world.create(scene.driver, max_restarts=-1))
-    scene.names[scene.routes[2].actor_id] = 2
-    group = scene.group(0, 1, 2)
-    assert scene.happened() == ["!2", "-1", "-0"]
-    error = group.monitor().value()
-    assert error is not None
-    assert isinstance(error.cause, ValueError)
-    assert "wrong arguments" in str(error)
-    late = scene.world.call(scene.driver, scene.routes[0], 1)
-    scene.world.settle()
-    assert isinstance(_error(late), ActorDiedError)
-
-
-def test_a_place_that_is_gone_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, 1)
-    scene.routes.append(scene.world.create(scene.driver, max_restarts=-1, worker="w2"))
-    scene.names[scene.routes[1].actor_id] = 1
-    scene.world.settle()
-    group = scene.group(0, 1)
-    scene.world.workers[2].die()
-    scene.world.settle()
-    assert "worker= has put it there" in str(group.monitor().value())
-    assert scene.lives() == []
-
-
-# -- nested -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_group_in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    for spawner in (False, True):
-        scene = Scene(monkeypatch, 5, spawner=spawner)
-        inner = scene.group(1, 2, strategy="one_for_all", max_restarts=1, name="inner")
-        deep = scene.group(3, max_restarts=0, name="deep")
-        outer = scene.group(0, inner, deep, 4, strategy="rest_for_one", max_restarts=2, name="outer")
-        scene.kill(2)
-        assert scene.happened() == ["-2", "-1", "+1", "+2"]
-        assert (inner.restarts, outer.restarts) == (2, 0)
-        scene.kill(1)  # one too many for the inner one: the outer one makes it, and what is behind it, again
-        assert scene.happened() == ["-1", "-2", "-4", "-3", "+1", "+2", "+3", "+4"]
-        scene.kill(1)  # the inner one has a new account
-        assert scene.happened() == ["-1", "-2", "+1", "+2"]
-        scene.kill(3)
-        assert scene.happened() == ["-3", "-4", "+3", "+4"]
-        assert {group.state for group in (inner, deep, outer)} == {"up"}
-        scene.kill(3)
-        assert scene.happened() == ["-3", "-4", "-2", "-1", "-0"]
-        assert {group.state for group in (inner, deep, outer)} == {"failed"}
-        error = outer.monitor().value()
-        assert error is not None
-        assert inner.monitor().value() is error
-        assert "supervision group 'deep': it has given up, as no restart within 60 s did not do" in str(error)
-        monkeypatch.undo()
-
-
-# -- leaving and ending -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["kill", "exit", "handle"])
-def test_one_that_leaves_is_out(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    scene = Scene(monkeypatch, 3)
-    group = scene.group(0, 1, 2, strategy="one_for_all")
-    if how == "kill":
-        scene.routes[1].kill()
-    elif how == "exit":
-        scene.driver.runtime.supervisor.note_ended(scene.routes[1].actor_id, 0, "exit", "exit_actor()")
-    else:
-        group._children = (group._children[0], group._children[2])
-        del scene.routes[1]
-        gc.collect()
-    scene.world.settle()
-    scene.events.clear()
-    assert group.state == "up"
-    if how != "handle":
-        del scene.routes[1]
-    scene.kill(0)
-    assert scene.happened() == ["-0", "-2", "+0", "+2"]
-    for route in scene.routes:
-        route.kill()
-    scene.world.settle()
-    assert group.state == "ended"
-    assert group.monitor().value() is None
-
-
-def test_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(20):
-        scene = Scene(monkeypatch, 4, seed, spawner=seed % 2 == 0)
-        told: list[Any] = []
-        inner = scene.group(2, 3)
-        group = scene.group(0, 1, inner, on_failure=told.append)
-        with pytest.raises(ConfigError, match="is a child of"):
-            inner.end()
-        if seed % 3 == 0:
-            scene.kill(1)
-            for _ in range(seed):
-                scene.world.step()
-        monkeypatch.setattr(Supervision, "monitor", partial(_settles, scene.world))
-        scene.world.on(scene.driver)
-        with group:
-            pass
-        if seed % 3:
-            assert scene.events == ["-3", "-2", "-1", "-0"]
-        assert scene.lives() == []
-        assert (group.state, inner.state) == ("ended", "ended")
-        group.end()
-        late = scene.world.call(scene.driver, scene.routes[2], 1)
-        scene.world.settle()
-        assert "which it belongs to, was ended" in str(_error(late))
-        assert not told
-        monkeypatch.undo()
-
-
-def _note(fired: list[Any], done: Any) -> None:
-    fired.append(done.value())
-
-
-def _settles(world: World) -> _Settles:
-    return _Settles(world)
-
-
-class _Settles:
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def wait(self, timeout: float) -> None:
-        self._world.settle()
-
-
-def test_leaving_the_network_ends_the_group_without_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, 2)
-    told: list[Any] = []
-    group = scene.group(0, 1, strategy="one_for_all", on_failure=told.append)
-    monkeypatch.setattr("actorrpc.actors.supervisor.collect_all", lambda futures: _Settles(scene.world))
-    scene.driver.runtime.supervisor.close(True)
-    scene.world.settle()
-    assert group.monitor().value() is None
-    assert (scene.lives(), told) == ([], [])
-
-
-def test_a_group_that_nobody_refers_to_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, 2)
-    scene.group(0, 1, strategy="one_for_all")
-    gc.collect()
-    scene.kill(0)
-    assert scene.happened() == ["-0", "-1", "+0", "+1"]
-
-
-def test_a_group_keeps_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, 2)
-    group = scene.group(0, 1)
-    scene.routes.clear()
-    gc.collect()
-    scene.world.settle()
-    assert scene.lives() == [0, 1]
-    assert len(group.children) == 2
-    del group
-    gc.collect()
-    scene.world.settle()
-    assert scene.lives() == []
-
-
 # -- chaos ------------------------------------------------------------------------------------------------------------
 
 
@@ -529,7 +191,7 @@ def test_no_incarnation_gets_what_was_meant_for_another_one(monkeypatch: pytest.
         assert len(ran) == len(set(ran))
         for number, future in calls:
             assert future.done()
-            if number in lost and not _error(future).maybe_executed:  # type: ignore[attr-defined]
+            if number in lost and not error_of(future).maybe_executed:  # type: ignore[attr-defined]
                 assert number not in ran
             elif number in lost:
                 assert number not in ran[lost[number] :]
@@ -544,6 +206,10 @@ def test_no_incarnation_gets_what_was_meant_for_another_one(monkeypatch: pytest.
         restarts += group.restarts
         monkeypatch.undo()
     assert restarts > 1000
+
+
+def _note(fired: list[Any], done: Any) -> None:
+    fired.append(done.value())
 
 
 def test_monitors_of_a_group_that_gives_up_fire_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:

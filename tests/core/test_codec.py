@@ -441,7 +441,7 @@ def test_the_callers_mode_does_not_matter(mode: Any) -> None:
 
 
 def test_modules_registered_by_value() -> None:
-    import tests.leaks as module
+    import tests.core.agents as module
 
     cloudpickle.register_pickle_by_value(module)
     try:

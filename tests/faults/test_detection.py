@@ -93,7 +93,7 @@ def _kills(rank: int, world_size: int) -> list[float]:
         took.append(time.monotonic() - begun)
         assert {type(error) for error in errors} == {PeerDiedError}
         assert all(getattr(error, "maybe_executed", None) for error in errors)
-        _until(lambda name=name: changes.of(name) == ["dead"])
+        _until(lambda name=name: changes.of(name)[-1:] == ["dead"])
     return took
 
 
@@ -145,9 +145,9 @@ def _silence(rank: int, _: int, path: str, given: dict[str, Any], behind: dict[s
         errors = [call.exception() for call in calls[name]]
         assert {type(error) for error in errors} == {PeerDiedError}
         assert all("silent" in str(error) and getattr(error, "maybe_executed", None) for error in errors)
-        _until(lambda name=name: changes.of(name) == ["suspect", "dead"])
+        _until(lambda name=name: changes.of(name)[-2:] == ["suspect", "dead"])
         took[name] = changes.when(name, "dead") - begun
-    _until(lambda: changes.of("worker2") == ["suspect", "alive"])
+    _until(lambda: changes.of("worker2")[-2:] == ["suspect", "alive"])
     assert rpc.rpc_sync("worker2", abs, (-1,)) == 1
     for name in ("worker1", "worker3"):
         os.kill(_pid(name), signal.SIGKILL)
@@ -213,16 +213,17 @@ def _pauses(rank: int, world_size: int) -> None:
         return
     changes = _Changes()
     pid = _pid("worker1")
-    for number in range(3):
+    for _ in range(3):
         os.kill(pid, signal.SIGSTOP)
         _until(lambda: process_state(pid) == "stopped")
         calls = [rpc.rpc_async("worker1", abs, (-i,)) for i in range(20)]
-        _until(lambda number=number: len(changes.of("worker1")) == 2 * number + 1)
+        _until(lambda: changes.of("worker1")[-1:] == ["suspect"])
         assert not any(call.done() for call in calls)
         os.kill(pid, signal.SIGCONT)
         assert [call.wait() for call in calls] == list(range(20))
-        _until(lambda number=number: len(changes.of("worker1")) == 2 * number + 2)
-    assert changes.of("worker1") == ["suspect", "alive"] * 3
+        _until(lambda: changes.of("worker1")[-1] == "alive")
+    told = changes.of("worker1")
+    assert told == ["suspect", "alive"] * (len(told) // 2)
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])

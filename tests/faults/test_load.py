@@ -6,6 +6,7 @@ call ends with the right answer and that nothing grows without bound; times are 
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import os
 import subprocess
@@ -171,8 +172,9 @@ def test_many_calls_in_flight_to_one_worker() -> None:
         note(f"calls in flight, round {n}", {"calls": calls, **each})
     for side in ("after", "after_there"):
         assert last[side].descriptors <= second[side].descriptors + 2
-        # What was taken at first is used again.
-        assert last[side].rss_mb - second[side].rss_mb < 3 + calls / 10_000
+        assert last[side].objects <= second[side].objects + calls // 100
+        # What was taken at first is used again, as far as the allocator can.
+        assert last[side].rss_mb - second[side].rss_mb < 8 + calls / 2_000
 
 
 def _overfull(rank: int, world_size: int) -> None:
@@ -344,7 +346,8 @@ def test_rrefs_made_and_dropped_leave_nothing() -> None:
     )
     for before, after in ((here, here_then), (there, there_then)):
         assert after.descriptors <= before.descriptors + 2
-        # What the allocator likes to keep; the tables of what was freed lately are full by now.
+        # The tables of what was freed lately are full by now.
+        assert after.objects <= before.objects + total // 100
         assert after.rss_mb - before.rss_mb < 16
 
 
@@ -380,6 +383,27 @@ def _busy(rank: int, world_size: int, seconds: float) -> dict[str, Any]:
         calls += 2 * len(others)
     assert all(peer.state == "alive" for peer in _agent().peers())
     return {"calls": calls, "slowest_s": round(slowest, 3)}
+
+
+def _call_a_busy_one(rank: int, world_size: int, directory: Path) -> None:
+    """Make the first call ever to a worker that holds the interpreter in C code for longer than a handshake may take."""
+    signals = Signals(directory)
+    if rank == 0:
+        object.__setattr__(_agent().settings, "handshake_timeout", 0.3)
+        signals.wait("busy")
+        assert rpc.rpc_sync("worker1", operator.add, (1, 1)) == 2
+        signals.say("called")
+    else:
+        signals.say("busy")
+        ctypes.PyDLL(None).usleep(900_000)
+        signals.wait("called")
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_worker_that_is_too_busy_for_a_handshake_is_not_taken_for_dead(
+    tmp_path: Path, transport: str
+) -> None:
+    rpc_group(_call_a_busy_one, 2, tmp_path, options={"transport": transport})
 
 
 @nightly

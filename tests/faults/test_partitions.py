@@ -1,8 +1,8 @@
 """Networks that part: a group split and healed, the driver or the store cut off, one-way reachability.
 
-What is promised today: a peer that is silent while something is under way to it is dead after `heartbeat` times
-`heartbeat_misses` and one (here 0.2 s and 5, so 1.2 s; see the first lines of `core/liveness.py`), in this incarnation for good. Until then, and
-where nothing is under way, calls are bounded by their own time-outs.
+What is promised today: a peer that is silent is dead after `heartbeat` times `heartbeat_misses` (here 0.2 s and 5, so 1 s; 10 s
+by default), in this incarnation for good, whether or not calls to it are under way. Where no connection comes about at all,
+calls are bounded by their own time-outs, and nobody is taken for dead.
 
 The ranks of a test tell each other how far they are by files (`network.signals`): no network is needed for that.
 """
@@ -418,18 +418,29 @@ def test_leaving_when_the_worker_that_is_asked_first_cannot_be_dialled() -> None
         )
 
 
-def _leave_unheard(rank: int, world_size: int, network: Network) -> None:
-    reach.PATIENCE_S = 1.5  # type: ignore[misc] # instead of 10 s
+def _leave_unheard(rank: int, world_size: int, network: Network) -> float:
+    if not NIGHTLY:
+        reach.PATIENCE_S = 0.5  # type: ignore[misc] # instead of 10 s
     network.signals.meet("begun", rank, world_size)
     if rank == 0:
-        network.split("a", "b")
+        network.split("a", "b", "c")
     network.signals.meet("split", rank, world_size)
+    begun = time.monotonic()
+    rpc.shutdown()
+    return round(time.monotonic() - begun, 1)
 
 
 def test_leaving_a_group_that_is_split_and_whose_members_have_never_met() -> None:
-    """No connection tells anybody of the split; nobody waits for ever for those who are on the other side."""
-    with Network("a", "b", "c", "d") as network:
-        host_group(_leave_unheard, network, ["a", "b", "c", "d"], network, options=_TUNED, timeout=40)
+    """No connection tells anybody of the split; nobody waits for ever for those who are on the other side.
+
+    Those of d and e are the ones to be asked last: they have to give up three others before.
+    """
+    with Network("a", "b", "c", "d", "e") as network:
+        took = host_group(
+            _leave_unheard, network, ["a", "b", "c", "d", "e"], network, options=_TUNED, timeout=50
+        )
+    note("leaving a split group", {"s": took})
+    assert max(took) <= 30.0 or not NIGHTLY
 
 
 # -- how long it takes -------------------------------------------------------------------------------------------------
@@ -470,5 +481,6 @@ def test_how_long_it_takes_to_notice_silence(how: str) -> None:
                     _notice, network, ["a", "b"], network, how, options={"heartbeat": heartbeat}
                 )
         note("silence noticed", {"how": how, "heartbeat_s": heartbeat, "runs": runs, "s": sorted(took)})
-        # What was promised: 10 s by default, 1 s tuned; and what a machine that does other things as well needs.
-        assert max(took) <= (10.0 if heartbeat == 2.0 else 1.0) + 1.0
+        # What was promised: 10 s by default, 1 s tuned; and what a machine that does other things as well needs. Whoever
+        # still hears the other one has to be told by it, past a send buffer that TCP tries again ever more seldom.
+        assert max(took) <= 5 * heartbeat * (2 if how == "one way" else 1) + 1.0

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+import actorrpc
 import actorrpc.rpc as rpc
 from actorrpc.core import codec, exceptions, messages, opening, restriction
 from actorrpc.core.frames import REPLY, REQUEST, pack_frame
@@ -378,6 +379,12 @@ def _ask(stranger: Stranger, body: bytes, kind: int = REQUEST) -> Any:
     stranger.sock.sendall(pack_frame(kind, 1, body))
     (frame, *_) = stranger.frames()
     return exceptions.load(frame.body, loads=pickle.loads) if frame.kind == 3 else pickle.loads(frame.body)
+
+
+def test_a_cluster_cannot_be_data_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACTORRPC_DATA_ONLY", "1")
+    with pytest.raises(ConfigError, match="exposed"):
+        actorrpc.init()
 
 
 def test_a_peer_that_sends_payloads_gets_errors_and_is_served_on() -> None:

@@ -34,8 +34,8 @@ from tests.intruders.mutations import Guide, cut, mutate
 
 _NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 _INPUTS = 1_000_000 if _NIGHTLY else 10_000
-_OVER_SOCKETS = 50_000 if _NIGHTLY else 1_000
-_AFTERWARDS = 100_000 if _NIGHTLY else 1_500
+_OVER_SOCKETS = 20_000 if _NIGHTLY else 1_000
+_AFTERWARDS = 20_000 if _NIGHTLY else 1_500
 _GUIDED = 100_000 if _NIGHTLY else 3_000
 _MOST = 64 << 10  # bytes that an input may make us allocate before authentication
 _ACCEPTOR, _DIALLER = new_incarnation(), new_incarnation()
@@ -147,7 +147,7 @@ def test_the_fuzzer_would_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_guided_fuzzer_finds_no_way_either(no_unpickling: list[str]) -> None:
     """Inputs that reach new steps of the handshake are kept and changed further."""
     rng = random.Random(3)
-    guide, victims = Guide(handshake.__file__), []
+    guide, through = Guide(handshake.__file__), []
     corpus = _old_messages()
     for _ in range(_GUIDED):
         sent: list[bytes] = []
@@ -157,11 +157,13 @@ def test_a_guided_fuzzer_finds_no_way_either(no_unpickling: list[str]) -> None:
                 sent.append(mutate(rng, rng.choice((honest, rng.choice(corpus))), corpus[-50:]))
                 return sent[0]
 
-            victims.append(_attack(rng, corpus, change))
+            victim, excused = _attack(rng, corpus, change)
+            if victim.done and not excused:
+                through.append(sent[0])
 
         if guide.finds(run) and len(corpus) < 2_000:
             corpus.append(sent[0])
-    assert not [1 for victim, excused in victims if victim.done and not excused]
+    assert not through
     # It goes everywhere: each line that says that something is wrong has been reached.
     with open(handshake.__file__, encoding="utf-8") as file:
         source = file.read().splitlines()
@@ -296,13 +298,13 @@ _PLACES = hasattr(messages, "Placement")
 def test_frames_of_a_peer_that_has_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames that are wrong in any way: typed errors, or the end of their connection; the worker serves on."""
     rng = random.Random(5)
-    ends: list[BaseException | None] = []
+    ends: list[tuple[type, str]] = []  # no errors: those hold on to their connections
     with agents(2, key=KEY, data_only=True) as pair:
         agent = pair[0]
         closed = agent.inbox.closed
 
         def note(conn: Any, error: BaseException | None) -> None:
-            ends.append(error)
+            ends.append((type(error), str(error)[:100]))
             closed(conn, error)
 
         monkeypatch.setattr(agent.inbox, "closed", note)
@@ -325,13 +327,9 @@ def test_frames_of_a_peer_that_has_the_key(monkeypatch: pytest.MonkeyPatch) -> N
                 while stranger.sock.recv(1 << 16):
                     pass
             stranger.close()
-        strange = {
-            f"{type(error).__name__}: {error!s:.100}"
-            for error in ends
-            if error is not None and not isinstance(error, (RpcError, OSError, EOFError))
-        }
-        assert not strange
-        assert any(isinstance(error, ProtocolError) for error in ends)
+        typed = (RpcError, OSError, EOFError, type(None))
+        assert not {(kind, text) for kind, text in ends if not issubclass(kind, typed)}
+        assert any(issubclass(kind, ProtocolError) for kind, _ in ends)
         assert pair[1].call(pair[1].peer("a0"), service.add, (1, 2), {}, 20.0).result() == 3
 
 

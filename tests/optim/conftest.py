@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 import actorrpc.autograd  # noqa: F401 (in force with RPC from the start)
+from actorrpc.testing.pytest_plugin import WATCHDOG, charge
 from tests import leaks, processes
 from tests.actors.e2e import kit
-from tests.conftest import _WATCHDOG, _charge
 
 
 @pytest.fixture(scope="package")
@@ -22,7 +22,7 @@ def _package_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     found = leaks.settle(before, request.config.getoption("--leak-wait"))
     if found and not request.session.testsfailed:  # a traceback keeps a test's variables alive
-        _charge(found)
+        charge(found)
 
 
 @pytest.fixture(scope="package")
@@ -42,6 +42,6 @@ def _test_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     """In place of the fixture of that name: threads may come in a group that goes on."""
     if "workers" in request.fixturenames:
         request.getfixturevalue("workers")
-    request.config.stash[_WATCHDOG].keep(processes.descendants())
+    request.config.stash[WATCHDOG].keep(processes.descendants())
     yield
     gc.collect()

@@ -140,7 +140,17 @@ def test_wrong_devices(devices: Any) -> None:
         (
             "advertise",
             ["localhost", "10.0.0.1:7000", "::1", "[::1]", "[::1]:7000"],
-            [3, "localhost:", "localhost:0", "localhost:65536", "localhost:http", ":7000", "[::1", "[::1]7", "[]:7"],
+            [
+                3,
+                "localhost:",
+                "localhost:0",
+                "localhost:65536",
+                "localhost:http",
+                ":7000",
+                "[::1",
+                "[::1]7",
+                "[]:7",
+            ],
         ),
         ("port", [0, 65535], [-1, 65536, "80", 1.0, True]),
         ("key", ["sixteen characters"], [b"sixteen characters", 3, "", "short"]),

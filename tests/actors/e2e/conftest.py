@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import actorrpc
+from actorrpc.testing.pytest_plugin import WATCHDOG
 from tests import processes
 from tests.actors.e2e import kit
-from tests.conftest import _WATCHDOG
 
 _RAISED = pytest.StashKey[bool]()
 
@@ -71,7 +71,7 @@ def _test_leaves_nothing(request: pytest.FixtureRequest, _module_leaves_nothing:
         if name in request.fixturenames:
             request.getfixturevalue(name)
     actors = _living()
-    request.config.stash[_WATCHDOG].keep(processes.descendants())
+    request.config.stash[WATCHDOG].keep(processes.descendants())
     yield
     if request.node.stash.get(_RAISED, False):  # a traceback keeps the test's variables alive
         return

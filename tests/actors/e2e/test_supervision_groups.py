@@ -42,9 +42,9 @@ class Child:
             raise ValueError("it does not want to")
 
     def note(self, what: str) -> None:
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.write(descriptor, f"{what}{self.name}\n".encode())
-        os.close(descriptor)
+        # One write for a line; a method may be interrupted anywhere, and the file closes itself.
+        with open(self.path, "ab", buffering=0) as file:
+            file.write(f"{what}{self.name}\n".encode())
 
     def add(self) -> int:
         self.seen += 1

@@ -1,0 +1,205 @@
+"""Which processes belong to a test session, and what they are doing.
+
+Every process that a test starts, directly or not, carries a mark in its environment; so even those whose
+parent has ended, and that now belong to init, are found. Used by the leak check and by the watchdog, from
+the main thread and from the watchdog's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterable
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+__all__ = [
+    "ProcessId",
+    "begin_session",
+    "descendants",
+    "describe",
+    "dump_stacks",
+    "end_session",
+    "helper_fds",
+    "helper_pids",
+    "in_session",
+    "kill",
+    "of_session",
+    "scratch",
+    "stacks_file",
+]
+
+_MARK = "ACTORRPC_TEST_SESSION"
+
+
+class ProcessId(NamedTuple):
+    """A process: its number alone may be given to another one later."""
+
+    pid: int
+    started: int  # clock ticks after boot
+
+
+def begin_session() -> None:
+    """Make the session's private directory and mark this process's environment with its path; not thread-safe.
+
+    A session inside a test of another session appends its own, so that both find the processes.
+    """
+    outer = os.environ.get(_MARK)
+    # Short, because it holds Unix sockets, whose paths have at most 107 bytes.
+    private = tempfile.mkdtemp(prefix="arpct-", dir=scratch() if outer else "/tmp")
+    os.environ[_MARK] = f"{outer}:{private}" if outer else private
+
+
+def end_session() -> None:
+    """Remove the session's private directory and the mark."""
+    shutil.rmtree(scratch(), ignore_errors=True)
+    outer = os.environ[_MARK].rpartition(":")[0]
+    if outer:
+        os.environ[_MARK] = outer
+    else:
+        del os.environ[_MARK]
+
+
+def in_session() -> bool:
+    """Say whether this process, or one that has started it, has begun a session."""
+    return _MARK in os.environ
+
+
+def scratch() -> Path:
+    """The session's private directory; known to the processes of its tests as well."""
+    return Path(os.environ[_MARK].rpartition(":")[2])
+
+
+def _identify(pid: int) -> ProcessId | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None  # ended meanwhile
+    return ProcessId(pid, int(stat.rpartition(")")[2].split()[19]))
+
+
+def _children(pid: int) -> set[int]:
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                found.update(map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()))
+    return found
+
+
+def descendants() -> set[ProcessId]:
+    """The children of this process, theirs, and so on; zombies included."""
+    found: set[int] = set()
+    new = _children(os.getpid())
+    while new:
+        found |= new
+        new = set().union(*map(_children, new)) - found
+    return {process for process in map(_identify, found) if process is not None}
+
+
+def of_session() -> set[ProcessId]:
+    """All processes that this session's tests started and that exist now; not this one."""
+    token, me = scratch().name.encode(), os.getpid()
+    found = descendants()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != me:
+            with contextlib.suppress(OSError):  # ended meanwhile, or not ours to look at
+                if token in Path(f"/proc/{entry}/environ").read_bytes():
+                    process = _identify(int(entry))
+                    if process is not None:
+                        found.add(process)
+    return found
+
+
+def helper_pids() -> set[int]:
+    """The processes that multiprocessing keeps for the whole session."""
+    pids = {
+        getattr(getattr(resource_tracker, "_resource_tracker", None), "_pid", None),
+        getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None),
+    }
+    return {pid for pid in pids if pid is not None}
+
+
+def helper_fds() -> set[int]:
+    """The descriptors by which multiprocessing talks to those processes."""
+    fds = {
+        getattr(getattr(resource_tracker, "_resource_tracker", None), "_fd", None),
+        getattr(getattr(forkserver, "_forkserver", None), "_forkserver_alive_fd", None),
+    }
+    return {fd for fd in fds if fd is not None}
+
+
+def _alive(process: ProcessId) -> psutil.Process | None:
+    if _identify(process.pid) == process:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(process.pid)
+    return None
+
+
+def describe(process: ProcessId) -> str:
+    """Say in one line what a process is."""
+    found = _alive(process)
+    if found is None:
+        return f"process {process.pid} (ended)"
+    try:
+        with found.oneshot():
+            text = f"process {found.pid} ({found.status()}, parent {found.ppid()}): {found.name()}"
+            with contextlib.suppress(psutil.Error):  # a zombie has no command line
+                text = text.removesuffix(found.name()) + " ".join(found.cmdline())[:200]
+            return text
+    except psutil.Error:
+        return f"process {process.pid} (ended)"
+
+
+def kill(processes: Iterable[ProcessId]) -> None:
+    """Kill these processes and wait, briefly, until they are gone; reap those that are our children."""
+    killed = []
+    for process in processes:
+        found = _alive(process)
+        if found is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.kill()
+                killed.append(found)
+    psutil.wait_procs(killed, timeout=5)
+
+
+def stacks_file(pid: int) -> Path:
+    """Where a process that takes part writes its stacks when it gets SIGUSR2."""
+    return scratch() / f"stacks-{pid}"
+
+
+def dump_stacks(processes: Iterable[ProcessId]) -> str:
+    """Return the stacks of all threads of those processes that can tell, and a line about the others."""
+    asked: dict[ProcessId, tuple[Path, int]] = {}
+    parts = []
+    for process in sorted(processes):
+        path = stacks_file(process.pid)
+        parts.append(describe(process))
+        if path.exists() and _alive(process) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                asked[process] = (path, path.stat().st_size)
+                os.kill(process.pid, signal.SIGUSR2)
+    for process, (path, before) in asked.items():
+        parts.append(f"stacks of process {process.pid}:\n{_read_growth(path, before)}")
+    return "\n".join(parts)
+
+
+def _read_growth(path: Path, before: int) -> str:
+    # Bounded: a process that is stopped (SIGSTOP) or in an uninterruptible wait never answers.
+    size, give_up = before, time.monotonic() + 1.0
+    while time.monotonic() < give_up:
+        time.sleep(0.02)
+        now = path.stat().st_size
+        if now == size > before:
+            break
+        size = now
+    with path.open(errors="replace") as file:
+        file.seek(before)
+        return file.read() or "  (no answer)"

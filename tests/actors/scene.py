@@ -1,0 +1,118 @@
+"""A driver with some actors in supervision groups, over a network that follows a seed; what happens is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from actorrpc.actors.handle import ActorHandle
+from actorrpc.actors.supervision import Supervision, supervise
+from tests.actors.fleet import Resident, Worker, World
+
+__all__ = ["Scene", "error_of"]
+
+
+class Scene:
+    """A driver with some actors, which it can put into groups; what happens to their incarnations is written down."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        count: int,
+        seed: int = 1,
+        spawner: bool = False,
+        **options: Any,
+    ) -> None:
+        self.world = World(monkeypatch, seed, workers=1 if spawner else 3, spawner=spawner)
+        self.driver = self.world.workers[0]
+        options.setdefault("max_restarts", -1)
+        self.routes = [self.world.create(self.driver, **options) for _ in range(count)]
+        self.names = {route.actor_id: number for number, route in enumerate(self.routes)}
+        self.world.settle()
+        self.events: list[str] = []
+        self.refuse: Callable[[int], BaseException | None] = lambda number: None
+        self.world.constructor = self._constructed
+        ends = Resident.end
+
+        def end(resident: Resident) -> None:
+            if not resident.ended:
+                self.events.append(f"-{self.names[resident.spec.actor_id]}")
+            ends(resident)
+
+        monkeypatch.setattr(Resident, "end", end)
+        dies = Worker.die
+
+        def die(worker: Worker) -> None:
+            if not worker.dead:
+                self.events.extend(
+                    f"-{self.names[each.spec.actor_id]}" for each in worker.residents_here.values()
+                )
+            dies(worker)
+
+        monkeypatch.setattr(Worker, "die", die)
+
+    def scatter(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have deeds done at any time later, as threads would that are held up."""
+
+        def perform(deeds: list[Callable[[], object]]) -> None:
+            def first() -> None:
+                deeds[0]()
+                perform(deeds[1:])
+
+            if deeds:
+                self.world.tasks.append((self.driver, first))
+
+        for module in ("families", "supervision", "supervisor"):
+            monkeypatch.setattr(f"actorrpc.actors.{module}.perform", perform)
+
+    def _constructed(self, spec: Any) -> BaseException | None:
+        number = self.names.get(spec.actor_id, -1)
+        error = self.refuse(number)
+        self.events.append(f"{'!' if error is not None else '+'}{number}")
+        return error
+
+    def handle(self, number: int) -> ActorHandle[Any]:
+        route = self.routes[number]
+        return ActorHandle(route.card, route)
+
+    def group(self, *children: Any, **options: Any) -> Supervision:
+        self.world.on(self.driver)
+        found = [self.handle(each) if isinstance(each, int) else each for each in children]
+        return supervise(found, **options)
+
+    def where(self, number: int) -> Resident:
+        actor_id = self.routes[number].actor_id
+        return next(
+            resident
+            for worker in self.world.workers
+            if not worker.dead
+            for resident in worker.residents_here.values()
+            if resident.spec.actor_id == actor_id
+        )
+
+    def kill(self, number: int) -> None:
+        """As if it had died by itself."""
+        self.world.on(self.driver)
+        self.routes[number].kill(no_restart=False)
+
+    def lives(self) -> list[int]:
+        return sorted(
+            self.names[resident.spec.actor_id]
+            for worker in self.world.workers
+            if not worker.dead
+            for resident in worker.residents_here.values()
+        )
+
+    def happened(self, seconds: float = 60.0) -> list[str]:
+        self.world.settle(seconds)
+        events, self.events = self.events, []
+        return events
+
+
+def error_of(future: Any) -> BaseException:
+    assert future.done()
+    error = future.exception()
+    assert error is not None
+    return error  # type: ignore[no-any-return]

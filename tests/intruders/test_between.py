@@ -1,0 +1,328 @@
+"""Somebody between two workers, or with old recordings of them: whatever is changed, neither believes the other."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from actorrpc.core import handshake
+from actorrpc.core.agent import Agent
+from actorrpc.core.handshake import Acceptor, Dialler, Purpose
+from actorrpc.core.identity import new_incarnation
+from actorrpc.errors import AuthenticationError, ProtocolError, VersionError
+from tests.core.agents import KEY
+from tests.intruders.doors import WRONG, dialler, knock, reset, tcp_agents, until
+
+_HEAD = 6
+# What a message says, and where: (message, field) -> (first byte, how many).
+_FIELDS: dict[tuple[int, str], tuple[int, int]] = {
+    (0, "lowest version"): (0, 1),
+    (0, "highest version"): (1, 1),
+    (0, "purpose"): (2, 1),
+    (0, "flags"): (3, 1),
+    (0, "nonce"): (4, 32),
+    (0, "attach token"): (36, 16),
+    (0, "incarnation"): (52, 16),
+    (0, "name"): (69, 7),
+    (1, "lowest version"): (0, 1),
+    (1, "highest version"): (1, 1),
+    (1, "chosen version"): (2, 1),
+    (1, "flags"): (3, 1),
+    (1, "nonce"): (4, 32),
+    (1, "incarnation"): (36, 16),
+    (1, "name"): (53, 8),
+    (2, "proof"): (0, 32),
+    (3, "proof"): (0, 32),
+}
+_Change = Callable[[int, bytes], bytes]
+
+
+def _pair(versions: tuple[int, int] = (1, 3), **options: Any) -> tuple[Dialler, Acceptor]:
+    return (
+        Dialler(
+            name="dialler", incarnation=new_incarnation(), key=KEY.reveal(), versions=versions, **options
+        ),
+        Acceptor(name="acceptor", incarnation=new_incarnation(), key=KEY.reveal(), versions=versions),
+    )
+
+
+def _talk(one: Dialler, other: Acceptor, change: _Change = lambda number, message: message) -> list[bytes]:
+    """Carry messages to and fro, changed on the way; return them as they were sent."""
+    sent = [one.start()]
+    sides: list[Any] = [other, one]
+    with contextlib.suppress(ProtocolError):
+        for number in range(4):
+            answer = sides[number % 2].feed(change(number, sent[-1]))
+            if not answer:
+                break
+            sent.append(answer)
+    return sent
+
+
+def _done(one: Dialler, other: Acceptor, number: int) -> None:
+    """See that neither believes it; of the last message, the acceptor cannot know."""
+    assert not one.done
+    assert other.done == (number == 3)
+
+
+def test_without_a_change_they_agree() -> None:
+    one, other = _pair()
+    assert len(_talk(one, other)) == 4
+    assert one.done
+    assert other.done
+    assert one.result.key == other.result.key
+    assert one.result.version == 3
+
+
+@pytest.mark.parametrize(("number", "field"), _FIELDS)
+def test_no_field_can_be_changed(number: int, field: str) -> None:
+    start, size = _FIELDS[number, field]
+    for at in range(start, start + size):
+        for flip in (1, 2, 0x20, 0x80):
+
+            def change(which: int, message: bytes, at: int = at, flip: int = flip) -> bytes:
+                changed = bytearray(message)
+                if which == number:
+                    changed[_HEAD + at] ^= flip
+                return bytes(changed)
+
+            one, other = _pair()
+            sent = _talk(one, other, change)
+            assert len(sent[0]) == _HEAD + 69 + 7
+            _done(one, other, number)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_no_message_can_be_cut_short_or_made_longer(number: int) -> None:
+    whole = len(_talk(*_pair())[number])
+    for size in range(whole):
+        one, other = _pair()
+        _talk(one, other, lambda which, message, size=size: message[:size] if which == number else message)  # type: ignore[misc]
+        assert not one.done
+        assert not (other.done and number < 3)
+        for side in (one, other):
+            if not side.done:
+                with pytest.raises(ProtocolError):
+                    side.feed_eof()
+    if number < 3:  # what follows the last one belongs to what comes next
+        one, other = _pair()
+        _talk(one, other, lambda which, message: message + b"x" if which == number else message)
+        _done(one, other, number)
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("source", range(4))
+def test_no_message_of_another_conversation_is_taken(number: int, source: int) -> None:
+    """Replayed from the same two workers, in any place."""
+    one, other = _pair()
+    ours, theirs = one._incarnation.hex(), other._incarnation.hex()
+    old = _talk(
+        Dialler(name="dialler", incarnation=ours, key=KEY.reveal(), versions=(1, 3)),
+        Acceptor(name="acceptor", incarnation=theirs, key=KEY.reveal(), versions=(1, 3)),
+    )
+    _talk(one, other, lambda which, message: old[source] if which == number else message)
+    _done(one, other, number)
+
+
+@pytest.mark.parametrize("number", range(1, 4))
+def test_no_message_of_ones_own_is_taken(number: int) -> None:
+    """Reflected: each side gets back what it said itself, in any place."""
+    for back in range(number):
+        one, other = _pair()
+        said: list[bytes] = []
+
+        def reflect(which: int, message: bytes, back: int = back, said: list[bytes] = said) -> bytes:
+            said.append(message)
+            return said[back] if which == number else message
+
+        _talk(one, other, reflect)
+        _done(one, other, number)
+
+
+def test_a_proof_is_of_one_role_and_says_nothing_of_the_key() -> None:
+    """A dialler's proof, relabelled, is no acceptor's; and the session's key is in nothing that was sent."""
+    one, other = _pair()
+    proof = one.feed(other.feed(one.start()))
+    with pytest.raises(AuthenticationError, match="did not prove"):
+        one.feed(proof[:4] + b"\x04" + proof[5:])
+    one, other = _pair()
+    sent = b"".join(_talk(one, other))
+    assert one.result.key not in sent
+    assert one.result.key != KEY.reveal()
+    assert len({one.result.key, sent[-32:], sent[-70:-38]}) == 3
+
+
+def test_two_acceptors_cannot_be_played_against_each_other() -> None:
+    """The challenge of one, answered by a dialler that means the other."""
+    one, other = _pair(peer_name="acceptor")
+    third = Acceptor(name="third", incarnation=new_incarnation(), key=KEY.reveal(), versions=(1, 3))
+    hello = one.start()
+    with pytest.raises(AuthenticationError, match="wrong peer"):
+        one.feed(third.feed(hello))
+    one, other = _pair()
+    hello = one.start()
+    proof = one.feed(other.feed(hello))
+    third = Acceptor(name="acceptor", incarnation=other._incarnation.hex(), key=KEY.reveal(), versions=(1, 3))
+    third.feed(hello)
+    with pytest.raises(ProtocolError):
+        third.feed(proof)
+
+
+def test_two_diallers_cannot_be_played_against_each_other() -> None:
+    one, other = _pair()
+    second = Dialler(name="dialler", incarnation=new_incarnation(), key=KEY.reveal(), versions=(1, 3))
+    hello, _ = one.start(), second.start()
+    challenge = other.feed(hello)
+    proof = second.feed(challenge)
+    with pytest.raises(AuthenticationError, match="key"):
+        other.feed(proof)
+
+
+@pytest.mark.parametrize(("low", "high"), [(1, 1), (1, 2), (2, 2)])
+def test_an_older_version_cannot_be_forced(low: int, high: int) -> None:
+    """Both speak 1 to 3; whoever is between them says that the other only speaks an older one."""
+    for number in (0, 1):
+
+        def lower(which: int, message: bytes, number: int = number) -> bytes:
+            changed = bytearray(message)
+            if which == number:
+                changed[_HEAD : _HEAD + 2] = bytes((low, high))
+                if number == 1:
+                    changed[_HEAD + 2] = high
+            return bytes(changed)
+
+        one, other = _pair()
+        _talk(one, other, lower)
+        _done(one, other, number)
+
+
+def test_going_without_a_key_cannot_be_forced() -> None:
+    """Both would go without one if they had none; whoever is between says that the other has none."""
+    for number in (0, 1):
+
+        def strip(which: int, message: bytes, number: int = number) -> bytes:
+            changed = bytearray(message)
+            if which == number:
+                changed[_HEAD + 3] |= 1
+            return bytes(changed)
+
+        one, other = _pair()
+        for side in (one, other):
+            assert side._key
+        _talk(one, other, strip)
+        _done(one, other, number)
+
+
+def test_versions_that_do_not_meet_say_so() -> None:
+    one = Dialler(name="dialler", incarnation=new_incarnation(), key=KEY.reveal(), versions=(1, 2))
+    other = Acceptor(name="acceptor", incarnation=new_incarnation(), key=KEY.reveal(), versions=(3, 4))
+    with pytest.raises(VersionError, match="install the same version"):
+        other.feed(one.start())
+    with pytest.raises(VersionError, match="install the same version"):
+        one.feed(other.farewell)
+
+
+def test_a_wrong_key_is_known_after_one_round_trip() -> None:
+    """The acceptor refuses on the first proof that it sees, and says so at once."""
+    one = Dialler(name="dialler", incarnation=new_incarnation(), key=WRONG.reveal())
+    other = Acceptor(name="acceptor", incarnation=new_incarnation(), key=KEY.reveal())
+    challenge = other.feed(one.start())
+    with pytest.raises(AuthenticationError):
+        other.feed(one.feed(challenge))
+    with pytest.raises(AuthenticationError, match="ACTORRPC_KEY"):
+        one.feed(other.farewell)
+
+
+def test_proofs_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return one == other
+
+    monkeypatch.setattr(handshake.hmac, "compare_digest", compare)
+    _talk(*_pair())
+    assert [len(one) for one, _ in compared] == [32, 32]
+
+
+# -- real workers ----------------------------------------------------------------------------------------
+
+
+def _recorded(agent: Agent, **options: Any) -> tuple[list[bytes], list[bytes]]:
+    """Shake hands with an agent; return what was sent to it and what it answered."""
+    sock, side = knock(agent), dialler(agent, **options)
+    sent, answers = [side.start()], []
+    sock.sendall(sent[0])
+    while not side.done:
+        answers.append(sock.recv(4096))
+        data = side.feed(answers[-1])
+        if data:
+            sent.append(data)
+            sock.sendall(data)
+    reset(sock)
+    return sent, answers
+
+
+def _mains(agent: Agent) -> int:
+    return len(agent.links.connections())
+
+
+def test_a_recording_opens_nothing() -> None:
+    with tcp_agents(1) as (agent,):
+        sent, answers = _recorded(agent)
+        for messages in (
+            sent,
+            sent[::-1],
+            [sent[1]],
+            answers,
+            [b"".join(sent)],
+            [sent[0], sent[0]],
+            [sent[1], sent[1]],
+        ):
+            sock = knock(agent)
+            with contextlib.suppress(OSError):
+                for message in messages:
+                    sock.sendall(message)
+                sock.shutdown(socket.SHUT_WR)
+            until(sock)
+            sock.close()
+        assert not [conn for conn in agent.links.connections() if not conn.broken and conn.peer is not None]
+
+
+@pytest.mark.parametrize("purpose", [Purpose.LANE, Purpose.BULK])
+def test_a_side_connection_to_nothing_is_closed(purpose: Purpose) -> None:
+    """With the key, but without the token of a main connection."""
+    with tcp_agents(1) as (agent,):
+        sock, side = knock(agent), dialler(agent, purpose=purpose, attach=bytes(16))
+        sock.sendall(side.start())
+        sock.sendall(side.feed(sock.recv(4096)))
+        assert until(sock) == b""
+        assert _mains(agent) == 0
+        sock.close()
+
+
+def test_a_worker_is_not_talked_to_by_itself() -> None:
+    """Two connections to one worker, wired together: each gets what the other side of it says."""
+    with tcp_agents(1) as (agent,):
+        one, other = knock(agent), knock(agent)
+
+        def carry(source: socket.socket, target: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(4096):
+                    target.sendall(data)
+                target.shutdown(socket.SHUT_WR)
+
+        one.sendall(dialler(agent).start())
+        threads = [threading.Thread(target=carry, args=pair) for pair in ((one, other), (other, one))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert _mains(agent) == 0
+        reset(one)
+        reset(other)

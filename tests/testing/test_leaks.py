@@ -1,0 +1,60 @@
+"""What a worker holds, counted in groups of real processes."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import actorrpc
+from actorrpc import rpc
+from actorrpc.testing import leaks
+from tests.group import rpc_group
+
+_kept: list[Any] = []
+
+
+def _keep(rref: Any) -> None:
+    _kept.append(rref)
+
+
+def _forget() -> None:
+    _kept.clear()
+
+
+def references(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    assert rpc.rpc_sync("worker1", operator.add, (1, 2)) == 3
+    before = leaks.Snapshot.take(whole_session=False)
+    rref = rpc.remote("worker1", operator.add, (1, 2))
+    assert rref.to_here() == 3
+    rpc.rpc_sync("worker1", _keep, (rpc.RRef(7),))
+    found = leaks.find_leaks(before)
+    assert found.holdings[:2] == [  # worker1 may have called already: that all have come to the end
+        "RRef of a value of another worker (1 of them)",
+        "value of this worker that others have an RRef to (1 of them)",
+    ]
+    assert "RRef of a value" in str(found)
+    del rref
+    rpc.rpc_sync("worker1", _forget)
+    assert not any("RRef" in each for each in leaks.settle(before, 2.0).holdings)
+
+
+def test_references_are_counted_and_waited_for() -> None:
+    rpc_group(references, 2)
+
+
+def lives(rank: int, world_size: int) -> None:
+    """What another life of the worker holds is no leak of this one."""
+    before = leaks.Holdings.take()
+    assert before.agent is not None
+    again = leaks.Holdings(None, before.counts)
+    kept = rpc.remote("worker0", operator.add, (1, 2))
+    assert kept.to_here() == 3
+    assert leaks.Holdings.take().left(again) == []
+
+
+def test_lives_are_not_compared() -> None:
+    rpc_group(lives, 1)
+    assert leaks.Holdings.take() == leaks.Holdings(None, leaks.Counter())
+    assert not actorrpc.is_initialized()
