@@ -191,6 +191,7 @@ class Pass:
         where: dict[tuple[int, Contribution], int] = {}
         lacking: list[int] = []
         reaching: dict[int, Sequence[Node]] = {}
+        direct = False
         for index, stratum in enumerate(strata):
             count = 0
             for message, contributions in stratum.messages.items():
@@ -204,7 +205,11 @@ class Pass:
                 self._expect(node, index)
             if leaves:
                 reaching[index] = leaves
-        if not terms.create_graph and (len(reaching) < 2 or not _grouped()):
+                # What is sent back to a leaf itself would be copied by the engine: a capture hands it on as it is.
+                ends = set(leaves)
+                if any(edge.node in ends for message in stratum.messages for edge in self._edges[message]):
+                    direct = True
+        if not direct and not terms.create_graph and (len(reaching) < 2 or not _grouped()):
             reached = Counter(node.variable for leaves in reaching.values() for node in leaves)
             self._whole = {
                 index

@@ -18,7 +18,10 @@ from actorrpc.errors import ProtocolError
 __all__ = ["Replay"]
 
 _SAY_EVERY: Final = 1 << 20  # bytes that have come before it is said
-_LIMIT: Final = 16 << 20  # bytes that are kept: more than are under way on any line that this is for
+_LIMIT: Final = 8 << 20  # bytes that are kept: more than are under way on most lines that this is for
+_LARGE: Final = (
+    64 << 10
+)  # from here on, copies go into memory that is kept for them: fresh memory costs more than copying
 
 
 class Replay:
@@ -31,7 +34,7 @@ class Replay:
         received: bytes that have come.
     """
 
-    __slots__ = ("_acknowledged", "_base", "_moved", "_parts", "_said", "_size", "received")
+    __slots__ = ("_acknowledged", "_base", "_moved", "_parts", "_ring", "_said", "_size", "received")
 
     def __init__(self) -> None:
         self.received = 0
@@ -40,7 +43,8 @@ class Replay:
         self._moved = threading.Event()  # wakes a writer that has to wait for an acknowledgement
         self._base = 0  # what was sent before the parts
         self._size = 0
-        self._parts: deque[bytes] = deque()
+        self._parts: deque[bytes | memoryview] = deque()
+        self._ring: _Ring | None = None
 
     def count(self, count: int) -> bool:
         """Note that bytes have come; say whether the other side is to be told."""
@@ -83,9 +87,16 @@ class Replay:
         for part in parts:
             if count <= 0:
                 return
-            data = bytes(part[:count])
-            self.note(data)
+            data = part[:count]
             count -= len(data)
+            if len(data) < _LARGE:
+                self.note(bytes(data))
+                continue
+            if self._ring is None:
+                self._ring = _Ring()
+            for copy in self._ring.copy(data):
+                self._parts.append(copy)
+                self._size += len(copy)
 
     def rewind(self, count: int) -> list[memoryview]:
         """Return what was sent behind the first ``count`` bytes, which are there; it counts as not sent any more.
@@ -105,12 +116,47 @@ class Replay:
                 left.append(memoryview(part)[skip:])
             skip = max(0, skip - len(part))
         self._parts.clear()
+        self._ring = None  # what is in it is to be sent again, from there
         self._base, self._size = count, 0
         return left
 
     def _trim(self) -> None:
         parts, acknowledged = self._parts, self._acknowledged
         while parts and self._base + len(parts[0]) <= acknowledged:
-            size = len(parts.popleft())
+            part = parts.popleft()
+            size = len(part)
             self._base += size
             self._size -= size
+            if self._ring is not None and type(part) is memoryview:
+                self._ring.free(size)
+
+
+class _Ring:
+    """Memory for copies that are made and given back in the same order."""
+
+    __slots__ = ("_at", "_memory", "_used")
+
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray(2 * _LIMIT))  # the last piece may go beyond the limit
+        self._at = 0
+        self._used = 0
+
+    def copy(self, data: memoryview) -> list[memoryview | bytes]:
+        """Return copies of ``data``, in one or two parts; as bytes where there is no room."""
+        size, end = len(data), len(self._memory)
+        if self._used + size > end:
+            return [bytes(data)]
+        self._used += size
+        first = min(size, end - self._at)
+        parts: list[memoryview | bytes] = []
+        for piece in (data[:first], data[first:]):
+            if len(piece):
+                place = self._memory[self._at : self._at + len(piece)]
+                place[:] = piece
+                parts.append(place)
+                self._at = (self._at + len(piece)) % end
+        return parts
+
+    def free(self, size: int) -> None:
+        """Take back the oldest ``size`` bytes."""
+        self._used -= size
