@@ -123,12 +123,14 @@ class Guests:
         with self._lock:
             full = len(self._guests) >= max(1, agent.settings.max_unauthenticated)
             out = self._least() if full else None
-            if out is None:
-                self._guests[guest.fd] = guest
+            if out is not None:
+                del self._guests[
+                    out.fd
+                ]  # in one step with the entry of the next: nobody else chooses it as well
+            self._guests[guest.fd] = guest
         if out is not None:
-            self._dismiss(out)
-            with self._lock:
-                self._guests[guest.fd] = guest
+            self._see_off(out)
+            out.sock.close()
         agent.pool.watch(guest.fd, partial(self._serve, guest))
         try:
             agent.pool.epoll.register(guest.fd, select.EPOLLIN | select.EPOLLONESHOT)
@@ -212,9 +214,12 @@ class Guests:
             if self._guests.get(guest.fd) is not guest:
                 return False
             del self._guests[guest.fd]
+        self._see_off(guest)
+        return True
+
+    def _see_off(self, guest: Guest) -> None:
         guest.timer.cancel()
         self._agent.pool.forget(guest.fd)
-        return True
 
     # -- the end ---------------------------------------------------------------------------------------
 

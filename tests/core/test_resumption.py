@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import threading
@@ -23,6 +24,7 @@ from actorrpc.futures import Future
 from actorrpc.testing import FaultProxy
 from tests.core.agents import KEY, record
 
+NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 _LIMIT_S = 60.0
 _calls: Counter[int] = Counter()
 _gate = threading.Event()
@@ -89,7 +91,7 @@ KINDS: dict[str, Callable[..., testing.Disturbance]] = {
 
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(50 if NIGHTLY else 1))
 def test_calls_survive_whatever_ends_their_connection_at_whatever_byte(kind: str, seed: int) -> None:
     dice = random.Random(seed)
     disturbance = KINDS[kind](after=(700, 60_000), part=0.5)

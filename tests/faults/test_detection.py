@@ -200,6 +200,7 @@ def test_tuned(tmp_path: Path, transport: str) -> None:
     print(f"silent, heartbeat 0.2 s ({transport}): {_silence_round(tmp_path, transport, 0.2, 2.5)}")
 
 
+@_nightly
 def test_by_default(tmp_path: Path) -> None:
     print(f"silent, default: {_silence_round(tmp_path, 'tcp', None, 5.0)}")
 

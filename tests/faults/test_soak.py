@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import actorrpc
-from actorrpc.errors import ActorError, PeerDiedError, RemoteError
+from actorrpc.errors import ActorError, DeadlockError, PeerDiedError, RemoteError
 from tests import processes
 from tests.faults.figures import NIGHTLY, Taken, note
 
@@ -29,7 +29,8 @@ _SECONDS = 60 * float(os.environ.get("ACTORRPC_SOAK_MINUTES", "30")) if NIGHTLY 
 _BOUND = 60.0  # for each call: restarts on a busy machine included
 _ACTORS = 6
 # What a call may end with, besides its value, when somebody that it needs is killed.
-_DEATHS = (ActorError, PeerDiedError)
+# Two chains that cross each other are a real deadlock, which is found and named.
+_DEATHS = (ActorError, DeadlockError, PeerDiedError)
 
 
 @actorrpc.remote(max_restarts=-1, restart_backoff_s=0.02)
