@@ -306,8 +306,12 @@ with init():
 """
 
 
+_ALWAYS = ["install,enter", "_launch,spawn", "_wait_gone"]
+_NIGHTLY = ["start", "_park", "_close_down", "close"]
+
+
 @pytest.mark.parametrize(
-    "inside", ["install,enter", "start", "_launch,spawn", "_park", "_wait_gone", "_close_down", "close"]
+    "inside", _ALWAYS + _NIGHTLY if os.environ.get("ACTORRPC_NIGHTLY") == "1" else _ALWAYS
 )
 def test_ctrl_c_at_any_time_leaves_no_mess(tmp_path: Path, inside: str) -> None:
     with script(tmp_path, _INTERRUPTED, inside) as process:
