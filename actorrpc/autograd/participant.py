@@ -136,9 +136,7 @@ class Participant:
                 pending = next((each for each in context.passes.values() if each.finished), None)
                 if pending is None:
                     return dict(context.gradients)
-                if pending.decided is None:
-                    pending.decided = Future()
-                decided = pending.decided
+                decided = self._verdict_on(pending)
             try:
                 decided.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
             except RpcTimeoutError:
@@ -173,11 +171,14 @@ class Participant:
     def _settled(self, context: Context, id: int) -> Future[None] | None:
         with context.lock:
             part = context.passes.get(id)
-            if part is None:
-                return None
-            if part.decided is None:
-                part.decided = Future()
-            return part.decided
+            return None if part is None else self._verdict_on(part)
+
+    @staticmethod
+    def _verdict_on(part: Pass) -> Future[None]:
+        """Return, under the lock of the context, what is completed after the verdict."""
+        if part.decided is None:
+            part.decided = Future()
+        return part.decided
 
     def sinks(self, context: Context, message: int) -> tuple[Sink, ...]:
         """Return which receipts can be reached from a message that was sent from here.

@@ -17,6 +17,7 @@ __all__ = [
     "RECEIPT",
     "RIDERS",
     "TAG",
+    "Bystander",
     "Interceptor",
     "NoRecorder",
     "Recorder",
@@ -54,6 +55,31 @@ class Interceptor(Protocol):
 
     def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
         """See, and maybe replace, a value that has come back."""
+
+
+class Bystander:
+    """An interceptor that leaves everything as it is: the base of those that see to one or two things."""
+
+    def request_header(self, header: dict[str, Any], peer: Peer) -> None:
+        """Do nothing."""
+
+    def reply_header(self, header: dict[str, Any], execution: Execution) -> None:
+        """Do nothing."""
+
+    def wrap(
+        self,
+        execution: Execution,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: Callable[[], Any],
+    ) -> Callable[[], Any]:
+        """Return ``call``."""
+        return call
+
+    def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
+        """Return the value."""
+        return value
 
 
 #: Interceptors that take part only in the calls that have their field in the header: others pay nothing for them. They wrap

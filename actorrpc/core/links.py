@@ -118,8 +118,7 @@ class Links:
 
     def _welcome(self, conn: Connection, answer: bytes) -> None:
         """End a handshake. The connection can be found before: the other side may come back as soon as it has heard."""
-        with self._lock:
-            self._mains[conn.attach] = conn
+        self._enter(conn)
         try:
             conn.sock.setblocking(True)
             conn.sock.sendall(answer)
@@ -130,10 +129,10 @@ class Links:
         if conn.main is not None:
             self._add_stripe(conn)
 
-    def _register(self, conn: Connection, leftover: bytes) -> None:
+    def _enter(self, conn: Connection) -> None:
+        """Have a connection be found by its token."""
         with self._lock:
             self._mains[conn.attach] = conn
-        self.watch(conn, leftover)
 
     def watch(self, conn: Connection, leftover: bytes = b"") -> None:
         """Have the pool read a connection; ``leftover`` has come already."""
@@ -266,7 +265,8 @@ class Links:
         conn.outbox.append(pack_frame(INTRO, body=self._agent.record.to_bytes()))
         self._join(peer, conn)
         try:
-            self._register(conn, leftover)
+            self._enter(conn)
+            self.watch(conn, leftover)
         except (OSError, ValueError):  # the epoll, or this very connection, was closed meanwhile
             conn.close()
         if self._agent.closed_down:  # looked at when it can be found by whoever closes the agent
@@ -380,6 +380,7 @@ class Links:
                         continue
                     stripe = self._stripe(sock, conn, session)
                     stripe.dialled = True
+                    self._enter(stripe)
                     self._add_stripe(stripe)
                     break
             conn.lane_failed = not conn.stripes
@@ -398,7 +399,7 @@ class Links:
     def _add_stripe(self, stripe: Connection) -> None:
         assert stripe.main is not None
         stripe.main.stripes.append(stripe)
-        self._register(stripe, b"")
+        self.watch(stripe)
 
     def stream_ready(self, conn: Connection, stream: int) -> None:
         """The peer has the memory for a stream: chunks may come over any of its connections."""

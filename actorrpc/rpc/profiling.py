@@ -30,7 +30,7 @@ from torch.autograd.profiler_util import MEMORY_EVENT_NAME, FunctionEvent
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import Execution
 from actorrpc.core.execution import ASYNC_MARK, Later
-from actorrpc.core.interceptors import RIDERS, Interceptor
+from actorrpc.core.interceptors import RIDERS, Bystander, Interceptor
 from actorrpc.core.interrupts import uninterruptible
 from actorrpc.core.peer import Peer
 from actorrpc.futures import Future
@@ -353,32 +353,17 @@ class ProfiledFuture(Profiled, Future[T]):
 # -- with the call, and back with the answer ----------------------------------------------------------------
 
 
-class _Rider:
-    """Tells the worker that is called what the call is called and what is to be recorded."""
+class _Rider(Bystander):
+    """Tells the worker that is called what the call is called and what is to be recorded.
+
+    What comes back does not come in the answer's header: rows may be more than one takes.
+    """
 
     def request_header(self, header: dict[str, Any], peer: Peer) -> None:
         span, _here.calling = _here.calling, None  # calls that making it takes are none of the program's
         if span is not None:
             settings = () if span.collector is None else map(bool, span.collector.settings)
             header[_FIELD] = [span.number, span.key, *settings]
-
-    def reply_header(self, header: dict[str, Any], execution: Execution) -> None:
-        """Do nothing: rows may be more than a header takes."""
-
-    def wrap(
-        self,
-        execution: Execution,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: Callable[[], Any],
-    ) -> Callable[[], Any]:
-        """Leave calls of others alone: :class:`_Host` sees to them."""
-        return call
-
-    def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
-        """Leave it alone: opening the answer has filed the rows."""
-        return value
 
 
 _rider: Final = _Rider()

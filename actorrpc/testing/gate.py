@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.autograd import transport
 from actorrpc.core import codec, exceptions, frames, messages
-from actorrpc.core.interceptors import RECEIPT
+from actorrpc.core.interceptors import RECEIPT, Bystander
 from actorrpc.core.interrupts import uninterruptible
 from actorrpc.errors import RpcError, RpcTimeoutError, ShutdownError
 from actorrpc.testing.held import Held, WaitingRoom, copied
@@ -447,7 +447,7 @@ class FaultGate:
                 conn.flush()
 
 
-class _Questions:
+class _Questions(Bystander):
     """What calls that are executed here have asked for, for as long as they have no answer. An interceptor."""
 
     def __init__(self) -> None:
@@ -461,12 +461,6 @@ class _Questions:
             return "", None
         with self._lock:
             return self._asked.pop((peer, id), ("", None))
-
-    def request_header(self, header: dict[str, Any], peer: Peer) -> None:
-        """Do nothing."""
-
-    def reply_header(self, header: dict[str, Any], execution: Execution) -> None:
-        """Do nothing."""
 
     def wrap(
         self,
@@ -484,22 +478,12 @@ class _Questions:
                 self._asked.popitem(last=False)
         return call
 
-    def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
-        """Do nothing."""
-        return value
 
-
-class _Executions:
+class _Executions(Bystander):
     """Tells kill points when calls are executed here. An interceptor."""
 
     def __init__(self, kills: Callable[[], tuple[KillPoint, ...]]) -> None:
         self._kills = kills
-
-    def request_header(self, header: dict[str, Any], peer: Peer) -> None:
-        """Do nothing."""
-
-    def reply_header(self, header: dict[str, Any], execution: Execution) -> None:
-        """Do nothing."""
 
     def wrap(
         self,
@@ -519,10 +503,6 @@ class _Executions:
             return finishing(self._kills(), message, call())
 
         return run
-
-    def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
-        """Do nothing."""
-        return value
 
 
 def _contents(encoded: Any) -> list[bytes]:

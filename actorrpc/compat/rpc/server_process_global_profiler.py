@@ -13,7 +13,7 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import Execution
-from actorrpc.core.peer import Peer
+from actorrpc.core.interceptors import Bystander
 from actorrpc.rpc import api
 from actorrpc.rpc.profiling import Settings, intercept, observe
 from actorrpc.rpc.references import References
@@ -72,14 +72,8 @@ class _server_process_global_profile(profile):
         )
 
 
-class _Observer:
+class _Observer(Bystander):
     """Profiles executions while somebody has asked for that. An interceptor."""
-
-    def request_header(self, header: dict[str, Any], peer: Peer) -> None:
-        """Do nothing."""
-
-    def reply_header(self, header: dict[str, Any], execution: Execution) -> None:
-        """Do nothing."""
 
     def wrap(
         self,
@@ -95,10 +89,6 @@ class _Observer:
             return call
         merged = Settings(*map(any, zip(*(each._settings() for each in entered), strict=True)))
         return lambda: observe(call, merged, partial(_hand_out, entered))
-
-    def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
-        """Do nothing."""
-        return value
 
 
 _observer = _Observer()
