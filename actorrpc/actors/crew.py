@@ -267,9 +267,13 @@ class Station:
             with self._interrupts:
                 self.running = None
                 if self._interrupted is not None:
-                    # Not delivered yet, or just now: take it back.
-                    _set_async_exc(ctypes.c_ulong(self.ident), None)
+                    # Not delivered yet, or just now. Taken back by being delivered here: where it is replaced by
+                    # none, CPython 3.11 checks for one at every step of every thread ever after, and a traced
+                    # function (a debugger, coverage) waits for that in its first step for ever.
                     self._interrupted = None
+                    if _set_async_exc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(Interrupted)):
+                        while True:
+                            time.sleep(0)
         except Interrupted:
             self.running = None
             self._interrupted = None

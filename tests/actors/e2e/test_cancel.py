@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,25 @@ class Busy:
     def note(self, word: str) -> str:
         self.log.append(word)
         return word
+
+    def traced(self) -> list[str]:
+        """Run a function as a debugger or coverage does."""
+        seen: list[str] = []
+
+        def trace(_frame: Any, event: str, _arg: Any) -> Any:
+            seen.append(event)
+            return trace
+
+        def step() -> None:
+            pass
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            step()
+        finally:
+            sys.settrace(before)
+        return seen
 
     def all(self) -> list[str]:
         return self.log
@@ -232,6 +252,17 @@ def test_cancelling_in_a_nested_call_leaves_the_outer_one_alone() -> None:
     assert actorrpc.get(gate.open.remote()) is None
     assert actorrpc.get(outer) == "open"
     assert actorrpc.get([actor.all.remote(), other.all.remote()]) == [["waiting", "waited"], []]
+
+
+def test_functions_can_be_traced_after_an_interruption() -> None:
+    """CPython 3.11 never gets into a traced function while an asynchronous exception is on its way to no one."""
+    actor = Busy.remote()
+    ref = actor.sleepy.remote()
+    _started(actor, ref)
+    assert actorrpc.cancel(ref)
+    with pytest.raises(actorrpc.CancelledError):
+        actorrpc.get(ref)
+    assert actorrpc.get(actor.traced.remote(), timeout=10) == ["call", "line", "return"]
 
 
 def test_cancel_many_times_at_random_moments() -> None:
