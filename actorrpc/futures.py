@@ -15,12 +15,12 @@ import asyncio
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
+from actorrpc import moments
 from actorrpc.errors import CancelledError, RpcTimeoutError
 
 __all__ = ["WAITING", "Future", "Station", "collect_all", "hush", "wait_all"]
@@ -327,7 +327,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             Exception: whatever the future was completed with.
         """
         if not self._done:
-            deadline = None if timeout is None else time.monotonic() + timeout
+            deadline = None if timeout is None else moments.now() + timeout
             source = self._source
             if source is not None:
                 source.drive(deadline)
@@ -365,7 +365,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 if station is not None and station.work:
                     station.serve()
                     continue
-                remaining = _SLICE_S if deadline is None else deadline - time.monotonic()
+                remaining = _SLICE_S if deadline is None else deadline - moments.now()
                 if remaining <= 0:
                     break
                 # In slices: a signal that comes just before the lock sleeps does not wake it.

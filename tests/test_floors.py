@@ -29,6 +29,7 @@ class Floor(NamedTuple):
 _FLOORS: dict[str, Floor] = {
     # words
     "errors": Floor(0),
+    "moments": Floor(0),
     "config": Floor(0),
     "futures": Floor(0),
     # bytes: no I/O

@@ -11,13 +11,13 @@ import contextvars
 import inspect
 import logging
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from actorrpc import moments
 from actorrpc.actors.crew import Interrupted, Station
 from actorrpc.actors.exits import ActorExit
 from actorrpc.actors.letter_entry import LetterEntry
@@ -133,7 +133,7 @@ class Callee:
         return execution
 
     def _may_start(self, entry: LetterEntry) -> bool:
-        if entry.deadline != INFINITE and time.monotonic() > entry.deadline:
+        if entry.deadline != INFINITE and moments.now() > entry.deadline:
             self.refuse(
                 entry,
                 RpcTimeoutError(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from actorrpc import moments
 from actorrpc.actors.mailbox import Entry, Lane, Todo
 from actorrpc.core.calls import Call
 from actorrpc.core.threads import follow_torch
@@ -159,7 +160,7 @@ class Station:
                 if entry is None:
                     if self._ending:
                         return
-                    self.idle_since = time.monotonic()
+                    self.idle_since = moments.now()
                     self._sleep()
                     self.idle_since = 0.0
                     continue

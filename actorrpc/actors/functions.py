@@ -5,12 +5,12 @@ Those of handles are also methods of a handle, as far as its class has none of t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
+from actorrpc import moments
 from actorrpc.actors.asking import call_quietly, gather_states, peer_of
 from actorrpc.actors.exits import ActorExit
 from actorrpc.actors.fates import ActorState
@@ -117,7 +117,7 @@ def list_actors(timeout: float = 10.0) -> list[ActorInfo]:
     Workers that do not answer within ``timeout`` seconds are left out: what they know is missing.
     """
     in_force = runtime()
-    until = time.monotonic() + timeout
+    until = moments.now() + timeout
     agent = in_force.agent
     asked = []
     for record in agent.members():
@@ -137,7 +137,7 @@ def list_actors(timeout: float = 10.0) -> list[ActorInfo]:
 
 def _answer(future: Future[Any], until: float) -> list[Any]:
     try:
-        return list(future.wait(max(0.0, until - time.monotonic())))
+        return list(future.wait(max(0.0, until - moments.now())))
     except RpcError:  # gone, or too slow
         return []
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
+from actorrpc import moments
 from actorrpc.actors.mailbox import Entry
 from actorrpc.core.calls import FRAME_BIT
 from actorrpc.core.execution import path_of
@@ -59,7 +59,7 @@ class LetterEntry(Entry):
         self.peer = peer
         self.frame = frame
         self.header = header
-        self.arrived = time.monotonic()
+        self.arrived = moments.now()
         self.deadline = self.arrived + frame.remaining
         self.execution: Execution | None = None
         self.opened: Any = None  # (args, kwargs), or the error of an argument

@@ -11,13 +11,13 @@ wake whoever waits; everything else happens on the thread, or in the coroutine, 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from actorrpc import moments
 from actorrpc.actors.object_ref import ObjectRef
 from actorrpc.errors import ActorDiedError, ConfigError, RpcTimeoutError, WrongTypeError
 from actorrpc.futures import Future
@@ -324,7 +324,7 @@ class ActorPool(Generic[A]):
     def _get(self, search: Generator[Future[None], None, _Task], timeout: float | None, ignore: bool) -> Any:
         if not self._tasks:
             raise StopIteration("no more results to get")
-        until = None if timeout is None else time.monotonic() + timeout
+        until = None if timeout is None else moments.now() + timeout
         while True:
             try:
                 change = next(search)
@@ -332,7 +332,7 @@ class ActorPool(Generic[A]):
                 task: _Task = found.value
                 break
             try:
-                change.wait(None if until is None else max(0.0, until - time.monotonic()))
+                change.wait(None if until is None else max(0.0, until - moments.now()))
             except RpcTimeoutError:
                 assert timeout is not None
                 raise self._too_late(timeout, ignore) from None
@@ -346,7 +346,7 @@ class ActorPool(Generic[A]):
     ) -> Any:
         if not self._tasks:
             raise StopAsyncIteration("no more results to get")
-        until = None if timeout is None else time.monotonic() + timeout
+        until = None if timeout is None else moments.now() + timeout
         while True:
             try:
                 change = next(search)
@@ -354,7 +354,7 @@ class ActorPool(Generic[A]):
                 task: _Task = found.value
                 break
             try:
-                async with asyncio.timeout(None if until is None else max(0.0, until - time.monotonic())):
+                async with asyncio.timeout(None if until is None else max(0.0, until - moments.now())):
                     await change
             except TimeoutError:
                 assert timeout is not None

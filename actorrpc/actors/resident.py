@@ -6,12 +6,12 @@ import asyncio
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc import moments
 from actorrpc.actors.arguments import resolve
 from actorrpc.actors.callee import Callee, died
 from actorrpc.actors.crew import Station, Stations, wake_all
@@ -59,7 +59,7 @@ class Resident:
         self.why = ""
         self.over: Future[None] = Future()
         self.calls = 0
-        self.begun = time.monotonic()
+        self.begun = moments.now()
         self._lock = threading.RLock()
         self._intake: list[LetterEntry] | None = []
         self.loop: EventLoop | None = None

@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from actorrpc import moments
 from actorrpc.actors.crew import Stations
 from actorrpc.actors.deadlocks import Deadlocks
 from actorrpc.actors.letter_entry import LetterEntry
@@ -151,7 +151,7 @@ class Residents:
     def states(self) -> list[ResidentState]:
         """Return what there is to say of the actors here."""
         found = []
-        now = time.monotonic()
+        now = moments.now()
         for resident in self.all():
             if resident.spec is None:
                 continue

@@ -9,11 +9,11 @@ No lock guards a :class:`Trip`: who may send, cancel or expire it is decided by 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc import moments
 from actorrpc.actors.object_ref import Kept
 from actorrpc.actors.snapshot import Snapshot
 from actorrpc.core.calls import CURRENT
@@ -122,7 +122,7 @@ class Trip:
         self.context: Context = copy_context()
         current = CURRENT.get()
         route = future._route
-        now = time.monotonic() if route is None else route._line.agent.clock.now()
+        now = moments.now() if route is None else route._line.agent.clock.now()
         deadline = now + seconds if seconds else INFINITE
         self.deadline = deadline if current is None else min(deadline, current.deadline)
         future._trip = self

@@ -7,13 +7,13 @@ can run calls that descend from its own, whatever it waits for.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, Final, Generic, TypeVar, overload
 
 import torch
 
+from actorrpc import moments
 from actorrpc.actors.object_ref import Kept, ObjectRef
 from actorrpc.core.calls import CURRENT
 from actorrpc.errors import RpcTimeoutError
@@ -103,7 +103,7 @@ def deadline_of(timeout: float | None) -> float:
             raise TypeError(f"timeout must be a number of seconds or None, not {timeout!r}")
         if not timeout >= 0:
             raise ValueError(f"timeout must not be negative: {timeout!r}")
-    until = _INFINITE if timeout is None else time.monotonic() + timeout
+    until = _INFINITE if timeout is None else moments.now() + timeout
     execution = CURRENT.get()
     if execution is not None and execution.deadline < until:
         return execution.deadline
@@ -112,7 +112,7 @@ def deadline_of(timeout: float | None) -> float:
 
 def time_left(until: float) -> float | None:
     """Return the seconds until then; None for ever."""
-    return None if until == _INFINITE else max(0.0, until - time.monotonic())
+    return None if until == _INFINITE else max(0.0, until - moments.now())
 
 
 # -- the gate ------------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def _wait_for(future: Future[Any], until: float, timeout: float | None) -> Any:
         return future.wait()
     if not future._done:
         try:
-            return future.wait(max(0.0, until - time.monotonic()))
+            return future.wait(max(0.0, until - moments.now()))
         except RpcTimeoutError:
             if not future._done:
                 raise _late(f"{future.label}", timeout) from None
@@ -404,7 +404,7 @@ def wait(
         seen.add(item)
     futures = [_start(item, "wait()", fetch_local) for item in refs]
     if sum([future._done for future in futures]) < num_returns and not (
-        until != _INFINITE and until <= time.monotonic()
+        until != _INFINITE and until <= moments.now()
     ):
         gate = _Gate(f"wait() for {num_returns} of {len(refs)}", num_returns, fails=False, values=fetch_local)
         watches = gate.watches

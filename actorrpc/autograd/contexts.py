@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.autograd.graph import GradientEdge
 
+from actorrpc import moments
 from actorrpc.errors import RpcError
 from actorrpc.rpc.fork_messages import WorkerKey
 
@@ -95,7 +95,7 @@ class Context:
         self.sinks: dict[tuple[WorkerKey, int], Sequence[Sink]] = {}
         self.told: dict[WorkerKey, set[int]] = {}
         self.maker: WorkerKey | None = None
-        self.touched = time.monotonic()
+        self.touched = moments.now()
         self.released = False
 
     @property
@@ -117,7 +117,7 @@ class Context:
 
     def joined_by(self, peer: WorkerKey) -> None:
         """Note that a worker was sent a message of this context."""
-        self.touched = time.monotonic()
+        self.touched = moments.now()
         if peer not in self.peers:
             with self.lock:
                 self.peers.add(peer)

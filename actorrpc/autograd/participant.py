@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from actorrpc import moments
 from actorrpc.autograd.contexts import Context, Contexts
 from actorrpc.autograd.faults import blame, died, late, timed_out
 from actorrpc.autograd.graph import Reach
@@ -130,7 +130,7 @@ class Participant:
             RpcTimeoutError: a verdict did not come in time.
         """
         context = self.contexts.get(context_id)
-        deadline = time.monotonic() + timeout if timeout else None
+        deadline = moments.now() + timeout if timeout else None
         while True:
             with context.lock:
                 pending = next((each for each in context.passes.values() if each.finished), None)
@@ -138,7 +138,7 @@ class Participant:
                     return dict(context.gradients)
                 decided = self._verdict_on(pending)
             try:
-                decided.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                decided.wait(None if deadline is None else max(0.0, deadline - moments.now()))
             except RpcTimeoutError:
                 raise RpcTimeoutError(
                     f"a backward pass of {context} is done on worker {self.transport.name(self.me)}, but worker "
@@ -154,7 +154,7 @@ class Participant:
             Exception: what ended this worker's part of the pass: it is the answer.
         """
         context = self.contexts.get(message.context)
-        context.touched = time.monotonic()
+        context.touched = moments.now()
         if sender.rank == context.origin:
             context.maker = sender
         if isinstance(message, Gradient):
@@ -525,7 +525,7 @@ class Participant:
 
     def expire(self, older_than: float) -> None:
         """Drop contexts of other workers that nobody has used for longer than ``older_than`` seconds."""
-        before = time.monotonic() - older_than
+        before = moments.now() - older_than
         for context in self.contexts.all():
             if context.touched < before and context.origin != self.me.rank and not context.passes:
                 error = RpcError(f"{context} was not used for {older_than} s, and dropped")

@@ -9,7 +9,6 @@ Nothing that a pass has found counts before its verdict: until then sums and res
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
@@ -17,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch.autograd.graph import GradientEdge
 
+from actorrpc import moments
 from actorrpc.autograd import graph
 from actorrpc.autograd.contexts import Context, Node, Receipt
 from actorrpc.autograd.graph import Reach, Tensors
@@ -96,7 +96,7 @@ class Terms:
         self.accumulate = accumulate
         self.timeout = timeout
         self.fast = fast
-        self.deadline = time.monotonic() + timeout if timeout else None
+        self.deadline = moments.now() + timeout if timeout else None
 
     def left(self) -> float:
         """Return the seconds that are left, 0 for no bound.
@@ -106,7 +106,7 @@ class Terms:
         """
         if self.deadline is None:
             return 0.0
-        left = self.deadline - time.monotonic()
+        left = self.deadline - moments.now()
         if left <= 0:
             raise RpcTimeoutError(f"the backward pass was not over within {self.timeout} s")
         return left

@@ -13,13 +13,13 @@ Both follow coroutines; neither follows into threads that users start.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
 
+from actorrpc import moments
 from actorrpc.autograd.contexts import Context, Contexts, Receipt
 from actorrpc.autograd.hearsay import hear, tell
 from actorrpc.autograd.received import edge_of, receive
@@ -120,7 +120,7 @@ class GraphRecorder:
             for each in wanted:
                 each.requires_grad_(False)
             return
-        context.touched = time.monotonic()
+        context.touched = moments.now()
         if wanted:
             if source is None:
                 assert peer is not None

@@ -7,13 +7,13 @@ there: both are done with the slot borrowed, and what was in it is put back.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 import torch
 
+from actorrpc import moments
 from actorrpc.errors import RpcTimeoutError
 
 __all__ = ["borrowed"]
@@ -45,7 +45,7 @@ def borrowed(
     wanted = set(mine)
     with _changed:
         while not wanted.isdisjoint(_taken):
-            left = _SLICE_S if deadline is None else deadline - time.monotonic()
+            left = _SLICE_S if deadline is None else deadline - moments.now()
             if left <= 0:
                 raise RpcTimeoutError(
                     "another backward pass or optimizer did not give the gradients of a leaf back in time"

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import msgpack
 
+from actorrpc import moments
 from actorrpc.config import Settings
 from actorrpc.core import codec, frames, interrupts, messages
 from actorrpc.core.buffers import BufferPool
@@ -244,7 +245,7 @@ class Agent:
         if self.closed_down:
             raise ShutdownError(f"worker {self.name!r} has shut down", maybe_executed=False)
         current = CURRENT.get()
-        deadline = time.monotonic() + timeout if timeout else INFINITE
+        deadline = moments.now() + timeout if timeout else INFINITE
         if current is not None:
             deadline = min(deadline, current.deadline)
             chain = current.chain
@@ -355,7 +356,7 @@ class Agent:
             peer.check_alive(f"cannot call {call.label}")
             if self.closed_down:
                 raise self._shut_down(call)
-        remaining = call.deadline - time.monotonic() if call.deadline != INFINITE else INFINITE
+        remaining = call.deadline - moments.now() if call.deadline != INFINITE else INFINITE
         size = 0
         if isinstance(encoded, bytes) and header is None and len(encoded) <= self.settings.chunk:
             # What messages.send would do, without the detour: the path of most calls.
@@ -381,7 +382,7 @@ class Agent:
         ):
             if conn.broken:
                 return  # the end of the connection ends the call
-            if call.deadline <= time.monotonic():
+            if call.deadline <= moments.now():
                 call.expire()
             else:
                 call.cancel()  # Ctrl-C cut it short
@@ -418,7 +419,7 @@ class Agent:
             peer.known.add(digest)
         buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
         extra = msgpack.packb(header) if header else b""
-        now = time.monotonic()
+        now = moments.now()
         if buffers:
             flags |= messages.STREAM
         frame = Frame(kind, flags, id, deadline - now, chain, extra, encoded.body, buffers or None)
@@ -452,7 +453,7 @@ class Agent:
         try:
             conn = peer.conn
             if conn is None or conn.broken:
-                conn = self.links.connect(peer, time.monotonic() + self.settings.connect_timeout, name)
+                conn = self.links.connect(peer, moments.now() + self.settings.connect_timeout, name)
         except RpcError:
             return False
         conn.outbox.append(pack_frame(frames.NOTICE, body=body, extra=msgpack.packb({"n": name})))
@@ -555,10 +556,10 @@ class Agent:
         conns = [conn for peer in self.peers() for conn in list(peer.conns)]
         for conn in conns:
             conn.outbox.append(pack_frame(frames.GOODBYE))
-        until = time.monotonic() + _GOODBYE_S
+        until = moments.now() + _GOODBYE_S
         for conn in conns:
             # Another thread may be sending: without the goodbye, the peer would take this for a death.
-            while not conn.flush() and not conn.broken and time.monotonic() < until:
+            while not conn.flush() and not conn.broken and moments.now() < until:
                 time.sleep(0.001)
         self.closed_down = True
         self._fail_pending()

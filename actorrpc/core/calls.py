@@ -17,6 +17,7 @@ import time
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc import moments
 from actorrpc.core.frames import CANCEL, pack_frame
 from actorrpc.core.interrupts import checkpoint, uninterruptible
 from actorrpc.core.interrupts import state as _interrupts
@@ -219,7 +220,7 @@ class Call:
                 checkpoint()
             if self.done:
                 return True
-            if bounded is not None and time.monotonic() >= bounded:
+            if bounded is not None and moments.now() >= bounded:
                 return False
             if foreign is None:
                 if conn is not None and conn.outbox:
@@ -252,7 +253,7 @@ class Call:
         future = self.future
         if future is not None:
             # Several threads may wait for one future: it gives each a lock of its own.
-            future._park(time.monotonic() + _SLICE_S if until is None else until)
+            future._park(moments.now() + _SLICE_S if until is None else until)
             return
         lock = self.lock
         if lock is None:
@@ -262,7 +263,7 @@ class Call:
         if self.done or self.stirred:
             return
         # In slices: a signal that comes just before the lock sleeps is not seen until it wakes.
-        remaining = _SLICE_S if until is None else until - time.monotonic()
+        remaining = _SLICE_S if until is None else until - moments.now()
         if remaining > 0:
             lock.acquire(timeout=min(remaining, _SLICE_S))
 
@@ -289,7 +290,7 @@ class Call:
         """Make progress on behalf of the call's future until it is complete or the deadline has passed."""
         if self.wait(deadline):
             return
-        if self.deadline <= time.monotonic():
+        if self.deadline <= moments.now():
             self.expire()
 
     def flush(self) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
+from actorrpc import moments
 from actorrpc.core.frames import CHUNK, STREAM_ABORT, pack_frame, pack_position
 from actorrpc.core.interrupts import pending_here, uninterruptible
 
@@ -55,7 +56,7 @@ class ChunkSender:
             done = None if conn.suspended else self._try(prefix, piece, deadline)
             if done is not None:
                 return done
-            if conn.broken or pending_here() or (deadline is not None and time.monotonic() > deadline):
+            if conn.broken or pending_here() or (deadline is not None and moments.now() > deadline):
                 return False
             time.sleep(_RESUMED_S)
 
@@ -63,7 +64,7 @@ class ChunkSender:
         """Send one chunk; None: the socket has failed before it began."""
         conn = self._conn
         while not conn.write_lock.acquire(timeout=0.1):
-            if conn.broken or pending_here() or (deadline is not None and time.monotonic() > deadline):
+            if conn.broken or pending_here() or (deadline is not None and moments.now() > deadline):
                 return False
         begun = False
         try:
@@ -79,7 +80,7 @@ class ChunkSender:
                     begun = True
                     continue
                 conn._wait_writable(deadline)
-                if pending_here() or (deadline is not None and time.monotonic() > deadline):
+                if pending_here() or (deadline is not None and moments.now() > deadline):
                     # The chunk must be finished, but not by us and not from the caller's memory.
                     conn._rest = [memoryview(bytes(part)) for part in conn._rest]
                     conn._events.submit(conn.flush_waiting)

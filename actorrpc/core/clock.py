@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from actorrpc import moments
 from actorrpc.core.interrupts import uninterruptible
 
 __all__ = ["Clock", "Tick", "Timer", "VirtualClock"]
@@ -93,7 +94,7 @@ class Clock:
 
     def now(self) -> float:
         """Return the time in seconds; only differences mean anything."""
-        return time.monotonic()
+        return moments.now()
 
     def start(self) -> None:
         """Start the thread."""
@@ -140,7 +141,7 @@ class Clock:
     def _run(self) -> None:
         while not self._closed:
             with self._lock:
-                now = time.monotonic()
+                now = moments.now()
                 due: Timer | None = None
                 if self._heap and self._heap[0][0] <= now:
                     due = heapq.heappop(self._heap)[2]

@@ -29,11 +29,11 @@ import select
 import socket
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
+from actorrpc import moments
 from actorrpc.config import Settings
 from actorrpc.core import interrupts
 from actorrpc.core.answering import ARMED, DISARMED, Answering
@@ -99,7 +99,7 @@ class Connection:
         self.other = ("", "")  # name and incarnation of the worker at the other end, as it has proved itself
         self.suspended = False  # the socket has failed, and no other has taken its place yet
         self.lapses = 0
-        self.heard = time.monotonic()
+        self.heard = moments.now()
         # Guards reading, the frame reader and the read side's poller.
         self.read_lock = threading.Lock()
         # Guards sending and ``_rest``.
@@ -180,7 +180,7 @@ class Connection:
             return False
         self.arm(DISARMED)
         self.expecting = True
-        self.expecting_since = time.monotonic()
+        self.expecting_since = moments.now()
         self.read_lock.release()
         return True
 
@@ -205,9 +205,9 @@ class Connection:
 
         Returns whether it was there already.
         """
-        begun = time.monotonic()
+        begun = moments.now()
         ready = self._poller.poll()
-        at_once = time.monotonic() - begun < AT_ONCE_S
+        at_once = moments.now() - begun < AT_ONCE_S
         for fd, _ in ready:
             if fd == self.fd:
                 self.receive(frames)
@@ -223,7 +223,7 @@ class Connection:
 
     def spin_for(self, frames: list[Frame]) -> int:
         """Try to read for at most the spin time; return how many tries it took, 0 if nothing came."""
-        until = time.monotonic() + self.settings.spin_us * 1e-6
+        until = moments.now() + self.settings.spin_us * 1e-6
         tries = 1
         reader, sock = self._reader, self.sock
         while True:
@@ -235,7 +235,7 @@ class Connection:
                     else sock.recvmsg_into(target, 0, _DONTWAIT)[0]
                 )
             except BlockingIOError:
-                if time.monotonic() > until:
+                if moments.now() > until:
                     return 0
                 tries += 1
                 continue
@@ -274,7 +274,7 @@ class Connection:
     def _take(self, count: int, frames: list[Frame]) -> None:
         if count == 0:
             raise EOFError("end of file")
-        self.heard = time.monotonic()
+        self.heard = moments.now()
         if self.replay is not None and self.replay.count(count):
             self.outbox.append(pack_frame(ACK, self.replay.received))
             self.flush()
@@ -445,7 +445,7 @@ class Connection:
             poller.register(self.fd, select.POLLOUT)
         wait_ms = 100.0
         if deadline is not None:
-            wait_ms = min(wait_ms, max(0.0, (deadline - time.monotonic()) * 1e3))
+            wait_ms = min(wait_ms, max(0.0, (deadline - moments.now()) * 1e3))
         poller.poll(wait_ms)
         return False
 
@@ -496,7 +496,7 @@ class Connection:
             self._poller.register(self.fd, select.POLLIN)
             self._writer_poller = None
             self.expecting = False
-            self.heard = time.monotonic()
+            self.heard = moments.now()
             self.suspended = False
         return True
 

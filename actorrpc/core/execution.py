@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 import pickle
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from actorrpc import moments
 from actorrpc.core import codec, exceptions, messages
 from actorrpc.core.calls import CURRENT, FRAME_BIT, Execution
 from actorrpc.core.frames import CREDIT, FAILURE, POST, REPLY, Frame, pack_frame, unpack_extra
@@ -111,7 +111,7 @@ class Executor:
         peer = self._agent.self_peer if conn is None else conn.peer
         id = frame.id
         deadline = arrived + frame.remaining
-        if deadline != INFINITE and time.monotonic() > deadline:
+        if deadline != INFINITE and moments.now() > deadline:
             self.refuse(
                 conn,
                 frame,

@@ -21,12 +21,12 @@ import logging
 import select
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc import moments
 from actorrpc.core.handshake import Acceptor
 from actorrpc.core.keys import remove_file
 from actorrpc.errors import AuthenticationError, ProtocolError
@@ -194,7 +194,7 @@ class Guests:
 
     def _failed_often(self, address: str) -> bool:
         """Take note of a failure; say whether the address has had its answers of this second."""
-        now = time.monotonic()
+        now = moments.now()
         with self._lock:
             times = [when for when in self._failures.pop(address, ()) if now - when < 1.0]
             often = len(times) >= FAILURES_PER_S

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import struct
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc import moments
 from actorrpc.core import codec, exceptions, frames, messages
 from actorrpc.core.frames import Frame, pack_frame, unpack_extra
 from actorrpc.core.interceptors import RECEIPT
@@ -154,7 +154,7 @@ class Inbox:
                 self.reply(peer, frame, waiting, conn)
             else:
                 if not arrived:
-                    arrived = time.monotonic()
+                    arrived = moments.now()
                 if kind == frames.REQUEST:
                     count += 1
                     requests += 1

@@ -16,10 +16,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeVar
+
+from actorrpc import moments
 
 __all__ = [
     "checkpoint",
@@ -174,7 +175,7 @@ class Taken:
 
     @uninterruptible
     def __enter__(self) -> Taken:
-        while not self.held and time.monotonic() <= self._limit and not pending_here():
+        while not self.held and moments.now() <= self._limit and not pending_here():
             self.held = self._lock.acquire(timeout=0.1)
         return self
 

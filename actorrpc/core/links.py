@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from actorrpc import moments
 from actorrpc.core.connection import Connection
 from actorrpc.core.frames import INTRO, STREAM_ABORT, pack_frame
 from actorrpc.core.guests import Guest, Guests
@@ -197,7 +198,7 @@ class Links:
             RpcTimeoutError: no connection within the deadline, or the connect time-out.
             AuthenticationError, VersionError: the two do not share a key or a protocol.
         """
-        limit = min(deadline, time.monotonic() + self._agent.settings.connect_timeout)
+        limit = min(deadline, moments.now() + self._agent.settings.connect_timeout)
         with Taken(peer.dial_lock, limit) as taken:
             checkpoint()
             if not taken.held:
@@ -230,7 +231,7 @@ class Links:
                     and peer.same_host
                     and process_state(peer.record.pid) == "running"
                 )
-                if (busy or error.errno in _BUSY) and time.monotonic() < limit:
+                if (busy or error.errno in _BUSY) and moments.now() < limit:
                     # Too many at once at its door, or it has just ended: then nobody will listen the next time.
                     time.sleep(0.02)
                     queue.appendleft((family, address))
@@ -250,7 +251,7 @@ class Links:
                 peer, "dead", f"nobody listens at its address any more ({'; '.join(tried)})"
             )
             raise peer.died(f"cannot call {what}", maybe_executed=False)
-        raise (RpcTimeoutError if time.monotonic() >= deadline else PeerDiedError)(
+        raise (RpcTimeoutError if moments.now() >= deadline else PeerDiedError)(
             f"cannot call {what}: {peer.name!r} cannot be reached ({'; '.join(tried)}); the call was not executed",
             maybe_executed=False,
             worker=peer.name,
@@ -301,9 +302,9 @@ class Links:
         record = agent.record
         sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            sock.settimeout(max(0.05, limit - time.monotonic()))
+            sock.settimeout(max(0.05, limit - moments.now()))
             sock.connect(address)
-            limit = min(limit, time.monotonic() + agent.settings.handshake_timeout)
+            limit = min(limit, moments.now() + agent.settings.handshake_timeout)
             dialler = Dialler(
                 key=self._key,
                 name=record.name,
@@ -316,7 +317,7 @@ class Links:
             )
             data = dialler.start()
             while True:
-                sock.settimeout(max(0.05, limit - time.monotonic()))
+                sock.settimeout(max(0.05, limit - moments.now()))
                 if data:
                     sock.sendall(data)
                 if dialler.done:
@@ -348,7 +349,7 @@ class Links:
                     path,
                     Purpose.LANE,
                     conn.attach,
-                    time.monotonic() + settings.handshake_timeout,
+                    moments.now() + settings.handshake_timeout,
                 )
             except (OSError, RpcError) as error:
                 _log.info("no shared memory with %r: %s", peer.name, error)
@@ -370,7 +371,7 @@ class Links:
         with peer.dial_lock:
             if conn.stripes or conn.lane_failed:
                 return list(conn.stripes)
-            limit = min(deadline, time.monotonic() + self._agent.settings.handshake_timeout)
+            limit = min(deadline, moments.now() + self._agent.settings.handshake_timeout)
             for _ in range(self._agent.settings.stripes - 1):
                 for family, address in self.addresses(peer):
                     try:
@@ -427,9 +428,9 @@ class Links:
     ) -> bool:
         """Send chunks over several connections at once; each takes the next one when it has sent the last."""
         conn.flush()
-        until = min(deadline or float("inf"), time.monotonic() + 30.0)
+        until = min(deadline or float("inf"), moments.now() + 30.0)
         while not ready.acquire(timeout=0.1):
-            if conn.broken or pending_here() or time.monotonic() > until:
+            if conn.broken or pending_here() or moments.now() > until:
                 with self._lock:
                     self._ready.pop((conn, stream), None)
                 conn.outbox.append(pack_frame(STREAM_ABORT, stream))

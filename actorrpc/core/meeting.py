@@ -23,6 +23,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
+from actorrpc import moments
 from actorrpc.errors import ConfigError, RendezvousError
 
 __all__ = ["Meeting", "first_line", "open_store", "poll"]
@@ -108,14 +109,14 @@ class Meeting:
         Raises:
             RendezvousError: it cannot be reached within ``timeout`` seconds.
         """
-        deadline = time.monotonic() + timeout
+        deadline = moments.now() + timeout
         if self.kind == "file":
             folder = os.path.dirname(self.path)
             if not os.access(folder, os.W_OK | os.X_OK) or os.path.isdir(self.path):
                 raise RendezvousError(f"the file {self.path!r} cannot be made: check its directory")
         elif self.kind == "tcp" and not self.hosts:
             self._wait_for_server(deadline)
-        remaining = timedelta(seconds=max(0.1, deadline - time.monotonic()))
+        remaining = timedelta(seconds=max(0.1, deadline - moments.now()))
 
         def connect() -> Store:
             if self.kind == "file":
@@ -149,7 +150,7 @@ class Meeting:
         problem: list[OSError] = []
 
         def reachable() -> bool:
-            limit = min(2.0, max(0.05, deadline - time.monotonic()))
+            limit = min(2.0, max(0.05, deadline - moments.now()))
             try:
                 socket.create_connection((self.host, self.port), limit).close()
             except OSError as error:
@@ -193,7 +194,7 @@ def _apart(connect: Callable[[], Store], deadline: float, where: str) -> Store:
 
     thread = threading.Thread(target=run, name="actorrpc-store", daemon=True)
     thread.start()
-    thread.join(max(0.1, deadline - time.monotonic()))
+    thread.join(max(0.1, deadline - moments.now()))
     if made:
         thread.join()
         return made[0]
@@ -209,7 +210,7 @@ def poll(done: Callable[[], bool], deadline: float, slowest: float = 0.05) -> bo
     """Ask ``done`` again and again, ever more slowly, until it is true or the time is over."""
     pause = 0.001
     while not done():
-        remaining = deadline - time.monotonic()
+        remaining = deadline - moments.now()
         if remaining <= 0:
             return False
         time.sleep(min(pause, remaining))

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc import moments
 from actorrpc.core.identity import WorkerInfo, WorkerRecord
 from actorrpc.core.interrupts import checkpoint, pending_here, uninterruptible
 from actorrpc.core.liveness import Liveness
@@ -108,7 +108,7 @@ class Peer:
             try:
                 while self.full and not pending_here():
                     self.check_alive(what)
-                    remaining = deadline - time.monotonic()
+                    remaining = deadline - moments.now()
                     if remaining <= 0:
                         raise BackpressureError(
                             f"{what}: {self.name!r} has {self.charged} bytes in {len(self.pending)} calls that it has not "

@@ -16,7 +16,6 @@ import ipaddress
 import os
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from typing import Any, Final, Protocol
 import msgpack
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from actorrpc import moments
 from actorrpc.core import keys
 from actorrpc.core.identity import WorkerRecord
 from actorrpc.core.keys import Key
@@ -94,7 +94,7 @@ class Rendezvous:
             RendezvousError: a worker did not come in time, a name or rank is taken, some could not reach
                 each other, or the store failed. In a fixed group all workers raise it at once.
         """
-        deadline = time.monotonic() + self.timeout
+        deadline = moments.now() + self.timeout
         if self.world_size is None:
             self.record = self._join_dynamic(record, deadline)
             return {each.name: each for each in [*self.members(), self.record]}
@@ -213,7 +213,7 @@ class Rendezvous:
             RendezvousError: nobody made a key in time, or the store failed.
         """
         self._own_key, self._host = own_key, host
-        deadline = time.monotonic() + self.timeout
+        deadline = moments.now() + self.timeout
         try:
             if self.world_size is None:
                 key = self._agree_dynamic(own_key, host, deadline)
@@ -265,7 +265,7 @@ class Rendezvous:
                 except AuthenticationError:
                     # A group that has ended may be followed by another one, with another key.
                     alive = any(not _is_dead(each, host) for each in self.members())
-                    if alive or time.monotonic() > deadline:
+                    if alive or moments.now() > deadline:
                         raise
                 else:
                     if announcement[0] == "file" and self._key_file is None:
@@ -315,7 +315,7 @@ class Rendezvous:
             # Others may have given up the round before we came: they left its remaining places behind.
             if slot == 0 or not self._ask("check", [f"{number}/outcome"]):
                 self._round = number, slot
-            elif time.monotonic() > deadline:
+            elif moments.now() > deadline:
                 raise RendezvousError("the store is full of rounds that were given up; use another one")
         return f"{self._round[0]}/{key}"
 
@@ -329,7 +329,7 @@ class Rendezvous:
         if not self._wait_for(deadline, outcome):
             # One looks who is missing; the others, whose time is over as well, hear it from that one.
             late = self._ask("add", self._in_round("late", deadline), 1)
-            if late == 1 or not self._wait_for(time.monotonic() + _GRACE, outcome):
+            if late == 1 or not self._wait_for(moments.now() + _GRACE, outcome):
                 self._publish(_ERROR, self._name_missing(deadline))
         return _read_outcome(self._ask("get", outcome))
 
@@ -381,7 +381,7 @@ class Rendezvous:
         seen = self._ask("add", self._in_round("seen", 0.0), 1)
         if self.rank == 0:
             came = self._ask("add", self._in_round("ready", 0.0), 0)
-            limit = time.monotonic() + _GRACE
+            limit = moments.now() + _GRACE
             self._wait(lambda: max(seen, self._ask("add", self._in_round("seen", 0.0), 0)) >= came, limit)
 
     # -- dynamic groups ----------------------------------------------------------------------------------
@@ -409,7 +409,7 @@ class Rendezvous:
             if wanted >= 0:
                 name = _tag_name(holder)
                 raise RendezvousError(f"rank {wanted} is taken by {name!r}; leave it out to be given one")
-            if time.monotonic() > deadline:
+            if moments.now() > deadline:
                 raise RendezvousError(f"no free rank was found within {self.timeout:g} s")
 
     def _claim_rank(self, mine: WorkerRecord) -> bytes | None:

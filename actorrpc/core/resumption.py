@@ -14,10 +14,10 @@ import errno
 import logging
 import socket
 import struct
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc import moments
 from actorrpc.core.handshake import Purpose, Session
 from actorrpc.errors import ProtocolError, RpcError
 
@@ -60,7 +60,7 @@ class Resumption:
             conn.close(error)
             return
         _log.info("the connection to %r is interrupted: %s", _name(conn), error)
-        until = time.monotonic() + grace
+        until = moments.now() + grace
         agent.clock.at(until, partial(agent.submit, partial(self._give_up, conn, error, lapse)))
         if conn.dialled:
             self._redial(conn, error, lapse, until, 0, 0)
@@ -95,7 +95,7 @@ class Resumption:
         if self._agent.closed_down:
             self._end(conn, error)
             return
-        limit = min(until, time.monotonic() + _ATTEMPT_S)
+        limit = min(until, moments.now() + _ATTEMPT_S)
         gone = True
         for family, address in self._links.addresses(conn.peer):
             try:
@@ -121,7 +121,7 @@ class Resumption:
 
     def _agree(self, conn: Connection, sock: socket.socket, limit: float) -> bool:
         try:
-            sock.settimeout(max(0.05, limit - time.monotonic()))
+            sock.settimeout(max(0.05, limit - moments.now()))
             sock.sendall(_COUNT.pack(conn.standstill()))
             theirs = _read_count(sock)
             if theirs == _UNKNOWN:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from typing import Final
+
+from actorrpc import moments
 
 __all__ = ["Spin", "spinner"]
 
@@ -79,7 +80,7 @@ class _Spinner:
 
     def acquire(self) -> bool:
         """Take the right to spin, if nobody has it and there are processors to spare."""
-        now = time.monotonic()
+        now = moments.now()
         if now - self._checked > _CROWD_PERIOD:
             self._checked = now
             self._crowded = self._look()

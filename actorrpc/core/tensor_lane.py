@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from actorrpc import moments
 from actorrpc.core.buffers import (
     ForkGuard,
     Loans,
@@ -533,7 +534,7 @@ class Borrower:
 
     def _fetch(self, wanted: int) -> _Mapped:
         """Read announcements until ``wanted`` is known."""
-        deadline = time.monotonic() + _ANNOUNCEMENT_WAIT
+        deadline = moments.now() + _ANNOUNCEMENT_WAIT
         with self._fetch_lock:
             while True:
                 segment = self._segments.get(wanted)
@@ -543,7 +544,7 @@ class Borrower:
                     raise ProtocolError("the tensor lane is closed")
                 if self._receive():
                     continue
-                remaining = deadline - time.monotonic()
+                remaining = deadline - moments.now()
                 if remaining <= 0:
                     raise ProtocolError(f"segment {wanted} of shared memory was never announced")
                 poll = select.poll()

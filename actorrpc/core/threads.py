@@ -20,13 +20,13 @@ import logging
 import os
 import select
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
+from actorrpc import moments
 from actorrpc.core.clock import Clock, Tick
 from actorrpc.core.interrupts import uninterruptible
 
@@ -237,7 +237,7 @@ class Pool:
 
     def _run(self, task: Any) -> None:
         crowd = len(self.queue)
-        begun = time.monotonic() if crowd else 0.0
+        begun = moments.now() if crowd else 0.0
         try:
             if type(task) is tuple:
                 self._execute(task)
@@ -247,7 +247,7 @@ class Pool:
             _log.exception("a task of the pool raised")
         self.finished += 1
         if crowd:  # how long work takes matters only where more of it is waiting
-            took = time.monotonic() - begun
+            took = moments.now() - begun
             self._mean += 0.125 * (min(took, 1.0) - self._mean)
 
     # -- starvation ------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class Pool:
         except IndexError:
             self._oldest = None
             return False
-        now = time.monotonic()
+        now = moments.now()
         # The clock's own delay tells whether the threads that run compete for the interpreter (then one more
         # makes everything slower) or are blocked (then one more is what is needed).
         self._crowded = self._starvation.late > _COMPETED_S
@@ -307,7 +307,7 @@ class Pool:
                 task = self._take_internal()
                 if task is None:
                     return
-                self._helped = time.monotonic()
+                self._helped = moments.now()
                 self._run(task)
         finally:
             self._helpers -= 1
@@ -340,11 +340,11 @@ class Pool:
         """End the threads; return those that are still in user code after ``timeout`` seconds."""
         with self._lock:
             self.stopping = True
-        until = time.monotonic() + timeout
+        until = moments.now() + timeout
         while True:
             with self._lock:
                 left = [t for t in self.threads.values() if t is not threading.current_thread()]
-            if not left or time.monotonic() > until:
+            if not left or moments.now() > until:
                 break
             # Each write wakes one sleeper; those in user code end when they come back.
             for _ in left:

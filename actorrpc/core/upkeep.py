@@ -9,10 +9,10 @@ the other answers: two small frames in a heartbeat. Runs on the clock's thread; 
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc import moments
 from actorrpc.core import frames
 from actorrpc.core.changes import Changes
 from actorrpc.core.clock import Tick
@@ -65,7 +65,7 @@ class Upkeep:
 
     def _listen(self) -> bool:
         busy = bool(self._expecting)
-        late = time.monotonic() - 0.5 * _EXPECTED_S
+        late = moments.now() - 0.5 * _EXPECTED_S
         for conn in list(self._expecting):
             # Whoever expects and waits, again and again, is left alone.
             if not conn.expecting or conn.expecting_since < late:
@@ -159,7 +159,7 @@ class Upkeep:
 
     def _scan(self, peer: Peer) -> None:
         """End the calls whose time is over; runs on the clock's thread."""
-        now = time.monotonic()
+        now = moments.now()
         peer.scan_at = INFINITE
         earliest = INFINITE
         late: list[Call] = []

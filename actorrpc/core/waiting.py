@@ -5,9 +5,9 @@ The rules of reading are those of ``connection.py``: release the read lock, then
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc import moments
 from actorrpc.core.answering import ARMED, DISARMED
 from actorrpc.core.frames import FAILURE, REQUEST, Frame
 from actorrpc.core.interrupts import uninterruptible
@@ -92,7 +92,7 @@ class Waiting:
         # the other one.
         spin = self._spin if conn.settings.spin_us and self._at_once < _SHARED else None
         spun = spin is not None and spin.choose() and spinner.acquire()
-        begun = time.monotonic()
+        begun = moments.now()
         if spun and spin is not None:
             try:
                 came = conn.spin_for(frames)
@@ -100,17 +100,17 @@ class Waiting:
                 spinner.release()
             if came:
                 if not self._came_at_once(came == 1):
-                    spin.note(True, time.monotonic() - begun)
+                    spin.note(True, moments.now() - begun)
                 return
         wait_ms = _SLICE_MS
         if deadline is not None and deadline - begun < 1.0:
             wait_ms = max(0, int((deadline - begun) * 1e3) + 1)
         for fd, _ in conn._poller.poll(wait_ms):
             if fd == conn.fd:
-                waited = time.monotonic() - begun
+                waited = moments.now() - begun
                 conn.receive(frames)
                 if not self._came_at_once(waited < AT_ONCE_S) and spin is not None and (spun or spin.due):
-                    spin.note(spun, time.monotonic() - begun)
+                    spin.note(spun, moments.now() - begun)
             elif fd == conn._wake_fd:
                 conn._quieten()
 

@@ -8,12 +8,12 @@ with a lock held: waits are bounded by the call that this runs in.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from actorrpc import moments
 from actorrpc.autograd import slots, wiring
 from actorrpc.core.calls import CURRENT
 
@@ -70,7 +70,7 @@ def lent(parameters: Sequence[torch.Tensor], context_id: int | None) -> Iterator
             in_slots[:] = gradients
         return
     # First: this may wait for the end of a pass, which may need the slots.
-    left = 0.0 if deadline is None else max(0.001, deadline - time.monotonic())
+    left = 0.0 if deadline is None else max(0.001, deadline - moments.now())
     found = wiring.participant().gradients(context_id, left)
     with slots.borrowed(parameters, deadline):
         gradients = [found.get(parameter) for parameter in parameters]

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import inspect
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from actorrpc import moments
 from actorrpc.autograd import recording
 from actorrpc.core.identity import WorkerInfo
 from actorrpc.futures import Future
@@ -41,11 +41,11 @@ class _Time:
 
     def __init__(self, timeout: float) -> None:
         self._seconds = api.get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
-        self._until = time.monotonic() + self._seconds
+        self._until = moments.now() + self._seconds
 
     def left(self) -> float:
         """Return the time-out of calls that are made now: 0 means none."""
-        return max(0.001, self._until - time.monotonic()) if self._seconds else 0.0
+        return max(0.001, self._until - moments.now()) if self._seconds else 0.0
 
 
 class DistributedOptimizer:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from actorrpc import moments
 from actorrpc.config import Settings
 from actorrpc.core.agent import Agent
 from actorrpc.core.identity import WorkerInfo
@@ -314,7 +315,7 @@ def leave(
         rrefs.set_runtime(None)
         return ()
     seconds = check_timeout(timeout)
-    until = time.monotonic() + seconds if seconds else float("inf")
+    until = moments.now() + seconds if seconds else float("inf")
     try:
         return _end_together(state, until, let_go or let_go_of_all) if graceful else ()
     finally:
@@ -339,7 +340,7 @@ def let_go_of_all() -> None:
 
 def _end_together(state: _State, until: float, let_go: Callable[[], None]) -> Sequence[object]:
     def left() -> float:
-        return 0.0 if until == float("inf") else max(0.001, until - time.monotonic())
+        return 0.0 if until == float("inf") else max(0.001, until - moments.now())
 
     group, references = state.group, state.references
     group.wait_for_all(0, left())
@@ -352,16 +353,16 @@ def _end_together(state: _State, until: float, let_go: Callable[[], None]) -> Se
     # Let go of every reference, and see that the owners know.
     let_go()
     # Half of the time, so that others who wait for this worker do not give up on it.
-    _settle(references, min(until, time.monotonic() + _SETTLE_S / 2))
+    _settle(references, min(until, moments.now() + _SETTLE_S / 2))
     group.wait_for_all(1, min(left() or _SETTLE_S, _SETTLE_S))
     # A value may have been made here in the meantime: that it is not wanted has been sent, but may not be read yet.
-    _settle(references, min(until, time.monotonic() + _LATE_S))
+    _settle(references, min(until, moments.now() + _LATE_S))
     return references.table.leaks()
 
 
 def _settle(references: References, until: float) -> None:
     pause = 0.0005
-    while not references.table.pending_counts().idle and time.monotonic() < until:
+    while not references.table.pending_counts().idle and moments.now() < until:
         references.collect()
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
@@ -523,7 +524,7 @@ def remote(
     conn = peer.conn
     if (conn is None or conn.broken) and not peer.is_self:
         # Here, where Ctrl-C can come: it cannot while the reference is being made.
-        state.agent.links.connect(peer, time.monotonic() + (seconds or _JOIN_TIMEOUT), label)
+        state.agent.links.connect(peer, moments.now() + (seconds or _JOIN_TIMEOUT), label)
     rref: RRef[T]
     if modern._is_profiler_enabled or profiled():
         with calling("remote", func, state.agent, peer) as span:

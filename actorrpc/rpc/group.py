@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
+from actorrpc import moments
 from actorrpc.config import Settings, host_and_port
 from actorrpc.core import keys, points
 from actorrpc.core.agent import Agent
@@ -168,7 +169,7 @@ class Group:
         points.reach("shutdown.let_go" if stage else "shutdown.called")
         if not self.is_fixed:
             return
-        until = time.monotonic() + timeout if timeout else float("inf")
+        until = moments.now() + timeout if timeout else float("inf")
         self.barrier.reached(
             stage, self.agent.name
         )  # others may ask this one because those before it are gone
@@ -180,7 +181,7 @@ class Group:
             if self._hear(future, peer, stage, until):
                 points.reach("shutdown.settled" if stage else "shutdown.together")
                 return
-            if time.monotonic() >= until:
+            if moments.now() >= until:
                 missing = ", ".join(self.barrier.missing(stage)) if peer.is_self else "some"
                 raise RpcTimeoutError(
                     f"shutdown of {self.agent.name!r}: not every worker called shutdown within {timeout} s (missing: {missing})",
@@ -202,7 +203,7 @@ class Group:
         future: Future[None] = Future()
         try:
             if not peer.is_self:
-                agent.links.connect(peer, min(until, time.monotonic() + DIAL_S), "shutdown")
+                agent.links.connect(peer, min(until, moments.now() + DIAL_S), "shutdown")
             agent.call(peer, _arrive, (stage, agent.name), {}, 0.0, future=future, label="shutdown")
         except (PeerDiedError, RpcTimeoutError, ProtocolError) as error:
             # No proof of its death, unless it is not alive any more: that is found out next.
@@ -220,7 +221,7 @@ class Group:
         """
         while future is not None:
             try:
-                future.wait(min(_LOOK_S, max(0.0, until - time.monotonic())))
+                future.wait(min(_LOOK_S, max(0.0, until - moments.now())))
                 return True
             except PeerDiedError:
                 return False
@@ -233,7 +234,7 @@ class Group:
                 ):  # else it is the time of a call that this is done in, or it has just come
                     if peer.is_self:
                         self._review(stage)
-                    if time.monotonic() >= until or self._whom_to_ask() is not peer:
+                    if moments.now() >= until or self._whom_to_ask() is not peer:
                         future.cancel()
                         return False
                 elif future.exception() is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from actorrpc import moments
 from actorrpc.core.agent import Agent
 from actorrpc.core.changes import Listener, state_of
 from actorrpc.core.identity import WorkerRecord
@@ -61,7 +61,7 @@ def workers() -> list[WorkerState]:
         records = []
     known = {peer.record.incarnation: peer for peer in (agent.self_peer, *agent.peers())}
     rows = {row.incarnation: row for row in [*(peer.record for peer in known.values()), *records]}
-    now = time.monotonic()
+    now = moments.now()
     states = [_state(agent, row, known.get(row.incarnation), now) for row in rows.values()]
     return sorted(states, key=lambda state: (state.rank, state.name, state.state))
 

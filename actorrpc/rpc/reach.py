@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final
 
+from actorrpc import moments
 from actorrpc.core.agent import Agent
 from actorrpc.core.changes import state_of
 from actorrpc.core.peer import Peer
@@ -59,7 +60,7 @@ class Reach:
 
     def _dial(self, peer: Peer) -> None:
         try:
-            self._agent.links.connect(peer, time.monotonic() + DIAL_S, "to watch it")
+            self._agent.links.connect(peer, moments.now() + DIAL_S, "to watch it")
         except (RpcError, OSError) as error:
             self.failed(peer, error if isinstance(error, RpcError) else RpcError(str(error)))
         finally:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+from actorrpc import moments
 from actorrpc.core import codec, exceptions
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import Execution
@@ -170,7 +170,7 @@ class References:
         if not pending.when_done(done.release):
             return
         while not pending.done:
-            remaining = execution.deadline - time.monotonic()
+            remaining = execution.deadline - moments.now()
             if remaining <= 0:
                 raise RpcTimeoutError(
                     "the RRefs in the arguments were not confirmed by their owners in time",

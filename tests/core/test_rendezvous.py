@@ -748,7 +748,8 @@ def test_polling_ends_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] += pause
 
     # Of that module only: everything else needs the real time.
-    monkeypatch.setattr(meeting, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(meeting, "moments", SimpleNamespace(now=lambda: now[0]))
+    monkeypatch.setattr(meeting, "time", SimpleNamespace(sleep=sleep))
     assert not meeting.poll(lambda: False, 10.0)
     assert now[0] == pytest.approx(10.0)
     assert pauses[0] == 0.001

@@ -200,7 +200,7 @@ def test_failures_are_answered_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> Non
     """The fourth failure within a second learns nothing; a member of the same address comes in all the same."""
     now = [1000.0]
     with tcp_agents(2) as (one, other):
-        monkeypatch.setattr(guests, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr(guests, "moments", SimpleNamespace(now=lambda: now[0]))
         tried = [_farewell(other) for _ in range(FAILURES_PER_S + 3)]
         assert [answered for _, answered in tried] == [True] * FAILURES_PER_S + [False] * 3
         assert len(other.links.guests) == 3  # they hold their places, and know no more

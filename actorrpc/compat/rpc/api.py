@@ -11,12 +11,12 @@ import contextlib
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
+from actorrpc import moments
 from actorrpc.compat.futures import Future
 from actorrpc.compat.profiling import ProfiledFuture
 from actorrpc.compat.rpc.agent import TensorPipeAgent
@@ -329,10 +329,10 @@ def _is_dead(name: str) -> bool:
 
 def _await_signal(states: AllGatherStates, others: Iterable[str], seconds: float | None) -> None:
     """Wait for the signal, for the time given, or until all that could still give it are dead."""
-    until = float("inf") if seconds is None else time.monotonic() + seconds
+    until = float("inf") if seconds is None else moments.now() + seconds
     names = list(others)
-    while not states.proceed_signal.wait(max(0.0, min(_LOOK_S, until - time.monotonic()))):
-        if time.monotonic() >= until:
+    while not states.proceed_signal.wait(max(0.0, min(_LOOK_S, until - moments.now()))):
+        if moments.now() >= until:
             return
         come = states.withdrawn.union(states.gathered_objects)
         if all(name in come or _is_dead(name) for name in names):
