@@ -47,6 +47,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)  # where tests run side by side, those who run them have ended by then
 def pytest_sessionfinish(session: pytest.Session) -> None:
     helpers = processes.helper_pids()
     left = {process for process in processes.of_session() if process.pid not in helpers}

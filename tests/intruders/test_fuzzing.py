@@ -144,9 +144,6 @@ def test_the_fuzzer_would_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @nightly
-@pytest.mark.skipif(
-    not _NIGHTLY, reason="nightly: a line tracer, which once did not come to its end in a whole run"
-)
 def test_a_guided_fuzzer_finds_no_way_either(no_unpickling: list[str]) -> None:
     """Inputs that reach new steps of the handshake are kept and changed further."""
     rng = random.Random(3)
