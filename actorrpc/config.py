@@ -22,6 +22,11 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_ADVERTISE": "the host, or host:port, to tell other workers, where it differs from the bound one",
     "ACTORRPC_PORT": "the TCP port to listen on (default 0: any)",
     "ACTORRPC_INSECURE": "1 to listen on other addresses than loopback without a key (warns)",
+    "ACTORRPC_INTEGRITY": "1 to seal every frame on TCP, so that what is changed on the way is refused (see SECURITY.md)",
+    "ACTORRPC_TLS_CERT": "the file of this worker's certificate (PEM); then TCP connections speak TLS and nothing else",
+    "ACTORRPC_TLS_KEY": "the file of that certificate's private key, readable by its owner only",
+    "ACTORRPC_TLS_CA": "the file of the CA that must have signed the certificates of all workers",
+    "ACTORRPC_TLS_MIN_VERSION": "1.3 (default) or 1.2: the oldest version of TLS that is spoken",
     "ACTORRPC_DATA_ONLY": "1 to take nothing but data from peers, who may call exposed functions only (see SECURITY.md)",
     "ACTORRPC_SPIN_US": "how long a thread may spin before it sleeps (default 100; 0 turns it off)",
     "ACTORRPC_MAX_THREADS": "the most worker threads in one process (default 512)",
@@ -85,6 +90,11 @@ class Settings:
     advertise: str | None = None
     port: int = 0
     insecure: bool = False
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
+    tls_min_version: str = "1.3"
+    frame_integrity: bool = False
     data_only: bool = False
     handshake_timeout: float = 5.0
     connect_timeout: float = 20.0
@@ -120,6 +130,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.transport not in ("auto", "unix", "tcp"):
             raise ConfigError(f"transport must be 'auto', 'unix' or 'tcp', not {self.transport!r}")
+        if self.tls_min_version not in ("1.2", "1.3"):
+            raise ConfigError(f"tls_min_version must be '1.2' or '1.3', not {self.tls_min_version!r}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be 0..65535, not {self.port!r}")
         if self.advertise is not None:
@@ -151,6 +163,11 @@ class Settings:
             "advertise": _env("ACTORRPC_ADVERTISE", None, str),
             "port": _env("ACTORRPC_PORT", 0, int),
             "insecure": _env("ACTORRPC_INSECURE", False, _flag),
+            "tls_cert": _env("ACTORRPC_TLS_CERT", None, str),
+            "tls_key": _env("ACTORRPC_TLS_KEY", None, str),
+            "tls_ca": _env("ACTORRPC_TLS_CA", None, str),
+            "tls_min_version": _env("ACTORRPC_TLS_MIN_VERSION", "1.3", str),
+            "frame_integrity": _env("ACTORRPC_INTEGRITY", False, _flag),
             "data_only": _env("ACTORRPC_DATA_ONLY", False, _flag),
             "spin_us": _env("ACTORRPC_SPIN_US", 100, int),
             "max_threads": _env("ACTORRPC_MAX_THREADS", 512, int),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from actorrpc import moments
 from actorrpc.core.frames import CHUNK, STREAM_ABORT, pack_frame, pack_position
 from actorrpc.core.interrupts import pending_here, uninterruptible
+from actorrpc.core.seals import chunk_head
 
 if TYPE_CHECKING:
     from actorrpc.core.connection import Connection
@@ -41,8 +42,16 @@ class ChunkSender:
         stream was then aborted cleanly: the chunk that was under way is finished from a copy.
         """
         conn = self._conn
+        copy = memoryview(b"")
         for index, offset, piece in pieces:
             prefix = pack_frame(CHUNK, stream, chain=pack_position(index, offset), length=len(piece))
+            if conn.seal is not None:
+                # From a copy: what is sent must be what was sealed, also where the caller's memory changes meanwhile.
+                # It can be made again for the next piece: what is left of this one is copied once more below.
+                copy = copy if len(copy) >= len(piece) else memoryview(bytearray(len(piece)))
+                copy[: len(piece)] = piece
+                piece = copy[: len(piece)]
+                prefix = chunk_head(prefix, piece)
             if not self._send(prefix, piece, deadline):
                 if not conn.broken:
                     conn.outbox.append(pack_frame(STREAM_ABORT, stream))
@@ -76,7 +85,8 @@ class ChunkSender:
                 if conn._drain():
                     if begun:
                         return True
-                    conn._rest = [memoryview(prefix), piece]
+                    head = prefix if conn.seal is None else conn.seal.tagged(prefix)
+                    conn._rest = [memoryview(head), piece]
                     begun = True
                     continue
                 conn._wait_writable(deadline)

@@ -31,6 +31,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from actorrpc import moments
@@ -52,6 +53,8 @@ from actorrpc.core.frames import (
 )
 from actorrpc.core.interrupts import uninterruptible
 from actorrpc.core.replay import Replay
+from actorrpc.core.seals import SealedReader, Seals
+from actorrpc.core.tls import Stream, TlsSocket
 from actorrpc.core.waiting import AT_ONCE_S, Waiting
 from actorrpc.errors import ProtocolError
 
@@ -70,16 +73,17 @@ class Connection:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: Stream,
         *,
         epoll: select.epoll,
         events: Events,
         settings: Settings,
         attach: bytes,
         local: bool,
+        seals: Seals | None = None,
     ) -> None:
         sock.setblocking(True)  # non-blocking operations say so themselves (MSG_DONTWAIT)
-        self.sock = sock
+        self.sock: Stream = sock
         self.fd = sock.fileno()
         self.local = local
         self.attach = attach
@@ -87,11 +91,13 @@ class Connection:
         self.lender: Any = None
         self.borrower: Any = None
         self.lane_failed = False
+        self.striping = False  # whether stripes are dialled, or were, without anybody waiting for them
         # A stripe carries chunks for its main connection and nothing else.
         self.main: Connection | None = None
         self.stripes: list[Connection] = []
         self.assemblies: dict[int, Any] = {}
         self.goodbye = False
+        self.given_up = False  # the goodbye of a peer that takes this worker for dead
         self.broken = False
         # What is between hosts may break and go on over another socket; on one host, the end of a socket is a death.
         self.replay = Replay() if not local and settings.session_grace else None
@@ -110,7 +116,10 @@ class Connection:
         self._epoll = epoll
         self._events = events
         self.settings = settings
-        self._reader = FrameReader(
+        #: what is sent is sealed, in the order of the wire, under the write lock
+        self.seal = None if seals is None else seals.outgoing
+        reader = FrameReader if seals is None else partial(SealedReader, seals.incoming)
+        self._reader = reader(
             max_frame=settings.max_frame, max_chunk=max(settings.chunk, 1 << 20), sink_for=self._sink_for
         )
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -373,7 +382,7 @@ class Connection:
 
     def _drain(self) -> bool:
         """Send until the outbox is empty (True) or the kernel takes no more (False). Under the write lock."""
-        outbox, sock, replay = self.outbox, self.sock, self.replay
+        outbox, sock, replay, seal = self.outbox, self.sock, self.replay, self.seal
         while True:
             if replay is not None and replay.full:
                 return False
@@ -394,7 +403,7 @@ class Connection:
             if type(item) is not bytes:
                 item.sent = True  # type: ignore[union-attr]
                 item = item.frame  # type: ignore[union-attr]
-            if outbox:
+            if outbox or seal is not None:
                 item = self._join(item)
             try:
                 count = sock.send(item, _SEND)
@@ -411,9 +420,9 @@ class Connection:
                 replay.note(item)
 
     def _join(self, first: bytes) -> bytes:
-        parts = [first]
+        outbox, seal = self.outbox, self.seal
+        parts = [first if seal is None else seal.sealed(first)]
         size = len(first)
-        outbox = self.outbox
         while size < _JOIN:
             try:
                 item = outbox.popleft()
@@ -422,7 +431,7 @@ class Connection:
             if type(item) is not bytes:
                 item.sent = True  # type: ignore[union-attr]
                 item = item.frame  # type: ignore[union-attr]
-            parts.append(item)
+            parts.append(item if seal is None else seal.sealed(item))
             size += len(item)
         return b"".join(parts)
 
@@ -442,7 +451,7 @@ class Connection:
         poller = self._writer_poller
         if poller is None:
             poller = self._writer_poller = select.poll()
-            poller.register(self.fd, select.POLLOUT)
+            poller.register(self.sock.wire() if type(self.sock) is TlsSocket else self.fd, select.POLLOUT)
         wait_ms = 100.0
         if deadline is not None:
             wait_ms = min(wait_ms, max(0.0, (deadline - moments.now()) * 1e3))
@@ -474,7 +483,7 @@ class Connection:
             return self.replay.received
 
     @uninterruptible
-    def resume(self, sock: socket.socket, arrived: int, forget: Callable[[], None]) -> bool:
+    def resume(self, sock: Stream, arrived: int, forget: Callable[[], None]) -> bool:
         """Go on over another socket; say whether that was possible. The caller has the pool watch it, and flushes.
 
         Args:

@@ -37,6 +37,7 @@ __all__ = [
     "INTRO",
     "LANE_FREE",
     "LANE_RETIRE",
+    "LAST_KIND",
     "LETTER",
     "NOTICE",
     "PING",
@@ -73,12 +74,12 @@ CHUNK: Final = 9  # a piece of a large buffer; chain holds (buffer index, offset
 STREAM_ABORT: Final = 10  # the rest of a stream of chunks will not come
 LANE_FREE: Final = 11  # shared memory handed back
 LANE_RETIRE: Final = 12  # shared memory that the lender no longer uses
-GOODBYE: Final = 13  # the peer leaves on purpose: end of file after this is no death
+GOODBYE: Final = 13  # end of file after this is no death: the peer leaves; with flags, it takes us for dead
 DEFINITION: Final = 14  # a function or class by value: 16 bytes of hash, then its definition
 STREAM_READY: Final = 15  # the memory for a stream is there: chunks may come over other connections
 NOTICE: Final = 16  # one way, for the floors above: extra["n"] names the handler
 ACK: Final = 17  # id counts the bytes of this connection that have come: so much need not be kept any more
-_LAST_KIND: Final = ACK
+LAST_KIND: Final = ACK
 
 _OFFSET_BITS: Final = 40
 _OFFSET_MASK: Final = (1 << _OFFSET_BITS) - 1
@@ -266,7 +267,7 @@ class FrameReader:
                 if self._sink is not None:
                     break
                 continue
-            if length > max_frame or not 0 < kind <= _LAST_KIND or remaining != remaining:
+            if length > max_frame or not 0 < kind <= LAST_KIND or remaining != remaining:
                 raise ProtocolError(self._nonsense(kind, length, extra))
             start += PREFIX_SIZE
             stop = start + length
@@ -292,7 +293,8 @@ class FrameReader:
         if start == end:
             self._start = self._end = 0
         elif self._sink is None and not self.more:  # what is behind a frame that has more is not checked yet
-            self._make_room()
+            here = end - start
+            self._make_room(PREFIX_SIZE + (PREFIX.unpack_from(view, start)[0] if here >= PREFIX_SIZE else 0))
         return frames
 
     def _begin_chunk(self, frames: list[Frame], start: int, end: int, length: int, frame: Frame) -> int:
@@ -312,12 +314,9 @@ class FrameReader:
         frames.append(self._chunk)
         self._sink = self._chunk = None
 
-    def _make_room(self) -> None:
-        """Make sure that the frame which has begun fits into the buffer."""
+    def _make_room(self, needed: int) -> None:
+        """Make sure that what has begun, a frame of ``needed`` bytes or its prefix, fits into the buffer."""
         here = self._end - self._start
-        needed = PREFIX_SIZE
-        if here >= PREFIX_SIZE:
-            needed += PREFIX.unpack_from(self._view, self._start)[0]
         capacity = len(self._buffer)
         if needed > capacity:
             # Checked against the limit above; grown once, and kept.
@@ -333,6 +332,6 @@ class FrameReader:
     def _nonsense(self, kind: int, length: int, extra: int) -> str:
         if kind == CHUNK and length > self._max_chunk:
             return f"a chunk of {length} bytes is over the limit of {self._max_chunk}"
-        if 0 < kind <= _LAST_KIND and length > self._max_frame:
+        if 0 < kind <= LAST_KIND and length > self._max_frame:
             return f"a frame of {length} bytes is over the limit of {self._max_frame}"
         return f"not a frame: kind {kind}, {length} bytes of which {extra} are header"

@@ -11,6 +11,10 @@ An address whose guests fail to prove the key gets ``FAILURES_PER_S`` answers a 
 answered and hold their places until their time is over, or others need them: nobody learns any faster, and members
 who share the address (one host, one NAT) are served as ever.
 
+Where there are certificates, the handshake of TLS comes first, within the same time and in the same places; who speaks no
+TLS is told so. Who fails in it is heard until it closes, or its time is over: closed at once, its unread bytes would have
+the kernel take back the alert that tells it why.
+
 ``_lock`` guards the tables; nothing is called under it.
 """
 
@@ -20,6 +24,7 @@ import errno
 import logging
 import select
 import socket
+import ssl
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -27,8 +32,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import moments
-from actorrpc.core.handshake import Acceptor
+from actorrpc.core.handshake import Acceptor, Refusal
 from actorrpc.core.keys import remove_file
+from actorrpc.core.tls import HELLO, Stream, Tls, explain
 from actorrpc.errors import AuthenticationError, ProtocolError
 
 if TYPE_CHECKING:
@@ -38,19 +44,21 @@ __all__ = ["FAILURES_PER_S", "Guest", "Guests"]
 
 FAILURES_PER_S: Final = 3
 _MAX_ADDRESSES: Final = 1024  # whose failures are remembered; they are for one second
-_READ: Final = 512
+_READ: Final = 4096  # more than any first message of TLS: what is left unread when a socket closes resets it
 _AGAIN_S: Final = 0.2
+_GIVE: Final = "set ACTORRPC_TLS_CERT, ACTORRPC_TLS_KEY and ACTORRPC_TLS_CA for all workers, or for none"
 _log = logging.getLogger("actorrpc.links")
 
 
 class Guest:
     """An accepted socket that has proved nothing yet."""
 
-    __slots__ = ("acceptor", "address", "fd", "local", "sock", "timer")
+    __slots__ = ("acceptor", "address", "fd", "local", "over", "sock", "timer")
 
     def __init__(self, sock: socket.socket, address: str, local: bool, acceptor: Acceptor) -> None:
-        self.sock = sock
-        self.fd = sock.fileno()
+        self.sock: Stream = sock
+        self.fd = sock.fileno()  # also where TLS is spoken over it
+        self.over = False  # it has failed, and what it sends does not count
         self.address = address
         self.local = local
         self.acceptor = acceptor
@@ -64,12 +72,16 @@ class Guests:
         key: the group's key; empty where there is none.
         admit: takes a guest that has proved the key, and the bytes that are to be sent to it first. The socket
             is its own from then on.
+        tls: the certificates that guests from other hosts are shown, and must match; None: no TLS.
     """
 
-    def __init__(self, agent: Agent, key: bytes, admit: Callable[[Guest, bytes], None]) -> None:
+    def __init__(
+        self, agent: Agent, key: bytes, admit: Callable[[Guest, bytes], None], tls: Tls | None
+    ) -> None:
         self._agent = agent
         self._key = key
         self._admit = admit
+        self._tls = tls
         self._lock = threading.Lock()
         self._listeners: list[socket.socket] = []
         self._guests: dict[int, Guest] = {}  # by descriptor, the oldest first
@@ -110,13 +122,7 @@ class Guests:
 
     def _enter(self, sock: socket.socket, address: str, local: bool) -> None:
         agent = self._agent
-        record = agent.record
-        guest = Guest(
-            sock,
-            address,
-            local,
-            Acceptor(key=self._key, name=record.name, incarnation=record.incarnation, insecure=not self._key),
-        )
+        guest = Guest(sock, address, local, self._acceptor(local))
         guest.timer = agent.clock.after(
             agent.settings.handshake_timeout, partial(agent.submit, partial(self._dismiss, guest))
         )
@@ -140,6 +146,17 @@ class Guests:
         ):  # the next one has taken its place already, or the agent has been closed
             self._dismiss(guest)
 
+    def _acceptor(self, local: bool, binding: bytes = b"") -> Acceptor:
+        record = self._agent.record
+        return Acceptor(
+            key=self._key,
+            name=record.name,
+            incarnation=record.incarnation,
+            insecure=not self._key,
+            binding=binding,
+            seals=self._agent.settings.frame_integrity and self._tls is None and not local,
+        )
+
     def _least(self) -> Guest:
         """Return the guest whose place is given to the next one. Under the lock."""
         counts = Counter(guest.address for guest in self._guests.values())
@@ -152,10 +169,15 @@ class Guests:
     def _serve(self, guest: Guest) -> None:
         """Take the next step of a guest's handshake. One thread at a time: the descriptor is one-shot."""
         try:
+            if self._tls is not None and not guest.local and not self._secured(guest, self._tls):
+                self._listen_to(guest)
+                return
             data = guest.sock.recv(_READ)
             if not data:
                 self._dismiss(guest)
                 return
+            if data.startswith(HELLO) and not guest.acceptor.greeted:
+                self._turn_away(guest, "speaks TLS", f"has no certificates: {_GIVE}")
             answer = guest.acceptor.feed(data)
             if guest.acceptor.done:
                 if self._leave(guest):
@@ -168,8 +190,49 @@ class Guests:
             self._listen_to(guest)
         except ProtocolError as error:
             self._refuse(guest, error)
+        except ssl.SSLError as error:
+            self._fail(guest, error)
         except OSError:
             self._dismiss(guest)
+
+    def _secured(self, guest: Guest, tls: Tls) -> bool:
+        """Go on with TLS's handshake; say whether the guest's own can go on."""
+        sock = guest.sock
+        if isinstance(sock, socket.socket):
+            first = sock.recv(1, socket.MSG_PEEK)
+            if not first:
+                self._dismiss(guest)
+                return False
+            if first != HELLO:
+                sock.recv(_READ)
+                self._turn_away(guest, "does not speak TLS", f"speaks nothing else: {_GIVE}")
+            guest.sock = sock = tls.accept(sock)
+        if guest.over:
+            if not sock.discard():
+                self._dismiss(guest)
+            return False
+        if not sock.secured:
+            if not sock.shake():
+                return False
+            guest.acceptor = self._acceptor(False, sock.binding)
+        return True
+
+    def _turn_away(self, guest: Guest, why: str, own: str) -> None:
+        """Refuse a guest that begins in a way that this worker does not speak; it hears it in the plain one."""
+        host, port = guest.sock.getsockname()[:2]
+        guest.acceptor.farewell = Acceptor.refuse(Refusal.PROTOCOL, f"{host}:{port} {own}")
+        raise ProtocolError(f"it {why}, and this worker {own}")
+
+    def _fail(self, guest: Guest, error: ssl.SSLError) -> None:
+        """Give up a guest whose TLS has failed; it was told by an alert."""
+        if not self._failed_often(guest.address):
+            _log.warning("a connection was refused: %s", explain(error, f"who came from {guest.address}"))
+        guest.over = True
+        try:
+            guest.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+        self._listen_to(guest)
 
     def _listen_to(self, guest: Guest) -> None:
         if self._guests.get(guest.fd) is guest:

@@ -61,6 +61,7 @@ _SIZES = {
     _REFUSE: (_REFUSE_FIXED.size, _REFUSE_FIXED.size + 200),
 }
 _KEYLESS = 1  # flag: this side has no key and was told that this is fine
+_SEALS = 2  # flag: this side wants what follows to be sealed, and so it is for both
 _MIN_KEY = 16
 _GIVE_KEY = "start every worker with the same ACTORRPC_KEY (or ACTORRPC_KEY_FILE)"
 
@@ -96,6 +97,7 @@ class Session:
         peer_name: the worker at the other end; whoever it is, it holds the key (where there is one).
         attach: 16 bytes that name the main connection that a LANE or BULK connection belongs to.
         key: 32 secret bytes, equal on both sides, different for every connection.
+        sealed: whether what follows is sealed (:mod:`actorrpc.core.seals`): one side at least wants it.
         leftover: bytes that came after the handshake's last message; they belong to what follows.
     """
 
@@ -105,6 +107,7 @@ class Session:
     attach: bytes
     version: int
     key: bytes = field(repr=False)
+    sealed: bool = False
     leftover: bytes = field(default=b"", repr=False)
 
 
@@ -121,18 +124,19 @@ class _Side:
         "_key",
         "_name",
         "_result",
+        "_seals",
         "_versions",
     )
 
     def __init__(
         self,
-        *,
         name: str,
         incarnation: str,
         key: bytes,
         insecure: bool,
         binding: bytes,
         versions: tuple[int, int],
+        seals: bool,
     ) -> None:
         if not key and not insecure:
             raise ConfigError(f"worker {name!r} has no key: {_GIVE_KEY}, or say insecure explicitly")
@@ -145,6 +149,7 @@ class _Side:
         self._key = key
         self._binding = binding
         self._versions = versions
+        self._seals = seals
         self._buffer = b""
         self._hello = b""
         self._challenge = b""
@@ -236,7 +241,7 @@ class _Side:
         return mac.digest()
 
     def _flags(self) -> int:
-        return 0 if self._key else _KEYLESS
+        return (0 if self._key else _KEYLESS) | (_SEALS if self._seals else 0)
 
     def _decode_name(self, body: bytes, size: int, at: int) -> str:
         raw = body[at:]
@@ -249,8 +254,10 @@ class _Side:
             raise  # not reached
 
     def _decode_flags(self, flags: int) -> bool:
-        if flags & ~_KEYLESS:
+        """Return whether the other side has no key; note whether it wants seals."""
+        if flags & ~(_KEYLESS | _SEALS):
             self._fail(ProtocolError(f"the other side of the handshake sent unknown flags {flags:#x}"))
+        self._seals = self._seals or bool(flags & _SEALS)
         return bool(flags & _KEYLESS)
 
 
@@ -286,10 +293,9 @@ class Dialler(_Side):
         insecure: bool = False,
         binding: bytes = b"",
         versions: tuple[int, int] = VERSIONS,
+        seals: bool = False,
     ) -> None:
-        super().__init__(
-            name=name, incarnation=incarnation, key=key, insecure=insecure, binding=binding, versions=versions
-        )
+        super().__init__(name, incarnation, key, insecure, binding, versions, seals)
         if purpose not in _PURPOSES:
             raise ConfigError(f"a connection is for one of {list(Purpose)}, not {purpose!r}")
         if attach is None:
@@ -416,6 +422,7 @@ class Dialler(_Side):
             attach=self._attach,
             version=self._version,
             key=self._proof(b"session"),
+            sealed=self._seals,
             leftover=rest,
         )
 
@@ -439,11 +446,10 @@ class Acceptor(_Side):
         insecure: bool = False,
         binding: bytes = b"",
         versions: tuple[int, int] = VERSIONS,
+        seals: bool = False,
         admit: Callable[[Session], tuple[Refusal, str] | None] | None = None,
     ) -> None:
-        super().__init__(
-            name=name, incarnation=incarnation, key=key, insecure=insecure, binding=binding, versions=versions
-        )
+        super().__init__(name, incarnation, key, insecure, binding, versions, seals)
         self._admit = admit
         self._claim: Session | None = None
         self.farewell = b""
@@ -519,6 +525,7 @@ class Acceptor(_Side):
             attach=attach,
             version=chosen,
             key=b"",
+            sealed=self._seals,
         )
         return self._challenge
 

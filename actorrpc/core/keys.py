@@ -25,6 +25,7 @@ from actorrpc.errors import AuthenticationError, ConfigError
 __all__ = [
     "Key",
     "boot_id",
+    "check_private_file",
     "create_key_file",
     "file_digest",
     "find_key",
@@ -142,6 +143,24 @@ def _read_given(path: str) -> bytes:
         del data
         raise ConfigError(f"ACTORRPC_KEY_FILE {path!r} is larger than {_MAX_FILE} bytes: it is no key")
     return data
+
+
+def check_private_file(path: str, what: str) -> None:
+    """See that a file that holds a secret can be read, and by nobody else; ``what`` says what it is given for.
+
+    Raises:
+        ConfigError: it cannot be read, or others may read it.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise ConfigError(f"{what} {path!r} cannot be read: {error.strerror}") from error
+    try:
+        problem = _unfit(os.fstat(fd))
+    finally:
+        os.close(fd)
+    if problem:
+        raise ConfigError(f"{what} {path!r} {problem}; it must be yours alone (chmod 600)")
 
 
 def _unfit(found: os.stat_result) -> str:

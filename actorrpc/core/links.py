@@ -17,8 +17,8 @@ import hashlib
 import logging
 import secrets
 import socket
+import ssl
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
@@ -34,7 +34,9 @@ from actorrpc.core.interrupts import Taken, checkpoint, pending_here, uninterrup
 from actorrpc.core.keys import Key
 from actorrpc.core.liveness import process_state, set_up_tcp
 from actorrpc.core.resumption import Resumption
+from actorrpc.core.seals import Seals
 from actorrpc.core.tensor_lane import Borrower, Lender
+from actorrpc.core.tls import Stream, Tls, explain
 from actorrpc.errors import (
     AuthenticationError,
     PeerDiedError,
@@ -62,8 +64,11 @@ class Links:
         self._agent = agent
         self._key = key.reveal() if key is not None else b""
         self._insecure = key is None
+        self.tls = Tls.load(agent.settings)
+        # What TLS carries needs no seals.
+        self.seals = agent.settings.frame_integrity and self.tls is None
         self._lock = threading.Lock()
-        self.guests = Guests(agent, self._key, self._admit)
+        self.guests = Guests(agent, self._key, self._admit, self.tls)
         self._mains: dict[bytes, Connection] = {}
         self._introducing: dict[Connection, Session] = {}
         self._ready: dict[tuple[Connection, int], threading.Lock] = {}
@@ -75,7 +80,7 @@ class Links:
         session = guest.acceptor.result
         sock = guest.sock
         if session.purpose is Purpose.MAIN:
-            conn = self._connection(sock, session.attach, guest.local)
+            conn = self._connection(sock, session, session.attach, guest.local, False)
             conn.other = session.peer_name, session.peer_incarnation
             with self._lock:
                 self._introducing[conn] = session
@@ -92,30 +97,35 @@ class Links:
         if main is None or main.broken:
             sock.close()
             return
-        if session.purpose is Purpose.LANE and guest.local:
+        if session.purpose is Purpose.LANE and isinstance(sock, socket.socket) and guest.local:
             # In place before the lender can name any memory: it waits for our answer.
             main.borrower = Borrower(sock, on_freed=self._agent.upkeep.freed)
             sock.setblocking(False)
             sock.send(answer)
         elif session.purpose is Purpose.BULK:
-            self._welcome(self._stripe(sock, main, session), answer)
+            self._welcome(self._stripe(sock, main, session, False), answer)
         else:
             sock.close()
 
     # -- connections -----------------------------------------------------------------------------------
 
-    def _connection(self, sock: socket.socket, attach: bytes, local: bool) -> Connection:
+    def _connection(
+        self, sock: Stream, session: Session, attach: bytes, local: bool, dialled: bool
+    ) -> Connection:
         if not local:
             set_up_tcp(sock, self._agent.settings)
         agent = self._agent
-        return Connection(
+        conn = Connection(
             sock,
             epoll=agent.pool.epoll,
             events=agent.inbox,
             settings=agent.settings,
             attach=attach,
             local=local,
+            seals=Seals.of(session.key, dialled=dialled) if session.sealed else None,
         )
+        conn.dialled = dialled
+        return conn
 
     def _welcome(self, conn: Connection, answer: bytes) -> None:
         """End a handshake. The connection can be found before: the other side may come back as soon as it has heard."""
@@ -233,13 +243,13 @@ class Links:
                 )
                 if (busy or error.errno in _BUSY) and moments.now() < limit:
                     # Too many at once at its door, or it has just ended: then nobody will listen the next time.
-                    time.sleep(0.02)
+                    moments.sleep(0.02)
                     queue.appendleft((family, address))
                     continue
                 tried.append(f"{address}: {error}")
                 gone = gone and isinstance(error, OSError) and error.errno in _GONE
                 continue
-            return self._establish(peer, sock, family == socket.AF_UNIX, attach, session.leftover)
+            return self._establish(peer, sock, family == socket.AF_UNIX, session)
         if not tried:
             why = (
                 f"cannot call {what}: {peer.name!r} runs on another host and has no address there. Give every worker the same "
@@ -258,16 +268,13 @@ class Links:
         )
 
     @uninterruptible
-    def _establish(
-        self, peer: Peer, sock: socket.socket, local: bool, attach: bytes, leftover: bytes
-    ) -> Connection:
-        conn = self._connection(sock, attach, local)
-        conn.dialled = True
+    def _establish(self, peer: Peer, sock: Stream, local: bool, session: Session) -> Connection:
+        conn = self._connection(sock, session, session.attach, local, True)
         conn.outbox.append(pack_frame(INTRO, body=self._agent.record.to_bytes()))
         self._join(peer, conn)
         try:
             self._enter(conn)
-            self.watch(conn, leftover)
+            self.watch(conn, session.leftover)
         except (OSError, ValueError):  # the epoll, or this very connection, was closed meanwhile
             conn.close()
         if self._agent.closed_down:  # looked at when it can be found by whoever closes the agent
@@ -291,7 +298,7 @@ class Links:
 
     def dial(
         self, peer: Peer, family: int, address: Any, purpose: Purpose, attach: bytes, limit: float
-    ) -> tuple[socket.socket, Session]:
+    ) -> tuple[Stream, Session]:
         """Connect and shake hands; return the socket and what the handshake has established.
 
         Raises:
@@ -300,11 +307,16 @@ class Links:
         """
         agent = self._agent
         record = agent.record
-        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        plain = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        sock: Stream = plain
+        binding = b""
         try:
-            sock.settimeout(max(0.05, limit - moments.now()))
-            sock.connect(address)
+            plain.settimeout(max(0.05, limit - moments.now()))
+            plain.connect(address)
             limit = min(limit, moments.now() + agent.settings.handshake_timeout)
+            if self.tls is not None and family != socket.AF_UNIX:
+                sock = tls = self.tls.dial(plain, limit)
+                binding = tls.binding
             dialler = Dialler(
                 key=self._key,
                 name=record.name,
@@ -314,6 +326,8 @@ class Links:
                 peer_name=peer.record.name,
                 peer_incarnation=peer.record.incarnation,
                 insecure=self._insecure,
+                binding=binding,
+                seals=self.seals and family != socket.AF_UNIX,
             )
             data = dialler.start()
             while True:
@@ -322,10 +336,21 @@ class Links:
                     sock.sendall(data)
                 if dialler.done:
                     return sock, dialler.result
-                received = sock.recv(4096)
+                data = b""
+                sock.settimeout(max(0.05, moments.patience(limit - moments.now())))
+                try:
+                    received = sock.recv(4096)
+                except TimeoutError:
+                    if moments.now() < limit:
+                        continue
+                    raise
                 if not received:
                     raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake")
                 data = dialler.feed(received)
+        except ssl.SSLError as error:
+            # An OSError as well, but no sign that nobody is there.
+            sock.close()
+            raise explain(error, f"worker {peer.name!r} at {_shown(address)}") from error
         except BaseException:
             sock.close()
             raise
@@ -356,7 +381,9 @@ class Links:
                 conn.lane_failed = True
                 return None
             sock.setblocking(False)
-            lender = Lender(sock, limit_bytes=settings.lane_bytes, threshold=settings.lane_threshold)
+            lender = Lender(
+                cast(socket.socket, sock), limit_bytes=settings.lane_bytes, threshold=settings.lane_threshold
+            )
             conn.lender = lender
             return lender
 
@@ -367,30 +394,44 @@ class Links:
             return []
         if conn.stripes or conn.lane_failed:
             return list(conn.stripes)
-        peer: Peer = conn.peer
-        with peer.dial_lock:
-            if conn.stripes or conn.lane_failed:
-                return list(conn.stripes)
-            limit = min(deadline, moments.now() + self._agent.settings.handshake_timeout)
-            for _ in range(self._agent.settings.stripes - 1):
-                for family, address in self.addresses(peer):
-                    try:
-                        sock, session = self.dial(peer, family, address, Purpose.BULK, conn.attach, limit)
-                    except (OSError, RpcError) as error:
-                        _log.info("no further connection to %r: %s", peer.name, error)
-                        continue
-                    stripe = self._stripe(sock, conn, session)
-                    stripe.dialled = True
-                    self._enter(stripe)
-                    self._add_stripe(stripe)
-                    break
-            conn.lane_failed = not conn.stripes
+        if conn.dialled:
+            self._dial_stripes(conn, deadline)
+        elif not conn.striping:
+            # The peer has come by itself, and perhaps cannot be dialled, which takes long to find out: this message goes
+            # without, later ones with what has come about.
+            conn.striping = True
+            self._agent.submit(partial(self._dial_stripes, conn, float("inf")))
         return list(conn.stripes)
 
-    def _stripe(self, sock: socket.socket, main: Connection, session: Session) -> Connection:
+    def _dial_stripes(self, conn: Connection, deadline: float) -> None:
+        peer: Peer = conn.peer
+        with peer.dial_lock:
+            if conn.stripes or conn.lane_failed or conn.broken:
+                return
+            limit = min(deadline, moments.now() + self._agent.settings.handshake_timeout)
+            for _ in range(self._agent.settings.stripes - 1):
+                if not self._dial_stripe(conn, limit):
+                    break
+            conn.lane_failed = not conn.stripes
+
+    def _dial_stripe(self, conn: Connection, limit: float) -> bool:
+        peer: Peer = conn.peer
+        for family, address in self.addresses(peer):
+            try:
+                sock, session = self.dial(peer, family, address, Purpose.BULK, conn.attach, limit)
+            except (OSError, RpcError) as error:
+                _log.info("no further connection to %r: %s", peer.name, error)
+                continue
+            stripe = self._stripe(sock, conn, session, True)
+            self._enter(stripe)
+            self._add_stripe(stripe)
+            return True
+        return False
+
+    def _stripe(self, sock: Stream, main: Connection, session: Session, dialled: bool) -> Connection:
         # Both sides can name it, and nobody else: by what only they know of this connection.
         name = hashlib.blake2b(session.key, digest_size=16, person=b"stripe").digest()
-        stripe = self._connection(sock, name, False)
+        stripe = self._connection(sock, session, name, False, dialled)
         stripe.other = session.peer_name, session.peer_incarnation
         stripe.main = main
         stripe.peer = main.peer
@@ -476,3 +517,7 @@ class Links:
         self.guests.abandon()
         for conn in self.connections():
             conn.abandon()
+
+
+def _shown(address: Any) -> str:
+    return address if isinstance(address, str) else f"{address[0]}:{address[1]}"

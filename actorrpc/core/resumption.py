@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import moments
 from actorrpc.core.handshake import Purpose, Session
+from actorrpc.core.tls import Stream
 from actorrpc.errors import ProtocolError, RpcError
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Resumption:
         again = partial(self._redial, conn, error, lapse, until, attempt + 1, refusals)
         self._agent.clock.after(pause, partial(self._agent.submit, again))
 
-    def _agree(self, conn: Connection, sock: socket.socket, limit: float) -> bool:
+    def _agree(self, conn: Connection, sock: Stream, limit: float) -> bool:
         try:
             sock.settimeout(max(0.05, limit - moments.now()))
             sock.sendall(_COUNT.pack(conn.standstill()))
@@ -156,7 +157,7 @@ class Resumption:
         again = partial(self._probe, conn, error, lapse)
         self._agent.clock.after(_PROBE_S, partial(self._agent.submit, again))
 
-    def admit(self, sock: socket.socket, session: Session, conn: Connection | None) -> None:
+    def admit(self, sock: Stream, session: Session, conn: Connection | None) -> None:
         """Take a socket that is to take the place of a connection's, which may not have noticed that it is broken."""
         try:
             sock.settimeout(self._agent.settings.handshake_timeout)
@@ -182,7 +183,7 @@ class Resumption:
 
     # -- both --------------------------------------------------------------------------------------
 
-    def _go_on(self, conn: Connection, sock: socket.socket, theirs: int) -> None:
+    def _go_on(self, conn: Connection, sock: Stream, theirs: int) -> None:
         sock.settimeout(None)
         old = conn.fd
         try:
@@ -198,7 +199,7 @@ class Resumption:
         _log.info("the connection to %r goes on", _name(conn))
 
 
-def _read_count(sock: socket.socket) -> int:
+def _read_count(sock: Stream) -> int:
     data = b""
     while len(data) < _COUNT.size:
         more = sock.recv(_COUNT.size - len(data))

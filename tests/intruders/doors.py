@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from actorrpc.config import Settings
@@ -22,8 +22,14 @@ WRONG = Key.from_text("not the key of these tests")
 
 
 @contextlib.contextmanager
-def tcp_agents(count: int, key: Key = KEY, host: str = "127.0.0.1", **settings: Any) -> Iterator[list[Agent]]:
-    """Run agents named a0, a1, ... that know each other and meet over TCP only."""
+def tcp_agents(
+    count: int,
+    key: Key = KEY,
+    host: str = "127.0.0.1",
+    each: Sequence[dict[str, Any]] | None = None,
+    **settings: Any,
+) -> Iterator[list[Agent]]:
+    """Run agents named a0, a1, ... that know each other and meet over TCP only; ``each`` has settings of each one."""
     records: dict[str | int, WorkerRecord] = {}
     with contextlib.ExitStack() as stack:
         made: list[Agent] = []
@@ -41,7 +47,7 @@ def tcp_agents(count: int, key: Key = KEY, host: str = "127.0.0.1", **settings: 
             records[rank] = records[mine.name] = mine
             agent = Agent(
                 mine,
-                settings=Settings(transport="tcp", **settings),
+                settings=Settings(transport="tcp", **settings, **(each[rank] if each else {})),
                 key=key,
                 resolve=records.get,
                 members=lambda: [each for name, each in records.items() if isinstance(name, str)],

@@ -1,0 +1,125 @@
+"""What seals cost: small calls and large tensors over TCP, with ``ACTORRPC_INTEGRITY=1`` and without.
+
+    python -m benchmarks.seals                # 9 rounds; prints one line of JSON
+    python -m benchmarks.seals --rounds 3
+
+Two pairs of processes, one of each sort, take turns; ratios are taken within a turn, and the median, the lowest and the
+highest are reported. A call carries a number to and fro. A tensor of 64 MiB is an argument; the answer is one number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from actorrpc import rpc
+
+__all__ = ["main"]
+
+MIB = 1 << 20
+_SIZE = 64 * MIB
+_CALLS = 2_000
+_TENSORS = 6
+
+
+def echo(value: Any) -> Any:
+    """Give back what came."""
+    return value
+
+
+def last(tensor: torch.Tensor) -> float:
+    """Return the last element."""
+    return tensor[-1].item()
+
+
+def serve(place: str, rank: int, sealed: bool, pipe: Connection | None) -> None:
+    """Be one worker of a pair; the one that has a pipe measures a round each time that it is told to."""
+    os.environ["ACTORRPC_INTEGRITY"] = "1" if sealed else "0"
+    torch.set_num_threads(1)
+    options = rpc.RpcBackendOptions(
+        init_method=f"file://{place}", transport="tcp", key="the key of this measurement"
+    )
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if pipe is not None:
+        tensor = torch.zeros(_SIZE // 4)
+        while pipe.recv():
+            pipe.send(_round(tensor))
+    rpc.shutdown()
+
+
+def _round(tensor: torch.Tensor) -> tuple[float, float]:
+    for number in range(_CALLS // 10):
+        rpc.rpc_sync("worker1", echo, (number,))
+    calls = []
+    for number in range(_CALLS):
+        begin = time.perf_counter()
+        rpc.rpc_sync("worker1", echo, (number,))
+        calls.append(time.perf_counter() - begin)
+    tensors = []
+    for number in range(_TENSORS):
+        tensor[-1] = number
+        begin = time.perf_counter()
+        assert rpc.rpc_sync("worker1", last, (tensor,)) == number
+        tensors.append(time.perf_counter() - begin)
+    return statistics.median(calls) * 1e6, _SIZE / statistics.median(tensors) / 1e9
+
+
+def _spread(values: Sequence[float]) -> list[float]:
+    return [round(each, 3) for each in (statistics.median(values), min(values), max(values))]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    rounds = parser.parse_args(arguments).rounds
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        processes, pipes = [], []
+        for sealed in (False, True):
+            ours, theirs = context.Pipe()
+            pipes.append(ours)
+            for rank, pipe in ((0, theirs), (1, None)):
+                process = context.Process(
+                    target=serve, args=(os.path.join(folder, f"meet{sealed}"), rank, sealed, pipe)
+                )
+                process.start()
+                processes.append(process)
+        found: list[list[tuple[float, float]]] = []
+        for turn in range(rounds + 1):  # the first is not counted: connections and memory are made in it
+            row = []
+            for pipe in pipes:
+                pipe.send(True)
+                row.append(pipe.recv())
+            if turn:
+                found.append(row)
+        for pipe in pipes:
+            pipe.send(False)
+        for process in processes:
+            process.join()
+    report: dict[str, Any] = {"cpus": os.cpu_count(), "python": platform.python_version(), "rounds": rounds}
+    for which, name in enumerate(("call, us", "64 MiB, GB/s")):
+        plain, sealed_ = ([row[kind][which] for row in found] for kind in (0, 1))
+        report[name] = {
+            "plain": _spread(plain),
+            "sealed": _spread(sealed_),
+            "sealed / plain": _spread([b / a for a, b in zip(plain, sealed_, strict=True)]),
+        }
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

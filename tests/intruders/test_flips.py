@@ -1,0 +1,424 @@
+"""Sealed connections between real agents: whatever the network changes, each call ends with its value or a typed error."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from actorrpc import testing
+from actorrpc.config import Settings
+from actorrpc.core.agent import Agent
+from actorrpc.core.connection import Connection
+from actorrpc.core.frames import CHUNK, LAST_KIND, PREFIX, PREFIX_SIZE
+from actorrpc.core.handshake import Acceptor, Dialler
+from actorrpc.core.identity import WorkerRecord, new_incarnation
+from actorrpc.core.seals import DIGEST_SIZE, SHORT, TAG_SIZE
+from actorrpc.errors import AuthenticationError, PeerDiedError, RpcError
+from actorrpc.testing import FaultProxy
+from tests.core.agents import KEY, record
+from tests.faults.figures import NIGHTLY, note
+
+_FLIPS = 100_000 if NIGHTLY else 300
+_CALLS = 12  # at most, over one connection
+_HANDSHAKE = 140  # bytes: what is changed in there, tests/intruders/test_between.py has
+_SEALED: dict[str, Any] = {
+    "frame_integrity": True,
+    # So that small tensors travel in all the ways that there are: in the frame, in chunks, over several connections.
+    "lane_threshold": 4 << 10,
+    "chunk": 8 << 10,
+    "stripe_threshold": 48 << 10,
+    "heartbeat": 0.1,
+    "heartbeat_misses": 3,
+    "session_grace": 1.0,
+}
+
+
+# Silence soon brings a ping, but is no death where the machine is merely busy.
+_PATIENT: dict[str, Any] = {"heartbeat": 0.1, "heartbeat_misses": 100}
+
+
+def _value(seed: int) -> Any:
+    """Make a value that only this number gives."""
+    dice = random.Random(seed)
+    match dice.randrange(4):
+        case 0:
+            return dice.getrandbits(62)
+        case 1:
+            return [dice.random() for _ in range(20)]
+        case 2:
+            return dice.randbytes(dice.choice((10, 1_000, 20_000)))
+    size = dice.choice((100, 2_000, 4_000, 10_000))
+    return torch.randint(0, 1 << 30, (size,), generator=torch.Generator().manual_seed(seed))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+@dataclass
+class _Log:
+    """What has happened, all told. Its lock guards the counters."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    runs: Counter[int] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    closed: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+_log = _Log()
+
+
+def _swap(seed: int, value: Any) -> Any:
+    """Run at the other end: take the value of a number, give that of the next."""
+    with _log.lock:
+        _log.runs[seed] += 1
+        if not _same(value, _value(seed)):
+            _log.wrong.append(f"call {seed} came with another value")
+    return _value(seed + 1)
+
+
+def _agent(
+    name: str, sock: socket.socket, address: tuple[str, int], known: dict[Any, Any], **given: Any
+) -> Agent:
+    mine = replace(record(name, len(known)), tcp=(address,))
+    agent = Agent(
+        mine, settings=Settings(transport="tcp", **given), key=KEY, resolve=known.get, members=lambda: [mine]
+    )
+    agent.start([sock])
+    closed = agent.inbox.closed
+
+    def take_note(conn: Connection, error: BaseException | None) -> None:
+        with _log.lock:
+            _log.closed[type(error).__name__] += 1
+        closed(conn, error)
+
+    agent.inbox.closed = take_note  # type: ignore[method-assign]
+    return agent
+
+
+@contextlib.contextmanager
+def _service(**given: Any) -> Iterator[tuple[WorkerRecord, Agent]]:
+    """Run the agent that is called; give its record as others know it."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+    address = listener.getsockname()
+    agent = _agent("service", listener, address, {}, **(_SEALED | given))
+    try:
+        yield agent.record, agent
+    finally:
+        agent.close()
+
+
+@contextlib.contextmanager
+def _client(number: int, service: WorkerRecord, address: str, **given: Any) -> Iterator[Agent]:
+    """Run an agent that knows the service at another address than its own."""
+    host, _, port = address.rpartition(":")
+    there = replace(service, tcp=((host, int(port)),))
+    listener = socket.create_server(("127.0.0.1", 0))
+    own = listener.getsockname()
+    agent = _agent(f"client{number}", listener, own, {"service": there}, **(_SEALED | given))
+    try:
+        yield agent
+    finally:
+        agent.close(timeout=0.5)
+
+
+def _talk(agent: Agent, number: int) -> int:
+    """Call until something goes wrong; return how many calls were answered."""
+    for turn in range(_CALLS):
+        seed = (number * _CALLS + turn) * 2
+        try:
+            got = agent.call(agent.peer("service"), _swap, (seed, _value(seed)), {}, 1.0).result()
+        except RpcError as error:  # and nothing else: that ends the test
+            with _log.lock:
+                _log.ends[type(error).__name__] += 1
+            return turn
+        if not _same(got, _value(seed + 1)):
+            with _log.lock:
+                _log.wrong.append(f"call {seed} was answered with another value")
+    with _log.lock:
+        _log.ends["value"] += 1
+    return _CALLS
+
+
+@pytest.mark.limit(1800 if NIGHTLY else 60)
+def test_no_flipped_bit_gives_another_value() -> None:
+    """Numbers, bytes and tensors, both ways, with one bit in some thousands flipped, from anywhere behind the handshake."""
+    global _log
+    _log = _Log()
+    begun, flips, attempts, answered = time.monotonic(), 0, 0, 0
+    while flips < _FLIPS:
+        disturbances = [
+            testing.bit_flips(every, after=(_HANDSHAKE, 40_000), probability=0.5) for every in (1_500, 15_000)
+        ]
+        with (
+            _service() as (service, _),
+            FaultProxy(service.tcp[0], disturbances=disturbances, seed=attempts) as proxy,
+        ):
+            for _ in range(200):
+                with _client(attempts, service, proxy.address) as agent:
+                    answered += _talk(agent, attempts)
+                attempts += 1
+                if flips + proxy.struck["bit_flips"] >= _FLIPS:
+                    break
+            flips += proxy.struck["bit_flips"]
+    note(
+        "flips of single bits on sealed connections",
+        {
+            "flips": flips,
+            "wrong values": len(_log.wrong),
+            "connections": attempts,
+            "calls answered": answered,
+            "calls executed": sum(_log.runs.values()),
+            "ends": dict(_log.ends),
+            "closed": dict(_log.closed),
+            "seconds": round(time.monotonic() - begun, 1),
+        },
+    )
+    assert not _log.wrong
+    assert max(_log.runs.values()) == 1
+    assert answered > attempts // 4  # and it was worth while
+    assert _log.closed["ProtocolError"] > 0
+    assert sum(_log.ends.values()) > _log.ends["value"]
+
+
+@pytest.mark.limit(60)
+def test_a_connection_that_breaks_goes_on_sealed() -> None:
+    """Cut in any place, also within tags and chunks: what is sent again carries the seals that it had."""
+    global _log
+    _log = _Log()
+    cut = testing.cut(after=(_HANDSHAKE, 60_000), part=0.5)
+    with (
+        _service(session_grace=10.0, heartbeat=2.0) as (service, agent),
+        FaultProxy(service.tcp[0], disturbances=[cut], seed=3) as proxy,
+        _client(0, service, proxy.address, session_grace=10.0, heartbeat=2.0) as client,
+    ):
+        for seed in range(0, 160, 2):
+            got = client.call(client.peer("service"), _swap, (seed, _value(seed)), {}, 30.0).result()
+            assert _same(got, _value(seed + 1))
+        conns = [*client.links.connections(), *agent.links.connections()]
+        assert all(conn.seal is not None for conn in conns)
+        assert sum(conn.lapses for conn in conns) > 2
+    assert proxy.struck["cut"] > 1
+    assert not _log.wrong
+    assert set(_log.runs.values()) == {1}
+
+
+# -- somebody between who means harm ---------------------------------------------------------------------
+
+_Change = Callable[[bytes], list[bytes]]
+
+
+class _Between:
+    """A relay that knows where frames begin and end, and does something to requests of the first connection.
+
+    Args:
+        to: where the service listens.
+        sealed: whether the two will seal their frames.
+        change: is given each request in turn, and gives what is sent instead.
+        back: if true, what it gives beyond the first one goes back to whoever has sent it.
+    """
+
+    def __init__(self, to: tuple[str, int], sealed: bool, change: _Change, back: bool = False) -> None:
+        self._to, self._tag, self._change, self._back = to, TAG_SIZE if sealed else 0, change, back
+        self._digest = DIGEST_SIZE if sealed else 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = "{}:{}".format(*self._listener.getsockname())
+        self._socks: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def __enter__(self) -> _Between:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sock in (self._listener, *self._socks):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in list(self._threads):
+            thread.join()
+        for sock in (self._listener, *self._socks):
+            sock.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                one = self._listener.accept()[0]
+                first = not self._socks
+                self._socks.append(one)
+                other = socket.create_connection(self._to)
+                self._socks.append(other)
+                for source, target, reads in ((one, other, first), (other, one, False)):
+                    carry = threading.Thread(target=self._carry, args=(source, target, reads))
+                    self._threads.append(carry)
+                    carry.start()
+
+    def _carry(self, source: socket.socket, target: socket.socket, reads: bool) -> None:
+        with contextlib.suppress(OSError):
+            if reads:
+                for _ in range(2):  # hello and proof
+                    head = _exactly(source, 6)
+                    target.sendall(head + _exactly(source, head[5]))
+            while reads:
+                unit = self._unit(source)
+                parts = self._change(unit) if unit[8] == 1 else [unit]
+                for number, part in enumerate(parts):
+                    (source if number and self._back else target).sendall(part)
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        for sock in (source, target):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _unit(self, source: socket.socket) -> bytes:
+        prefix = _exactly(source, PREFIX_SIZE)
+        length, _, kind = struct.unpack_from("<IIB", prefix)
+        assert 0 < kind <= LAST_KIND
+        size = length + self._tag + (self._digest if kind == CHUNK or length > SHORT else 0)
+        return prefix + _exactly(source, size)
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = sock.recv(size - len(data))
+        if not more:
+            raise ConnectionResetError
+        data += more
+    return data
+
+
+_heard: list[int] = []
+
+
+def _hear(number: int) -> int:
+    _heard.append(number)
+    return number * number
+
+
+def _ask(client: Agent, timeout: float, answered: list[int]) -> None:
+    for number in range(1, 1000):
+        answered.append(client.call(client.peer("service"), _hear, (number,), {}, timeout).result())
+
+
+class _Attacks:
+    """What is done to the second request of three; each gives what is sent for it and for those that follow."""
+
+    def __init__(self) -> None:
+        self.seen: list[bytes] = []
+
+    def _second(self, unit: bytes, instead: Callable[[], list[bytes]]) -> list[bytes]:
+        self.seen.append(unit)
+        return instead() if len(self.seen) == 2 else [unit]
+
+    def repeated(self, unit: bytes) -> list[bytes]:
+        return self._second(unit, lambda: [unit, unit])
+
+    def repeated_later(self, unit: bytes) -> list[bytes]:
+        return self._second(unit, lambda: [unit, self.seen[0]])
+
+    def replaced_by_the_one_before(self, unit: bytes) -> list[bytes]:
+        return self._second(unit, lambda: [self.seen[0]])
+
+    def dropped(self, unit: bytes) -> list[bytes]:
+        return self._second(unit, list)
+
+    def sent_back(self, unit: bytes) -> list[bytes]:
+        return self._second(unit, lambda: [unit, unit])
+
+    def body_changed(self, unit: bytes) -> list[bytes]:
+        return self._second(unit, lambda: [unit[:-20] + bytes([unit[-20] ^ 1]) + unit[-19:]])
+
+    def id_changed(self, unit: bytes) -> list[bytes]:
+        return self._second(unit, lambda: [unit[:16] + bytes([unit[16] ^ 0x40]) + unit[17:]])
+
+    def tag_cut_off(self, unit: bytes) -> list[bytes]:
+        return self._second(unit, lambda: [unit[:-TAG_SIZE]])
+
+    def forged(self, unit: bytes) -> list[bytes]:
+        """One more call of the same, under another number."""
+        fields = list(PREFIX.unpack_from(unit))
+        fields[5] += 1000
+        return self._second(unit, lambda: [unit, PREFIX.pack(*fields) + unit[PREFIX_SIZE:]])
+
+    def made_to_wait(self, unit: bytes) -> list[bytes]:
+        """More is announced than comes: pings fill it."""
+        return self._second(unit, lambda: [unit[:1] + bytes([unit[1] ^ 1]) + unit[2:]])
+
+    def made_huge(self, unit: bytes) -> list[bytes]:
+        """Two megabytes more are announced than come."""
+        return self._second(unit, lambda: [unit[:2] + bytes([unit[2] ^ 0x20]) + unit[3:]])
+
+
+_ATTACKS = [name for name in vars(_Attacks) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("attack", _ATTACKS)
+def test_nobody_between_can_do_anything_but_end_it(attack: str) -> None:
+    global _log
+    _log = _Log()
+    _heard.clear()
+    change = getattr(_Attacks(), attack)
+    with (
+        _service(**_PATIENT) as (service, _),
+        _Between(service.tcp[0], True, change, back=attack == "sent_back") as between,
+        _client(0, service, between.address, **_PATIENT) as client,
+    ):
+        answered: list[int] = []
+        with pytest.raises(PeerDiedError, match="service"):
+            _ask(client, float("inf"), answered)
+    assert answered[:1] == [1]
+    assert answered == [number * number for number in range(1, len(answered) + 1)]
+    assert _heard == list(range(1, len(_heard) + 1))  # each once, in order, and no other
+    assert _log.closed["ProtocolError"] == 1
+
+
+def test_without_seals_a_forged_call_is_executed() -> None:
+    """What seals are for; and that these attacks are some."""
+    _heard.clear()
+    with (
+        _service(frame_integrity=False, **_PATIENT) as (service, _),
+        _Between(service.tcp[0], False, _Attacks().forged) as between,
+        _client(0, service, between.address, frame_integrity=False, **_PATIENT) as client,
+    ):
+        for number in range(1, 30):
+            client.call(client.peer("service"), _hear, (number,), {}, 30.0).result()
+    assert _heard.count(2) == 2
+
+
+@pytest.mark.parametrize("wants", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("number", [0, 1])
+def test_going_without_seals_cannot_be_forced(wants: tuple[bool, bool], number: int) -> None:
+    """Whoever is between says that nobody wants them, or that somebody does."""
+    one = Dialler(name="one", incarnation=new_incarnation(), key=KEY.reveal(), seals=wants[0])
+    other = Acceptor(name="other", incarnation=new_incarnation(), key=KEY.reveal(), seals=wants[1])
+    changed = 0
+
+    def carry(which: int, message: bytes) -> bytes:
+        nonlocal changed
+        if which != number:
+            return message
+        lowered = bytearray(message)
+        lowered[6 + 3] ^= 2
+        changed += 1
+        return bytes(lowered)
+
+    proof = one.feed(carry(1, other.feed(carry(0, one.start()))))
+    with pytest.raises(AuthenticationError):
+        other.feed(proof)
+    assert changed == 1
+    assert not one.done
+    assert not other.done

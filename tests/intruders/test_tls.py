@@ -1,0 +1,387 @@
+"""Strangers at a door that speaks TLS, and between two workers: who has no certificate of the CA, and who has one."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import socket
+import ssl
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actorrpc import moments
+from actorrpc.config import Settings
+from actorrpc.core import tls
+from actorrpc.core.agent import Agent
+from actorrpc.core.identity import WorkerRecord
+from actorrpc.core.keys import Key
+from actorrpc.core.tls import Tls, TlsSocket
+from actorrpc.errors import AuthenticationError, ProtocolError, RpcError, VersionError
+from actorrpc.testing.certificates import Certificates, temporary_certificates
+from tests.certificates import files, foreign
+from tests.core.agents import KEY, record
+from tests.intruders.doors import WRONG, door, knock, reset, until
+
+_Address = tuple[str, int]
+_PLAIN: dict[str, Any] = {}
+
+
+@contextlib.contextmanager
+def _workers(
+    *each: dict[str, Any],
+    keys: tuple[Key, ...] = (),
+    through: Callable[[_Address], _Address] = lambda address: address,
+) -> Iterator[list[Agent]]:
+    """Run agents over TCP with settings of their own; others reach them ``through`` an address that is made of theirs."""
+    records: dict[str | int, WorkerRecord] = {}
+    with contextlib.ExitStack() as stack:
+        made: list[Agent] = []
+        for rank, settings in enumerate(each):
+            listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+            stack.callback(listener.close)
+            mine = replace(record(f"a{rank}", rank), tcp=(through(listener.getsockname()[:2]),))
+            records[rank] = records[mine.name] = mine
+            agent = Agent(
+                mine,
+                settings=Settings(transport="tcp", **settings),
+                key=keys[rank] if keys else KEY,
+                resolve=records.get,
+                members=lambda: [each for name, each in records.items() if isinstance(name, str)],
+            )
+            stack.callback(agent.close)
+            agent.start([listener])
+            made.append(agent)
+        yield made
+
+
+def _add(agent: Agent, to: str = "a1", timeout: float = 30.0) -> Any:
+    return agent.call(agent.peer(to), operator.add, (1, 2), {}, timeout).result()
+
+
+def _address(agent: Agent) -> str:
+    host, port = door(agent)
+    return f"{host}:{port}"
+
+
+# -- who may come in ----------------------------------------------------------------------------------------
+
+
+def test_members_meet() -> None:
+    with _workers(files().options, files().options) as (a0, a1):
+        assert _add(a0) == 3
+        assert _add(a1, "a0") == 3
+
+
+def test_each_may_have_a_certificate_of_its_own(tmp_path: Path) -> None:
+    own = temporary_certificates(tmp_path, name="another", authority=files())
+    with _workers(files().options, own.options) as (a0, a1):
+        assert _add(a0) == 3
+        assert _add(a1, "a0") == 3
+
+
+def test_the_key_is_needed_all_the_same() -> None:
+    with (
+        _workers(files().options, files().options, keys=(WRONG, KEY)) as (a0, _),
+        pytest.raises(AuthenticationError, match="ACTORRPC_KEY"),
+    ):
+        _add(a0)
+
+
+def test_of_another_ca_is_refused_by_who_dials() -> None:
+    with _workers(files().options, foreign().options) as (a0, a1):
+        with pytest.raises(AuthenticationError, match="certificate of worker 'a1'") as caught:
+            _add(a0)
+        assert _address(a1) in str(caught.value)
+        assert "ACTORRPC_TLS_CA" in str(caught.value)
+
+
+def _lenient(tmp_path: Path, certificates: Certificates) -> dict[str, str]:
+    """Return options of somebody who shows these certificates and believes everybody in the test."""
+    both = tmp_path / "both.pem"
+    both.write_bytes(Path(files().ca).read_bytes() + Path(foreign().ca).read_bytes())
+    return {**certificates.options, "tls_ca": str(both)}
+
+
+def test_of_another_ca_is_refused_by_who_is_dialled(tmp_path: Path) -> None:
+    with _workers(_lenient(tmp_path, foreign()), files().options, files().options) as (a0, a1, a2):
+        for _ in range(3):
+            with pytest.raises(
+                AuthenticationError, match=r"refuses the certificate of this worker"
+            ) as caught:
+                _add(a0)
+            assert f"worker 'a1' at {_address(a1)}" in str(caught.value)
+        assert _add(a2) == 3
+
+
+def test_expired_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a worker that began in time: here it does not look at its own."""
+    expired = temporary_certificates(tmp_path, name="expired", days=-1, authority=files())
+    with monkeypatch.context() as patch:
+        patch.setattr(tls, "_try_out", lambda *_: None)
+        entered = _workers(expired.options, files().options)
+        a0, a1 = entered.__enter__()
+    try:
+        with pytest.raises(AuthenticationError, match="expired") as caught:
+            _add(a0)
+        assert _address(a1) in str(caught.value)
+        with pytest.raises(AuthenticationError, match=r"certificate of worker 'a0'.*expired.*renew"):
+            _add(a1, "a0")
+    finally:
+        entered.__exit__(None, None, None)
+
+
+def test_plain_does_not_meet_tls_and_neither_goes_on_without() -> None:
+    """No downgrade: each says what to do, and where."""
+    with _workers(_PLAIN, files().options) as (plain, secure):
+        with pytest.raises(ProtocolError, match=r"speaks nothing else: set ACTORRPC_TLS_CERT") as caught:
+            _add(plain)
+        assert _address(secure) in str(caught.value)
+        with pytest.raises(ProtocolError, match=r"does not speak TLS.*ACTORRPC_TLS_CERT") as caught:
+            _add(secure, "a0")
+        assert _address(plain) in str(caught.value)
+
+
+def test_versions_without_one_in_common() -> None:
+    with _workers(files().options, files().options) as (a0, a1):
+        client = a0.links.tls
+        assert client is not None
+        client._client.minimum_version = ssl.TLSVersion.TLSv1_2
+        client._client.maximum_version = ssl.TLSVersion.TLSv1_2
+        with pytest.raises(VersionError, match="tls_min_version") as caught:
+            _add(a0)
+        assert _address(a1) in str(caught.value)
+
+
+# -- strangers --------------------------------------------------------------------------------------------------
+
+
+def _client(version: ssl.TLSVersion, certificates: Certificates | None = None) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        context.minimum_version = context.maximum_version = version
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    if certificates is not None:
+        context.load_cert_chain(certificates.cert, certificates.key)
+    return context
+
+
+def _try(agent: Agent, context: ssl.SSLContext) -> bytes:
+    """Speak TLS with an agent, say hello, and read until it closes."""
+    with knock(agent) as plain, context.wrap_socket(plain) as sock:
+        sock.sendall(b"aRPC")
+        return until(sock)
+
+
+def test_no_certificate_is_refused() -> None:
+    with _workers(files().options, files().options) as (a0, a1):
+        with pytest.raises(ssl.SSLError, match=r"(?i)certificate.required"):
+            _try(a1, _client(ssl.TLSVersion.TLSv1_3))
+        assert _add(a0) == 3
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2])
+def test_old_versions_are_refused(version: ssl.TLSVersion) -> None:
+    with _workers(files().options, files().options | {"tls_min_version": "1.2"}) as (a0, a1):
+        with pytest.raises(ssl.SSLError, match=r"(?i)protocol.version"):
+            _try(a0, _client(version, files()))
+        if version == ssl.TLSVersion.TLSv1_1:
+            with pytest.raises(ssl.SSLError, match=r"(?i)protocol.version"):
+                _try(a1, _client(version, files()))
+        else:
+            with knock(a1) as plain, _client(version, files()).wrap_socket(plain) as sock:
+                assert sock.version() == "TLSv1.2"
+        assert _add(a0) == 3
+
+
+@pytest.mark.parametrize("begun", [b"", b"\x16\x03\x01\x40", b"\x16\x03\x01\x00\x05\x01"])
+def test_the_slow_get_their_time_and_no_more_and_no_more_places(begun: bytes) -> None:
+    settings = {**files().options, "max_unauthenticated": 8, "handshake_timeout": 0.6}
+    with _workers(files().options, settings) as (a0, a1):
+        slow = [knock(a1) for _ in range(40)]
+        for sock in slow:
+            with contextlib.suppress(OSError):
+                sock.sendall(begun)
+        assert _add(a0) == 3
+        assert len(a1.links.guests) <= 8
+        for sock in slow:
+            sock.settimeout(30)
+            until(sock)  # each is closed
+            reset(sock)
+        assert _add(a0) == 3
+
+
+def test_who_was_refused_and_stays_is_closed_in_the_end() -> None:
+    settings = {**files().options, "handshake_timeout": 0.5}
+    with _workers(files().options, settings) as (a0, a1):
+        with knock(a1) as sock:
+            sock.sendall(b"\x16\x03\x01\x00\x05\xff\xff\xff\xff\xff" * 30)
+            while len(a1.links.guests):
+                sock.sendall(b"more")
+                time.sleep(0.01)
+        assert _add(a0) == 3
+
+
+def test_junk_harms_nobody() -> None:
+    with _workers(files().options, files().options) as (a0, a1):
+        for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\x16" * 4_000, b"\x80\x2e\x01\x00\x02", bytes(5_000)):
+            with knock(a1) as sock:
+                with contextlib.suppress(OSError):
+                    sock.sendall(junk)
+                    sock.shutdown(socket.SHUT_WR)
+                assert b"a1" not in until(sock)
+        assert _add(a0) == 3
+
+
+# -- between two workers --------------------------------------------------------------------------------------
+
+
+class _Relay:
+    """Stands before a worker: takes connections with ``front`` and makes them on with ``back``; keeps what passes."""
+
+    def __init__(self, front: Callable[[socket.socket], Any], back: Callable[[socket.socket], Any]) -> None:
+        self.seen = bytearray()
+        self._ends = front, back
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._behind: _Address = ("", 0)
+        self._open: list[Any] = []
+        self._threads = [threading.Thread(target=self._accept)]
+
+    def before(self, address: _Address) -> _Address:
+        self._behind = address
+        found: _Address = self._listener.getsockname()[:2]
+        return found
+
+    def __enter__(self) -> _Relay:
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for sock in self._open:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for sock in self._open:
+            sock.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self._open.append(client)
+            try:
+                one = self._ends[0](client)
+                self._open[-1] = one
+                plain = socket.create_connection(self._behind)
+                self._open.append(plain)
+                other = self._ends[1](plain)
+                self._open[-1] = other
+            except OSError:
+                continue
+            for pair in ((one, other), (other, one)):
+                self._threads.append(threading.Thread(target=self._pump, args=pair))
+                self._threads[-1].start()
+
+    def _pump(self, one: Any, other: Any) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(65_536):
+                self.seen += data
+                other.sendall(data)
+        with contextlib.suppress(OSError):
+            other.shutdown(socket.SHUT_RDWR)
+
+
+_SECRET = b"".join(b"%08x" % (number * 2654435761 % 2**32) for number in range(2_000))
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_who_listens_hears_nothing(secure: bool) -> None:
+    """Without TLS it hears everything: so it would here."""
+    options = files().options if secure else _PLAIN
+    with (
+        _Relay(lambda sock: sock, lambda sock: sock) as relay,
+        _workers(_PLAIN | options, options, through=lambda address: relay.before(address)) as (a0, _),
+    ):
+        # The relay stands before a1, which came last.
+        assert a0.call(a0.peer("a1"), operator.add, (_SECRET, b"!"), {}, 30.0).result() == _SECRET + b"!"
+        heard = bytes(relay.seen)
+    assert len(heard) > 2 * len(_SECRET)
+    pieces = [_SECRET[at : at + 8] for at in range(0, len(_SECRET), 8)]
+    assert any(piece in heard for piece in pieces) is not secure
+    for word in (b"operator", b"a0", b"aRPC\x01"):  # of pickles, of introductions, of the handshake
+        if len(word) > 2:
+            assert (word in heard) is not secure
+
+
+def _stolen(certificates: Certificates) -> tuple[Any, Any]:
+    """Return the two ends of a relay that speaks TLS to both sides with these certificates."""
+    mine = Tls.load(Settings(**certificates.options))
+    assert mine is not None
+
+    def front(sock: socket.socket) -> TlsSocket:
+        made = mine.accept(sock)
+        made.shake_until(moments.now() + 30)
+        made.settimeout(None)
+        return made
+
+    def back(sock: socket.socket) -> TlsSocket:
+        made = mine.dial(sock, moments.now() + 30)
+        made.settimeout(None)
+        return made
+
+    return front, back
+
+
+@pytest.mark.parametrize("whose", ["another worker's", "the workers' own", "unbound"])
+def test_who_ends_tls_in_between_is_found_out(
+    whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a certificate of the same CA, even with a stolen key of the very certificate; but not with the group's key."""
+    own = files()
+    theirs = own if whose == "the workers' own" else temporary_certificates(tmp_path, authority=own)
+    if whose == "unbound":  # what it would be like
+        real = TlsSocket.shake
+
+        def shake(self: TlsSocket) -> bool:
+            done = real(self)
+            self.binding = b""
+            return done
+
+        monkeypatch.setattr(TlsSocket, "shake", shake)
+    with (
+        _Relay(*_stolen(theirs)) as relay,
+        _workers(own.options, own.options, through=lambda address: relay.before(address)) as (a0, a1),
+    ):
+        if whose == "unbound":
+            assert _add(a0) == 3
+            assert b"operator" in relay.seen
+            return
+        with pytest.raises(AuthenticationError):
+            _add(a0)
+        assert b"aRPC" in relay.seen
+        assert b"operator" not in relay.seen
+        assert a0.peer("a1").conn is None
+        assert not a1.links.connections()
+
+
+def test_errors_name_no_secrets() -> None:
+    key = Path(files().key).read_text()
+    with _workers(files().options, foreign().options) as (a0, _):
+        with pytest.raises(RpcError) as caught:
+            _add(a0)
+        assert key.splitlines()[1] not in str(caught.value)
