@@ -29,7 +29,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 _log = logging.getLogger("actorrpc.futures")
-_SLICE_S = 1.0
+_NEVER = float("inf")
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: clear on classes that were made in C
 _base_init = torch._C.Future.__init__
 _base_set_result = torch._C.Future.set_result
@@ -365,11 +365,9 @@ class Future(torch.futures.Future[T], Generic[T]):
                 if station is not None and station.work:
                     station.serve()
                     continue
-                remaining = _SLICE_S if deadline is None else deadline - moments.now()
-                if remaining <= 0:
+                if deadline is not None and deadline <= moments.now():
                     break
-                # In slices: a signal that comes just before the lock sleeps does not wake it.
-                if lock.acquire(timeout=min(remaining, _SLICE_S)) and station is None:
+                if moments.doze(lock, _NEVER if deadline is None else deadline) and station is None:
                     break
         finally:
             if station is not None:

@@ -145,11 +145,10 @@ class Clock:
                 due: Timer | None = None
                 if self._heap and self._heap[0][0] <= now:
                     due = heapq.heappop(self._heap)[2]
-                    wait = 0.0
+                    until = now
                 else:
                     until = self._heap[0][0] if self._heap else _NEVER
                     self._sleeping_until = until
-                    wait = until - now
             if due is not None:
                 run = due.run
                 if run is not None:
@@ -160,10 +159,7 @@ class Clock:
                 while self._nudged:
                     self._do(self._nudged.pop(0))
                 continue
-            if wait == _NEVER:
-                self._wake.acquire()
-            else:
-                self._wake.acquire(timeout=min(wait, threading.TIMEOUT_MAX))
+            moments.doze(self._wake, until, idle=True)
 
     def _do(self, run: Callable[[], Any]) -> None:
         try:

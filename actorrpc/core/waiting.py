@@ -103,8 +103,8 @@ class Waiting:
                     spin.note(True, moments.now() - begun)
                 return
         wait_ms = _SLICE_MS
-        if deadline is not None and deadline - begun < 1.0:
-            wait_ms = max(0, int((deadline - begun) * 1e3) + 1)
+        if deadline is not None and deadline - begun < moments.near_s:
+            wait_ms = max(0, int(moments.patience(deadline - begun) * 1e3) + 1)
         for fd, _ in conn._poller.poll(wait_ms):
             if fd == conn.fd:
                 waited = moments.now() - begun

@@ -15,7 +15,13 @@
     with testing.FaultProxy(disturbances=[testing.reset(after=(1_000, 50_000))], seed=7) as proxy:
         ...                                    # start a worker with proxy.options: its connections break, again and again
 
-``actorrpc.testing.pytest_plugin`` has a limit on the time of tests, and fixtures that find what they leave behind.
+    with testing.InProcessCluster(3) as cluster:   # three workers, on threads, with a clock that the test sets
+        call = cluster["worker0"].rpc_async("worker1", step, timeout=60.0)
+        cluster.cut("worker0", "worker1")
+        cluster.clock.advance(60.0)            # the call has ended with RpcTimeoutError, after some milliseconds
+
+``actorrpc.testing.certificates`` makes temporary certificates for TLS. ``actorrpc.testing.pytest_plugin`` has a limit on the
+time of tests, and fixtures that find what they leave behind.
 
 A fault is one of the worker whose process starts it, and concerns what that worker sends, also to itself. Faults of other
 processes come with their environment (``ACTORRPC_FAULT="drop call times=1; delay answer seconds=0.5"``) or options
@@ -23,6 +29,7 @@ processes come with their environment (``ACTORRPC_FAULT="drop call times=1; dela
 """
 
 from actorrpc.testing import wiring as _wiring
+from actorrpc.testing.clock import VirtualTime
 from actorrpc.testing.disturbances import (
     Disturbance,
     bit_flips,
@@ -34,6 +41,7 @@ from actorrpc.testing.disturbances import (
     throttle,
 )
 from actorrpc.testing.faults import Fault, delay, drop
+from actorrpc.testing.in_process import ClusterWorker, InProcessCluster
 from actorrpc.testing.kill_points import POINTS, KillPoint, KillPointError, kill_at
 from actorrpc.testing.message_types import MESSAGES
 from actorrpc.testing.options import FaultyRpcBackendOptions
@@ -43,12 +51,15 @@ from actorrpc.testing.variable import faults_of
 __all__ = [
     "MESSAGES",
     "POINTS",
+    "ClusterWorker",
     "Disturbance",
     "Fault",
     "FaultProxy",
     "FaultyRpcBackendOptions",
+    "InProcessCluster",
     "KillPoint",
     "KillPointError",
+    "VirtualTime",
     "bit_flips",
     "cut",
     "delay",

@@ -8,10 +8,12 @@ the main thread and from the watchdog's.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from multiprocessing import forkserver, resource_tracker
@@ -34,9 +36,12 @@ __all__ = [
     "of_session",
     "scratch",
     "stacks_file",
+    "tell_stacks",
 ]
 
 _MARK = "ACTORRPC_TEST_SESSION"
+_ASK = signal.SIGUSR2
+_INSIST = signal.SIGRTMIN + 5
 
 
 class ProcessId(NamedTuple):
@@ -171,8 +176,26 @@ def kill(processes: Iterable[ProcessId]) -> None:
 
 
 def stacks_file(pid: int) -> Path:
-    """Where a process that takes part writes its stacks when it gets SIGUSR2."""
+    """Where a process that takes part writes its stacks when it is asked for them."""
     return scratch() / f"stacks-{pid}"
+
+
+def tell_stacks() -> None:
+    """Have this process write its stacks whenever :func:`dump_stacks` asks for them. Before it has other threads.
+
+    A thread that waits for the signal writes them, with the GIL: a handler that runs at any moment reads the frames of
+    threads that run on meanwhile, or end, and may crash. Only where that thread does not get the GIL, the handler does it.
+    """
+    file = open(stacks_file(os.getpid()), "a")  # noqa: SIM115
+    faulthandler.register(_INSIST, file=file, all_threads=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {_ASK})
+
+    def tell() -> None:
+        while True:
+            signal.sigwait({_ASK})
+            faulthandler.dump_traceback(file=file, all_threads=True)
+
+    threading.Thread(target=tell, name="stacks", daemon=True).start()
 
 
 def dump_stacks(processes: Iterable[ProcessId]) -> str:
@@ -185,21 +208,29 @@ def dump_stacks(processes: Iterable[ProcessId]) -> str:
         if path.exists() and _alive(process) is not None:
             with contextlib.suppress(ProcessLookupError):
                 asked[process] = (path, path.stat().st_size)
-                os.kill(process.pid, signal.SIGUSR2)
+                os.kill(process.pid, _ASK)
     for process, (path, before) in asked.items():
-        parts.append(f"stacks of process {process.pid}:\n{_read_growth(path, before)}")
+        told = _read_growth(path, before)
+        if not told:  # no thread of it gets the GIL
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, _INSIST)
+            told = _read_growth(path, before) or "  (no answer)"
+        parts.append(f"stacks of process {process.pid}:\n{told}")
     return "\n".join(parts)
 
 
 def _read_growth(path: Path, before: int) -> str:
     # Bounded: a process that is stopped (SIGSTOP) or in an uninterruptible wait never answers.
     size, give_up = before, time.monotonic() + 1.0
-    while time.monotonic() < give_up:
-        time.sleep(0.02)
-        now = path.stat().st_size
-        if now == size > before:
-            break
-        size = now
-    with path.open(errors="replace") as file:
-        file.seek(before)
-        return file.read() or "  (no answer)"
+    try:
+        while time.monotonic() < give_up:
+            time.sleep(0.02)
+            now = path.stat().st_size
+            if now == size > before:
+                break
+            size = now
+        with path.open(errors="replace") as file:
+            file.seek(before)
+            return file.read()
+    except FileNotFoundError:  # it has ended
+        return ""

@@ -6,7 +6,8 @@ It is not loaded by itself. In the ``conftest.py`` of the tests' top folder::
 
 (or ``pytest -p actorrpc.testing.pytest_plugin``). Then each of set-up, call and teardown of a test may take 60 s, or what
 ``@pytest.mark.limit(seconds)`` or ``--limit SECONDS`` say (0: any time, as with ``--pdb``); a test that takes longer fails
-with the stacks of its process and of those that it has started, which are killed. And tests with the fixture
+with the stacks of its process and of those that it has started, which are killed. ``--times N`` runs each test N times, as
+a test that passes once proves little about what depends on timing. And tests with the fixture
 :func:`no_leaks` fail if they leave anything behind::
 
     pytestmark = pytest.mark.usefixtures("no_leaks")      # all tests of a module
@@ -38,12 +39,22 @@ _runtime_before: list[str | None] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the two options."""
+    """Add the options."""
     group = parser.getgroup("actorrpc")
     group.addoption("--limit", type=float, default=60.0, help="seconds that a test may take (0: any)")
     group.addoption(
         "--leak-wait", type=float, default=leaks.WAIT, help="seconds until what a test started must be gone"
     )
+    group.addoption("--times", type=int, default=1, help="run each test so many times, one after the other")
+
+
+@pytest.hookimpl(trylast=True)  # behind the test's own parameters: its runs follow each other
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make ``--times`` tests of one."""
+    times = metafunc.config.getoption("--times")
+    if times > 1:
+        metafunc.fixturenames.append("_run_number")
+        metafunc.parametrize("_run_number", range(times), ids=[f"run{number}" for number in range(times)])
 
 
 @pytest.hookimpl(tryfirst=True)

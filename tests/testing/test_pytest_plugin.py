@@ -127,3 +127,25 @@ def test_it_is_not_there_unless_asked_for(tmp_path: Path) -> None:
         text=True,
     )
     assert "no_leaks" not in done.stdout
+
+
+def test_each_test_so_many_times(tmp_path: Path) -> None:
+    status, output = _session(
+        tmp_path,
+        """
+        import pytest
+
+        ran = []
+
+        @pytest.mark.parametrize("which", "ab")
+        def test_often(which):
+            ran.append(which)
+
+        def test_how_often():
+            assert ran == ["a"] * 3 + ["b"] * 3
+        """,
+        "--times",
+        "3",
+    )
+    assert status == 0
+    assert "9 passed" in output

@@ -1,0 +1,461 @@
+"""An in-process cluster: several workers in one process, on threads, with time in the test's hands.
+
+    with testing.InProcessCluster(3) as cluster:
+        call = cluster["worker0"].rpc_async("worker1", answer, timeout=60.0)
+        cluster.cut("worker0", "worker1")        # from here on, neither hears the other
+        cluster.clock.advance(60.0)              # a minute, in some milliseconds
+        with pytest.raises(actorrpc.RpcTimeoutError):
+            call.wait()
+
+Each worker has an agent, threads, connections and RRefs of its own, as if it ran on a host of its own: they talk over TCP on
+this host's loopback, through relays that faults act on; nothing goes through shared memory. What a thread does, it does for one
+worker: functions that are called on a worker see it as theirs (``rpc.get_worker_info()``), and so do the threads that they
+start. The test itself acts for the first worker, unless it says otherwise: ``with cluster["worker1"]: ...``, or the methods
+of ``cluster["worker1"]``.
+
+Time stands still while the test's own thread waits, unless ``autojump`` is on: a call with a time-out is made with ``rpc_async``,
+then time passes, then its outcome is looked at. Calls that have to connect to a worker that is cut off wait for that.
+
+What it has: calls, RRefs, cancellation, time-outs, states of workers, actors. What it has not: distributed autograd,
+``shutdown``, processes for actors, and the faults of :func:`drop`, :func:`delay` and :func:`kill_at`, which are those of a
+process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, Literal, TypeVar
+
+from actorrpc.actors import runtime as actor_runtime
+from actorrpc.actors import wiring as actor_wiring
+from actorrpc.config import Settings
+from actorrpc.core.agent import Agent
+from actorrpc.core.identity import WorkerInfo, WorkerRecord, check_name, host_identity
+from actorrpc.core.keys import Key
+from actorrpc.core.peer import Peer
+from actorrpc.core.several import Here, set_here
+from actorrpc.errors import ConfigError, UnknownWorkerError, WrongTypeError
+from actorrpc.futures import Future, hush
+from actorrpc.rpc import api, members
+from actorrpc.rpc import group as groups
+from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT, check_timeout
+from actorrpc.rpc.rref import RRef
+from actorrpc.testing.clock import VirtualTime
+from actorrpc.testing.proxy import FaultProxy
+
+__all__ = ["ClusterWorker", "InProcessCluster"]
+
+T = TypeVar("T")
+
+#: What does not make sense here: workers are apart, time may stand still, and there is one address family.
+_FIXED: Final = {"transport": "tcp", "bind": "127.0.0.1", "spin_us": 0, "lane": False, "insecure": False}
+_MOST: Final = 64
+
+#: For whom the thread acts, innermost last.
+_acting: ContextVar[tuple[ClusterWorker, ...]] = ContextVar("actorrpc_acting_worker", default=())
+_start_thread = threading.Thread.start
+
+
+def _start_for_worker(thread: threading.Thread) -> None:
+    """Start a thread that acts for the worker that the one which starts it acts for."""
+    acting = _acting.get()
+    if acting:
+        run = thread.run
+
+        def run_for_worker() -> None:
+            _acting.set(acting[-1:])
+            del thread.run
+            run()
+
+        thread.run = run_for_worker  # type: ignore[method-assign]
+    _start_thread(thread)
+
+
+class _Members:
+    """Who is in the cluster. Fixed once all have entered."""
+
+    def __init__(self) -> None:
+        self.records: dict[str | int, WorkerRecord] = {}
+
+    def resolve(self, to: str | int) -> WorkerRecord | None:
+        """Return the record of a worker by name or rank; None if there is none."""
+        return self.records.get(to)
+
+    def members(self) -> list[WorkerRecord]:
+        """Return the records of all workers."""
+        return [record for name, record in self.records.items() if isinstance(name, str)]
+
+    def leave(self) -> None:
+        """Do nothing: nobody leaves before the end."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
+class ClusterWorker:
+    """One worker of an :class:`InProcessCluster`. Thread-safe.
+
+    As a context manager, it has the thread act for this worker: all of ``actorrpc`` and ``actorrpc.rpc`` is this worker's in the
+    block. The methods do the same for one call.
+
+    Attributes:
+        name, rank: who it is.
+    """
+
+    def __init__(self, cluster: InProcessCluster, name: str, rank: int) -> None:
+        self.name = name
+        self.rank = rank
+        self._cluster = cluster
+        self._here = Here()
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Its name and rank, as other workers know them."""
+        return WorkerInfo(self.name, self.rank)
+
+    @property
+    def _agent(self) -> Agent:
+        agent: Agent = self._here.state.agent
+        return agent
+
+    def __enter__(self) -> ClusterWorker:
+        self._cluster._check()
+        _acting.set((*_acting.get(), self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _acting.set(_acting.get()[:-1])
+
+    def __repr__(self) -> str:
+        return f"<worker {self.name!r} of an InProcessCluster>"
+
+    def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call a function on this thread, which acts for this worker meanwhile."""
+        with self:
+            return function(*args, **kwargs)
+
+    def rpc_sync(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., T],
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> T:
+        """Do what :func:`actorrpc.rpc.rpc_sync` does, as this worker."""
+        with self:
+            return api.rpc_sync(to, func, args, kwargs, timeout)
+
+    def rpc_async(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., T],
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> Future[T]:
+        """Do what :func:`actorrpc.rpc.rpc_async` does, as this worker."""
+        with self:
+            return api.rpc_async(to, func, args, kwargs, timeout)
+
+    def remote(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., T],
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> RRef[T]:
+        """Do what :func:`actorrpc.rpc.remote` does, as this worker."""
+        with self:
+            return api.remote(to, func, args, kwargs, timeout)
+
+    def workers(self) -> list[members.WorkerState]:
+        """Do what :func:`actorrpc.workers` does, as this worker."""
+        with self:
+            return members.workers()
+
+    def on_member_change(self, callback: Callable[[WorkerInfo, str, str, str], None]) -> Callable[[], None]:
+        """Do what :func:`actorrpc.on_member_change` does, as this worker."""
+        with self:
+            return members.on_member_change(callback)
+
+
+class InProcessCluster:
+    """Several workers in this process; used as a context manager. Its methods are thread-safe.
+
+    Args:
+        workers: how many (``worker0``, ``worker1``, ...), or their names.
+        clock: ``"virtual"``: time stands still until :attr:`clock` lets it pass; ``"real"``: it is that of the world.
+        autojump: let virtual time pass by itself when nothing else can happen and somebody waits for a call or a time-out.
+        seed: of what its relays draw.
+        rpc_timeout: the default time-out of calls, in seconds; 0 means none.
+        settings: options of the workers, as for ``RpcBackendOptions`` (``heartbeat=1.0``, ``session_grace=5.0``, ...).
+
+    Raises:
+        ConfigError, WrongTypeError: an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        workers: int | Sequence[str] = 2,
+        *,
+        clock: Literal["virtual", "real"] = "virtual",
+        autojump: bool = False,
+        seed: int = 0,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        **settings: Any,
+    ) -> None:
+        if clock not in ("virtual", "real"):
+            raise ConfigError(f'clock must be "virtual" or "real", not {clock!r}')
+        if autojump and clock == "real":
+            raise ConfigError("the real time does not jump: autojump is for a virtual clock")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise WrongTypeError(f"seed must be an int, not {seed!r}")
+        fixed = _FIXED.keys() & settings.keys()
+        if fixed:
+            raise ConfigError(f"an in-process cluster decides on {', '.join(sorted(fixed))} itself")
+        try:
+            self._settings = Settings.from_environment(**settings, **_FIXED)
+        except TypeError:
+            raise ConfigError(f"there are unknown options among {', '.join(settings)}") from None
+        self._settings = replace(self._settings, port=0, advertise=None)
+        self._timeout = check_timeout(rpc_timeout)
+        self._seed = seed
+        self._clock = VirtualTime(autojump=autojump) if clock == "virtual" else None
+        self.workers = tuple(ClusterWorker(self, name, rank) for rank, name in enumerate(_names(workers)))
+        self._by_name = {worker.name: worker for worker in self.workers}
+        self._members = _Members()
+        # Guards the relays and what is said of them; relays are made and told under it.
+        self._lock = threading.Lock()
+        self._relays: dict[tuple[str, str], FaultProxy] = {}
+        self._apart: set[frozenset[str]] = set()
+        self._killed: set[str] = set()
+        self._stack = contextlib.ExitStack()
+        self._state = "new"  # -> open -> closed
+
+    # -- its life --------------------------------------------------------------------------------------
+
+    def __enter__(self) -> InProcessCluster:
+        """Start all workers.
+
+        Raises:
+            RuntimeError: it was started before, or this process is a worker already, or has another cluster or virtual clock.
+        """
+        if self._state != "new":
+            raise RuntimeError("an InProcessCluster can be started once")
+        if api.is_initialized():
+            raise RuntimeError(f"no in-process cluster can be started here: this process is {api.what()}")
+        with contextlib.ExitStack() as stack:
+            if self._clock is not None:
+                stack.enter_context(self._clock)
+            stack.callback(hush, False)
+            stack.callback(set_here, None)
+            set_here(self._find_here)
+            stack.callback(setattr, threading.Thread, "start", threading.Thread.start)
+            threading.Thread.start = _start_for_worker  # type: ignore[method-assign, assignment]
+            stack.callback(self._close_relays)
+            self._state = "open"
+            key = Key(secrets.token_bytes(32))
+            for worker in self.workers:
+                self._make(worker, key, stack)
+            if self._clock is not None:
+                stack.callback(self._clock.flow)
+            for worker in self.workers:
+                with worker:
+                    worker._here.state.group.start()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all workers; what waits ends with ShutdownError. Gives the real time back. Idempotent."""
+        if self._state == "open":
+            self._stack.close()
+        self._state = "closed"
+
+    def _make(self, worker: ClusterWorker, key: Key, stack: contextlib.ExitStack) -> None:
+        # Another host for each: what is silent is dead then, and not just a busy process that this one could ask after.
+        host = host_identity()[:16] + secrets.token_hex(8)
+        group = groups.enter(
+            worker.name, worker.rank, self._members, settings=self._settings, key=key, host=host
+        )
+        stack.callback(group.close)
+        agent = group.agent
+        self._members.records[worker.name] = self._members.records[worker.rank] = agent.record
+        agent.links.addresses = partial(self._addresses, worker.name)  # type: ignore[method-assign]
+        here = worker._here
+        here.state = api._State(group, self._timeout, f"{worker.name!r} of an in-process cluster", "")
+        here.references = here.state.references
+        stack.callback(self._end, worker)
+        with worker:
+            end = actor_wiring.start(agent, here.references)
+        here.actors = actor_runtime.current()
+        actor_runtime.set_runtime(None)
+        here.state.ends.append(end)
+
+    def _end(self, worker: ClusterWorker) -> None:
+        state = worker._here.state
+        _acting.set((worker,))
+        try:
+            state.end(False)
+            state.references.carry_out(state.references.table.close())
+        finally:
+            _acting.set(())
+
+    def _find_here(self) -> Here | None:
+        acting = _acting.get()
+        return (acting[-1] if acting else self.workers[0])._here
+
+    def _check(self) -> None:
+        if self._state != "open":
+            raise RuntimeError(f"this InProcessCluster is {self._state}: use it in its with block")
+
+    # -- who and when ----------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> ClusterWorker:
+        worker = self._by_name.get(name)
+        if worker is None:
+            names = ", ".join(self._by_name)
+            raise UnknownWorkerError(f"there is no worker {name!r} in this cluster; there are: {names}")
+        return worker
+
+    def __iter__(self) -> Iterator[ClusterWorker]:
+        return iter(self.workers)
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    @property
+    def clock(self) -> VirtualTime:
+        """The time that it goes by.
+
+        Raises:
+            RuntimeError: it goes by the real time.
+        """
+        if self._clock is None:
+            raise RuntimeError('this cluster goes by the real time: make it with clock="virtual"')
+        return self._clock
+
+    # -- faults ----------------------------------------------------------------------------------------
+
+    def cut(self, one: str, other: str) -> None:
+        """Let nothing pass between two workers, in either direction, until :meth:`heal`. Nothing is closed or lost."""
+        pair = self._pair(one, other)
+        with self._lock:
+            self._apart.add(pair)
+            for relay in self._between(pair):
+                relay.stall()
+
+    def heal(self, one: str, other: str) -> None:
+        """Let pass again what is and was sent between two workers. Does nothing where they can hear each other."""
+        pair = self._pair(one, other)
+        with self._lock:
+            self._apart.discard(pair)
+            if not pair & self._killed:
+                for relay in self._between(pair):
+                    relay.resume()
+
+    def reset(self, one: str, other: str) -> int:
+        """Break the connections between two workers; return how many. They come back, unless the two are cut apart."""
+        pair = self._pair(one, other)
+        with self._lock:
+            return sum(relay.reset() for relay in self._between(pair))
+
+    def stop(self, name: str) -> None:
+        """Cut a worker off from all others: it goes on, but is as silent as one that is stopped."""
+        for other in self._others(name):
+            self.cut(name, other)
+
+    def resume(self, name: str) -> None:
+        """End what :meth:`stop` began."""
+        for other in self._others(name):
+            self.heal(name, other)
+
+    def kill(self, name: str) -> None:
+        """End a worker at once: its connections break, nobody listens at its address, and its calls end.
+
+        Functions that run there go on, as threads cannot be killed, but nobody hears of them.
+        """
+        others = self._others(name)
+        with self._lock:
+            self._killed.add(name)
+            for other in others:
+                for relay in self._between(frozenset((name, other))):
+                    relay.resume()  # what is stalled would hear of nothing
+                    relay.refuse()
+                    relay.reset()
+        worker = self[name]
+        with worker:
+            worker._agent.close(timeout=0.2)
+
+    def _pair(self, one: str, other: str) -> frozenset[str]:
+        self._check()
+        pair = frozenset((self[one].name, self[other].name))
+        if len(pair) == 1:
+            raise ConfigError(f"{one!r} cannot be cut off from itself: name two workers")
+        return pair
+
+    def _others(self, name: str) -> list[str]:
+        self._check()
+        return [worker.name for worker in self.workers if worker is not self[name]]
+
+    # -- relays ----------------------------------------------------------------------------------------
+
+    def _addresses(self, dialler: str, peer: Peer) -> list[tuple[int, Any]]:
+        """Return where a worker dials another: the relay between the two, which is made when it is wanted first."""
+        with self._lock:
+            if self._state != "open":
+                return []
+            way = dialler, peer.name
+            relay = self._relays.get(way)
+            if relay is None:
+                relay = FaultProxy(peer.record.tcp[0], seed=self._seed)
+                relay.start()
+                self._relays[way] = relay
+                if self._killed & set(way):
+                    relay.refuse()
+                if frozenset(way) in self._apart:
+                    relay.stall()
+            host, _, port = relay.address.rpartition(":")
+            return [(socket.AF_INET, (host, int(port)))]
+
+    def _between(self, pair: frozenset[str]) -> list[FaultProxy]:
+        return [relay for way, relay in self._relays.items() if pair == set(way)]
+
+    def _close_relays(self) -> None:
+        with self._lock:
+            self._state = "closed"
+            relays = list(self._relays.values())
+            self._relays.clear()
+        for relay in relays:
+            relay.close()
+
+
+def _names(workers: Any) -> list[str]:
+    if isinstance(workers, int) and not isinstance(workers, bool):
+        names = [f"worker{rank}" for rank in range(workers)]
+    elif isinstance(workers, Sequence) and not isinstance(workers, str):
+        names = [check_name(name) for name in workers]
+    else:
+        raise WrongTypeError(f"workers must be a number, or a list of names, not {workers!r}")
+    if not 1 <= len(names) <= _MOST:
+        raise ConfigError(f"a cluster in one process has 1 to {_MOST} workers, not {len(names)}")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"the workers of a cluster must have different names, not {', '.join(names)}")
+    return names

@@ -1,0 +1,548 @@
+"""Several workers in one process, and time that passes when a test says so."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import actorrpc
+from actorrpc import autograd, moments, rpc, testing
+from actorrpc.errors import (
+    CancelledError,
+    ConfigError,
+    NotInitializedError,
+    PeerDiedError,
+    RpcError,
+    RpcTimeoutError,
+    ShutdownError,
+    UnknownWorkerError,
+    WrongTypeError,
+)
+from actorrpc.rpc import api
+from actorrpc.testing import InProcessCluster
+
+pytestmark = pytest.mark.limit(60)
+
+_NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
+_gates: dict[str, threading.Event] = {}
+_runs: Counter[tuple[int, int]] = Counter()
+
+
+def who() -> str:
+    return rpc.get_worker_info().name
+
+
+def who_on_a_thread() -> str:
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(who()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def who_asks(other: str) -> tuple[str, str]:
+    return who(), rpc.rpc_sync(other, who)
+
+
+def add(a: Any, b: Any) -> Any:
+    return a + b
+
+
+def fail(text: str) -> None:
+    raise KeyError(text)
+
+
+def hold(name: str) -> str:
+    """Block until the test opens the gate, in a way that actorrpc does not see."""
+    _gates[name].wait(30.0)
+    return name
+
+
+def run_once(seed: int, number: int) -> int:
+    _runs[seed, number] += 1
+    return number
+
+
+def ask_for_ever(other: str, name: str) -> str:
+    return rpc.rpc_sync(other, hold, (name,), timeout=0)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> tuple[int, str]:
+        self.count += 1
+        return self.count, who()
+
+
+@actorrpc.remote
+class Actor:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> tuple[int, str]:
+        self.count += 1
+        return self.count, who()
+
+    async def name(self) -> str:
+        return who()
+
+
+@pytest.fixture
+def gate() -> Iterator[str]:
+    name = f"gate{random.random()}"
+    _gates[name] = threading.Event()
+    yield name
+    _gates.pop(name).set()
+
+
+@contextlib.contextmanager
+def minutes() -> Iterator[None]:
+    """A block that takes minutes by the virtual clock: the limit of the test sees that it takes none of the real time's."""
+    begun = moments.now()
+    yield
+    assert moments.now() - begun > 3.0
+
+
+# -- workers -------------------------------------------------------------------------------------------
+
+
+def test_each_worker_is_itself() -> None:
+    with InProcessCluster(["a", "b", "c"]) as cluster:
+        assert [worker.name for worker in cluster] == ["a", "b", "c"]
+        assert len(cluster) == 3
+        for one in cluster:
+            assert one.run(who) == one.name
+            for other in cluster:
+                assert one.rpc_sync(other.name, who) == other.name
+                assert one.rpc_async(other.rank, who).wait() == other.name
+        assert cluster["a"].rpc_sync("b", who_asks, ("c",)) == ("b", "c")
+        assert cluster["a"].rpc_sync("b", who_on_a_thread) == "b"
+        assert cluster["c"].rpc_sync("a", add, (torch.ones(3), 1)).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_the_test_acts_for_the_first_worker_unless_it_says_otherwise() -> None:
+    with InProcessCluster() as cluster:
+        assert rpc.is_initialized()
+        assert who() == "worker0"
+        with cluster["worker1"]:
+            assert who() == "worker1"
+            with cluster["worker0"]:
+                assert who() == "worker0"
+            assert rpc.rpc_sync("worker0", who_asks, ("worker1",)) == ("worker0", "worker1")
+        assert who() == "worker0"
+        assert [info.name for info in rpc.get_worker_infos()] == ["worker0", "worker1"]
+    assert not rpc.is_initialized()
+
+
+def test_errors_come_back() -> None:
+    with InProcessCluster() as cluster, pytest.raises(KeyError, match="lost"):
+        cluster["worker0"].rpc_sync("worker1", fail, ("lost",))
+
+
+def test_references_live_on_their_owners_and_are_let_go_of() -> None:
+    with InProcessCluster(3) as cluster:
+        counter = cluster["worker0"].remote("worker1", Counter)
+        assert counter.rpc_sync().add() == (1, "worker1")
+        with cluster["worker0"]:
+            assert rpc.rpc_sync("worker2", _add_there, (counter,)) == (2, "worker1")
+        table = cluster["worker1"]._here.references.table
+        assert table.leaks()
+        del counter
+        gc.collect()
+        cluster.clock.advance(5.0)
+        assert not table.leaks()
+
+
+def _add_there(counter: Any) -> tuple[int, str]:
+    return counter.rpc_sync().add()  # type: ignore[no-any-return]
+
+
+def test_actors() -> None:
+    with InProcessCluster(3) as cluster:
+        actor = Actor.options(worker="worker2").remote()  # type: ignore[attr-defined]
+        assert actorrpc.get(actor.add.remote()) == (1, "worker2")
+        assert actorrpc.get(actor.name.remote()) == "worker2"
+        with cluster["worker1"]:
+            assert actorrpc.get(actor.add.remote()) == (2, "worker2")
+
+
+# -- time ------------------------------------------------------------------------------------------------
+
+
+def test_a_time_out_of_a_minute_takes_no_minute(gate: str) -> None:
+    with InProcessCluster(autojump=True) as cluster, minutes():
+        with pytest.raises(RpcTimeoutError, match="60000 ms"):
+            cluster["worker0"].rpc_sync("worker1", hold, (gate,), timeout=60.0)
+        assert 60.0 <= cluster.clock.elapsed < 61.0
+        _gates[gate].set()
+
+
+def test_nothing_is_late_before_its_time(gate: str) -> None:
+    with InProcessCluster() as cluster, minutes():
+        early = cluster["worker0"].rpc_async("worker1", hold, (gate,), timeout=60.0)
+        late = cluster["worker0"].rpc_async("worker1", hold, (gate,), timeout=90.0)
+        cluster.clock.advance(59.0)
+        assert not early.done()
+        cluster.clock.advance(1.0)
+        assert early.done()
+        assert not late.done()
+        with pytest.raises(RpcTimeoutError):
+            early.wait()
+        _gates[gate].set()
+        assert late.wait() == gate
+        assert cluster.clock.elapsed == pytest.approx(60.0, abs=1.0)
+
+
+def test_waits_with_a_time_out_go_by_it(gate: str) -> None:
+    with InProcessCluster(autojump=True, heartbeat=60.0) as cluster, minutes():
+        call = cluster["worker0"].rpc_async("worker1", hold, (gate,), timeout=0)
+        for wait in (call.wait, actorrpc.Future().wait):
+            before = cluster.clock.elapsed
+            with pytest.raises(RpcTimeoutError):
+                wait(300.0)
+            assert 300.0 <= cluster.clock.elapsed - before < 302.0
+        with pytest.raises(RpcTimeoutError):
+            cluster["worker0"].rpc_sync("worker1", ask_for_ever, ("worker0", gate), timeout=100.0)
+        begun = moments.now()
+        cluster.clock.sleep(1000.0)
+        assert moments.now() - begun >= 1000.0
+        _gates[gate].set()
+
+
+def test_threads_that_block_are_joined_by_others_without_a_word(gate: str) -> None:
+    """The pool brings in threads after some milliseconds, which pass by themselves."""
+    with InProcessCluster() as cluster:
+        held = [cluster["worker0"].rpc_async("worker1", hold, (gate,), timeout=0) for _ in range(30)]
+        assert cluster["worker0"].rpc_sync("worker1", who) == "worker1"
+        _gates[gate].set()
+        assert [each.wait() for each in held] == [gate] * 30
+        assert cluster.clock.elapsed < 2.0
+
+
+def test_an_idle_hour() -> None:
+    with InProcessCluster(heartbeat=60.0) as cluster, minutes():
+        seen: list[Any] = []
+        cluster["worker0"].on_member_change(lambda *change: seen.append(change))
+        cluster["worker1"].rpc_sync("worker0", who)
+        cluster.clock.advance(3600.0)
+        assert cluster["worker0"].rpc_sync("worker1", who) == "worker1"
+        assert not seen
+        assert {worker.state for worker in cluster["worker0"].workers()} == {"alive"}
+
+
+def test_a_silent_worker_is_dead_after_ten_seconds() -> None:
+    with InProcessCluster(3) as cluster, minutes():
+        seen: list[tuple[str, str, str]] = []
+        one = cluster["worker0"]
+        one.on_member_change(lambda worker, old, new, why: seen.append((worker.name, old, new)))
+        assert [one.rpc_sync(name, who) for name in ("worker1", "worker2")] == ["worker1", "worker2"]
+        cluster.stop("worker1")
+        call = one.rpc_async("worker1", who, timeout=0)
+        cluster.clock.advance(3.0)
+        assert not seen
+        cluster.clock.advance(2.0)
+        assert seen == [("worker1", "alive", "suspect")]
+        cluster.clock.advance(5.0)
+        assert seen[1:] == [("worker1", "suspect", "dead")]
+        with pytest.raises(PeerDiedError, match="silent"):
+            call.wait()
+        assert one.rpc_sync("worker2", who) == "worker2"
+
+
+def test_a_silence_that_ends_in_time_does_no_harm() -> None:
+    with InProcessCluster() as cluster, minutes():
+        one = cluster["worker0"]
+        one.rpc_sync("worker1", who)
+        cluster.cut("worker0", "worker1")
+        call = one.rpc_async("worker1", who, timeout=60.0)
+        cluster.clock.advance(6.0)
+        assert not call.done()
+        assert [worker.state for worker in one.workers()] == ["alive", "suspect"]
+        cluster.heal("worker0", "worker1")
+        assert call.wait() == "worker1"
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_session_has_ten_seconds_to_come_back(comes_back: bool) -> None:
+    with InProcessCluster() as cluster, minutes():
+        one = cluster["worker0"]
+        one.rpc_sync("worker1", who)
+        cluster.cut("worker0", "worker1")
+        call = one.rpc_async("worker1", who, timeout=60.0)
+        assert cluster.reset("worker0", "worker1") == 1
+        if comes_back:
+            cluster.clock.advance(5.0)
+            assert not call.done()
+            cluster.heal("worker0", "worker1")
+            cluster.clock.advance(5.0)
+            assert call.wait() == "worker1"
+        else:
+            cluster.clock.advance(12.0)
+            assert call.done()
+            with pytest.raises(PeerDiedError):
+                call.wait()
+
+
+def test_a_killed_worker_is_dead_at_once() -> None:
+    with InProcessCluster(3) as cluster:
+        one = cluster["worker0"]
+        assert cluster["worker1"].rpc_sync("worker0", who_asks, ("worker2",)) == ("worker0", "worker2")
+        cluster.kill("worker1")
+        cluster.clock.advance(1.0)
+        with pytest.raises(PeerDiedError):
+            one.rpc_sync("worker1", who)
+        with pytest.raises(PeerDiedError):
+            cluster["worker2"].rpc_sync("worker1", who)
+        with pytest.raises(ShutdownError):
+            cluster["worker1"].rpc_sync("worker0", who)
+        assert one.rpc_sync("worker2", who) == "worker2"
+
+
+def test_cancellation(gate: str) -> None:
+    with InProcessCluster(3) as cluster:
+        call = cluster["worker0"].rpc_async("worker1", ask_for_ever, ("worker2", gate), timeout=0)
+        cluster.clock.settle()
+        pending = cluster["worker1"]._agent.peer("worker2").pending
+        assert len(pending) == 1
+        assert call.cancel()
+        with pytest.raises(CancelledError):
+            call.wait()
+        cluster.clock.settle()
+        assert not pending  # the call that it was waiting for
+        _gates[gate].set()
+
+
+def test_the_example_of_the_readme() -> None:
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    (example,) = [
+        block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "InProcessCluster" in block
+    ]
+    names: dict[str, Any] = {}
+    exec(compile(example, "README.md", "exec"), names)
+    names["test_a_worker_that_falls_silent"]()
+
+
+def test_who_waits_where_time_stands_still_is_told(
+    caplog: pytest.LogCaptureFixture, gate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(testing.clock, "_STUCK_S", 0.05)
+    with InProcessCluster() as cluster:
+        call = cluster["worker0"].rpc_async("worker1", hold, (gate,), timeout=5.0)
+        opener = threading.Timer(1.0, _gates[gate].set)
+        opener.start()
+        assert call.wait() == gate
+        opener.join()
+    assert "autojump=True" in caplog.text
+
+
+# -- its end -----------------------------------------------------------------------------------------------
+
+
+def _threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+def _files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_nothing_is_left_behind() -> None:
+    with InProcessCluster() as cluster:  # what is made once in a process
+        cluster["worker0"].rpc_sync("worker1", add, (torch.ones(1 << 16), 1))
+    gc.collect()
+    threads, files = _threads(), _files()
+    for _ in range(3):
+        with InProcessCluster(3, autojump=True) as cluster:
+            cluster["worker0"].rpc_sync("worker1", add, (torch.ones(1 << 16), 1))
+            cluster["worker1"].remote("worker2", add, (1, 2)).to_here()
+            cluster.kill("worker2")
+            cluster.clock.sleep(20.0)
+        gc.collect()
+        assert _threads() == threads
+        assert _files() == files
+        assert moments.now is time.monotonic
+        assert moments.sleep is time.sleep
+        assert threading.Thread.start.__module__ == "threading"
+
+
+def test_the_real_time_is_given_back_after_an_exception(gate: str) -> None:
+    with pytest.raises(ZeroDivisionError), InProcessCluster() as cluster:  # noqa: PT012
+        call = cluster["worker0"].rpc_async("worker1", hold, (gate,), timeout=0)
+        cluster.clock.advance(100.0)
+        _gates[gate].set()
+        raise ZeroDivisionError
+    assert moments.now is time.monotonic
+    assert moments.near_s == 1.0
+    assert call.done()
+    assert not rpc.is_initialized()
+
+
+def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = _threads()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no more sockets")
+
+    with InProcessCluster(1):
+        pass
+    cluster = InProcessCluster(2)
+    monkeypatch.setattr(testing.in_process.actor_wiring, "start", refuse)
+    with pytest.raises(OSError, match="no more"):
+        cluster.__enter__()
+    assert moments.now is time.monotonic
+    assert _threads() == threads
+    assert not api.is_initialized()
+
+
+# -- wrong use -----------------------------------------------------------------------------------------------
+
+
+def test_wrong_arguments() -> None:
+    for wrong in (0, -1, 65, [], ["a", "a"], ["a b"]):
+        with pytest.raises(ConfigError):
+            InProcessCluster(wrong)  # type: ignore[arg-type]
+    for wrong in (True, "abc", 2.0, None):
+        with pytest.raises(WrongTypeError):
+            InProcessCluster(wrong)  # type: ignore[arg-type]
+    for given in (
+        {"clock": "fast"},
+        {"clock": "real", "autojump": True},
+        {"transport": "unix"},
+        {"heart": 1},
+    ):
+        with pytest.raises(ConfigError):
+            InProcessCluster(2, **given)  # type: ignore[arg-type]
+    with pytest.raises(WrongTypeError):
+        InProcessCluster(seed="x")  # type: ignore[arg-type]
+
+
+def test_wrong_use() -> None:
+    cluster = InProcessCluster()
+    with pytest.raises(RuntimeError, match="is new"):
+        cluster["worker0"].rpc_sync("worker1", who)
+    with cluster:
+        with pytest.raises(UnknownWorkerError, match="worker0, worker1"):
+            cluster["worker2"]
+        with pytest.raises(UnknownWorkerError):
+            cluster.cut("worker0", "worker9")
+        with pytest.raises(ConfigError, match="two workers"):
+            cluster.cut("worker0", "worker0")
+        for wrong in (-1.0, float("inf"), float("nan")):
+            with pytest.raises(ConfigError, match="never runs backwards"):
+                cluster.clock.advance(wrong)
+        for wrong in ("1", None, True):
+            with pytest.raises(WrongTypeError):
+                cluster.clock.advance(wrong)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="another virtual clock"):
+            testing.VirtualTime().start()
+        with pytest.raises(RuntimeError, match="in-process cluster"):
+            InProcessCluster().__enter__()
+        with pytest.raises(RuntimeError, match="once"):
+            cluster.__enter__()
+        with pytest.raises(RuntimeError, match="close the cluster"):
+            rpc.shutdown()
+        with pytest.raises(RuntimeError, match="already initialized"):
+            rpc.init_rpc("other", rank=0, world_size=1)
+        with pytest.raises(NotInitializedError, match="in-process"), autograd.context():
+            pass
+        assert cluster["worker0"].rpc_sync("worker1", who) == "worker1"  # all that did no harm
+    with pytest.raises(RuntimeError, match="is closed"):
+        cluster["worker0"].rpc_sync("worker1", who)
+    with pytest.raises(RuntimeError, match="is closed"):
+        cluster.cut("worker0", "worker1")
+    with pytest.raises(RuntimeError, match="not in force"):
+        cluster.clock.advance(1.0)
+    cluster.close()
+
+
+def test_the_real_time() -> None:
+    with InProcessCluster(clock="real") as cluster:
+        assert moments.now is time.monotonic
+        assert cluster["worker0"].rpc_sync("worker1", who) == "worker1"
+        with pytest.raises(RuntimeError, match="real time"):
+            cluster.clock.advance(1.0)
+
+
+def test_a_thread_that_runs_is_named() -> None:
+    over = threading.Event()
+
+    def spin() -> None:
+        while not over.is_set():
+            pass
+
+    with testing.VirtualTime(patience=0.3) as clock:
+        thread = threading.Thread(target=spin, name="spinner")
+        thread.start()
+        try:
+            with pytest.raises(RuntimeError, match="spinner in "):
+                clock.advance(1.0)
+        finally:
+            over.set()
+            thread.join()
+        clock.advance(1.0)
+        assert clock.elapsed == pytest.approx(1.0)
+
+
+# -- all together ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(200 if _NIGHTLY else 6))
+def test_every_call_ends_exactly_once(seed: int) -> None:
+    """Calls, cuts, resets and time at random: each call ends, once, by its deadline, and runs once at most."""
+    dice = random.Random(seed)
+    names = ["a", "b", "c"]
+    ends: dict[int, list[float]] = {}
+    due: dict[int, float] = {}
+    futures: dict[int, actorrpc.Future[int]] = {}
+    with InProcessCluster(names, seed=seed) as cluster:
+        clock = cluster.clock
+
+        def call(number: int) -> None:
+            one, other = dice.sample(names, 2)
+            timeout = dice.choice([0.5, 5.0, 30.0])
+            ends[number] = []
+            due[number] = clock.now() + timeout
+            try:
+                future = cluster[one].rpc_async(other, run_once, (seed, number), timeout=timeout)
+            except RpcError:  # it is dead, or cannot be reached
+                ends[number].append(clock.now())
+                return
+            futures[number] = future
+            future.add_done_callback(lambda done: (done.acknowledge(), ends[number].append(clock.now())))
+
+        for step in range(25):
+            pair = dice.sample(names, 2)
+            what = dice.choice(["call", "call", "call", "cut", "heal", "heal", "reset", "advance", "advance"])
+            if what == "call":
+                # In the background: a connection to whom it cannot reach takes time, which only this thread lets pass.
+                thread = threading.Thread(target=call, args=(step,))
+                thread.start()
+                while thread.is_alive():
+                    clock.advance(0.2)
+            elif what == "advance":
+                clock.advance(dice.choice([0.1, 1.0, 4.0]))
+            else:
+                getattr(cluster, what)(*pair)
+        clock.advance(40.0)
+        for number, moments_of_end in ends.items():
+            assert len(moments_of_end) == 1, f"call {number} of seed {seed} ended {len(moments_of_end)} times"
+            assert moments_of_end[0] <= due[number] + 1.0
+            future = futures.get(number)
+            value = future is not None and future.exception() is None
+            assert _runs[seed, number] == 1 if value else _runs[seed, number] <= 1
+        for worker in cluster:
+            assert not any(peer.pending for peer in worker._agent.peers())
