@@ -1,0 +1,146 @@
+"""Actors that are in collectives, and what they are compared with."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import actorrpc
+from actorrpc import get
+from tests.actors.e2e.kit import pass_gate
+
+__all__ = ["Async", "Maker", "Member", "equal", "make_batch", "make_model", "totals", "train"]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    dice = torch.Generator().manual_seed(6)
+    return torch.randn(12, 6, generator=dice), torch.randn(12, 3, generator=dice)
+
+
+def train(model: nn.Module, batch: torch.Tensor, wanted: torch.Tensor, steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(batch), wanted).backward()
+        optimizer.step()
+
+
+@actorrpc.remote
+class Member:
+    def __init__(self, start: float = 0.0) -> None:
+        self.weights = {"a": torch.full((3,), start), "b": [torch.full((2, 2), start)]}
+        self.model = nn.Linear(2, 2)
+        nn.init.constant_(self.model.weight, start)
+        self.kept: Any = None
+
+    def total(self, values: list[float], name: str | None = None) -> torch.Tensor:
+        group = actorrpc.collective_group(name)
+        mine = torch.tensor(values) * (group.rank() + 1)
+        dist.all_reduce(mine, group=group)
+        return mine
+
+    def operations(self) -> dict[str, Any]:
+        group = actorrpc.collective_group()
+        rank, size = group.rank(), group.size()
+        mine = torch.arange(4.0) + 10 * rank
+        copied = mine.clone()
+        dist.broadcast(copied, src=size - 1, group=group)
+        gathered = [torch.empty(4) for _ in range(size)]
+        dist.all_gather(gathered, mine, group=group)
+        part = torch.empty(2)
+        dist.reduce_scatter(part, [torch.full((2,), float(rank + at)) for at in range(size)], group=group)
+        most = mine.clone()
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        things: list[Any] = [None] * size
+        dist.all_gather_object(things, {"rank": rank}, group=group)
+        dist.barrier(group=group)
+        return {"copied": copied, "gathered": gathered, "part": part, "most": most, "things": things}
+
+    def train(self, steps: int) -> list[torch.Tensor]:
+        group = actorrpc.collective_group()
+        model = make_model()
+        batch, wanted = (each.chunk(group.size())[group.rank()] for each in make_batch())
+        train(DistributedDataParallel(model, process_group=group), batch, wanted, steps)
+        return [each.detach() for each in model.parameters()]
+
+    def wait_for(self, rank: int, name: str | None = None) -> None:
+        dist.recv(torch.empty(1), src=rank, group=actorrpc.collective_group(name))
+
+    def keep(self) -> None:
+        self.kept = actorrpc.collective_group()
+
+    def use_kept(self) -> None:
+        dist.all_reduce(torch.ones(1), group=self.kept)
+
+    def block(self, gate: str) -> str:
+        return pass_gate(gate)
+
+    def die(self) -> None:
+        actorrpc.kill(actorrpc.current_actor(), no_restart=False)
+        self.wait_for(0)  # until that has been done
+
+    def state(self) -> tuple[Any, ...]:
+        return self.weights["a"], self.weights["b"][0], self.model.weight.detach(), self.model.bias.detach()
+
+    def resources(self) -> tuple[int, int]:
+        """How many descriptors there are, and threads that are not Python's: actorrpc's pool may grow at any time."""
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")) - threading.active_count()
+
+    def default_group(self) -> tuple[bool, float, int]:
+        """Has a default group, of one, made and used beside the collective."""
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            theirs = actorrpc.collective_group()
+            value = torch.ones(1)
+            dist.all_reduce(value, group=theirs)
+            own = torch.ones(1)
+            dist.all_reduce(own)
+            return dist.group.WORLD is not theirs, value.item(), dist.get_world_size()
+        finally:
+            dist.destroy_process_group(dist.group.WORLD)
+
+
+@actorrpc.remote
+class Maker:
+    """Makes a collective of others, with itself or without."""
+
+    def total(self, others: list[Any]) -> list[float]:
+        self.collective = actorrpc.collective([actorrpc.current_actor(), *others], name="of one of them")
+        refs = self.collective.call(_total)
+        return [each.item() for each in get(refs)]
+
+    def make(self, others: list[Any]) -> None:
+        self.collective = actorrpc.collective(others)
+
+
+def _total(instance: Any) -> torch.Tensor:
+    value = torch.ones(1)
+    dist.all_reduce(value, group=actorrpc.collective_group())
+    return value
+
+
+@actorrpc.remote
+class Async:
+    async def step(self) -> None: ...
+
+
+def equal(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def totals(refs: list[Any]) -> list[float]:
+    """What the members of a collective have computed together, each."""
+    return [each.item() for each in get(refs)]

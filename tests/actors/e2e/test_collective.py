@@ -1,0 +1,158 @@
+"""Collectives in use: operations, training, several at once, and wrong use. In a group, where actors share processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import actorrpc
+from actorrpc import CollectiveError, get
+from tests.actors.e2e.choir import Async, Maker, Member, equal, make_batch, make_model, totals, train
+from tests.actors.e2e.kit import open_gate
+
+pytestmark = [
+    pytest.mark.parametrize("place", ["group"], indirect=True, scope="module"),
+    pytest.mark.limit(30),
+]
+
+
+@pytest.fixture(autouse=True)
+def _running(place: str) -> None:
+    """Everything here runs there."""
+
+
+class TestUse:
+    def test_operations_give_what_one_process_would_compute(self) -> None:
+        actors = Member.group(4)
+        for size in (2, 3, 4):
+            collective = actorrpc.collective(actors.slice(rank=slice(0, size)), timeout=20)
+            mine = [torch.arange(4.0) + 10 * rank for rank in range(size)]
+            for rank, found in enumerate(get(collective.call("operations"))):
+                equal(found["copied"], mine[-1])
+                equal(found["gathered"], mine)
+                equal(found["part"], torch.full((2,), float(sum(range(size)) + size * rank)))
+                equal(found["most"], mine[-1])
+                assert found["things"] == [{"rank": other} for other in range(size)]
+            collective.destroy()
+
+    def test_ordinary_calls_use_it_too(self) -> None:
+        actors = Member.group(3)
+        collective = actorrpc.collective(actors)
+        assert list(collective.members) == list(actors)
+        assert [collective.ranks[each] for each in actors] == [0, 1, 2]
+        assert (len(collective), collective.generation, collective.broken) == (3, 1, None)
+        for found in get(actors.total.call([1.0, 2.0])):
+            equal(found, torch.tensor([6.0, 12.0]))
+
+    def test_training_in_parallel_is_training_on_the_whole_batch(self) -> None:
+        collective = actorrpc.collective([Member.remote() for _ in range(3)])
+        model = make_model()
+        train(model, *make_batch(), steps=4)
+        for parameters in get(collective.call("train", 4)):
+            equal(parameters, [each.detach() for each in model.parameters()])
+        collective.destroy()
+
+    def test_broadcast_copies_tensors_wherever_they_are(self) -> None:
+        actors = [Member.remote(float(rank)) for rank in range(3)]
+        collective = actorrpc.collective(actors)
+        get(collective.broadcast("weights", src=2))
+        get(collective.broadcast("model.weight", src=1))
+        for actor in actors:
+            wanted = (torch.full((3,), 2.0), torch.full((2, 2), 2.0), torch.ones(2, 2))
+            equal(get(actor.state.remote())[:3], wanted)
+        get(collective.broadcast(lambda instance: instance.model, src=2))
+        equal(get(actors[0].state.remote())[3], get(actors[2].state.remote())[3])
+        with pytest.raises(actorrpc.errors.ConfigError, match="not a Member"):
+            get(collective.broadcast())
+        with pytest.raises(actorrpc.errors.ConfigError, match="rank from 0 to 2"):
+            collective.broadcast("weights", src=3)
+
+    def test_two_collectives_share_actors(self) -> None:
+        first, second, third = (Member.remote() for _ in range(3))
+        left = actorrpc.collective([first, second], name="left")
+        right = actorrpc.collective([second, third], name="right")
+        for _ in range(3):
+            refs = left.call("total", [1.0], "left") + right.call("total", [10.0], "right")
+            assert totals(refs) == [3.0, 3.0, 30.0, 30.0]
+        with pytest.raises(CollectiveError, match=r"in several collectives.*'left', 'right'"):
+            get(second.total.remote([1.0]))
+        with pytest.raises(actorrpc.NameTakenError, match="in a collective 'left' already"):
+            actorrpc.collective([second, third], name="left")
+        # An operation that fails breaks its own collective, and no other.
+        waiting = second.wait_for.remote(0, "left")
+        left.destroy(timeout=0)
+        with pytest.raises(CollectiveError, match="collective 'left'"):
+            get(waiting)
+        assert right.broken is None
+        assert totals(right.call("total", [10.0])) == [30.0, 30.0]
+
+    def test_a_default_group_is_left_alone(self) -> None:
+        collective = actorrpc.collective([Member.remote() for _ in range(2)])
+        first, second = collective.members
+        refs = [first.default_group.remote(), second.total.remote([0.5])]
+        assert get(refs[0]) == (True, 2.0, 1)
+        assert totals(collective.call("total", [1.0])) == [3.0, 3.0]
+
+    def test_a_member_makes_it(self) -> None:
+        maker = Maker.remote()
+        assert get(maker.total.remote([Member.remote(), Member.remote()])) == [3.0, 3.0, 3.0]
+
+
+class TestWrongUse:
+    def test_what_cannot_be_a_collective(self) -> None:
+        actor = Member.remote()
+        error = actorrpc.errors.ConfigError
+        with pytest.raises(error, match="at least one actor"):
+            actorrpc.collective([])
+        with pytest.raises(error, match="cannot be rank 1: it is rank 0"):
+            actorrpc.collective([actor, actor])
+        with pytest.raises(error, match=r"Async.* is async"):
+            actorrpc.collective([actor, Async.remote()])
+        with pytest.raises(error, match=r'"gloo".*"nccl".*not \'mpi\''):
+            actorrpc.collective([actor], backend="mpi")
+        with pytest.raises(TypeError, match="not a str"):
+            actorrpc.collective([actor, "actor"])  # type: ignore[list-item]
+        with pytest.raises(TypeError, match="a list of handles"):
+            actorrpc.collective(actor)  # type: ignore[arg-type]
+        with pytest.raises(error, match="timeout must be a positive"):
+            actorrpc.collective([actor], timeout=0)
+        with pytest.raises(TypeError, match="name of a collective"):
+            actorrpc.collective([actor], name="")
+        if not torch.cuda.is_available():
+            with pytest.raises(error, match="nccl"):
+                actorrpc.collective([actor], backend="nccl")
+        with pytest.raises(CollectiveError, match="no actor runs here"):
+            actorrpc.collective_group()
+        with pytest.raises(CollectiveError, match="is in no collective"):
+            get(actor.total.remote([1.0]))
+
+    def test_a_dead_actor(self) -> None:
+        actors = [Member.remote() for _ in range(2)]
+        actors[1].kill()
+        with pytest.raises(actorrpc.ActorDiedError):
+            actorrpc.collective(actors)
+        with pytest.raises(CollectiveError, match="no collective"):
+            get(actors[0].total.remote([1.0]))
+
+    def test_a_member_that_is_busy(self, gate: Path) -> None:
+        actors = [Member.remote() for _ in range(2)]
+        busy = actors[1].block.remote(str(gate))
+        with pytest.raises(actorrpc.RpcTimeoutError, match="not all members joined in time"):
+            actorrpc.collective(actors, join_timeout=0.3)
+        open_gate(gate)
+        get(busy)
+        assert totals(actorrpc.collective(actors).call("total", [1.0])) == [3.0] * 2
+
+    def test_an_operation_that_others_take_no_part_in(self) -> None:
+        actors = [Member.remote() for _ in range(2)]
+        collective = actorrpc.collective(actors, timeout=0.2)
+        with pytest.raises(CollectiveError, match=r"rank 0.*Timed out"):
+            get(actors[0].total.remote([1.0]))
+        assert totals(collective.call("total", [1.0])) == [3.0] * 2
+
+    def test_it_stays_where_it_is(self) -> None:
+        collective = actorrpc.collective([actor := Member.remote()])
+        with pytest.raises(actorrpc.errors.SerializationError, match="stays in the process"):
+            actor.total.remote(collective)

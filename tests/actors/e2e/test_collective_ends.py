@@ -1,0 +1,161 @@
+"""Collectives whose members, or makers, end: what becomes of the others, and of the next generation."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc import CollectiveError, get
+from tests.actors.e2e.choir import Maker, Member, totals
+from tests.actors.e2e.kit import open_gate, until
+
+pytestmark = pytest.mark.limit(30)
+in_group = pytest.mark.parametrize("place", ["group"], indirect=True, scope="module")
+embedded = pytest.mark.parametrize("place", ["embedded"], indirect=True, scope="module")
+
+
+@pytest.fixture(autouse=True)
+def _running(place: str) -> None:
+    """Everything here runs there; what is not marked, in both places."""
+
+
+def resources_of(actors: list[Any]) -> list[tuple[int, int]]:
+    """How many descriptors and threads their processes have."""
+    return get([each.resources.remote() for each in actors])
+
+
+@embedded
+def test_a_restarted_member_that_nobody_has_missed_is_found() -> None:
+    actors = [Member.options(max_restarts=1).remote() for _ in range(2)]
+    collective = actorrpc.collective(actors)
+    get([each.keep.remote() for each in actors])
+    actors[1].kill(no_restart=False)
+    assert totals(collective.call("total", [1.0])) == [3.0] * 2
+    # What is left of the old generation leads nowhere.
+    with pytest.raises(CollectiveError, match="failed"):
+        get(actors[0].use_kept.remote())
+
+
+@embedded
+def test_what_was_asked_before_the_rebuilding_belongs_to_the_old_generation(gate: Path) -> None:
+    actors = [Member.options(max_restarts=1).remote() for _ in range(3)]
+    collective = actorrpc.collective(actors)
+    busy = actors[1].block.remote(str(gate))
+    early = [each.total.remote([1.0]) for each in actors[:2]]
+    actors[2].kill(no_restart=False)
+    with pytest.raises(CollectiveError):
+        get(early[0])
+    rebuilding = threading.Thread(target=collective.rebuild)
+    rebuilding.start()
+    until(lambda: collective.generation == 2)
+    open_gate(gate)
+    rebuilding.join()
+    later = [each.total.remote([1.0]) for each in actors]
+    with pytest.raises(CollectiveError):
+        get(early[1])
+    assert get(busy) == "go"
+    assert totals(later) == [6.0] * 3
+
+
+@embedded
+def test_it_ends_with_its_maker() -> None:
+    actors = [Member.remote() for _ in range(2)]
+    maker = Maker.options(max_restarts=0).remote()
+    get(maker.make.remote(actors))
+    assert totals([each.total.remote([1.0]) for each in actors]) == [3.0, 3.0]
+    maker.kill()
+
+    def ended() -> bool:
+        try:
+            get([each.total.remote([1.0]) for each in actors])
+        except CollectiveError:
+            return True
+        return False
+
+    until(ended)
+
+
+@embedded
+def test_nothing_is_left() -> None:
+    actors = [Member.remote() for _ in range(3)]
+    once = actorrpc.collective(actors)  # whatever is made once in a process
+    get(once.call("train", 1))
+    once.destroy()
+    before = resources_of(actors)
+    collective = actorrpc.collective(actors)
+    get(collective.call("train", 1))
+    collective.rebuild()
+    get(collective.call("operations"))
+    collective.destroy()
+    until(lambda: all(a <= b and c <= d for (a, c), (b, d) in zip(resources_of(actors), before, strict=True)))
+    assert collective.destroyed
+    collective.destroy()
+    with pytest.raises(CollectiveError, match="destroyed"):
+        collective.call("total", [1.0])
+    with pytest.raises(CollectiveError, match="no collective"):
+        get(actors[0].total.remote([1.0]))
+
+
+def test_the_end_of_a_member_ends_what_others_do() -> None:
+    actors = [Member.options(max_restarts=1).remote() for _ in range(3)]
+    collective = actorrpc.collective(actors, name="mortal")
+    waiting = actors[0].wait_for.remote(1)  # which lives, and never sends
+    dying = actors[2].die.remote()
+    with pytest.raises(CollectiveError, match=r"'mortal' \(generation 1\).*rank 2 is gone") as caught:
+        get(waiting)
+    assert isinstance(caught.value.cause, RuntimeError)
+    with pytest.raises(actorrpc.ActorUnavailableError):
+        get(dying)
+    with pytest.raises(CollectiveError, match="is broken: |rank 2 is gone"):
+        get(actors[1].total.remote([1.0]))
+    assert "rank 2 is gone" in (collective.broken or "")
+    # The next call waits until it has been restarted, and all meet again.
+    assert totals(collective.call("total", [1.0])) == [6.0] * 3
+    assert (collective.generation, collective.broken) == (2, None)
+
+
+@in_group
+def test_a_member_that_does_not_come_back() -> None:
+    actors = [Member.remote() for _ in range(3)]
+    collective = actorrpc.collective(actors)
+    actors[0].kill()
+    with pytest.raises(actorrpc.ActorDiedError, match="dead"):
+        collective.call("total", [1.0])
+    others = actorrpc.collective(actors[1:])
+    assert totals(others.call("total", [1.0], others.name)) == [3.0, 3.0]
+
+
+@in_group
+def test_a_group_that_replaces_its_member() -> None:
+    actors = Member.group(2)
+    collective = actorrpc.collective(actors)
+    made = actors.restart(1)
+    assert totals(collective.call("total", [1.0])) == [3.0, 3.0]
+    assert collective.members[1] == made
+
+
+@in_group
+def test_nothing_is_left_where_actors_end_and_processes_stay() -> None:
+    watchers = [Member.options(worker=f"worker{rank}").remote() for rank in (1, 2)]
+    threads = [each[1] for each in resources_of(watchers)]
+
+    def once() -> None:
+        actors = [Member.options(worker=f"worker{1 + at % 2}").remote() for at in range(4)]
+        collective = actorrpc.collective(actors)
+        get(collective.call("operations"))
+        for actor in actors:
+            actor.kill()
+
+    def is_over() -> bool:
+        return all(now[1] <= then for now, then in zip(resources_of(watchers), threads, strict=True))
+
+    once()
+    until(is_over)
+    files = [each[0] for each in resources_of(watchers)]  # with connections that the workers keep
+    once()
+    until(is_over)
+    until(lambda: all(now[0] <= then for now, then in zip(resources_of(watchers), files, strict=True)))
