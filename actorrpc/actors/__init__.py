@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from actorrpc.actors import wiring as _wiring
 from actorrpc.actors.actor_class import ActorClass
+from actorrpc.actors.collective import Collective, collective, collective_group
 from actorrpc.actors.decorator import remote
 from actorrpc.actors.functions import (
     ActorInfo,
@@ -48,6 +49,7 @@ __all__ = [
     "ActorPool",
     "ActorProxy",
     "CallOptions",
+    "Collective",
     "DeathReport",
     "Empty",
     "Full",
@@ -68,6 +70,8 @@ __all__ = [
     "as_completed",
     "call",
     "cancel",
+    "collective",
+    "collective_group",
     "current_actor",
     "current_rank",
     "exit_actor",

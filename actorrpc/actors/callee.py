@@ -376,6 +376,8 @@ class Callee:
         )
         if entry.unseal():  # it never came to its arguments
             self.agent.inbox.discard(entry.conn, entry.frame)
+        if self.resident.on_error is not None:
+            error = self.resident.on_error(error)
         if error.__traceback__ is not None:
             error.__traceback__ = _users_part(error.__traceback__)
         self.agent.executor.fail(entry.conn, entry.frame.id, error, execution)

@@ -68,7 +68,7 @@ class Line:
         barrier: numbers of calls to a former incarnation that are not accounted for yet.
         death: why the actor is dead, if it is known to be.
         max_pending: the limit of ``max_pending_calls``, or -1.
-        restarts: the actor may come to life again.
+        restarts: the actor may come to life again, or elsewhere.
     """
 
     def __init__(self, runtime: Runtime, card: Card) -> None:
@@ -82,7 +82,10 @@ class Line:
         self.supervisor_name = card.supervisor_name
         self.options = card.options
         self.max_pending = -1 if card.options is None else card.options.max_pending_calls
-        self.restarts = card.options is not None and card.options.max_restarts != 0
+        # What keeps its state may also be handed over to another worker, whatever its options say.
+        self.restarts = card.options is not None and (
+            card.options.max_restarts != 0 or card.info.has_checkpoint
+        )
         self.next_number = itertools.count().__next__
         self.flying: dict[int, ResultFuture] = {}
         self.plans: dict[str, Plan] = {}

@@ -164,6 +164,34 @@ def _variables(name: str, value: Any) -> dict[str, str]:
     return found
 
 
+def _words(name: str, value: Any) -> dict[str, str] | None:
+    right = 'a dict of words by name, like {"zone": "a"}'
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(
+        isinstance(key, str) and key and isinstance(each, str) for key, each in value.items()
+    ):
+        raise _wrong(name, value, right, kind=True)
+    return dict(value)
+
+
+def _amounts(name: str, value: Any) -> dict[str, float] | None:
+    right = 'a dict of amounts by name, like {"disk": 2}'
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise _wrong(name, value, right, kind=True)
+    check = _number("an amount of at least 0")
+    found = {}
+    for key, each in value.items():
+        if not isinstance(key, str) or not key:
+            raise _wrong(name, value, right, kind=True)
+        if key in ("CPU", "GPU"):
+            raise ConfigError(f"{name}: say {key} with num_{key.lower()}s")
+        found[key] = float(check(f"{name}[{key!r}]", each))
+    return found
+
+
 _RUNTIME_ENV: Final = ("env_vars", "working_dir")
 
 
@@ -206,6 +234,8 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "concurrency_groups": _groups,
     "env": _variables,
     "get_if_exists": _flag,
+    "host": _text,
+    "labels": _words,
     "lifetime": _lifetime,
     "max_buffered_items": _integer(1, "an int of at least 1"),
     "max_concurrency": _integer(1, "an int of at least 1, or None", none=True),
@@ -218,11 +248,14 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "num_cpus": _number("a number of at least 0, or None", none=True),
     "num_gpus": _number("a number of at least 0, or None", none=True),
     "num_returns": _num_returns,
+    "placement_timeout": _number("a number of seconds of at least 0, or None", none=True),
     "priority": _integer(-(1 << 31), "an int; higher goes first"),
     "reentrant": _flag,
+    "resources": _amounts,
     "restart_backoff_s": _number("a number of seconds of at least 0"),
     "restart_window_s": _number("a number of seconds above 0, or None", none=True, zero=False),
     "retry_exceptions": _exceptions,
+    "spread": _flag,
     "timeout": _number("a number of seconds (0: no limit), or None (the default)", none=True),
     "worker": _worker,
     "working_dir": _text,
@@ -233,14 +266,13 @@ _ELSEWHERE: Final[dict[str, str]] = {
     "accelerator_type": "say which worker with worker=; num_gpus= sets the visible devices of a process of its own",
     "enable_task_events": "there is no event store; list_actors() shows what is going on",
     "fallback_strategy": "placement is worker=, there is no scheduler",
-    "label_selector": "placement is worker=, there is no scheduler",
+    "label_selector": "say labels={...}: a worker that joined with them",
     "max_calls": "processes that run tasks are kept; a process that leaks wants to be an actor that is killed",
     "memory": "no memory is reserved; limit a process with resource.setrlimit() in the actor's constructor",
     "object_store_memory": "there is no object store: results stay with the actor that made them",
     "placement_group": "placement is worker=, there is no scheduler",
     "placement_group_bundle_index": "placement is worker=, there is no scheduler",
-    "resources": "there is no scheduler; place actors with worker=, and bound their number yourself",
-    "scheduling_strategy": "placement is worker=, there is no scheduler",
+    "scheduling_strategy": "say spread=True, host= or worker=",
 }
 
 
@@ -368,8 +400,14 @@ class ActorOptions:
         restart_backoff_s: the wait before the second restart in a row; doubles with each up to 10 s, and is shortened at
             random by up to a half.
         max_task_retries, retry_exceptions: see :class:`CallOptions`; for all of its methods.
-        num_cpus: how many threads torch uses in a process of its own.
-        num_gpus: how many devices a process of its own sees.
+        num_cpus: how many threads torch uses in a process of its own; what is booked in a worker that others share.
+        num_gpus: how many devices a process of its own sees; what is booked in a worker that others share.
+        host: the host that it must be on: a name or an address.
+        labels: words that its worker (or machine) must have, by name.
+        resources: further amounts that it needs, by name.
+        spread: put it where the fewest actors are, on workers that have joined or in a process of its own.
+        placement_timeout: how many seconds it may wait for a worker that has all that; 0: not at all. None: not at
+            all for what nobody has, and 10 s for what others have taken.
         env: environment variables of a process of its own; ``{"env_vars": ..., "working_dir": ...}`` is
             understood, too.
         working_dir: the directory that a process of its own runs in.
@@ -401,6 +439,11 @@ class ActorOptions:
     num_gpus: float | None = None
     env: Mapping[str, str] | None = None
     working_dir: str | None = None
+    host: str | None = None
+    labels: Mapping[str, str] | None = None
+    resources: Mapping[str, float] | None = None
+    spread: bool = False
+    placement_timeout: float | None = None
     allow_out_of_order_execution: bool = False
     reentrant: bool = True
     checkpoint_every: int = 1
@@ -439,6 +482,10 @@ class ActorOptions:
             raise ConfigError(
                 "env= and working_dir= are for a process of the actor's own: leave worker= out, or give "
                 f"worker={NEW_PROCESS!r}"
+            )
+        if self.worker is not None and (self.host or self.labels or self.resources or self.spread):
+            raise ConfigError(
+                "worker= says where the actor lives: leave host=, labels=, resources= and spread= out, or worker="
             )
         group = self.concurrency_group
         if group is not None and group not in (self.concurrency_groups or {}):

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.actors.asking import CREATE_S, peer_of
 from actorrpc.actors.options import NEW_PROCESS
-from actorrpc.actors.processes import DeathReport
+from actorrpc.actors.processes import DeathReport, ProcessSpec, Seat
+from actorrpc.core.identity import WorkerInfo
 from actorrpc.core.peer import Peer
 from actorrpc.errors import ConfigError, RpcError
 from actorrpc.futures import Future
@@ -36,17 +37,27 @@ class Places:
         self._agent = runtime.agent
         self._lock = threading.RLock()
         self._turn = 0
+        self._booked: set[int] = set()  # used by single, atomic steps
 
-    def place(self, options: ActorOptions) -> Any:
+    def place(self, options: ActorOptions, label: str = "an actor") -> Any:
         """Return where an actor is to live: None for a process of its own, ``"turn"``, a WorkerKey or a route.
 
         Raises:
             UnknownWorkerError, PeerDiedError, ConfigError: it cannot live there.
+            PlacementError: nobody has what it needs; only where that is known without asking anybody.
         """
         wanted = options.worker
         if wanted is None or wanted == NEW_PROCESS:
             if self._runtime.spawner is not None:
+                check = getattr(self._runtime.spawner, "check", None)
+                if check is not None:
+                    check(self.wish(label, options, 0))
                 return None
+            if options.host or options.labels or options.resources:
+                raise ConfigError(
+                    "host=, labels= and resources= need a cluster that keeps books (actorrpc.init()): in an init_rpc group, "
+                    "name a worker with worker="
+                )
             if wanted is None:
                 return "turn"
             raise ConfigError(
@@ -58,6 +69,37 @@ class Places:
         peer = self._agent.peer(wanted)
         peer.check_alive("an actor cannot be made there")
         return WorkerKey(peer.rank, peer.record.incarnation)
+
+    def wish(self, label: str, options: ActorOptions, booking: int) -> ProcessSpec:
+        """Return what a spawner is asked for, for an actor without a place."""
+        own = options.worker == NEW_PROCESS or bool(options.env or options.working_dir)
+        return ProcessSpec(
+            label=label,
+            num_cpus=options.num_cpus,
+            num_gpus=options.num_gpus,
+            env=options.env or {},
+            working_dir=options.working_dir,
+            host=options.host,
+            labels=options.labels or {},
+            resources=options.resources or {},
+            spread=options.spread,
+            wait_s=options.placement_timeout,
+            booking=booking,
+            own=own,
+        )
+
+    def sits(self, resident_id: int, worker: WorkerInfo, options: ActorOptions) -> str | None:
+        """Take note of where a spawner has put an actor; return the process's name if it has that to itself."""
+        if isinstance(worker, Seat) or options.host or options.labels or options.resources or options.spread:
+            self._booked.add(resident_id)
+        return None if isinstance(worker, Seat) else worker.name
+
+    def left(self, resident_id: int) -> None:
+        """Give back what an incarnation had booked, if it had. Harmless when repeated."""
+        if resident_id in self._booked:
+            self._booked.discard(resident_id)
+            if self._runtime.spawner is not None:
+                self._runtime.spawner.give_back(resident_id)
 
     def for_others(self, place: Any, options: ActorOptions) -> ActorOptions:
         """Return the options with the place that :meth:`place` has found as other workers know it.

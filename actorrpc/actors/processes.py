@@ -13,7 +13,7 @@ from typing import Protocol
 from actorrpc.core.identity import WorkerInfo
 from actorrpc.futures import Future
 
-__all__ = ["DeathReport", "ProcessSpec", "Spawner"]
+__all__ = ["DeathReport", "ProcessSpec", "Seat", "Spawner"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,10 @@ class ProcessSpec:
         num_gpus: how many devices it sees; None hides none and reserves none.
         env: environment variables, over those of the driver.
         working_dir: where it runs; None for the driver's directory.
+        host, labels, resources, spread: see :class:`~actorrpc.actors.options.ActorOptions`; for where it is placed.
+        wait_s: how long it may wait for a worker that has what it needs.
+        booking: names what is booked for it; 0 where nothing is to be.
+        own: it must be a process of its own, and no seat in a worker that others share.
     """
 
     label: str
@@ -33,6 +37,29 @@ class ProcessSpec:
     num_gpus: float | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     working_dir: str | None = None
+    host: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    resources: Mapping[str, float] = field(default_factory=dict)
+    spread: bool = False
+    wait_s: float | None = None
+    booking: int = 0
+    own: bool = False
+
+    @property
+    def is_picky(self) -> bool:
+        """Whether it says more of where it is to be than how many processors and devices it needs."""
+        return bool(self.host or self.labels or self.resources or self.spread)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Seat(WorkerInfo):
+    """A place in a worker that others share: what a spawner gives instead of a process of its own.
+
+    Attributes:
+        booking: gives it back, with :meth:`Spawner.give_back`.
+    """
+
+    booking: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +111,13 @@ class Spawner(Protocol):
     """Starts and ends worker processes. Thread-safe; nothing in it blocks."""
 
     def spawn(self, spec: ProcessSpec) -> Future[WorkerInfo]:
-        """Start a process; the future completes when it has joined the group, or fails saying why."""
+        """Start a process; the future completes when it has joined the group, or fails saying why.
+
+        Where it is better placed in a worker that is there already, the future gives a :class:`Seat` in that.
+        """
+
+    def give_back(self, booking: int) -> None:
+        """Give a seat back. Harmless when repeated."""
 
     def release(self, worker: str) -> None:
         """Let a process end by itself, once nothing that lives in it is referenced any more."""

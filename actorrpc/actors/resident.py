@@ -20,6 +20,7 @@ from actorrpc.actors.loop import EventLoop
 from actorrpc.actors.mailbox import Entry, Lane, Mailbox, Todo
 from actorrpc.actors.obituaries import IN_RESTORE
 from actorrpc.actors.reports import send_ended
+from actorrpc.actors.snapshot import Snapshot
 from actorrpc.actors.spec import ActorSpec, ResidentGoneError
 from actorrpc.core import points
 from actorrpc.core.calls import CURRENT, Execution
@@ -57,12 +58,15 @@ class Resident:
         self.title = f"{resident_id & 0xFFFF:04x}"
         self.state = "constructing"  # -> alive -> ending -> over
         self.why = ""
+        self.moving = False
         self.over: Future[None] = Future()
         self.calls = 0
         self.begun = moments.now()
         self._lock = threading.RLock()
         self._intake: list[LetterEntry] | None = []
         self.loop: EventLoop | None = None
+        # Says what callers get for what a method raised, where something here knows better (collectives do).
+        self.on_error: Callable[[BaseException], BaseException] | None = None
         self._plans: dict[str, Lane] = {}
         self._ending: Callable[[], None] | None = None
         self._wound_up = False
@@ -313,7 +317,12 @@ class Resident:
             send_ended(self.runtime, self.spec, "exit", why)
 
     def end(self, how: str, why: str) -> Future[None]:
-        """End the actor: ``"drain"`` lets what waits run before, ``"now"`` does not. Completes when it is over."""
+        """End the actor: ``"drain"`` lets what waits run before, ``"now"`` does not. Completes when it is over.
+
+        ``"move"`` is ``"drain"`` whose future gives the actor's last state, a Snapshot, where its class keeps one.
+        """
+        self.moving = self.moving or how == "move"
+        how = "drain" if how == "move" else how
         with self._lock:
             if self.state in ("over", "closing"):
                 return self.over
@@ -388,6 +397,7 @@ class Resident:
                 return
             self._wound_up = True
         instance, self.instance = self.instance, None
+        state = self._last_state(instance) if self.moving and instance is not None else None
         if instance is not None:
             hook = getattr(type(instance), "on_stop", None)
             try:
@@ -403,12 +413,22 @@ class Resident:
         def over(_: Any) -> None:
             self.state = "over"
             if self.over._claim():
-                self.over._finish(None, None)
+                self.over._finish(state, None)
 
         if loop is not None:
             loop.close().add_done_callback(over)
         else:
             over(None)
+
+    def _last_state(self, instance: Any) -> Snapshot | None:
+        """Return what the next incarnation, on another worker, starts from."""
+        if self.spec is None or not self.spec.info.has_checkpoint:
+            return None
+        try:
+            return Snapshot.of(instance.checkpoint())
+        except Exception:
+            _log.exception("the state of actor %s could not be kept", self.title)
+            return None
 
     # -- looking -----------------------------------------------------------------------------------------
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from actorrpc.core.several import here
 from actorrpc.errors import NotInitializedError
 
 if TYPE_CHECKING:
+    from actorrpc.actors.collective_meetings import Meetings
+    from actorrpc.actors.collective_members import Members
     from actorrpc.actors.names import Names
     from actorrpc.actors.processes import Spawner
     from actorrpc.actors.residents import Residents
@@ -34,10 +37,22 @@ class Runtime:
         supervisor: looks after the actors that this process created.
         names: knows actors by name; only that of rank 0 is asked.
         streams: what generator methods here produce.
+        meetings, members: the collectives that were made here, and those that actors here are in.
         spawner: starts processes for actors; None where actors go to the group's workers.
     """
 
-    __slots__ = ("agent", "names", "references", "residents", "routes", "spawner", "streams", "supervisor")
+    __slots__ = (
+        "agent",
+        "meetings",
+        "members",
+        "names",
+        "references",
+        "residents",
+        "routes",
+        "spawner",
+        "streams",
+        "supervisor",
+    )
 
     def __init__(self, agent: Agent, references: References) -> None:
         self.agent = agent
@@ -47,6 +62,8 @@ class Runtime:
         self.supervisor: Supervisor
         self.names: Names
         self.streams: Streams
+        self.meetings: Meetings
+        self.members: Members
         self.spawner: Spawner | None = None
 
 
@@ -68,7 +85,12 @@ def set_autostart(start: Callable[[], None] | None) -> None:
 
 def current() -> Runtime | None:
     """Return the runtime in force, if there is one."""
-    return _runtime
+    return _runtime if _runtime is not None else _one_of_several()
+
+
+def _one_of_several() -> Runtime | None:
+    several = here()
+    return None if several is None else several.actors
 
 
 def runtime(*, start: bool = False) -> Runtime:
@@ -81,6 +103,8 @@ def runtime(*, start: bool = False) -> Runtime:
         NotInitializedError: there is none.
     """
     found = _runtime
+    if found is None:
+        found = _one_of_several()
     if found is not None:
         return found
     if start and _autostart is not None:

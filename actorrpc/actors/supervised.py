@@ -77,6 +77,7 @@ class Supervised:
         answered: the present incarnation's end has been seen to.
         family: the supervision group that decides about its restarts, and ``index`` its place there.
         held: its next incarnation is not to be begun yet: the family will say when.
+        moving: its incarnation is ended because its worker is to leave: the next one begins elsewhere, and does not count.
         doomed: why the family ends the present incarnation; empty if it does not.
     """
 
@@ -94,6 +95,7 @@ class Supervised:
         "killed",
         "last",
         "location",
+        "moving",
         "options",
         "orphaned",
         "phase",
@@ -130,6 +132,7 @@ class Supervised:
         self.family: Family | None = None
         self.index = 0
         self.held = False
+        self.moving = False
         self.doomed = ""
         self.phase: Phase = "starting"
         self.epoch = 0
@@ -186,7 +189,7 @@ class Supervised:
         self.phase = "alive"
         self.location = location
         self.restarts.came_to_life(now)
-        if not self.options.max_restarts:
+        if not self.options.max_restarts and not self.card.info.has_checkpoint:
             self.cls = self.arguments = None  # and whatever only they keep alive
 
     def verdict(self, now: float, text: str, pinned: bool) -> Verdict:
@@ -196,6 +199,8 @@ class Supervised:
             text: how it ended.
             pinned: it can only live where nothing lives any more.
         """
+        if self.moving:
+            return Verdict(again=True)
         if pinned:
             return Verdict(why_not="not restarted: worker= has put it there")
         if self.family is not None:
@@ -211,6 +216,7 @@ class Supervised:
         self.epoch += 1
         self.resident_id = 0
         self.worker = None
+        self.moving = False
         self.last = last
         self.held = self.family is not None
 

@@ -25,7 +25,7 @@ from actorrpc.actors.asking import ask_for_detached, call_quietly, peer_of
 from actorrpc.actors.families import Deed, perform
 from actorrpc.actors.fates import ActorState, Restarting
 from actorrpc.actors.places import Places
-from actorrpc.actors.processes import DeathReport, ProcessSpec
+from actorrpc.actors.processes import DeathReport
 from actorrpc.actors.route import Route
 from actorrpc.actors.snapshot import Snapshot
 from actorrpc.actors.spec import Card, Location, ResidentGoneError
@@ -101,7 +101,7 @@ class Supervisor:
         """
         agent = self._agent
         agent.check_process()
-        place = self._places.place(options)
+        place = self._places.place(options, info.name)
         if options.namespace is None:
             options = replace(options, namespace=self._runtime.names.namespace)
         snapshot = cls if isinstance(cls, Snapshot) else Snapshot.of(cls)
@@ -171,13 +171,7 @@ class Supervisor:
             if place is None:
                 if spawner is None:
                     raise ShutdownError("the embedded cluster has ended", maybe_executed=False)
-                spec = ProcessSpec(
-                    label=actor.card.info.name,
-                    num_cpus=options.num_cpus,
-                    num_gpus=options.num_gpus,
-                    env=options.env or {},
-                    working_dir=options.working_dir,
-                )
+                spec = self._places.wish(actor.card.info.name, options, resident_id)
                 spawner.spawn(spec).add_done_callback(partial(self._spawned, actor, resident_id))
             elif isinstance(place, WorkerKey):
                 self._construct(actor, resident_id, peer_of(self._agent, place), None)
@@ -197,13 +191,16 @@ class Supervisor:
         self._agent.submit(partial(self._moved_in, actor, resident_id, done._value))
 
     def _moved_in(self, actor: Supervised, resident_id: int, worker: Any) -> None:
+        process = self._places.sits(resident_id, worker, actor.options)
         try:
-            peer = self._agent.peer(worker)
+            peer = self._agent.peer(worker.name)
         except RpcError as error:
             self._not_made(actor, resident_id, error)
             return
-        if not self._construct(actor, resident_id, peer, worker.name) and self._runtime.spawner is not None:
-            self._runtime.spawner.kill(worker.name)  # nobody wants it any more
+        if not self._construct(actor, resident_id, peer, process):  # nobody wants it any more
+            self._places.left(resident_id)
+            if process is not None and self._runtime.spawner is not None:
+                self._runtime.spawner.kill(process)
 
     def _neighbour(self, actor: Supervised, resident_id: int, done: Future[Location]) -> None:
         done.acknowledge()
@@ -341,6 +338,7 @@ class Supervisor:
                 answers = actor.take_answered()
                 if family is not None:
                     deeds = family.died(actor, text)
+        self._places.left(resident_id)
         if process is not None and report is None and self._runtime.spawner is not None:
             self._runtime.spawner.release(process)
         if not verdict.again:
@@ -383,6 +381,7 @@ class Supervisor:
             if family is not None and not self._closed:
                 deeds = family.lost(actor, death, cause) if lost else family.left(actor)
             actor.forget()
+            resident_id = actor.resident_id
             waiters, actor.waiters = actor.waiters, []
             watchers, actor.watchers = actor.watchers, []
             self._actors.pop(card.actor_id, None)
@@ -391,6 +390,7 @@ class Supervisor:
                 self._dead.popitem(last=False)
         if card.name is not None and not self._agent.closed_down:
             self._runtime.names.unregister(card.name, card.namespace, card.actor_id)
+        self._places.left(resident_id)
         for _, _, future in waiters:
             _complete(future, None, death)
         for watcher in watchers:

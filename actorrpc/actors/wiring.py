@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from actorrpc.actors import tasks
+from actorrpc.actors import collective_members, tasks
+from actorrpc.actors.collective_meetings import Meetings
 from actorrpc.actors.names import Names
 from actorrpc.actors.residents import Residents
 from actorrpc.actors.route import Routes
@@ -27,6 +28,8 @@ def start(agent: Agent, references: References) -> Callable[[bool], None]:
     made.streams = Streams(agent)
     made.residents = Residents(made)
     made.routes = Routes(made)
+    made.meetings = Meetings(made, collective_members.cut)
+    made.members = collective_members.Members(made)
     made.supervisor = Supervisor(made)
     set_runtime(made)
 
@@ -34,6 +37,8 @@ def start(agent: Agent, references: References) -> Callable[[bool], None]:
         hush(True)
         try:
             tasks.forget()
+            made.meetings.end()
+            made.members.close()
             made.supervisor.close(graceful)
             made.residents.close(graceful)
             made.routes.close()

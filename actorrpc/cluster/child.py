@@ -14,27 +14,18 @@ import os
 import random
 import sys
 import traceback
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
-from actorrpc.actors import runtime
-from actorrpc.cluster import serving
-from actorrpc.cluster.leaving import Leaver, set_leaver
-from actorrpc.cluster.remote import RemoteDirectory, RemoteSpawner
+from actorrpc.cluster.member import enter
+from actorrpc.cluster.remote import RemoteDirectory
 from actorrpc.config import Settings
-from actorrpc.core.agent import Agent
-from actorrpc.core.calls import CURRENT
 from actorrpc.core.identity import WorkerRecord
 from actorrpc.core.keys import Key
-from actorrpc.core.peer import Peer
-from actorrpc.errors import RpcError
-from actorrpc.rpc import api, group, rref
+from actorrpc.rpc import api, group
 
 __all__ = ["main"]
-
-_JOIN_S: Final = 30.0
-_LEAVE_S: Final = 4.0
 
 
 def main(job: dict[str, Any]) -> NoReturn:
@@ -71,49 +62,17 @@ def _work(job: dict[str, Any]) -> None:
         settings=Settings(**job["settings"]),
         key=Key(job["key"]),
     )
-    agent = entered.agent
-    directory.attach(agent)
-    try:
-        _dress(job)
-    except BaseException:
-        entered.close()
-        raise
-    leavers: list[Leaver] = []
-
-    def ready(agent: Agent) -> None:
-        leaver = Leaver(agent, rref.runtime(), lambda: _announce(agent, driver.name))
-        leavers.append(leaver)
-        set_leaver(leaver)
-
-        def ended(peer: Peer) -> None:
-            if peer.name == driver.name:
-                leaver.leave(False)
-
-        agent.on_peer_end.append(ended)
-        found = runtime.current()
-        if found is not None:
-            found.spawner = RemoteSpawner(agent, driver.name)
-
-    def stop(graceful: bool, _seconds: float) -> None:
-        if graceful:
-            references = rref.runtime()
-            references.carry_out(references.table.delete_all_users())
-        for leaver in leavers:  # it may have been the user's code that called shutdown
-            leaver.leave(graceful)
-
-    api.install(
-        lambda: entered,
-        job["timeout"],
-        f"a process of an actor ({job['name']!r}) in the embedded cluster",
+    member = enter(
+        entered,
+        directory,
+        driver,
+        timeout=job["timeout"],
+        what=f"a process of an actor ({job['name']!r}) in the embedded cluster",
         namespace=job["namespace"],
-        ready=ready,
-        stop=stop,
+        dress=lambda: _dress(job),
     )
     try:
-        packed = agent.record.to_bytes()
-        agent.call(agent.peer(driver.name), serving.register, (packed,), {}, _JOIN_S).result()
-        leavers[0].wait()
-        api.shutdown(leavers[0].graceful, _LEAVE_S)
+        member.wait()
     finally:
         api.shutdown(False)
 
@@ -134,16 +93,6 @@ def _dress(job: dict[str, Any]) -> None:
     sys.path[:] = job["path"]
     if job["directory"] is not None:
         os.chdir(job["directory"])
-
-
-def _announce(agent: Agent, driver: str) -> None:
-    token = CURRENT.set(None)
-    try:
-        agent.call(agent.peer(driver), serving.leaving, (agent.name,), {}, _LEAVE_S).result()
-    except RpcError:
-        pass  # it is gone, or very busy: this process ends all the same
-    finally:
-        CURRENT.reset(token)
 
 
 def _exit(code: int) -> NoReturn:

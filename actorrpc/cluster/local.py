@@ -1,7 +1,8 @@
-"""The embedded local cluster: :func:`init` makes this process the driver of worker processes on this machine.
+""":func:`init`: this process becomes the driver of a cluster, or joins one.
 
-There is no daemon, no port and no file but the workers' sockets in the private runtime directory. The driver is
-worker 0; others are forked for actors as they are needed (``processes.py``), and end with the driver, however that ends.
+By default that is the embedded local cluster: no daemon, no port, and no file but the workers' sockets in the private
+runtime directory. The driver is worker 0; others are forked for actors as they are needed (``processes.py``), and end with
+the driver, however that ends. With ``listen=`` others may join from anywhere; with ``engine=`` something else starts them.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-import math
 import os
-import secrets
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final
 
+from actorrpc import moments
 from actorrpc.actors import runtime
-from actorrpc.cluster import serving
+from actorrpc.cluster import addresses, engines, launch, serving
 from actorrpc.cluster.directory import Directory
+from actorrpc.cluster.driver import Cluster, Reception
+from actorrpc.cluster.engine import Engine, LaunchedEngine, Node
+from actorrpc.cluster.joining import Means, join
+from actorrpc.cluster.member import Member
+from actorrpc.cluster.placement import Holder
 from actorrpc.cluster.processes import LocalCluster
 from actorrpc.cluster.serving import set_cluster
 from actorrpc.config import Settings
@@ -25,7 +31,7 @@ from actorrpc.core import keys
 from actorrpc.core.agent import Agent
 from actorrpc.core.identity import check_name
 from actorrpc.core.keys import Key
-from actorrpc.errors import ConfigError, RpcError, WrongTypeError
+from actorrpc.errors import AuthenticationError, ConfigError, RendezvousError, RpcError, WrongTypeError
 from actorrpc.rpc import api, group
 from actorrpc.rpc.group import Group
 from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, check_timeout
@@ -33,30 +39,32 @@ from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, check_timeout
 __all__ = ["Context", "init"]
 
 _log = logging.getLogger("actorrpc.cluster")
+_TRY_S: Final = 5.0  # how long an address in a launcher's store is tried before it is read again
 _SETTINGS: Final = tuple(field.name for field in dataclasses.fields(Settings))
 _OPTIONS: Final = (
+    "address",
+    "listen",
+    "engine",
+    "engine_options",
+    "spmd",
     "num_cpus",
     "num_gpus",
+    "resources",
+    "labels",
     "namespace",
     "log_to_driver",
     "ignore_reinit_error",
     "name",
     "rpc_timeout",
+    "join_timeout",
 )
 _NO_DASHBOARD: Final = "there is no dashboard"
-_NO_RESOURCES: Final = (
-    "there is no scheduler and there are no resources to book: say num_cpus and num_gpus for each actor"
-)
 _OWN_LOGGING: Final = "configure Python's logging; this package's loggers are below 'actorrpc'"
 #: what Ray's init takes and this one does not, and what to do instead
 _OF_RAY: Final = {
-    "address": "init() starts a cluster in this process and joins none; across machines, use init_rpc (with "
-    "torchrun, for example), where actors can be used as well",
     "dashboard_host": _NO_DASHBOARD,
     "dashboard_port": _NO_DASHBOARD,
     "include_dashboard": _NO_DASHBOARD,
-    "resources": _NO_RESOURCES,
-    "labels": _NO_RESOURCES,
     "object_store_memory": "there is no object store: values stay with their owner, and large tensors go through "
     "shared memory (lane_bytes)",
     "local_mode": "actors always run in processes; to debug, call the class itself",
@@ -72,20 +80,22 @@ _OF_RAY: Final = {
 
 
 class Context:
-    """What :func:`init` returns; as a context manager it shuts the cluster down at its end.
+    """What :func:`init` returns; as a context manager it shuts the cluster down, or leaves it, at its end.
 
     Attributes:
         name: this worker's name.
         namespace: where actors look for names unless they are told another one.
+        address: where others can join, ``tcp://host:port``; empty where nobody can.
     """
 
-    def __init__(self, name: str, namespace: str, *, owned: bool) -> None:
+    def __init__(self, name: str, namespace: str, *, owned: bool, address: str = "") -> None:
         self.name = name
         self.namespace = namespace
+        self.address = address
         self._owned = owned
 
     def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
-        """End the cluster, as :func:`actorrpc.shutdown` does."""
+        """End the cluster, or leave it, as :func:`actorrpc.shutdown` does."""
         api.shutdown(graceful, timeout)
 
     def __enter__(self) -> Context:
@@ -103,124 +113,368 @@ class Context:
 
 
 def init(
+    address: str | None = None,
     *,
+    listen: str | None = None,
+    engine: Engine | str | None = None,
+    engine_options: Mapping[str, Any] | None = None,
+    spmd: bool = False,
     num_cpus: float | None = None,
     num_gpus: int | None = None,
+    resources: Mapping[str, float] | None = None,
+    labels: Mapping[str, str] | None = None,
     namespace: str | None = None,
     log_to_driver: bool = True,
     ignore_reinit_error: bool = False,
-    name: str = "driver",
+    name: str | None = None,
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+    join_timeout: float = 30.0,
     **settings: Any,
 ) -> Context:
-    """Start the embedded local cluster: this process becomes its driver.
+    """Start a cluster: this process becomes its driver. Or join the one at ``address``, or the one of a launcher.
 
-    Returns at once: the process that workers are forked from imports torch meanwhile (1-2 s), and actors that are
-    created before it is ready wait for it. Using actors before ``init()`` calls it. The cluster ends with
-    :func:`actorrpc.shutdown`, with ``with actorrpc.init(): ...``, or with this process.
+    Without arguments, that is the embedded local cluster. It returns at once: the process that workers are forked from
+    imports torch meanwhile (1-2 s), and actors that are created before it is ready wait for it. Using actors before
+    ``init()`` calls it. The cluster ends with :func:`actorrpc.shutdown`, with ``with actorrpc.init(): ...``, or with this
+    process.
+
+    Under torchrun, ``srun`` or ``mpirun`` (more than one task) the processes that were launched make one cluster: rank 0
+    is the driver, and the others serve in here until it lets them go; then they end, with ``SystemExit(0)``.
 
     Args:
+        address: ``tcp://host:port`` of a driver that listens: join it, as a worker that can also use it. Or the
+            address of an engine, ``ray://...``.
+        listen: ``tcp://host:port`` where others may join: ``python -m actorrpc.worker --join ...``. On other addresses than
+            the loopback a key is needed (``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``).
+        engine: what starts processes: ``"local"`` (the default), ``"ray"``, or an :class:`~actorrpc.cluster.engine.Engine`.
+        engine_options: what that engine takes, by name; for one that is named, keywords that are no settings go there as
+            well, and ``num_cpus``, ``num_gpus``, ``resources`` are of each of its workers: ``init("ray://head", num_workers=8)``.
+        spmd: under a launcher: every rank goes on with the script, as a worker.
         num_cpus: the most that one actor may ask for; default: the processors of this machine. More actors than
             processors may be created.
         num_gpus: how many CUDA devices there are to give; default: all that this process sees.
+        resources: further amounts that this machine has, by name, for ``options(resources=...)``.
+        labels: words about this machine, by name, for ``options(labels=...)``.
         namespace: where actors look for names unless they are told another one; default ``""``.
         log_to_driver: show here what actors print.
         ignore_reinit_error: return, instead of raising, where a cluster or group is in force already.
-        name: this worker's name.
+        name: this worker's name; default ``"driver"``, or what joins call themselves.
         rpc_timeout: the default time-out of calls (``rpc_sync`` and the like), in seconds; 0 means none.
+        join_timeout: how long joining, and waiting for the ranks of a launcher, may take, in seconds.
         settings: fields of :class:`actorrpc.config.Settings`, for all processes of the cluster.
 
     Raises:
-        ConfigError: an argument cannot be used.
+        ConfigError: an argument, or the environment of a launcher, cannot be used.
+        RendezvousError, AuthenticationError, VersionError: the cluster at ``address`` could not be joined.
         RpcError: a cluster or group is in force in this process already: actors can be used at once.
         OSError: the process that workers are forked from cannot be started.
     """
-    made = _settings(settings)
+    means = Means(num_cpus=num_cpus, num_gpus=num_gpus, resources=resources or {}, labels=labels or {})
+    if address is not None and isinstance(address, str) and address.startswith("ray"):
+        if engine not in (None, "ray"):
+            raise ConfigError(f"address={address!r} is for engine='ray', not {engine!r}")
+        engine, engine_options = "ray", {**(engine_options or {}), "address": address}
+        address = None
+    running = api.what()
+    if running is not None:
+        return _found_running(running, ignore_reinit_error)
+    if address is not None:
+        if listen is not None or engine is not None:
+            raise ConfigError("address= joins a cluster: leave listen= and engine= to its driver")
+        _known(settings)
+        member = join(address, name=name, means=means, timeout=join_timeout, settings=settings)
+        return Context(member.agent.name, api.namespace(), owned=True, address=address)
+    launched = launch.of_environment() if listen is None and engine is None else None
+    if launched is not None and launched.size > 1:
+        return _launched(
+            launched,
+            spmd,
+            means,
+            join_timeout,
+            settings,
+            {
+                "namespace": namespace,
+                "log_to_driver": log_to_driver,
+                "name": name,
+                "rpc_timeout": rpc_timeout,
+            },
+        )
+    if spmd and launched is None:
+        raise ConfigError(
+            "spmd=True is for the ranks of a launcher (torchrun, srun, mpirun), and this process is none: "
+            f"{launch.VARIABLES} are not set"
+        )
+    if isinstance(engine, str) and engine != "local":
+        booked = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources}
+        engine_options = {
+            "log_to_driver": log_to_driver,
+            **{option: value for option, value in booked.items() if value is not None},
+            **{option: settings.pop(option) for option in list(settings) if option not in _SETTINGS},
+            **(engine_options or {}),
+        }
+    found = engines.find(engine, engine_options or {})
+    try:
+        return _drive(
+            listen,
+            found,
+            means,
+            seats_first=bool(getattr(found, "num_workers", 0)),
+            namespace=namespace,
+            log_to_driver=log_to_driver,
+            ignore_reinit_error=ignore_reinit_error,
+            name=name,
+            rpc_timeout=rpc_timeout,
+            settings=settings,
+        )
+    except BaseException:
+        if found is not None:
+            found.end(False, 0.0)
+        raise
+
+
+def _found_running(running: str, ignore: bool) -> Context:
+    if not ignore:
+        raise RpcError(
+            f"init() has nothing to do: this process is {running} already, and actors can be used at once. Call "
+            "shutdown() first to start anew, or init(ignore_reinit_error=True) where either will do"
+        )
+    return Context(api.get_worker_info().name, api.namespace(), owned=False)
+
+
+def _launched(
+    launched: launch.Launch,
+    spmd: bool,
+    means: Means,
+    timeout: float,
+    settings: dict[str, Any],
+    given: dict[str, Any],
+) -> Context:
+    """Make one cluster of the processes of a launcher."""
+    meeting = launch.meet(launched, timeout)
+    if launched.rank == 0:
+        context = _drive(
+            addresses.show(addresses.own_address(launched.master), 0),
+            None,
+            means,
+            secret=meeting.secret,
+            seats_first=True,
+            waits=spmd,
+            ignore_reinit_error=False,
+            settings=settings,
+            **given,
+        )
+        try:
+            meeting.announce(context.address)
+            meeting.wait_for(context.address, timeout)
+        except BaseException:
+            api.shutdown(False)
+            raise
+        return context
+    _known(settings)
+    member, where = _join_rank_0(launched, meeting, means, timeout, settings, given["name"])
+    if spmd:
+        return Context(member.agent.name, api.namespace(), owned=True, address=where)
+    try:
+        member.wait()
+    finally:
+        api.shutdown(False)
+    raise SystemExit(0)
+
+
+def _join_rank_0(
+    launched: launch.Launch,
+    meeting: launch.LaunchMeeting,
+    means: Means,
+    timeout: float,
+    settings: dict[str, Any],
+    name: str | None,
+) -> tuple[Member, str]:
+    """Join the cluster of rank 0; what an earlier start of the job has left in the store is tried in vain, and then again."""
+    deadline = moments.now() + timeout
+    while True:
+        where = meeting.address()
+        left = deadline - moments.now()
+        try:
+            member = join(
+                where,
+                name=launched.name if name is None else f"{name}-{launched.rank}",
+                means=means,
+                key=Key.from_text(meeting.secret),
+                timeout=max(0.1, min(left, _TRY_S)),
+                settings=settings,
+            )
+        except (RendezvousError, AuthenticationError):
+            if deadline - moments.now() <= 0:
+                raise
+            meeting.renew(where, deadline)
+            continue
+        meeting.arrived(where)
+        return member, where
+
+
+def _drive(
+    listen: str | None,
+    given: Engine | None,
+    means: Means,
+    *,
+    namespace: str | None,
+    log_to_driver: bool,
+    ignore_reinit_error: bool,
+    name: str | None,
+    rpc_timeout: float,
+    settings: dict[str, Any],
+    secret: str = "",
+    seats_first: bool = False,
+    waits: bool = False,
+) -> Context:
+    """Make this process the driver of a cluster."""
+    name = "driver" if name is None else name
+    if given is not None and listen is None:
+        own_host = getattr(
+            given, "host", addresses.own_address
+        )  # an engine may know better how it is reached
+        listen = addresses.show(own_host(), 0)
+    host = None if listen is None else addresses.parse(listen, "listen", listen=True)[0]
+    made = _settings(settings, listen)
     check_name(name)
     timeout = check_timeout(rpc_timeout, "rpc_timeout")
     if namespace is None:
         namespace = ""
     if not isinstance(namespace, str):
         raise WrongTypeError(f"namespace must be a str, not {namespace!r}")
-    cpus = float(os.cpu_count() or 1) if num_cpus is None else _number(num_cpus, "num_cpus")
-    if num_gpus is not None and _number(num_gpus, "num_gpus") != int(num_gpus):
+    cpus = float(os.cpu_count() or 1) if means.num_cpus is None else float(means.num_cpus)
+    num_gpus = means.num_gpus
+    if given is None and num_gpus is not None and num_gpus != int(num_gpus):
         raise ConfigError(f"num_gpus of the cluster must be a whole number, not {num_gpus!r}")
 
-    secret = secrets.token_bytes(32)
+    key_is_made = False
+    if not secret and listen is not None:
+        secret = addresses.given_secret()
+        if not secret and given is None and not addresses.is_loopback(host or ""):
+            raise ConfigError(
+                f"listen={listen!r} can be reached from other hosts, and there is no key: give the driver and every worker "
+                "the same one (ACTORRPC_KEY, or ACTORRPC_KEY_FILE with a file that only you can read); make one with: "
+                "python -c 'import secrets; print(secrets.token_hex(32))'"
+            )
+        key_is_made = not secret
+    secret = secret or addresses.new_secret()
     directory = Directory()
-    cluster: LocalCluster | None = None
+    cluster: Cluster | None = None
+    local: LocalCluster | None = None
+    key_file = ""
 
     def make() -> Group:
         keys.sweep()
-        return group.enter(name, 0, directory, settings=made, key=Key(secret))
+        return group.enter(name, 0, directory, settings=made, key=Key.from_text(secret))
 
     def ready(agent: Agent) -> None:
-        nonlocal cluster
+        nonlocal cluster, local, key_file
         directory.add(agent.record)
-        hello = {
-            "driver": agent.record.to_bytes(),
-            "socket": agent.record.unix_path,
-            "key": secret,
-            "settings": dataclasses.asdict(made),
-            "namespace": namespace,
-            "timeout": timeout,
-        }
-        cluster = LocalCluster(
+        for_others = dataclasses.asdict(_for_others(made, agent))
+        where = addresses.show(*agent.record.tcp[0]) if agent.record.tcp else ""
+        if where and key_is_made:
+            key_file = addresses.write_secret(secret, agent.record.tcp[0][1])
+        reception = Reception(
+            address=where, secret=secret, settings=for_others, namespace=namespace, timeout=timeout
+        )
+        if given is None:
+            hello = {
+                "driver": agent.record.to_bytes(),
+                "socket": agent.record.unix_path or "",
+                "key": secret.encode(),
+                "settings": for_others,
+                "namespace": namespace,
+                "timeout": timeout,
+            }
+            local = LocalCluster(
+                agent,
+                directory,
+                hello,
+                num_cpus=cpus,
+                num_gpus=None if num_gpus is None else int(num_gpus),
+                log_to_driver=bool(log_to_driver),
+            )
+        elif isinstance(given, LaunchedEngine):
+            given.attach(agent)
+
+        def nodes() -> list[Holder]:
+            if local is None:
+                assert given is not None
+                return [Holder.of_node(each, unbooked=_all(each)) for each in given.nodes()]
+            own = dataclasses.replace(local.nodes()[0], resources=means.resources, labels=means.labels)
+            holder = Holder.of_node(own, 0, ("CPU", "GPU"))
+            holder.hosts |= {host} if host else frozenset()
+            return [holder]
+
+        cluster = Cluster(
             agent,
             directory,
-            hello,
-            num_cpus=cpus,
-            num_gpus=None if num_gpus is None else int(num_gpus),
-            log_to_driver=bool(log_to_driver),
+            given if given is not None else local,  # type: ignore[arg-type]
+            reception,
+            nodes=nodes,
+            seats_first=seats_first,
         )
         set_cluster(cluster)
+        if waits:  # before anything else ends: others still work with what is here
+            api.before_the_end(cluster.wait_for_others)
         found = runtime.current()
         if found is not None:
             found.spawner = cluster
 
     def stop(graceful: bool, seconds: float) -> None:
+        if key_file:
+            keys.remove_file(key_file)
         if cluster is not None:
             try:
                 cluster.end(graceful, seconds)
             finally:
                 set_cluster(None)
 
-    running = api.what()
-    if running is None:
-        try:
-            api.install(
-                make,
-                timeout,
-                "the driver of an embedded cluster",
-                namespace=namespace,
-                ready=ready,
-                stop=stop,
-            )
-        except RuntimeError:
-            running = api.what()  # another thread was faster?
-            if running is None or cluster is not None:
-                raise
-    if running is not None:
-        if not ignore_reinit_error:
-            raise RpcError(
-                f"init() has nothing to do: this process is {running} already, and actors can be used at once. Call "
-                "shutdown() first to start anew, or init(ignore_reinit_error=True) where either will do"
-            )
-        return Context(api.get_worker_info().name, api.namespace(), owned=False)
+    try:
+        api.install(
+            make,
+            timeout,
+            "the driver of an embedded cluster"
+            if given is None
+            else f"the driver of a cluster ({given.name})",
+            namespace=namespace,
+            ready=ready,
+            stop=stop,
+        )
+    except RuntimeError:
+        running = api.what()  # another thread was faster?
+        if running is None or cluster is not None:
+            raise
+        return _found_running(running, ignore_reinit_error)
     try:
         assert cluster is not None
-        cluster.start()
+        if local is not None:
+            local.open()
+        elif isinstance(given, LaunchedEngine):
+            given.open(cluster.reception, cluster.joined)
     except BaseException:
         api.shutdown(graceful=False)
         raise
-    return Context(name, namespace, owned=True)
+    return Context(name, namespace, owned=True, address=cluster.reception.address)
 
 
-def _settings(given: dict[str, Any]) -> Settings:
-    """Check the options that init does not name itself.
+def _all(node: Node) -> tuple[str, ...]:
+    """The names of all that an engine books itself."""
+    return ("CPU", "GPU", *node.resources)
+
+
+def _for_others(made: Settings, agent: Agent) -> Settings:
+    """Return the settings of the processes that the driver starts: each has a port of its own."""
+    if not agent.record.tcp:
+        return made
+    return dataclasses.replace(made, port=0, advertise=agent.record.tcp[0][0])
+
+
+def _known(given: dict[str, Any]) -> None:
+    """Check that there are such options.
 
     Raises:
-        ConfigError: there is no such option, or its value cannot be used.
+        ConfigError: there is none of a name.
     """
     for option in given:
         if option in _OF_RAY:
@@ -230,14 +484,34 @@ def _settings(given: dict[str, Any]) -> Settings:
             close = difflib.get_close_matches(option, known, 3)
             hint = f"; did you mean {' or '.join(close)}?" if close else ""
             raise ConfigError(f"init() has no option {option!r}{hint} There are: {', '.join(known)}")
+
+
+def _settings(given: dict[str, Any], listen: str | None) -> Settings:
+    """Check the options that init does not name itself.
+
+    Raises:
+        ConfigError: there is no such option, or its value cannot be used.
+    """
+    _known(given)
     transport = given.get("transport")
-    if transport not in (None, "auto", "unix"):
-        raise ConfigError(
-            f"transport={transport!r} cannot be used: the embedded cluster is on one machine and speaks over Unix "
-            "sockets. For several machines, use init_rpc"
-        )
+    if listen is None:
+        if transport not in (None, "auto", "unix"):
+            raise ConfigError(
+                f"transport={transport!r} cannot be used: the embedded cluster is on one machine and speaks over Unix "
+                "sockets. For several machines, say where others can join: init(listen='tcp://HOST:PORT')"
+            )
+        given = {**given, "transport": "unix"}
+    else:
+        if transport == "unix":
+            raise ConfigError("transport='unix' and listen= contradict each other: who joins comes over TCP")
+        host, port = addresses.parse(listen, "listen", listen=True)
+        if given.get("bind") is not None or given.get("port"):
+            raise ConfigError("listen= says where to listen: leave bind= and port= out")
+        given = {"transport": "auto", **given, "bind": host, "port": port}
+        if given.get("advertise") is None and host in ("0.0.0.0", "::"):
+            given["advertise"] = os.environ.get("ACTORRPC_ADVERTISE") or addresses.own_address()
     try:
-        made = Settings.from_environment(**{**given, "transport": "unix"})
+        made = Settings.from_environment(**given)
     except TypeError as error:
         raise WrongTypeError(f"an option of init() has a value of a wrong type: {error}") from error
     if made.data_only:
@@ -246,12 +520,6 @@ def _settings(given: dict[str, Any]) -> Settings:
             "ACTORRPC_DATA_ONLY, or serve exposed functions with init_rpc"
         )
     return made
-
-
-def _number(value: Any, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise WrongTypeError(f"{what} must be a number >= 0, not {value!r}")
-    return float(value)
 
 
 def _autostart() -> None:

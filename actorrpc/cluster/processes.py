@@ -1,6 +1,6 @@
 """The worker processes of the cluster, as the driver knows them: it starts, releases and kills them.
 
-:class:`LocalCluster` is the driver's ``Spawner``. What becomes of the processes it hears from the fork server, on a pool
+:class:`LocalCluster` is the embedded engine. What becomes of the processes it hears from the fork server, on a pool
 thread; futures are completed on the pool. The functions at the end are called by the workers, by RPC.
 
 ``_lock`` guards the tables and each process's state. It is re-entrant, because the collector may run a finaliser that
@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from typing import Any, Final
 from actorrpc.actors.processes import DeathReport, ProcessSpec
 from actorrpc.cluster.devices import Devices
 from actorrpc.cluster.directory import Directory
+from actorrpc.cluster.engine import Node, Order
 from actorrpc.cluster.launcher import ForkServer, import_path
 from actorrpc.cluster.leaving import leave, leave_when_idle
 from actorrpc.cluster.logs import Logs, Output
@@ -95,8 +97,10 @@ class LocalCluster:
         self._gone: Future[None] | None = None
         self._pid = os.getpid()
 
+    name = "local"
+
     @uninterruptible
-    def start(self) -> None:
+    def open(self) -> None:
         """Start the thread of the logs and the fork server; does not wait for it.
 
         Raises:
@@ -106,7 +110,20 @@ class LocalCluster:
         with self._lock:
             self._server()
 
-    # -- Spawner -----------------------------------------------------------------------------------------
+    # -- Engine ------------------------------------------------------------------------------------------
+
+    def nodes(self) -> list[Node]:
+        """Return this machine."""
+        return [Node(host=socket.gethostname(), num_cpus=self.num_cpus, num_gpus=float(self.devices.total))]
+
+    def start(self, order: Order, creator: str = "") -> Future[WorkerInfo]:
+        """Start a process; see :class:`~actorrpc.cluster.engine.Engine`. It is named here."""
+        return self.spawn(order.spec, creator)
+
+    def forsaken(self, creator: str) -> None:
+        """End the processes that a worker has asked for that is gone."""
+        for name in [each.name for each in list(self._processes.values()) if each.creator == creator]:
+            self.kill(name)
 
     def spawn(self, spec: ProcessSpec, creator: str = "") -> Future[WorkerInfo]:
         """Start a process; the future completes when it has joined the group, or fails saying why.

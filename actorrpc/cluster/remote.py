@@ -120,6 +120,10 @@ class RemoteSpawner:
         """End a process at once (SIGKILL)."""
         _unseen(self._ask(serving.kill, worker))
 
+    def give_back(self, booking: int) -> None:
+        """Give a seat back."""
+        _unseen(self._ask(serving.give_back, booking))
+
     def report(self, worker: str) -> Future[DeathReport]:
         """Return how a process ended; completes when it has."""
         return self._ask(serving.report, worker)

@@ -5,14 +5,19 @@ These functions run on the driver, where :func:`set_cluster` has named the clust
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from actorrpc.actors.processes import ProcessSpec
-from actorrpc.cluster.processes import LocalCluster
+from actorrpc.cluster.driver import Cluster
 from actorrpc.core.execution import Later
 from actorrpc.core.identity import WorkerRecord
 from actorrpc.errors import ShutdownError
 
 __all__ = [
+    "admit",
     "current",
+    "give_back",
     "kill",
     "leaving",
     "listing",
@@ -24,21 +29,21 @@ __all__ = [
     "spawn",
 ]
 
-_cluster: LocalCluster | None = None
+_cluster: Cluster | None = None
 
 
-def set_cluster(cluster: LocalCluster | None) -> None:
+def set_cluster(cluster: Cluster | None) -> None:
     """Name the cluster of which this process is the driver."""
     global _cluster
     _cluster = cluster
 
 
-def current() -> LocalCluster | None:
+def current() -> Cluster | None:
     """Return the cluster of which this process is the driver, if it is one."""
     return _cluster
 
 
-def _here() -> LocalCluster:
+def _here() -> Cluster:
     if _cluster is None:
         raise ShutdownError("the driver of the cluster has shut down", maybe_executed=False)
     return _cluster
@@ -55,9 +60,24 @@ def listing() -> list[bytes]:
     return [record.to_bytes() for record in _here().directory.members()]
 
 
-def register(record: bytes) -> None:
-    """Say that a process has joined."""
-    _here().register(WorkerRecord.from_bytes(record))
+def admit(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Say whether one may join the cluster; see ``Cluster.admit``."""
+    if _cluster is None:
+        return {
+            "error": "this worker drives no cluster: name the address of the process that has called actorrpc.init()"
+        }
+    return _cluster.admit(request)
+
+
+def register(record: bytes, facts: Mapping[str, Any] | None = None) -> None:
+    """Say that a worker has joined; ``facts`` where it has come by itself."""
+    _here().register(WorkerRecord.from_bytes(record), facts)
+
+
+def give_back(booking: int) -> None:
+    """Give back what an actor has booked."""
+    if _cluster is not None:
+        _cluster.give_back(booking)
 
 
 def leaving(worker: str) -> None:

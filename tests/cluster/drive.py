@@ -32,10 +32,11 @@ def spawn(label="Counter", **spec):
 
 
 def cluster() -> LocalCluster:
-    """Return the cluster that this process drives."""
+    """Return the embedded engine of the cluster that this process drives."""
     found = serving.current()
     assert found is not None
-    return found
+    assert isinstance(found.engine, LocalCluster)
+    return found.engine
 
 
 @contextlib.contextmanager

@@ -61,8 +61,8 @@ def test_a_server_that_cannot_import_says_why(tmp_path: Path, monkeypatch: pytes
 _KEY = """
 with init():
     name = spawn()
-    key = serving.current()._hello["key"]
-    pids = [os.getpid(), serving.current().server.pid, rpc.rpc_sync(name, os.getpid)]
+    key = serving.current().engine._hello["key"]
+    pids = [os.getpid(), serving.current().engine.server.pid, rpc.rpc_sync(name, os.getpid)]
     for pid in pids:
         for what in ("cmdline", "environ"):
             with open(f"/proc/{pid}/{what}", "rb") as file:

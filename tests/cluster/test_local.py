@@ -91,12 +91,12 @@ def test_init_in_a_group_says_that_it_is_there() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"address": "auto"}, "init_rpc"),
+        ({"address": "auto"}, "tcp://HOST:PORT"),
         ({"include_dashboard": False}, "no dashboard"),
         ({"object_store_memory": 10}, "no object store"),
         ({"local_mode": True}, "processes"),
         ({"log_to_drivr": True}, "did you mean log_to_driver"),
-        ({"something": 1}, "There are: num_cpus"),
+        ({"something": 1}, "There are: address, listen"),
         ({"num_cpus": "2"}, "num_cpus must be a number"),
         ({"num_cpus": -1}, "num_cpus"),
         ({"num_gpus": 1.5}, "whole number"),
@@ -211,7 +211,7 @@ _END = """
 how = sys.argv[1]
 init()
 names = [spawn() for _ in range(2)]
-server = serving.current().server.pid
+server = serving.current().engine.server.pid
 pids = [rpc.rpc_sync(name, os.getpid) for name in names]
 rpc.rpc_sync(names[0], remotes.say, ("the last words",))
 pids.append(rpc.rpc_sync(names[0], remotes.sleeper))
@@ -356,7 +356,7 @@ def _link(fd: str) -> str:
 _FORK = """
 init()
 names = [spawn() for _ in range(2)]
-pids = [rpc.rpc_sync(name, os.getpid) for name in names] + [serving.current().server.pid]
+pids = [rpc.rpc_sync(name, os.getpid) for name in names] + [serving.current().engine.server.pid]
 child = os.fork()
 if child == 0:
     # It outlives the driver, and must not keep anything of it alive.

@@ -1,0 +1,94 @@
+"""``python -m actorrpc.worker --join tcp://HOST:PORT``: add this machine to a cluster that runs.
+
+The key comes from ``ACTORRPC_KEY`` or ``ACTORRPC_KEY_FILE``, never from the command line, where every user of the machine
+could read it. The worker serves until it is let go or its driver ends; SIGTERM and SIGINT (Ctrl-C) make it leave.
+Exit codes: 0 it has left; 1 it could not join; 2 the arguments cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from actorrpc.cluster import addresses, joining
+from actorrpc.core.identity import check_name
+from actorrpc.errors import ConfigError, RpcError
+
+__all__ = ["main"]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _pairs(text: str, what: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        name, sign, value = part.partition("=")
+        if not sign or not name or not value:
+            raise ConfigError(f"--{what} is written name=value,name=value, not {text!r}")
+        found[name] = value
+    return found
+
+
+def _amounts(text: str) -> dict[str, float]:
+    try:
+        return {name: float(value) for name, value in _pairs(text, "resources").items()}
+    except ValueError:
+        raise ConfigError(f"--resources takes numbers, like disk=2,tokens=100, not {text!r}") from None
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="python -m actorrpc.worker",
+        description="Add a worker to a running cluster. The key is read from ACTORRPC_KEY or ACTORRPC_KEY_FILE.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--join", metavar="tcp://HOST:PORT", required=True, help="where the driver listens")
+    parser.add_argument("--name", help="the worker's name (default: host name and process id)")
+    parser.add_argument("--labels", default="", metavar="NAME=WORD,...", help="for options(labels=...)")
+    parser.add_argument("--num-cpus", type=float, help="processors to give (default: all)")
+    parser.add_argument("--num-gpus", type=float, help="CUDA devices to give (default: all)")
+    parser.add_argument("--resources", default="", metavar="NAME=NUMBER,...", help="further amounts")
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds that joining may take")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Be a worker; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if any(each == "--key" or each.startswith(("--key=", "--key-", "--secret")) for each in given):
+        # Not repeated here: it may be the key.
+        sys.stderr.write(
+            "python -m actorrpc.worker: a key is not taken from the command line, where every user of this machine can read it "
+            "(ps); set ACTORRPC_KEY, or ACTORRPC_KEY_FILE to a file that only you can read\n"
+        )
+        return 2
+    found = _parser().parse_args(given)
+    try:
+        addresses.parse(found.join, "--join")
+        if found.name is not None:
+            check_name(found.name)
+        if not found.timeout > 0:
+            raise ConfigError("--timeout must be a number of seconds > 0")
+        means = joining.Means(
+            num_cpus=found.num_cpus,
+            num_gpus=found.num_gpus,
+            resources=_amounts(found.resources),
+            labels=_pairs(found.labels, "labels"),
+        )
+    except ConfigError as error:
+        sys.stderr.write(f"python -m actorrpc.worker: {error}\n")
+        return 2
+    try:
+        return joining.serve(found.join, name=found.name, means=means, timeout=found.timeout)
+    except (RpcError, OSError) as error:
+        sys.stderr.write(f"python -m actorrpc.worker: {error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Drive a cluster that others join, and run ``python -m actorrpc.worker`` beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from actorrpc.rpc import workers
+from tests.cluster.drive import until
+
+__all__ = ["CLEAN", "is_there", "joiner", "output", "wait_for"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+#: the environment without what a launcher of the tests, or another test, may have set
+CLEAN = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("ACTORRPC_KEY", "TORCHELASTIC", "SLURM_", "OMPI_", "PMI_"))
+    and name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+}
+
+
+@contextlib.contextmanager
+def joiner(address: str, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a worker that joins by hand; killed at the end if it still runs."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "actorrpc.worker", "--join", address, *arguments],
+        env={**CLEAN, "PYTHONPATH": str(_ROOT), **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd="/",
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def output(process: subprocess.Popen[Any]) -> tuple[int, str]:
+    """Wait for the end of a process; return its code and what it said on standard error."""
+    _, err = process.communicate()
+    return process.returncode, err
+
+
+def is_there(name: str) -> bool:
+    """Say whether a worker is in the cluster and alive."""
+    return any(each.name == name and each.state == "alive" for each in workers())
+
+
+def wait_for(*names: str) -> None:
+    """Wait until workers have joined; bounded by the test's limit."""
+    until(lambda: all(is_there(name) for name in names))

@@ -1,0 +1,130 @@
+"""More and fewer workers: what a drained one takes along, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import actorrpc
+from actorrpc import rpc
+from actorrpc.cluster import Context, drain, init, scale
+from actorrpc.errors import ActorDiedError, ConfigError, RpcTimeoutError, UnknownWorkerError
+from tests.cluster.drive import until
+from tests.cluster.joiners import is_there
+
+pytestmark = pytest.mark.limit(90)
+
+
+@pytest.fixture
+def driver() -> Iterator[Context]:
+    with init(num_cpus=4) as context:
+        yield context
+
+
+@actorrpc.remote
+class Counter:
+    """Keeps its state, but seldom: the last state is asked for when it moves."""
+
+    def __init__(self, start: int) -> None:
+        self.count = start
+
+    def add(self, amount: int = 1) -> int:
+        self.count += amount
+        return self.count
+
+    def where(self) -> str:
+        return rpc.get_worker_info().name
+
+    def checkpoint(self) -> int:
+        return self.count
+
+    def restore(self, count: int) -> None:
+        self.count = count
+
+
+@actorrpc.remote
+class Plain:
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def where(self) -> str:
+        return rpc.get_worker_info().name
+
+    def wait(self) -> str:
+        self.gate.wait()
+        return "finished"
+
+    def open(self) -> None:
+        self.gate.set()
+
+
+def test_a_drained_worker_hands_its_actors_over(driver: Context) -> None:
+    first, second = scale(2)
+    assert is_there(first)
+    assert is_there(second)
+    moving = Counter.options(worker=first, checkpoint_every=1000).remote(10)
+    plain = Plain.options(worker=first, max_concurrency=4).remote()
+    assert actorrpc.get(moving.where.remote()) == first
+    assert actorrpc.get(plain.where.remote()) == first
+    assert [actorrpc.get(moving.add.remote()) for _ in range(3)] == [11, 12, 13]
+    running = plain.wait.remote()
+    calls = [moving.add.remote() for _ in range(50)]
+
+    with pytest.raises(RpcTimeoutError, match=f"drain of {first!r}.*have not finished within 0.5 s"):
+        drain(first, timeout=0.5)
+    assert is_there(first)  # its call is not cut short
+    actorrpc.get(plain.open.remote())
+    drain(first, timeout=60)
+    assert actorrpc.get(running) == "finished"
+    assert actorrpc.get(calls) == list(range(14, 64))
+    assert actorrpc.get(moving.add.remote()) == 64  # the handle has found it
+    assert actorrpc.get(moving.where.remote()) not in (first, "driver")
+    with pytest.raises(ActorDiedError):
+        actorrpc.get(plain.where.remote())
+    assert not is_there(first)
+    assert scale(1) == [second]
+    assert scale(0) == []
+    until(lambda: not is_there(second))
+
+
+def test_calls_go_on_while_an_actor_moves(driver: Context) -> None:
+    (worker,) = scale(1)
+    handle = Counter.options(worker=worker).remote(0)
+    assert actorrpc.get(handle.add.remote()) == 1
+    stop = threading.Event()
+    seen: list[int] = []
+
+    def call() -> None:
+        while not stop.is_set():
+            seen.append(actorrpc.get(handle.add.remote()))
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    try:
+        until(lambda: len(seen) > 20)
+        drain(worker)
+        count = len(seen)
+        until(lambda: len(seen) > count + 20)
+    finally:
+        stop.set()
+        caller.join()
+    assert seen == list(range(2, len(seen) + 2))  # none lost, none twice
+
+
+def test_what_cannot_be(driver: Context) -> None:
+    with pytest.raises(ConfigError, match="other workers"):
+        drain("driver")
+    with pytest.raises(UnknownWorkerError):
+        drain("nobody")
+    with pytest.raises(ConfigError, match="number of workers"):
+        scale(-1)
+    with pytest.raises(ConfigError, match="timeout"):
+        scale(1, timeout=0)
+    handle = Plain.remote()
+    where = actorrpc.get(handle.where.remote())
+    with pytest.raises(ConfigError, match=r"is for the driver.*a process of an actor"):
+        rpc.rpc_sync(where, scale, args=(1,))
+    assert os.getpid() == rpc.rpc_sync("driver", os.getpid)

@@ -1,0 +1,254 @@
+"""Launchers: what their environments say, and real runs of torchrun, restarts of its groups among them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from actorrpc.core.launch import Launch, first_host, of_environment
+from actorrpc.errors import ConfigError
+from tests.cluster.joiners import CLEAN
+
+_ROOT = Path(__file__).resolve().parents[2]
+_nightly = pytest.mark.skipif(os.environ.get("ACTORRPC_NIGHTLY") != "1", reason="ACTORRPC_NIGHTLY is not 1")
+_TORCHRUN = {
+    "RANK": "2",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "job",
+    "TORCHELASTIC_RESTART_COUNT": "1",
+}
+_SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODELIST": "gpu[07-09,12],cpu1",
+    "SLURM_JOB_ID": "4711",
+}
+_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
+def _read(environment: dict[str, str]) -> Launch:
+    found = of_environment(environment)
+    assert found is not None
+    return found
+
+
+# -- environments --------------------------------------------------------------------------------------
+
+
+def test_nobody_has_launched_this() -> None:
+    assert of_environment({}) is None
+    assert of_environment({"MASTER_ADDR": "x", "SLURM_JOB_ID": "1"}) is None
+    assert of_environment({**_TORCHRUN, "ACTORRPC_LAUNCHER": "none"}) is None
+
+
+def test_torchrun_and_the_operators() -> None:
+    found = _read(_TORCHRUN)
+    assert (found.rank, found.size, found.local_rank) == (2, 4, 0)
+    assert (found.master, found.port, found.name) == ("node1", 29500, "rank2")
+    assert found.run != _read({**_TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}).run
+    # PyTorchJob sets no more than these.
+    plain = {name: _TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    assert _read(plain).rank == 2
+    assert _read({"RANK": "0", "WORLD_SIZE": "1"}).size == 1
+
+
+def test_slurm() -> None:
+    found = _read(_SLURM)
+    assert (found.rank, found.size, found.local_rank, found.master) == (3, 8, 1, "gpu07")
+    assert 20_000 <= found.port < 30_000
+    assert found.port == _read({**_SLURM, "SLURM_PROCID": "5"}).port
+    assert found.port != _read({**_SLURM, "SLURM_JOB_ID": "4712"}).port
+    assert _read({**_SLURM, "MASTER_ADDR": "other", "MASTER_PORT": "7000"}).master == "other"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n[1-3]", "n1"),
+        ("a-b[007,9]-x,c", "a-b007-x"),
+        ("a,b[1-2]", "a"),
+        ("n.example.org", "n.example.org"),
+    ],
+)
+def test_lists_of_nodes(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_mpi() -> None:
+    assert (_read(_MPI).rank, _read(_MPI).master) == (1, "127.0.0.1")
+    several = {**_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        of_environment(several)
+    assert _read({**several, "MASTER_ADDR": "node1"}).master == "node1"
+    found = _read({"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "node1"})
+    assert (found.rank, found.size) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"RANK": None}, "RANK"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR"),
+        ({"MASTER_PORT": None}, "MASTER_PORT"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0"),
+        ({"RANK": "four"}, "RANK='four'"),
+        ({"RANK": "4"}, "RANK=4 and WORLD_SIZE=4 contradict"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK='2', LOCAL_WORLD_SIZE='2'"),
+        (
+            {"TORCHELASTIC_RUN_ID": None, "SLURM_PROCID": "1", "SLURM_NTASKS": "4"},
+            "RANK=2 and SLURM_PROCID=1",
+        ),
+    ],
+)
+def test_what_is_missing_or_contradicts(change: dict[str, str | None], names: str) -> None:
+    given = {name: value for name, value in {**_TORCHRUN, **change}.items() if value is not None}
+    with pytest.raises(ConfigError, match=names):
+        of_environment(given)
+
+
+def test_slurm_without_its_nodes() -> None:
+    with pytest.raises(ConfigError, match="SLURM_NODELIST"):
+        of_environment({name: value for name, value in _SLURM.items() if name != "SLURM_NODELIST"})
+
+
+# -- real runs ----------------------------------------------------------------------------------------------
+
+_DRIVES = """
+import os, actorrpc
+from actorrpc import rpc
+
+@actorrpc.remote
+class Place:
+    def where(self):
+        return rpc.get_worker_info().name
+
+with actorrpc.init() as context:  # ranks other than 0 serve in here, and end
+    places = [Place.remote() for _ in range(2)]
+    print("placed", sorted(actorrpc.get([each.where.remote() for each in places])), flush=True)
+    restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if {kill} and restarts == "0":
+        names = [each.name for each in rpc.workers()]
+        try:
+            rpc.rpc_sync("rank1", os._exit, args=(3,))
+        except actorrpc.PeerDiedError:
+            print("lost", flush=True)
+        raise SystemExit(7)
+    print("restarts", restarts, [each.state for each in rpc.workers()], flush=True)
+"""
+_SPMD = """
+import actorrpc, torch
+from actorrpc import rpc
+
+with actorrpc.init(spmd=True):
+    me = rpc.get_worker_info()
+    other = "driver" if me.name == "rank1" else "rank1"
+    for _ in range(1 if me.id == 0 else 200):  # rank 0 comes to its end first, and waits
+        found = rpc.rpc_sync(other, torch.add, args=(torch.ones(1), 1))
+    print("spmd", me.name, float(found), flush=True)
+"""
+_RPC = """
+import torch
+from actorrpc import rpc
+
+rpc.init_rpc()
+me = rpc.get_worker_info()
+other = f"worker{1 - me.id}"
+print("rpc", me.name, float(rpc.rpc_sync(other, torch.add, args=(torch.ones(1), 1))), flush=True)
+rpc.shutdown()
+"""
+
+
+def _torchrun(directory: Path, source: str, *arguments: str) -> tuple[int, list[str], str]:
+    path = directory / "script.py"
+    path.write_text(textwrap.dedent(source))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments, str(path)],
+        env={**CLEAN, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        cwd=directory,
+    )
+    return done.returncode, sorted(done.stdout.splitlines()), done.stderr
+
+
+@pytest.mark.limit(120)
+def test_rank_0_drives_and_a_restarted_group_is_a_new_one(tmp_path: Path) -> None:
+    code, lines, err = _torchrun(
+        tmp_path, _DRIVES.replace("{kill}", "True"), "--nproc-per-node", "2", "--max-restarts", "1"
+    )
+    assert code == 0, err
+    assert lines == [
+        "lost",
+        "placed ['rank1', 'rank1']",
+        "placed ['rank1', 'rank1']",
+        "restarts 1 ['alive', 'alive']",
+    ]
+
+
+@pytest.mark.limit(120)
+@_nightly
+def test_three_ranks(tmp_path: Path) -> None:
+    code, lines, err = _torchrun(tmp_path, _DRIVES.replace("{kill}", "False"), "--nproc-per-node", "3")
+    assert code == 0, err
+    assert lines == ["placed ['rank1', 'rank2']", "restarts 0 ['alive', 'alive', 'alive']"]
+
+
+@pytest.mark.limit(120)
+@_nightly
+def test_every_rank_runs_the_script(tmp_path: Path) -> None:
+    code, lines, err = _torchrun(tmp_path, _SPMD, "--nproc-per-node", "2")
+    assert code == 0, err
+    assert lines == ["spmd driver 2.0", "spmd rank1 2.0"]
+
+
+@pytest.mark.limit(120)
+@_nightly
+def test_init_rpc_without_arguments(tmp_path: Path) -> None:
+    code, lines, err = _torchrun(tmp_path, _RPC, "--nproc-per-node", "2")
+    assert code == 0, err
+    assert lines == ["rpc worker0 2.0", "rpc worker1 2.0"]
+
+
+# -- examples -----------------------------------------------------------------------------------------------
+
+
+def test_manifests_give_what_is_read() -> None:
+    yaml = pytest.importorskip("yaml")
+    examples = _ROOT / "examples" / "cluster"
+    job = yaml.safe_load((examples / "pytorchjob.yaml").read_text())
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():
+        (container,) = replica["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch"  # the operator looks for that one
+        assert [each["name"] for each in container["env"]] == ["ACTORRPC_KEY"]
+    jobs = yaml.safe_load((examples / "jobset.yaml").read_text())
+    (replicated,) = jobs["spec"]["replicatedJobs"]
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    given = {each["name"]: each.get("value", "x") for each in container["env"]}
+    assert given["WORLD_SIZE"] == str(replicated["template"]["spec"]["completions"])
+    assert _read({**given, "RANK": "3"}).master == "pi-rank-0-0.pi"
+
+
+@pytest.mark.parametrize("name", ["torchrun.sh", "mpi.sh", "slurm.sbatch"])
+def test_scripts_are_shell_and_name_no_key(name: str) -> None:
+    path = _ROOT / "examples" / "cluster" / name
+    subprocess.run(["sh", "-n", str(path)], check=True)
+    command = path.read_text().strip().splitlines()[-1]
+    assert "$ACTORRPC_KEY" not in command
+    assert "KEY=" not in command
