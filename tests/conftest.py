@@ -2,7 +2,10 @@
 
     @pytest.mark.limit(120)           # seconds for each of set-up, call and teardown; 60 by default
 
-`--limit SECONDS` changes the default (0: none, as with `--pdb`). Both are the package's plugin for pytest.
+`--limit SECONDS` changes the default (0: none, as with `--pdb`). Both are the package's plugin for pytest, as is `--times N`:
+each test is run so many times. Every night, what depends on timing:
+
+    python -m pytest --times 200 tests/core tests/faults/test_partitions.py tests/rpc/test_shutdown.py
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import hypothesis
 import pytest
 
 from actorrpc.testing import processes
+from tests import certificates
 
 pytest_plugins = ["actorrpc.testing.pytest_plugin"]
 
@@ -33,7 +37,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("actorrpc")
 
 
+@pytest.hookimpl(trylast=True)  # the plugin makes the session's directory before
 def pytest_configure() -> None:
+    if certificates.OVER_TLS:
+        certificates.switch_on()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A script that starts pytest in the background makes it ignore Ctrl-C, and all that it starts: but
         # what Ctrl-C does is something to test.

@@ -6,7 +6,7 @@ handles one-way messages, ``on_peer_end`` is told of deaths.
 
 Threads: any thread may make calls. ``control`` runs under a connection's read lock, on whichever thread reads; it is
 short and runs no user code. ``deliver`` runs after the lock was released. No lock of this module is held while
-calling out; ``_lock`` guards the table of peers only.
+calling out; ``_lock`` guards who closes only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -41,6 +40,7 @@ from actorrpc.core.keys import Key
 from actorrpc.core.letters import Letter, NoMail, PostOffice
 from actorrpc.core.links import Links
 from actorrpc.core.peer import MAX_PENDING, Peer
+from actorrpc.core.roster import Roster
 from actorrpc.core.spin import spinner
 from actorrpc.core.threads import Pool
 from actorrpc.core.upkeep import Upkeep
@@ -49,8 +49,6 @@ from actorrpc.errors import (
     NotInitializedError,
     RpcError,
     ShutdownError,
-    UnknownWorkerError,
-    WrongTypeError,
 )
 from actorrpc.futures import Future
 
@@ -59,7 +57,6 @@ __all__ = ["Agent"]
 _log = logging.getLogger("actorrpc")
 INFINITE: Final = float("inf")
 _GOODBYE_S: Final = 0.5
-_NOT_RANKS: Final = frozenset({bool, float, complex})
 _pack: Final = frames.PREFIX.pack
 
 
@@ -121,13 +118,21 @@ class Agent:
         self.deliver = self.inbox.deliver
         self.cork = self.upkeep.cork
         self.flush = self.upkeep.flush
-        self._resolve = resolve
         self.members = members
-        self._device_maps = device_maps or {}
         self._lock = threading.Lock()
-        self._peers: dict[Any, Peer] = {}
+        self.roster = Roster(
+            record,
+            window=settings.window,
+            resolve=resolve,
+            members=members,
+            replaced=self._replaced,
+            device_maps=device_maps or {},
+        )
+        self.peer = self.roster.peer
+        self.peers = self.roster.peers
+        self.adopt = self.roster.adopt
         self._chains = itertools.count((record.rank & 0xFFFF) << 48 | 1)
-        self.self_peer = self._new_peer(record)
+        self.self_peer = self.roster.own
         messages.restrict(settings.data_only)
 
     def start(self, listeners: list[socket.socket]) -> None:
@@ -141,72 +146,6 @@ class Agent:
         self.clock.start()
         self.pool.start(3)
         self.links.guests.listen(listeners)
-
-    # -- who is there ----------------------------------------------------------------------------------
-
-    def _new_peer(self, record: WorkerRecord) -> Peer:
-        peer = Peer(record, own=self.record, window=self.settings.window, definitions=codec.DefinitionStore())
-        peer.device_map = self._device_maps.get(record.name)
-        return peer
-
-    def peer(self, to: Any) -> Peer:
-        """Return the peer of a name, rank or WorkerInfo.
-
-        Raises:
-            UnknownWorkerError: there is none.
-        """
-        try:
-            peer = self._peers.get(to)
-        except TypeError:  # not hashable, so not a worker either
-            peer = None
-        # 1.0 and True are found like rank 1, but nobody means them.
-        if peer is None or peer.state != "alive" or type(to) in _NOT_RANKS:
-            peer = self._find(to, peer)
-        return peer
-
-    def _find(self, to: Any, known: Peer | None) -> Peer:
-        wanted = to.name if isinstance(to, WorkerInfo) else to
-        if isinstance(wanted, bool) or not isinstance(wanted, (str, int)):
-            name = getattr(to, "name", None)
-            if not isinstance(name, str):
-                raise WrongTypeError(
-                    f"a worker is named by a str, an int rank or a WorkerInfo, not by {type(to).__name__} {to!r}"
-                )
-            wanted = name
-        record = self._resolve(wanted)
-        if record is None:
-            if known is not None:
-                return known
-            names = ", ".join(sorted(r.name for r in self.members())[:20])
-            raise UnknownWorkerError(f"there is no worker {wanted!r} in the group; there are: {names}")
-        if known is not None and known.record.incarnation == record.incarnation:
-            return known
-        peer = self.adopt(record)
-        with self._lock:
-            self._peers[to] = peer
-        return peer
-
-    def adopt(self, record: WorkerRecord) -> Peer:
-        """Return the peer for a record, making it if it is new. A new incarnation ends the old one."""
-        with self._lock:
-            peer = self._peers.get(record.name)
-            if peer is not None and peer.record.incarnation == record.incarnation:
-                return peer
-        made = self.self_peer if record.incarnation == self.record.incarnation else self._new_peer(record)
-        with self._lock:
-            old = self._peers.get(record.name)
-            if old is not None and old.record.incarnation == record.incarnation:
-                return old
-            self._peers[record.name] = made
-            self._peers[record.rank] = made
-            self._peers[made.info] = made
-        if old is not None:
-            self.pool.submit(partial(self.peer_ended, old, "dead", "a new incarnation has taken its place"))
-        return made
-
-    def peers(self) -> list[Peer]:
-        """Return every peer that there has been contact with. Takes no lock: fork hooks may interrupt its holder."""
-        return list({id(peer): peer for peer in list(self._peers.values())}.values())
 
     # -- calling -----------------------------------------------------------------------------------------
 
@@ -501,20 +440,26 @@ class Agent:
             peer.conn = None
         if self.closed_down:
             return
-        if conn.goodbye:
+        if conn.given_up:
+            self.peer_ended(peer, "dead", "it takes this worker for dead, and has ended the connection")
+        elif conn.goodbye:
             self.peer_ended(peer, "left", "")
         else:
             closed = error is None or isinstance(error, EOFError)
             self.peer_ended(peer, "dead", "its end of the connection closed" if closed else str(error))
 
+    def _replaced(self, peer: Peer) -> None:
+        self.pool.submit(partial(self.peer_ended, peer, "dead", "a new incarnation has taken its place"))
+
     def peer_ended(self, peer: Peer, state: str, cause: str) -> None:
         """Fail everything that touches a peer which is gone. Idempotent."""
-        with self._lock:
-            if peer.state != "alive":
-                return
-            peer.state = state
-            peer.cause = cause
+        if not self.roster.end(peer, state, cause):
+            return
         for conn in list(peer.conns):
+            if state == "dead" and not conn.broken:
+                # It may live and hear us still, the way from it being lost: else it would find out as late again.
+                conn.outbox.appendleft(pack_frame(frames.GOODBYE, flags=1))
+                conn.flush()
             conn.close()
         while peer.pending:
             try:
@@ -560,7 +505,7 @@ class Agent:
         for conn in conns:
             # Another thread may be sending: without the goodbye, the peer would take this for a death.
             while not conn.flush() and not conn.broken and moments.now() < until:
-                time.sleep(0.001)
+                moments.sleep(0.001)
         self.closed_down = True
         self._fail_pending()
         for conn in conns:

@@ -36,7 +36,6 @@ __all__ = ["CURRENT", "FRAME_BIT", "Call", "Execution"]
 _log = logging.getLogger("actorrpc.calls")
 INFINITE: Final = float("inf")
 FRAME_BIT: Final = 63  # set in the chain of what descends from an execution that holds a mailbox
-_SLICE_S: Final = 1.0
 
 
 class Execution:
@@ -253,7 +252,7 @@ class Call:
         future = self.future
         if future is not None:
             # Several threads may wait for one future: it gives each a lock of its own.
-            future._park(moments.now() + _SLICE_S if until is None else until)
+            future._park(moments.now() + moments.SLICE_S if until is None else until)
             return
         lock = self.lock
         if lock is None:
@@ -262,10 +261,7 @@ class Call:
             self.lock = lock
         if self.done or self.stirred:
             return
-        # In slices: a signal that comes just before the lock sleeps is not seen until it wakes.
-        remaining = _SLICE_S if until is None else until - moments.now()
-        if remaining > 0:
-            lock.acquire(timeout=min(remaining, _SLICE_S))
+        moments.doze(lock, INFINITE if until is None else until)
 
     def result(self) -> Any:
         """Wait for the reply of a call without a future and return its value, or raise its error."""

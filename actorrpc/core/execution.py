@@ -110,6 +110,9 @@ class Executor:
     def _execute(self, conn: Any, frame: Frame, arrived: float) -> None:
         peer = self._agent.self_peer if conn is None else conn.peer
         id = frame.id
+        if conn is not None and not peer.begun.first(id):
+            _log.warning("request %d of %r came twice; it is executed once", id, peer.name)
+            return
         deadline = arrived + frame.remaining
         if deadline != INFINITE and moments.now() > deadline:
             self.refuse(

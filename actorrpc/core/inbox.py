@@ -52,16 +52,18 @@ class Inbox:
         if kind == frames.REQUEST or kind in _REPLIES:
             if frame.flags & messages.STREAM:
                 stream, assembly, striped = messages.begin_stream(self._agent, frame)
+                if stream in conn.assemblies:
+                    return None  # it is said twice
                 self._agent.upkeep.keep_trim()
                 conn.assemblies[stream] = assembly
-                if frame.flags & frames.LETTER:
+                if frame.flags & frames.LETTER and frame.id not in self._sender(conn).begun:
                     self._agent.post.announce(conn, self._sender(conn), frame)
                 if striped:
                     conn.outbox.append(pack_frame(frames.STREAM_READY, stream))
                     self._agent.pool.submit(conn.flush)
                 return None
             if frame.flags & frames.LETTER:
-                self._agent.post.take(conn, self._sender(conn), frame)
+                self._take(conn, frame)
                 return None
             return frame
         if kind == frames.CHUNK:
@@ -73,8 +75,7 @@ class Inbox:
                 whole: Frame = begun.frame
                 whole = whole._replace(buffers=begun.buffers)
                 if whole.flags & frames.LETTER:
-                    main = conn.main or conn
-                    self._agent.post.take(main, self._sender(main), whole)
+                    self._take(conn.main or conn, whole)
                     return None
                 return whole
             return None
@@ -112,10 +113,18 @@ class Inbox:
         elif kind == frames.STREAM_READY:
             self._agent.links.stream_ready(conn, frame.id)
         elif kind == frames.GOODBYE:
+            conn.given_up = bool(frame.flags)
             conn.goodbye = True
         elif kind == frames.NOTICE:
             return frame
         return None
+
+    def _take(self, conn: Connection, letter: Frame) -> None:
+        peer = self._sender(conn)
+        if peer.begun.first(letter.id):
+            self._agent.post.take(conn, peer, letter)
+        else:
+            _log.warning("letter %d of %r came twice; it is delivered once", letter.id, peer.name)
 
     @staticmethod
     def _sender(conn: Connection) -> Peer:
@@ -172,6 +181,8 @@ class Inbox:
 
     def reply(self, peer: Peer, frame: Frame, waiting: bool, conn: Connection | None = None) -> None:
         call: Call | None = peer.pending.pop(frame.id, None)
+        if (frame.flags or frame.extra) and not peer.answered.first(frame.id):
+            return  # it came twice: what it holds was taken up, or handed back, the first time
         if call is None:
             self.discard(conn, frame)  # it was given up: too late
             return

@@ -19,6 +19,7 @@ import struct
 from typing import Final, NamedTuple
 
 from actorrpc.config import Settings
+from actorrpc.core.tls import Stream, TlsSocket
 
 __all__ = ["Liveness", "Look", "is_direct", "process_state", "set_up_tcp"]
 
@@ -104,7 +105,7 @@ class Liveness:
         return Look(ask, "suspect" if silent < lost else "lost", min(wait, heartbeat / 2))
 
 
-def set_up_tcp(sock: socket.socket, settings: Settings) -> None:
+def set_up_tcp(sock: Stream, settings: Settings) -> None:
     """Have the kernel send small messages at once, and give up on another host that does not acknowledge anything.
 
     That takes as long as for a silent peer. It also ends connections whose peer reads nothing for so long; between
@@ -135,14 +136,14 @@ def process_state(pid: int) -> str:
     return "gone" if state in (b"Z", b"X", b"x") else "running"
 
 
-def is_direct(sock: socket.socket, pid: int) -> bool:
+def is_direct(sock: Stream, pid: int) -> bool:
     """Say whether the other end of a connection is a socket of a process of this host, with nothing in between.
 
     A relay, a tunnel or a forwarded port may be in between even where both ends are on one host: then a silent peer may be
     well and the way to it broken, and its process says nothing about that.
     """
     try:
-        if sock.family == socket.AF_UNIX:
+        if sock.family == socket.AF_UNIX and not isinstance(sock, TlsSocket):
             (other_end,) = _PID.unpack_from(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             return bool(other_end == pid)
         own, other = sock.getsockname()[1], sock.getpeername()[1]

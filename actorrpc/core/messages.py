@@ -94,13 +94,14 @@ class Plain:
 class Assembly:
     """A message whose buffers are coming in chunks."""
 
-    __slots__ = ("_left", "_lock", "buffers", "frame")
+    __slots__ = ("_came", "_left", "_lock", "buffers", "frame")
 
     def __init__(self, frame: Frame, buffers: list[memoryview]) -> None:
         self.frame = frame
         self.buffers = buffers
         self._left = sum(len(buffer) for buffer in buffers)
-        # Guards ``_left``: chunks may arrive on several connections at once.
+        self._came: set[int] = set()
+        # Guards ``_left`` and ``_came``: chunks may arrive on several connections at once.
         self._lock = threading.Lock()
 
     def sink(self, position: int, length: int) -> memoryview:
@@ -117,6 +118,9 @@ class Assembly:
     def arrived(self, position: int, length: int) -> bool:
         """Take note of a chunk that is complete; say whether it was the last."""
         with self._lock:
+            if position in self._came:
+                return False  # it came twice, with the same bytes
+            self._came.add(position)
             self._left = left = self._left - length
         if left < 0:
             raise ProtocolError("more chunks than were announced")

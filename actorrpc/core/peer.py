@@ -18,6 +18,7 @@ from actorrpc import moments
 from actorrpc.core.identity import WorkerInfo, WorkerRecord
 from actorrpc.core.interrupts import checkpoint, pending_here, uninterruptible
 from actorrpc.core.liveness import Liveness
+from actorrpc.core.repeats import Begun
 from actorrpc.errors import BackpressureError, PeerDiedError
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class Peer:
         self.pending: dict[int, Any] = {}
         self.running: dict[int, Any] = {}
         self.cancelled: dict[int, None] = {}
+        self.begun = Begun()
+        self.answered = Begun()
         self.ids = itertools.count(1)
         self.streams = itertools.count(1)
         self.known: set[bytes] = set()
@@ -117,7 +120,7 @@ class Peer:
                             maybe_executed=False,
                             worker=self.name,
                         )
-                    self._credit.wait(min(remaining, 0.1))
+                    self._credit.wait(min(moments.patience(remaining), 0.1))
             finally:
                 self.waiting -= 1
 
@@ -138,6 +141,14 @@ class Peer:
             maybe_executed=maybe_executed,
             worker=self.name,
         )
+
+    def relieve(self) -> None:
+        """Let go of what only a living peer needs, and what it sent last no more."""
+        self.known = set()
+        self.cancelled = {}
+        self.begun, self.answered = Begun(), Begun()
+        self.definitions = None
+        self.device_map = None
 
     def wake_all(self) -> None:
         """Wake whoever waits for room."""

@@ -9,6 +9,10 @@ starting a thread if need be (:meth:`Pool.ensure_reader`). So heartbeats, cancel
 served whatever user code does, and nested or cyclic calls of any depth cannot run out of threads below
 ``max_threads``. At ``max_threads``, the last thread only reads and queues.
 
+How many threads run work at once is bounded by the *width*: in a rush of short calls all of them are ready to run and wait
+for the interpreter, and one more would only make the others slower. A thread that comes on top of them only listens. Where
+none of them ends its work for some milliseconds, they are blocked, and the width grows by a part of itself.
+
 Work of a batch that nobody has taken up is looked after by a tick: waits of a thread in C++ or on an
 ``Event`` are invisible otherwise. ``_lock`` guards starting and ending threads and is taken last; nothing is
 called under it.
@@ -20,6 +24,7 @@ import logging
 import os
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -29,11 +34,14 @@ import torch
 from actorrpc import moments
 from actorrpc.core.clock import Clock, Tick
 from actorrpc.core.interrupts import uninterruptible
+from actorrpc.futures import Future
 
 __all__ = ["Pool", "follow_torch"]
 
 _log = logging.getLogger("actorrpc.threads")
 
+_WIDTH: Final = 32  # threads that run work at once, until they are seen to be blocked
+_BLOCKED_S: Final = 0.01  # so long without any end of work says that they are
 _KEPT: Final = 8  # idle threads beyond this many end
 _SLOW_S: Final = 200e-6  # calls that take longer than this on average are spread over threads at once
 _HELPED_S: Final = 0.1  # a helper that has been at one task for this long needs a helper itself
@@ -99,6 +107,10 @@ class Pool:
         self._helpers = 0
         self._forsaken = False
         self._helped = 0.0
+        # How wide it is, and since when how much work has been done: a race over them costs some milliseconds at most.
+        self._width = _WIDTH
+        self._full_since = 0.0
+        self._full_finished = -1
 
     # -- what threads wait for -------------------------------------------------------------------
 
@@ -127,11 +139,29 @@ class Pool:
         else:
             self._start()
 
-    @uninterruptible
     def submit(self, task: Callable[[], Any]) -> None:
-        """Run ``task()`` on a pool thread."""
+        """Run ``task()`` on a pool thread. When the pool has ended, only what is owed to a future is still done: here."""
+        self._put(task)
+        if self._forsaken:
+            self._settle()
+
+    @uninterruptible
+    def _put(self, task: Callable[[], Any]) -> None:
         self.queue.append(task)
         self.kick()
+
+    def _settle(self) -> None:
+        """Call back whom completed futures still have to, without threads; drop what else there is.
+
+        Their calls are over, and whoever waits for what follows from them would wait for ever.
+        """
+        while True:
+            try:
+                task = self.queue.popleft()
+            except IndexError:
+                return
+            if isinstance(getattr(task, "__self__", None), Future):
+                self._run(task)
 
     def hand_out(self) -> None:
         """See to the queue, after messages were put there by a thread that will itself run the first of them."""
@@ -183,11 +213,16 @@ class Pool:
             self.threads[me] = threading.current_thread()
             self._starting -= 1
         follow_torch()
-        reading_only = False
+        listening_for = 0.0  # seconds for which it leaves the queue to others
         try:
             while not self.stopping:
-                if queue and not reading_only:
+                if queue and not listening_for:
                     idle.discard(me)
+                    if self._is_full():
+                        listening_for = _BLOCKED_S
+                        idle.add(me)
+                        self._starvation.poke()
+                        continue
                     try:
                         task = queue.popleft()
                     except IndexError:
@@ -195,7 +230,7 @@ class Pool:
                     if not idle and not self._start():
                         # The last thread never runs user code.
                         queue.appendleft(task)
-                        reading_only = True
+                        listening_for = 0.05
                         self._starvation.poke()
                         continue
                     if queue:
@@ -205,17 +240,17 @@ class Pool:
                     task = None  # an idle thread keeps no arguments, results or futures alive
                     continue
                 idle.add(me)
-                if queue and not reading_only:
+                if queue and not listening_for:
                     continue
                 if len(idle) > _KEPT and self._retire(me):
                     return
                 try:
-                    events = poll(-1 if not reading_only else 0.05, 1)
+                    events = poll(listening_for or -1, 1)
                 except InterruptedError:
                     continue
                 except (OSError, ValueError):  # the epoll was closed: the pool is ending
                     return
-                reading_only = False
+                listening_for = 0.0
                 if events:
                     ready = sources.get(events[0][0])
                     if ready is not None:
@@ -228,11 +263,26 @@ class Pool:
             idle.discard(me)
             self._leave(me)
 
+    def _is_full(self) -> bool:
+        """Say whether so many threads run work that this one is only to listen; make room where they are blocked."""
+        running = len(self.threads) - len(self.idle)
+        if running <= self._width:
+            return False
+        now = moments.now()
+        if self.finished != self._full_finished:
+            self._full_since, self._full_finished = now, self.finished
+        elif now - self._full_since >= _BLOCKED_S:
+            self._full_since = now
+            self._width = running + self._width // 4
+            return False
+        return True
+
     def _retire(self, me: int) -> bool:
         with self._lock:
             if len(self.idle) <= _KEPT:
                 return False
             self.idle.discard(me)
+            self._width = max(_WIDTH, min(self._width, len(self.threads)))
             return True
 
     def _run(self, task: Any) -> None:
@@ -271,6 +321,7 @@ class Pool:
         elif now - self._since >= self._starvation_s and done < _FLOWING:
             if not self._crowded or now - self._asked >= _PATIENCE_S:
                 self._asked = now
+                self._width = max(self._width, len(self.threads) - len(self.idle) + 1)
                 self.kick()
             if not self._can_grow():
                 self._help(now)
@@ -340,11 +391,11 @@ class Pool:
         """End the threads; return those that are still in user code after ``timeout`` seconds."""
         with self._lock:
             self.stopping = True
-        until = moments.now() + timeout
+        until = time.monotonic() + timeout  # threads end in real time, also where a test has another one
         while True:
             with self._lock:
                 left = [t for t in self.threads.values() if t is not threading.current_thread()]
-            if not left or moments.now() > until:
+            if not left or time.monotonic() > until:
                 break
             # Each write wakes one sleeper; those in user code end when they come back.
             for _ in left:
@@ -356,14 +407,28 @@ class Pool:
             last = not self.threads
         if last:
             self._close_descriptors()
+        else:
+            self._wake_sleeper()
+        self._settle()
         return left
 
     def _leave(self, me: int) -> None:
         with self._lock:
             self.threads.pop(me, None)
-            last = self._forsaken and not self.threads
+            forsaken = self._forsaken
+            last = forsaken and not self.threads
         if last:
             self._close_descriptors()
+        if forsaken:
+            self._wake_sleeper()  # nobody else does any more: one wakes the next
+            self._settle()  # it may have read answers, and queued what they have completed
+
+    def _wake_sleeper(self) -> None:
+        with (
+            self._lock
+        ):  # under it, as the last to leave closes the descriptor: its number is somebody else's then
+            if self.threads:
+                os.eventfd_write(self._kick_fd, 1)
 
     def _close_descriptors(self) -> None:
         self.epoll.close()

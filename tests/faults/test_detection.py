@@ -97,9 +97,13 @@ def _kills(rank: int, world_size: int) -> list[float]:
     return took
 
 
-def _kill_round(victims: int, transport: str) -> list[float]:
+def _kill_round(victims: int, transport: str, **options: float) -> list[float]:
     found = rpc_group(
-        _kills, victims + 1, options={"transport": transport}, may_die=range(1, victims + 1), timeout=100
+        _kills,
+        victims + 1,
+        options={"transport": transport, **options},
+        may_die=range(1, victims + 1),
+        timeout=100,
     )
     assert found[1:] == [Died(-signal.SIGKILL)] * victims
     took: list[float] = found[0]
@@ -107,8 +111,13 @@ def _kill_round(victims: int, transport: str) -> list[float]:
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_a_killed_worker_is_dead_and_all_calls_to_it_end(transport: str) -> None:
-    print(f"killed ({transport}): {_shown(_kill_round(3, transport))}")
+def test_a_killed_worker_is_dead_and_all_calls_to_it_end(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Found by the end of its sockets: neither by silence nor when the time in which a connection may come back is over.
+    monkeypatch.setenv("ACTORRPC_SESSION_GRACE", "600")
+    took = _kill_round(3, transport, heartbeat=600.0)
+    print(f"killed ({transport}): {_shown(took)}")
 
 
 # -- stopped, cut off, busy --------------------------------------------------------------------------
