@@ -20,6 +20,7 @@ __all__ = [
     "AuthenticationError",
     "BackpressureError",
     "CancelledError",
+    "CollectiveError",
     "ConfigError",
     "DeadlockError",
     "LimitError",
@@ -222,6 +223,14 @@ class SupervisionError(ActorError):
     """
 
 
+class CollectiveError(ActorError):
+    """A collective cannot be used: a member is gone or gave up, it was destroyed, or this actor is in none.
+
+    What a method did before it came to the operation that ended like this has been done. ``collective.rebuild()`` brings
+    the group back; ``cause`` is what torch raised, where it did.
+    """
+
+
 class UnknownActorError(ActorError, ValueError):
     """No actor of this name is alive in the namespace. The message lists names that look alike."""
 
@@ -282,6 +291,10 @@ class RRefError(RpcError):
 
 class ConfigError(RpcError, ValueError):
     """An option or an ``ACTORRPC_*`` variable has a value that cannot be used."""
+
+
+class PlacementError(ConfigError):
+    """No worker has what was asked for, or none had it free in time. The message says what is missing, and what there is."""
 
 
 class WrongTypeError(ConfigError, TypeError):

@@ -131,9 +131,8 @@ def _rank_main(
         os.dup2(file.fileno(), 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    stacks = open(processes.stacks_file(os.getpid()), "a")  # noqa: SIM115
     faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+    processes.tell_stacks()
     # The rank has the test's environment as of now, not as of the server's start.
     os.environ.clear()
     os.environ.update(environment)

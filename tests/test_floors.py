@@ -44,10 +44,13 @@ _FLOORS: dict[str, Floor] = {
     "core.holes": Floor(1),
     "core.identity": Floor(1),
     "core.keys": Floor(1),
+    "core.launch": Floor(1),
     "core.layout": Floor(1),
     "core.points": Floor(1),
+    "core.repeats": Floor(1),
     "core.opening": Floor(1),
     "core.restriction": Floor(1),
+    "core.seals": Floor(1),
     # links: one other worker
     "core.answering": Floor(2),
     "core.buffers": Floor(2),
@@ -60,6 +63,7 @@ _FLOORS: dict[str, Floor] = {
     "core.replay": Floor(2),
     "core.spin": Floor(2),
     "core.tensor_lane": Floor(2),
+    "core.tls": Floor(2),
     "core.waiting": Floor(2),
     # group: all of them
     "core.agent": Floor(3),
@@ -76,8 +80,10 @@ _FLOORS: dict[str, Floor] = {
     "core.meeting": Floor(3),
     "core.messages": Floor(3),
     "core.posts": Floor(3),
+    "core.roster": Floor(3),
     "core.rendezvous": Floor(3),
     "core.resumption": Floor(3),
+    "core.several": Floor(3),
     "core.threads": Floor(3),
     "core.upkeep": Floor(3),
     # primitives
@@ -93,6 +99,7 @@ _FLOORS: dict[str, Floor] = {
     "observe": Floor(6),
     "testing": Floor(6),
     "cli": Floor(6),
+    "worker": Floor(6),
     "mypy_plugin": Floor(6),
     "__main__": Floor(6),
     # the package itself, which gathers the names that users need most

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.group import Died, GroupError, rpc_group, run_group
 
 
@@ -49,6 +52,57 @@ def _in_this_function() -> None:
 def _stay(rank: int, world_size: int) -> None:
     if rank == 1:
         threading.Thread(target=_in_this_function, name="stays").start()
+
+
+def _deeper(depth: int) -> None:
+    if depth:
+        _deeper(depth - 1)
+
+
+def _come_and_go(over: threading.Event) -> None:
+    while not over.is_set():
+        threads = [threading.Thread(target=_deeper, args=(300,)) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+
+
+def _process(pid: int) -> processes.ProcessId:
+    found = processes._identify(pid)
+    assert found is not None
+    return found
+
+
+def _asked_often(rank: int, world_size: int) -> str:
+    over = threading.Event()
+    busy = threading.Thread(target=_come_and_go, args=(over,))
+    busy.start()
+    for _ in range(500):  # for a handler that reads the frames of threads that run on, some ten were too many
+        os.kill(os.getpid(), signal.SIGUSR2)
+        over.wait(0.001)
+    found = processes.dump_stacks([_process(os.getpid())])
+    over.set()
+    busy.join()
+    return found
+
+
+def _holds_the_gil(rank: int, world_size: int, place: str) -> str:
+    pid, way = Path(place) / "pid", Path(place) / "way"
+    if rank:
+        os.mkfifo(way)
+        fd = os.open(way, os.O_RDWR)
+        (pid.parent / "new").write_text(str(os.getpid()))
+        (pid.parent / "new").rename(pid)
+        ctypes.PyDLL(None).read(fd, ctypes.create_string_buffer(1), 1)  # with the GIL
+        os.close(fd)
+        return ""
+    while not pid.exists():
+        threading.Event().wait(0.01)
+    try:
+        return processes.dump_stacks([_process(int(pid.read_text()))])
+    finally:
+        way.write_bytes(b"x")
 
 
 def _return_thread(rank: int, world_size: int) -> object:
@@ -145,3 +199,14 @@ def test_a_rank_that_fails_in_an_rpc_group_shows_its_own_error() -> None:
     with pytest.raises(GroupError) as caught:
         rpc_group(_raise_in_rpc, 2)
     assert "KeyError: 'of rank 1'" in caught.value.failures[1]
+
+
+def test_asking_for_stacks_harms_nobody() -> None:
+    (found,) = run_group(_asked_often, 1)
+    assert "_asked_often" in found
+    assert "_come_and_go" in found
+
+
+def test_stacks_of_a_process_whose_threads_do_not_get_the_gil(tmp_path: Path) -> None:
+    found, _ = run_group(_holds_the_gil, 2, str(tmp_path))
+    assert "_holds_the_gil" in found

@@ -50,7 +50,7 @@ def borrowed(
                 raise RpcTimeoutError(
                     "another backward pass or optimizer did not give the gradients of a leaf back in time"
                 )
-            _changed.wait(min(left, _SLICE_S))
+            _changed.wait(min(moments.patience(left), _SLICE_S))
         _taken.update(wanted)
     try:
         before = [leaf.grad for leaf in mine]

@@ -14,6 +14,7 @@ from actorrpc.autograd.transport import NOTICE, AgentTransport, set_participant,
 from actorrpc.core.agent import Agent
 from actorrpc.core.interceptors import NoRecorder
 from actorrpc.core.peer import Peer
+from actorrpc.core.several import here
 from actorrpc.errors import NotInitializedError
 from actorrpc.rpc import api
 from actorrpc.rpc.references import References
@@ -46,6 +47,10 @@ def participant() -> Participant:
 def _required() -> tuple[Contexts, Participant]:
     found = _runtime
     if found is None:
+        if here() is not None:
+            raise NotInitializedError(
+                "there is no distributed autograd in an in-process cluster: test it with processes (actorrpc.cluster)"
+            )
         raise NotInitializedError(
             "distributed autograd needs RPC: call init_rpc() in every worker, or actorrpc.init(), first"
         )

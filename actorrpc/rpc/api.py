@@ -11,7 +11,6 @@ import numbers
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,12 +20,15 @@ from actorrpc.core.agent import Agent
 from actorrpc.core.identity import WorkerInfo
 from actorrpc.core.interrupts import checkpoint, uninterruptible
 from actorrpc.core.rendezvous import open_store
+from actorrpc.core.several import here
+from actorrpc.core.tls import Tls
 from actorrpc.errors import ConfigError, NotInitializedError, WrongTypeError
 from actorrpc.futures import Future, hush
 from actorrpc.rpc import group as groups
 from actorrpc.rpc import rref as rrefs
 from actorrpc.rpc import script
 from actorrpc.rpc.group import Group
+from actorrpc.rpc.launched import fill_in
 from actorrpc.rpc.options import (
     UNSET_RPC_TIMEOUT,
     RpcBackendOptions,
@@ -106,6 +108,9 @@ _lock = threading.Lock()
 def _require() -> _State:
     state = _state
     if state is None:  # never set in a fork: _after_fork sees to that
+        several = here()
+        if several is not None:
+            return several.state  # type: ignore[no-any-return]
         raise NotInitializedError(
             "RPC has not been initialized in this process (a fork of a worker is not one). Call init_rpc first."
         )
@@ -119,11 +124,11 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     """Say whether RPC is initialised in this process."""
-    return _state is not None
+    return _state is not None or here() is not None
 
 
 def init_rpc(
-    name: str,
+    name: str | None = None,
     backend: Any = None,
     rank: int = -1,
     world_size: int | None = None,
@@ -132,7 +137,7 @@ def init_rpc(
     """Join a group of workers and start this one; returns when all of a fixed group are there.
 
     Args:
-        name: this worker's name in the group: letters, digits, ``_``, ``-`` and ``:``.
+        name: letters, digits, ``_``, ``-`` and ``:``; default, under a launcher (torchrun, srun, mpirun), "worker" and rank.
         backend: accepted for torch's sake (a :class:`BackendType`); there is one agent here.
         rank: this worker's number, from 0; default from the environment (``RANK``) or the URL.
         world_size: the number of workers; ``None`` makes, or joins, a group that workers may join and leave
@@ -145,7 +150,7 @@ def init_rpc(
         AuthenticationError: this worker has no key, or not that of the others.
         RuntimeError: RPC is initialised already.
     """
-    options = options_of(rpc_backend_options)
+    name, rank, world_size, options = fill_in(name, rank, world_size, options_of(rpc_backend_options))
     if isinstance(rank, bool) or not isinstance(rank, numbers.Integral):
         raise WrongTypeError(f"rank must be an int, not {rank!r}")
     if world_size is not None and (
@@ -175,6 +180,7 @@ def join(name: str, rank: int, world_size: int | None, options: RpcBackendOption
 
     def make() -> Group:
         settings = Settings.from_environment(**options._extra)
+        Tls.load(settings)  # what is wrong with the certificates is said before anything is sent
         if store is None:
             found, own_rank, size = open_store(options.init_method, rank, world_size, _JOIN_TIMEOUT)
         else:
@@ -222,8 +228,8 @@ def install(
     """
     global _state, _before
     with _lock:
-        if _state is not None:
-            raise RuntimeError(f"RPC is already initialized: this process is {_state.what}")
+        if is_initialized():
+            raise RuntimeError(f"RPC is already initialized: this process is {_require().what}")
         group: Group | None = None
         state: _State | None = None
         try:
@@ -309,6 +315,8 @@ def leave(
     global _state
     state = _state
     if state is None:
+        if is_initialized():
+            raise RuntimeError(f"shutdown is not for {what()}: close the cluster")
         return ()
     if os.getpid() != state.agent.pid:
         _state = None
@@ -353,26 +361,17 @@ def _end_together(state: _State, until: float, let_go: Callable[[], None]) -> Se
     # Let go of every reference, and see that the owners know.
     let_go()
     # Half of the time, so that others who wait for this worker do not give up on it.
-    _settle(references, min(until, moments.now() + _SETTLE_S / 2))
+    references.settle(min(until, moments.now() + _SETTLE_S / 2))
     group.wait_for_all(1, min(left() or _SETTLE_S, _SETTLE_S))
     # A value may have been made here in the meantime: that it is not wanted has been sent, but may not be read yet.
-    _settle(references, min(until, moments.now() + _LATE_S))
+    references.settle(min(until, moments.now() + _LATE_S))
     return references.table.leaks()
-
-
-def _settle(references: References, until: float) -> None:
-    pause = 0.0005
-    while not references.table.pending_counts().idle and moments.now() < until:
-        references.collect()
-        time.sleep(pause)
-        pause = min(2 * pause, 0.02)
 
 
 @atexit.register
 def _at_exit() -> None:
     """End what a program that exits without shutdown has left: quickly, and without waiting for anybody."""
-    state = _state
-    if state is not None and os.getpid() == state.agent.pid:
+    if (state := _state) is not None and os.getpid() == state.agent.pid:
         # Without the lock: whoever holds it may be a thread that never comes back.
         _close(state)
 
@@ -388,14 +387,12 @@ def _after_fork() -> None:
 
 
 def _before_fork() -> None:
-    state = _state
-    if state is not None:
+    if (state := _state) is not None:
         state.agent.upkeep.before_fork()
 
 
 def _after_fork_in_parent() -> None:
-    state = _state
-    if state is not None:
+    if (state := _state) is not None:
         state.agent.upkeep.after_fork_in_parent()
 
 
@@ -561,10 +558,14 @@ def namespace() -> str:
     return _require().namespace
 
 
+def before_the_end(end: Callable[[bool], None]) -> None:
+    """Have ``end`` called first at the end, with whether that is a graceful one. For the floors above."""
+    _require().ends.append(end)
+
+
 def what() -> str | None:
     """Say in words what this process is, if RPC is initialised in it."""
-    state = _state
-    return None if state is None else state.what
+    return _require().what if is_initialized() else None
 
 
 def get_rpc_timeout() -> float:

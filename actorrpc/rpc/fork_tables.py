@@ -197,6 +197,7 @@ class Owned:
 
     rref_id: RRefId
     created: bool = False
+    given_up: bool = False  # its creation has failed on the way here, and will not run
     outcome: Outcome | None = None
     forks: dict[ForkId, WorkerKey] = field(default_factory=dict)
     handles: int = 0
@@ -224,10 +225,12 @@ class ValueTable:
         return rref_id in self._gone_rrefs or creator.rank == self._me.rank or creator in self._deaths
 
     def arrived(self, rref_id: RRefId, fork_id: ForkId, from_: WorkerKey) -> bool:
-        """Register a creation; ``False`` if its creator has let go of it or died."""
+        """Register a creation; ``False`` if its creator has let go of it or died, or has given it up before."""
         if from_ in self._deaths or rref_id in self._gone_rrefs:
             return False
         entry = self.entries.get(rref_id)
+        if entry is not None and entry.given_up:
+            return False
         if fork_id in self._gone_forks:
             if entry is None:
                 self._gone_rrefs.put(rref_id, None)
@@ -237,6 +240,18 @@ class ValueTable:
             entry.forks[fork_id] = from_
         entry.created = True
         return True
+
+    def given_up(
+        self, rref_id: RRefId, fork_id: ForkId, from_: WorkerKey, error: BaseException, step: Effects
+    ) -> None:
+        """End the wait for a creation that has failed on its way here. One that runs, or has run, stays as it is."""
+        known = self.entries.get(rref_id)
+        if (known is not None and known.created) or not self.arrived(rref_id, fork_id, from_):
+            return
+        entry = self.entries[rref_id]
+        entry.given_up = True
+        self.finish(entry, Outcome(error=error), step)
+        self.settle(entry, step)
 
     def register(self, rref_id: RRefId, fork_id: ForkId, holder: WorkerKey) -> bool:
         """Add a child's fork, which may overtake the creation; ``False`` if the value is gone."""

@@ -186,7 +186,7 @@ class RRefTable:
 
     @uninterruptible
     def creation_arrived(self, rref_id: RRefId, fork_id: ForkId, from_: WorkerKey) -> bool:
-        """Register a creation before its function runs. ``False``: nobody wants the result any more.
+        """Register a creation before its function runs. ``False``: nobody wants the result any more, or it was given up.
 
         Raises:
             ProtocolError: the ids are not the sender's.
@@ -195,6 +195,25 @@ class RRefTable:
             raise ProtocolError("creation of an RRef with ids of another worker")
         with self._lock:
             return not self._closed and self._values.arrived(rref_id, fork_id, from_)
+
+    @uninterruptible
+    def creation_given_up(
+        self, rref_id: RRefId, fork_id: ForkId, from_: WorkerKey, error: BaseException
+    ) -> Effects:
+        """Note that a creation has failed before its function ran, and never will: the RRef has ``error`` for good.
+
+        Without effect where the function runs or has run: then its outcome counts.
+
+        Raises:
+            ProtocolError: the ids are not the sender's.
+        """
+        if rref_id.creator != from_ or fork_id.creator != from_:
+            raise ProtocolError("the failure of a creation with ids of another worker")
+        step = Effects()
+        with self._lock:
+            if not self._closed:
+                self._values.given_up(rref_id, fork_id, from_, error, step)
+        return step.done()
 
     @uninterruptible
     def set_value(self, rref_id: RRefId, value: object) -> Effects:

@@ -16,7 +16,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
@@ -46,6 +45,7 @@ __all__ = ["Directory", "Group", "Membership", "close_forsaken", "enter", "join"
 _log = logging.getLogger("actorrpc.group")
 _AGAIN_S: Final = 0.1
 _LOOK_S: Final = 1.0  # how often whoever waits at the end looks around
+_LET_END_S: Final = 1.0  # how long threads in user code may take to end: with the goodbyes, less than the 2 s of an end by force
 
 
 class _Barrier:
@@ -148,10 +148,15 @@ class Group:
         self._table = table or {}
         self.barrier = _Barrier(self._names)
         self.reach = Reach(agent)
-        agent.on_peer_end.append(lambda peer: self.barrier.gone(peer.name))
+        agent.on_peer_end.append(self._ended)
 
     def _names(self) -> set[str]:
         return set(self._table)
+
+    def _ended(self, peer: Peer) -> None:
+        self.reach.forget(peer)
+        if self.is_fixed:  # nobody waits for others at the end of a group that workers leave at any time
+            self.barrier.gone(peer.name)
 
     def start(self) -> None:
         """Serve calls from now on. Others may have called long ago: all that answers them must be in place."""
@@ -209,7 +214,7 @@ class Group:
             # No proof of its death, unless it is not alive any more: that is found out next.
             self.reach.failed(peer, error)
             self.watch_all()  # others may be out of reach as well: found out for all at once
-            time.sleep(_AGAIN_S)
+            moments.sleep(_AGAIN_S)
             return None
         return future
 
@@ -226,7 +231,7 @@ class Group:
             except PeerDiedError:
                 return False
             except DeadlockError:
-                time.sleep(_AGAIN_S)  # all its threads are blocked at present: that may pass
+                moments.sleep(_AGAIN_S)  # all its threads are blocked at present: that may pass
                 return False
             except RpcTimeoutError:
                 if (
@@ -265,7 +270,7 @@ class Group:
         for name in names:
             try:
                 peers.append(self.agent.peer(name))
-            except UnknownWorkerError:  # it has left meanwhile
+            except (UnknownWorkerError, PeerDiedError):  # it has left meanwhile
                 continue
         for peer in peers:
             if peer.state != "alive":
@@ -286,7 +291,7 @@ class Group:
                 self.membership.leave()
             except RpcError as error:
                 _log.info("the store is gone: %s", error)
-        self.agent.close()
+        self.agent.close(_LET_END_S)
         if not self._started:  # else the agent had them
             self._doors.close()
         self.membership.close()
@@ -485,10 +490,15 @@ def join(
     return Group(agent, rendezvous, table if world_size is not None else None, doors)
 
 
-def enter(name: str, rank: int, directory: Directory, *, settings: Settings, key: Key) -> Group:
+def enter(
+    name: str, rank: int, directory: Directory, *, settings: Settings, key: Key, host: str | None = None
+) -> Group:
     """Enter the group that a directory lists; :meth:`Group.start` is still to be called.
 
     The directory is not told: who makes the group knows how. Workers listen as the settings say.
+
+    Args:
+        host: what tells this host from others; by default, what does so in truth.
 
     Raises:
         ConfigError: no socket can be made.
@@ -500,7 +510,7 @@ def enter(name: str, rank: int, directory: Directory, *, settings: Settings, key
             name=name,
             rank=rank,
             incarnation=new_incarnation(),
-            host=host_identity(),
+            host=host_identity() if host is None else host,
             unix_path=doors.unix_path,
             tcp=doors.tcp,
             pid=os.getpid(),

@@ -46,9 +46,9 @@ class WorkerState:
 def workers() -> list[WorkerState]:
     """Return how every worker of the group is, this one included, by rank. Thread-safe.
 
-    Workers that have ended are listed, too, if there was contact with them. Of workers that there has been no contact with,
-    nothing is known but that they joined. Where workers may join at any time, the store or the driver is asked who is
-    there; where that fails, those are listed that this worker knows.
+    Workers that have ended are listed, too, if there was contact with them: the last 128 that did. Of workers that there has
+    been no contact with, nothing is known but that they joined. Where workers may join at any time, the store or the driver
+    is asked who is there; where that fails, those are listed that this worker knows.
 
     Raises:
         NotInitializedError: RPC is not initialised in this process.

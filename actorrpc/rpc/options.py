@@ -46,6 +46,10 @@ _EXTRA: Final = (
     "port",
     "key",
     "insecure",
+    "tls_cert",
+    "tls_key",
+    "tls_ca",
+    "tls_min_version",
     "data_only",
     "max_threads",
     "spin_us",
@@ -77,6 +81,9 @@ class RpcBackendOptions:
         key: the group's shared key; default ``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``, or one made for this
             host.
         insecure: listen without a key on addresses that others can reach. Warns.
+        tls_cert, tls_key, tls_ca: files (PEM) of this worker's certificate, of its private key, and of the CA that must have
+            signed those of all workers. With all three, TCP connections speak TLS and nothing else.
+        tls_min_version: ``"1.3"`` (default) or ``"1.2"``.
         data_only: take nothing but data from peers, who may call exposed functions only (:func:`actorrpc.rpc.exposed`).
         max_threads: the most worker threads of this process (default 512).
         spin_us: how long a thread may spin before it sleeps (default 100; 0: never).
@@ -104,6 +111,10 @@ class RpcBackendOptions:
         port: int | None = None,
         key: str | Key | None = None,
         insecure: bool | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+        tls_ca: str | None = None,
+        tls_min_version: str | None = None,
         data_only: bool | None = None,
         max_threads: int | None = None,
         spin_us: int | None = None,
@@ -125,6 +136,10 @@ class RpcBackendOptions:
             "advertise": advertise,
             "port": port,
             "insecure": insecure,
+            "tls_cert": tls_cert,
+            "tls_key": tls_key,
+            "tls_ca": tls_ca,
+            "tls_min_version": tls_min_version,
             "data_only": data_only,
             "max_threads": max_threads,
             "spin_us": spin_us,
@@ -264,7 +279,9 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
 
 _TYPES: Final[dict[str, tuple[type, ...]]] = {
-    **dict.fromkeys(("transport", "bind", "advertise"), (str,)),
+    **dict.fromkeys(
+        ("transport", "bind", "advertise", "tls_cert", "tls_key", "tls_ca", "tls_min_version"), (str,)
+    ),
     **dict.fromkeys(("port", "max_threads", "spin_us", "window", "heartbeat_misses"), (int,)),
     **dict.fromkeys(("insecure", "data_only", "lane"), (bool,)),
     "heartbeat": (int, float),

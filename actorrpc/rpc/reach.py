@@ -45,6 +45,11 @@ class Reach:
         if peer.state == "alive":
             self._failed[peer.name] = str(error)
 
+    def forget(self, peer: Peer) -> None:
+        """Let go of what is kept about a peer that has ended."""
+        self._failed.pop(peer.name, None)
+        self._since.pop(peer.name, None)
+
     def connect_all(self, peers: Iterable[Peer]) -> None:
         """Have connections made to those of these peers that have none. Returns at once."""
         for peer in peers:

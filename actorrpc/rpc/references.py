@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+import msgpack
+
 from actorrpc import moments
 from actorrpc.core import codec, exceptions
 from actorrpc.core.agent import Agent
@@ -21,11 +23,12 @@ from actorrpc.core.interceptors import RECEIPT
 from actorrpc.core.interrupts import uninterruptible
 from actorrpc.core.messages import Parcel
 from actorrpc.core.peer import Peer
-from actorrpc.errors import PeerDiedError, RemoteError, RpcError, RpcTimeoutError, RRefError
+from actorrpc.errors import PeerDiedError, ProtocolError, RemoteError, RpcError, RpcTimeoutError, RRefError
 from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import (
     ChildAccept,
     Message,
+    UserDelete,
     WorkerKey,
     pack_forks,
     pack_message,
@@ -39,6 +42,7 @@ __all__ = ["References"]
 _BATCH_S: Final = 0.05
 _RETRY_S: Final = 1.0  # messages of the protocol are sent again after this time, then 1.5 times that, ...
 _ATTEMPTS: Final = 20
+_GIVEN_UP: Final = "rref-failed"  # creator to owner: this creation has failed before its function ran
 
 
 class References:
@@ -66,6 +70,7 @@ class References:
         self.table = RRefTable(self.me)
         self._collecting = False
         agent.on_notice[RECEIPT] = self._noticed
+        agent.on_notice[_GIVEN_UP] = self._creation_given_up
         agent.on_peer_end.append(self._peer_ended)
         agent.confirm = self._confirm
         agent.roll_back = self._roll_back
@@ -82,16 +87,19 @@ class References:
         for callback in effects.callbacks:
             callback()
 
-    def _send(self, to: WorkerKey, message: Message, attempt: int = 0) -> None:
-        """Send a message of the protocol; try again for as long as its destination lives."""
+    def _send(self, to: WorkerKey, message: Message) -> None:
         if to == self.me:
             self.carry_out(self.table.handle(self.me, message))
-            return
+        else:
+            self._notify(to, RECEIPT, pack_message(message))
+
+    def _notify(self, to: WorkerKey, name: str, body: bytes, attempt: int = 0) -> None:
+        """Send a message of the protocol; try again for as long as its destination lives."""
         peer = self._peer(to)
         if peer is None or peer.state != "alive":
             return  # the table has been told
-        if not self.agent.notify(peer, RECEIPT, pack_message(message)) and attempt < _ATTEMPTS:
-            again = partial(self._send, to, message, attempt + 1)
+        if not self.agent.notify(peer, name, body) and attempt < _ATTEMPTS:
+            again = partial(self._notify, to, name, body, attempt + 1)
             self.agent.clock.after(_RETRY_S * 1.5**attempt, partial(self.agent.submit, again))
 
     def _peer(self, key: WorkerKey) -> Peer | None:
@@ -130,6 +138,24 @@ class References:
 
     def _noticed(self, peer: Peer, body: bytes) -> None:
         self.carry_out(self.table.handle(self.key_of(peer), unpack_message(body)))
+
+    def _give_up(self, handle: Handle, error: BaseException) -> None:
+        """Tell the owner that a creation has failed: others wait there for what will never be made, unless it runs."""
+        named = UserDelete(((handle.rref_id, handle.fork_id),))  # type: ignore[arg-type]
+        packed = exceptions.dump(error, worker=self.agent.name, dumps=codec.dumps)
+        self._notify(handle.owner, _GIVEN_UP, msgpack.packb([pack_message(named), packed]))
+
+    def _creation_given_up(self, peer: Peer, body: bytes) -> None:
+        try:
+            named, packed = msgpack.unpackb(body)
+        except (ValueError, TypeError, msgpack.UnpackException) as unreadable:
+            raise ProtocolError("a failed creation that cannot be read") from unreadable
+        message = unpack_message(named)
+        if type(message) is not UserDelete or len(message.items) != 1 or type(packed) is not bytes:
+            raise ProtocolError("a failed creation that names nothing")
+        rref_id, fork_id = message.items[0]
+        error = exceptions.load(packed, loads=codec.loads)
+        self.carry_out(self.table.creation_given_up(rref_id, fork_id, self.key_of(peer), error))
 
     def _peer_ended(self, peer: Peer) -> None:
         error = peer.died("an RRef", maybe_executed=True)
@@ -176,7 +202,7 @@ class References:
                     "the RRefs in the arguments were not confirmed by their owners in time",
                     maybe_executed=False,
                 )
-            if done.acquire(timeout=min(remaining, 5.0)):
+            if done.acquire(timeout=min(moments.patience(remaining), 5.0)):
                 return
 
     # -- the end of handles --------------------------------------------------------------------------
@@ -194,6 +220,14 @@ class References:
     def _collect_soon(self) -> None:
         if not self.agent.closed_down:
             self.agent.submit(self.collect)
+
+    def settle(self, until: float) -> None:
+        """Wait until nothing of the reference protocol is under way, or that moment has come."""
+        pause = 0.0005
+        while not self.table.pending_counts().idle and moments.now() < until:
+            self.collect()
+            moments.sleep(pause)
+            pause = min(2 * pause, 0.02)
 
     def collect(self) -> None:
         """Carry out queued ends now."""
@@ -261,8 +295,11 @@ class References:
             if error is None:
                 self.carry_out(self.table.confirmed(handle))
             else:
-                reached = getattr(error, "maybe_executed", True) is not False
+                told = handle.fork_id is not None and peer.state == "alive" and not self.agent.closed_down
+                reached = told or getattr(error, "maybe_executed", True) is not False
                 self.carry_out(self.table.creation_failed(handle, error, reached=reached))
+                if told:  # on another thread: this one may be in the middle of a batch
+                    self.agent.submit(partial(self._give_up, handle, error))
 
         future.add_done_callback(created)
         ids = (handle.rref_id, handle.fork_id)

@@ -23,6 +23,7 @@ from actorrpc.core.holder import Holder
 from actorrpc.core.identity import WorkerInfo
 from actorrpc.core.messages import Parcel
 from actorrpc.core.peer import Peer
+from actorrpc.core.several import here
 from actorrpc.errors import (
     NotInitializedError,
     RemoteError,
@@ -77,9 +78,13 @@ def runtime() -> References:
     Raises:
         NotInitializedError: there is none, or this is a fork.
     """
-    if _runtime is None:
-        raise NotInitializedError("RPC has not been initialized. Call init_rpc first.")
-    return _runtime
+    found = _runtime
+    if found is None:
+        several = here()
+        if several is None:
+            raise NotInitializedError("RPC has not been initialized. Call init_rpc first.")
+        found = several.references
+    return found
 
 
 def _timeout(timeout: float) -> float:
@@ -390,7 +395,8 @@ class RRef(Generic[T]):
         """Raise what has happened to this reference, if anything has."""
         error = self._references.table.failure(self._handle)
         if error is not None:
-            raise error.with_traceback(None)
+            # A copy: the table keeps the error, whose traceback would keep this very reference.
+            raise self._references.copy_of(error)
 
     # -- proxies -----------------------------------------------------------------------------------------
 

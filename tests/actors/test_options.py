@@ -49,7 +49,7 @@ def test_an_option_of_something_else_says_of_what() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["resources", "scheduling_strategy", "memory", "accelerator_type", "object_store_memory", "max_calls"],
+    ["scheduling_strategy", "memory", "accelerator_type", "object_store_memory", "max_calls"],
 )
 @pytest.mark.parametrize("options", _KINDS, ids=lambda each: type(each).__name__)
 def test_options_that_only_make_sense_in_ray_say_what_to_do(options: Any, name: str) -> None:

@@ -6,8 +6,10 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from actorrpc import moments
 from actorrpc.config import Settings
 from actorrpc.core import keys
 from actorrpc.core.agent import Agent
@@ -15,6 +17,7 @@ from actorrpc.core.frames import INTRO, Frame, FrameReader, pack_frame
 from actorrpc.core.handshake import Dialler, Purpose
 from actorrpc.core.identity import WorkerRecord, host_identity, new_incarnation
 from actorrpc.core.keys import Key
+from tests import certificates
 
 KEY = Key.from_text("the key of these tests")
 __all__ = ["KEY", "Stranger", "agents", "record"]
@@ -39,11 +42,18 @@ def agents(count: int, key: Key = KEY, **settings: Any) -> Iterator[list[Agent]]
     made: list[Agent] = []
     with contextlib.ExitStack() as stack:
         for rank in range(count):
-            path = keys.socket_path(keys.runtime_directory())
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            listener.bind(path)
-            listener.listen(16)
-            mine = records[rank] = records[f"a{rank}"] = record(f"a{rank}", rank, path)
+            path = None if certificates.OVER_TLS else keys.socket_path(keys.runtime_directory())
+            if path is None:
+                settings = {"transport": "tcp", **certificates.OPTIONS, **settings}
+                listener = socket.create_server(("127.0.0.1", 0))
+            else:
+                listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+                listener.bind(path)
+                listener.listen(16)
+            mine = record(f"a{rank}", rank, path)
+            if path is None:
+                mine = replace(mine, tcp=(listener.getsockname()[:2],))
+            records[rank] = records[mine.name] = mine
             agent = Agent(
                 mine,
                 settings=Settings(**settings),
@@ -62,9 +72,19 @@ class Stranger:
 
     def __init__(self, to: Agent, key: Key = KEY, name: str = "stranger", **dialler: Any) -> None:
         path = to.record.unix_path
-        assert path is not None
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.connect(path)
+        binding = b""
+        self.sock: Any
+        if path is None:
+            sock = socket.create_connection(to.record.tcp[0])
+            if to.links.tls is not None:
+                self.sock = to.links.tls.dial(sock, moments.now() + 10)
+                self.sock.settimeout(None)
+                binding = self.sock.binding
+            else:
+                self.sock = sock
+        else:
+            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.sock.connect(path)
         self.record = record(name, 77)
         self._reader = FrameReader(max_frame=1 << 22, max_chunk=1 << 20)
         options: dict[str, Any] = {
@@ -74,6 +94,7 @@ class Stranger:
             "attach": bytes(range(16)),
             "peer_name": to.record.name,
             "peer_incarnation": to.record.incarnation,
+            "binding": binding,
         }
         self._dialler = Dialler(key=key.reveal(), **(options | dialler))
 
@@ -99,7 +120,9 @@ class Stranger:
         while True:
             target = self._reader.target()
             try:
-                count = self.sock.recv_into(target[0])
+                data = self.sock.recv(len(target[0]))
+                count = len(data)
+                target[0][:count] = data
             except ConnectionError:
                 return []
             if not count:

@@ -194,13 +194,9 @@ def test_a_request_that_cannot_be_opened_fails_alone(pair: list[Agent]) -> None:
         stranger.sock.sendall(pack_frame(frames.REQUEST, number, body))
         got = stranger.frames()
         assert [(frame.kind, frame.id) for frame in got] == [(frames.FAILURE, number)]
-    for flags, extra in (
-        (1, b""),
-        (1, msgpack.packb({"b": [99]})),
-        (2, msgpack.packb({"p": b"junk"})),
-        (0, b"\xc1"),
-    ):
-        stranger.sock.sendall(pack_frame(frames.REQUEST, 50, b"body", flags=flags, extra=extra))
+    unreadable = ((1, b""), (1, msgpack.packb({"b": [99]})), (2, msgpack.packb({"p": b"junk"})), (0, b"\xc1"))
+    for number, (flags, extra) in enumerate(unreadable, 50):
+        stranger.sock.sendall(pack_frame(frames.REQUEST, number, b"body", flags=flags, extra=extra))
         got = stranger.frames()
         kinds = [frame.kind for frame in got if frame.kind != frames.CREDIT]
         assert kinds in ([frames.FAILURE], [])

@@ -15,6 +15,7 @@ import torch
 from actorrpc.core import threads
 from actorrpc.core.clock import Clock
 from actorrpc.core.threads import Pool, follow_torch
+from actorrpc.futures import Future
 
 
 class _House:
@@ -92,6 +93,65 @@ def test_work_behind_blocked_work_is_done(build: Callable[[int], _House]) -> Non
         for _ in range(40):
             entered.acquire()
         gate.set()
+
+
+def _rush(house: _House) -> int:
+    """Have four callers put 2000 short pieces of work there each; return how many threads ran at most."""
+    pool, done = house.pool, threading.Semaphore(0)
+    most = 0
+
+    def work() -> None:
+        nonlocal most
+        most = max(most, len(pool.threads))
+        sum(range(500))
+        done.release()
+
+    def caller() -> None:
+        for _ in range(200):
+            for _ in range(10):
+                pool.queue.append((work, None))
+            pool.kick()
+
+    callers = [threading.Thread(target=caller) for _ in range(4)]
+    for each in callers:
+        each.start()
+    for each in callers:
+        each.join()
+    for _ in range(8000):
+        done.acquire()
+    return most
+
+
+def test_a_rush_of_short_calls_brings_no_crowd(build: Callable[[int], _House]) -> None:
+    for _ in range(3):  # where threads are not bounded, there are some hundred in nearly every rush
+        assert _rush(build(512)) <= 3 * threads._WIDTH
+
+
+def test_more_blocked_calls_than_the_width_all_run(build: Callable[[int], _House]) -> None:
+    """Each waits for the last one: none may be left in the queue because others are there."""
+    house = build(512)
+    count = 5 * threads._WIDTH
+    together = threading.Barrier(count)
+    done = threading.Semaphore(0)
+
+    def work() -> None:
+        together.wait()
+        done.release()
+
+    for _ in range(2):
+        for _ in range(count):
+            house.call(work)
+        for _ in range(count):
+            done.acquire()
+
+    # And in a chain, where each piece is put there by the one that waits for it.
+    def deeper(depth: int) -> None:
+        if depth:
+            over = threading.Event()
+            house.call(lambda: (deeper(depth - 1), over.set()))
+            over.wait()
+
+    deeper(count)
 
 
 def test_somebody_listens_whatever_the_others_do(build: Callable[[int], _House]) -> None:
@@ -240,3 +300,22 @@ def test_torchs_number_of_threads_counts_on_new_threads() -> None:
         torch.set_num_threads(before)
     assert found[0] != wanted  # else this tests nothing
     assert found[1] == wanted
+
+
+def test_callbacks_of_futures_are_called_whenever_the_pool_ends(build: Callable[[int], _House]) -> None:
+    """Those that were queued, and those that come later: what follows from a call that is over is owed to somebody."""
+    house = build(4)
+    before, after, nested = (Future[int]() for _ in range(3))
+    following = [each.then(lambda done: done.wait() + 1) for each in (before, after)]
+    ran: list[str] = []
+    after.add_done_callback(lambda _: nested._finish(3, None, house.pool.submit))
+    follows = nested.then(lambda done: done.wait() + 1)
+    with house.pool._lock:  # no thread can end meanwhile
+        house.pool.stopping = True
+        before._finish(1, None, house.pool.queue.append)
+        house.pool.queue.append(lambda: ran.append("a task"))
+    house.close()
+    after._finish(2, None, house.pool.submit)
+    house.pool.submit(lambda: ran.append("another"))
+    assert [each.wait() for each in (*following, follows)] == [2, 3, 4]
+    assert ran == []

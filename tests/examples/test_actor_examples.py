@@ -110,3 +110,20 @@ def test_asyncio_server_answers_many_at_once(tmp_path: Path) -> None:
     done = run(tmp_path, "asyncio_server.py", "--self-test", "--replicas", "2")
     assert "all answers right" in done.stdout
     assert done.stderr == ""
+
+
+@pytest.mark.limit(90)
+@pytest.mark.skipif(
+    find_spec("sklearn") is None, reason="needs scikit-learn: pip install 'actorrpc[examples]'"
+)
+@pytest.mark.parametrize("lose", [pytest.param(0, id="all live"), pytest.param(1, id="one dies")])
+def test_data_parallel_actors_learn_as_one_process_does(tmp_path: Path, lose: int) -> None:
+    if lose and not NIGHTLY:
+        pytest.skip("a second run: nightly")
+    flags = ("--trainers", "2", "--epochs", "2", "--lose", str(lose))
+    done = run(tmp_path, "data_parallel_actors.py", *flags)
+    assert done.stdout.startswith("2 trainers, 2 epochs in ")
+    if lose:
+        assert "all 2 are back: it goes on at epoch 1, step 4" in done.stderr
+    else:
+        assert done.stdout.rstrip().endswith("the same as in one process")

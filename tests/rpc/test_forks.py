@@ -529,6 +529,35 @@ def test_creation_that_timed_out_and_came_later() -> None:
     group.assert_empty()
 
 
+@pytest.mark.parametrize("order", ["overtakes", "dropped before", "runs"])
+def test_creation_that_fails_on_its_way(order: str) -> None:
+    group = Group(A, B)
+    handle = group[A].create_user(B)
+    assert handle.fork_id is not None
+    ids = handle.rref_id, handle.fork_id
+    error = ValueError("cannot be opened")
+    seen: list[Any] = []
+    assert group[B].fetch(handle.rref_id, seen.append) is None
+    group.run(A, group[A].creation_failed(handle, error))
+    runs = order == "runs" and group[B].creation_arrived(*ids, A)
+    if order == "dropped before":
+        group.drop(A, handle)
+        group.carry()
+    group.run(B, group[B].creation_given_up(*ids, A, error))
+    if runs:  # its own outcome is what counts
+        assert not seen
+        group.run(B, group[B].set_value(handle.rref_id, 1))
+        assert [outcome.value for outcome in seen] == [1]
+    else:
+        assert [outcome.error for outcome in seen] == [error]
+        assert not group[B].creation_arrived(*ids, A)  # too late
+    with pytest.raises(ProtocolError):
+        group[B].creation_given_up(*ids, C, error)
+    group.drop(A, handle)
+    group.carry()
+    group.assert_empty()
+
+
 def test_creation_that_was_never_sent() -> None:
     group = Group(A, B)
     handle = group[A].create_user(B)

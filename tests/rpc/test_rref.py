@@ -5,6 +5,7 @@ torch's own RRefs are the oracle for what both have: one script is run over eith
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
@@ -12,6 +13,7 @@ import operator
 import os
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -442,6 +444,95 @@ def _early(rank: int, world_size: int) -> None:
 
 def test_values_that_are_not_there_yet_or_never() -> None:
     rpc_group(_early, 3)
+
+
+# -- creations that fail before there is a value ---------------------------------------------------
+
+
+_entered = threading.Semaphore(0)
+
+
+def await_entered() -> None:
+    _entered.acquire()
+
+
+class Unreadable:
+    """Cannot be opened by whoever gets it, once that worker's gate is open."""
+
+    def __reduce__(self) -> Any:
+        return _unreadable, ()
+
+
+def _unreadable() -> None:
+    _entered.release()
+    _gate.wait()
+    raise LookupError("cannot be opened")
+
+
+def take_in(rref: Any) -> str:
+    """Use an RRef on whichever worker this is, without any time-out."""
+    _entered.release()
+    with pytest.raises(errors.RemoteError, match="cannot be opened"):
+        rref.local_value() if rref.is_owner() else rref.to_here(timeout=0)
+    return "told"
+
+
+def _unopened(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    rref = rpc.remote("worker1", own, (Unreadable(),), timeout=0)
+    rpc.rpc_sync("worker1", await_entered)
+    waits = [
+        rref._to_future(),
+        rref.rpc_async(timeout=0).bit_length(),
+        rpc.rpc_async("worker1", take_in, (rref,), timeout=0),
+        rpc.rpc_async("worker2", take_in, (rref,), timeout=0),
+    ]
+    follows = rref.remote(timeout=0).bit_length()
+    follows_too = follows._to_future()
+    for to in ("worker1", "worker2"):
+        rpc.rpc_sync(to, await_entered)
+    assert not rref.confirmed_by_owner()
+    assert not any(each.done() for each in waits)
+    rpc.rpc_sync("worker1", open_gate)
+    for each in (*waits[:2], follows_too):
+        with pytest.raises(errors.RemoteError, match="cannot be opened"):
+            each.wait()
+    assert [each.wait() for each in waits[2:]] == ["told", "told"]
+    # And so does everything that comes later.
+    assert not rref.confirmed_by_owner()
+    for call in (
+        lambda: rref.to_here(timeout=0),
+        lambda: rref.rpc_sync(timeout=0).bit_length(),
+        lambda: rref.remote(timeout=0).bit_length(),
+        lambda: follows.to_here(timeout=0),
+        lambda: rpc.rpc_sync("worker2", take_in, (rref,)),
+    ):
+        with pytest.raises(errors.RemoteError, match="cannot be opened"):
+            call()
+
+
+def _failed_goes(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    rpc.rpc_sync("worker1", open_gate)
+    rref = rpc.remote("worker1", own, (Unreadable(),))
+    for _ in range(3):
+        with contextlib.suppress(errors.RemoteError):
+            rref.to_here()
+    trace = weakref.ref(rref)
+    del rref
+    assert trace() is None  # the error that is kept for its users does not keep it
+
+
+@pytest.mark.limit(60)
+def test_a_failed_rref_goes_although_it_has_raised() -> None:
+    rpc_group(_failed_goes, 2)
+
+
+@pytest.mark.limit(60)
+def test_a_creation_that_fails_before_it_runs_ends_every_wait() -> None:
+    rpc_group(_unopened, 3)
 
 
 # -- pickling ------------------------------------------------------------------------------------
