@@ -32,7 +32,8 @@ class Begun:
     def first(self, id: int) -> bool:
         """Note that one is taken up; say whether it is so for the first time."""
         younger, mark = self._younger, object()
-        if younger.setdefault(id, mark) is not mark or id in self._older:
+        # The older half before it is put in: another thread may make that half of the younger one at any moment.
+        if id in self._older or younger.setdefault(id, mark) is not mark:
             return False
         if len(younger) >= KEPT and younger is self._younger:
             # The older half first: in between, what is in ``younger`` is found in both.

@@ -7,6 +7,7 @@ import contextlib
 import copyreg
 import datetime
 import decimal
+import itertools
 import operator
 import pickle
 import random
@@ -375,8 +376,11 @@ def test_the_mode_ends_with_the_last_agent_that_wants_it() -> None:
 # -- a service -----------------------------------------------------------------------------------------
 
 
+_numbers = itertools.count(1)
+
+
 def _ask(stranger: Stranger, body: bytes, kind: int = REQUEST) -> Any:
-    stranger.sock.sendall(pack_frame(kind, 1, body))
+    stranger.sock.sendall(pack_frame(kind, next(_numbers), body))
     (frame, *_) = stranger.frames()
     return exceptions.load(frame.body, loads=pickle.loads) if frame.kind == 3 else pickle.loads(frame.body)
 

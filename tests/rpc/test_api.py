@@ -464,7 +464,11 @@ def test_functions_have_torchs_parameters_and_defaults(name: str) -> None:
     def shape(signature: inspect.Signature) -> list[Any]:
         return [(each.name, each.kind, each.default) for each in signature.parameters.values()]
 
-    assert shape(ours) == shape(theirs)
+    found = shape(ours)
+    if name == "init_rpc":  # whose first one may be left out here, under a launcher
+        assert found[0][2] is None
+        found[0] = (*found[0][:2], inspect.Parameter.empty)
+    assert found == shape(theirs)
 
 
 _METHODS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 from collections.abc import Callable
@@ -97,7 +98,15 @@ _observer = _Observer()
 def _hand_out(to: tuple[_server_process_global_profile, ...], events: list[FunctionEvent]) -> None:
     for each in to:
         if each in _entered:
-            each.process_global_function_events.append(list(events))
+            each.process_global_function_events.append([_own(event) for event in events])
+
+
+def _own(event: FunctionEvent) -> FunctionEvent:
+    """Return a copy for one profile alone: each puts its events into a tree of its own."""
+    found = copy.copy(event)
+    found.cpu_children = list(event.cpu_children)
+    found.kernels = list(event.kernels)
+    return found
 
 
 def _change(how: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
