@@ -28,6 +28,7 @@ __all__ = [
     "NotInitializedError",
     "PeerDiedError",
     "PendingCallsLimitExceeded",
+    "PlacementError",
     "PlatformError",
     "ProtocolError",
     "RRefError",
@@ -42,6 +43,7 @@ __all__ = [
     "SupervisionError",
     "UnknownActorError",
     "UnknownWorkerError",
+    "UnplacedActorError",
     "VersionError",
     "WrongTypeError",
 ]
@@ -295,6 +297,10 @@ class ConfigError(RpcError, ValueError):
 
 class PlacementError(ConfigError):
     """No worker has what was asked for, or none had it free in time. The message says what is missing, and what there is."""
+
+
+class UnplacedActorError(ActorDiedError, PlacementError):
+    """An actor is dead since there was no place for it, when it was made or was to be made again. Also a PlacementError."""
 
 
 class WrongTypeError(ConfigError, TypeError):

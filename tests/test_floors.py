@@ -56,6 +56,7 @@ _FLOORS: dict[str, Floor] = {
     "core.buffers": Floor(2),
     "core.chunks": Floor(2),
     "core.connection": Floor(2),
+    "core.descriptors": Floor(2),
     "core.events": Floor(2),
     "core.interrupts": Floor(2),
     "core.liveness": Floor(2),

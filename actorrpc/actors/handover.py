@@ -25,7 +25,8 @@ __all__ = ["hand_over"]
 def hand_over(rank: int, incarnation: str, why: str) -> Any:
     """Have the actors that this process looks after, and that live in a worker, move to others. Answers with their number.
 
-    The answer comes when each has ended there, and its next incarnation is on the way. Run on each worker, by RPC.
+    Those that do not move (without ``checkpoint()``, or in a supervision group) stay; their deaths will say ``why``. The
+    answer comes when each of the others has ended there, and its next incarnation is on the way. Run on each worker, by RPC.
     """
     found = current()
     if found is None:
@@ -36,16 +37,15 @@ def hand_over(rank: int, incarnation: str, why: str) -> Any:
     leaving: list[tuple[Supervised, int]] = []
     with supervisor.lock:
         for actor in list(supervisor._actors.values()):
-            if (
-                actor.worker == key
-                and actor.phase == "alive"
-                and actor.card.info.has_checkpoint
-                and actor.family is None
-            ):
-                actor.moving = True
-                if isinstance(actor.place, WorkerKey):
-                    actor.place = elsewhere
-                leaving.append((actor, actor.resident_id))
+            if actor.worker != key:
+                continue
+            if actor.phase != "alive" or not actor.card.info.has_checkpoint or actor.family is not None:
+                actor.drained = why
+                continue
+            actor.moving = True
+            if isinstance(actor.place, WorkerKey):
+                actor.place = elsewhere
+            leaving.append((actor, actor.resident_id))
     over = []
     for actor, resident_id in leaving:
         moved: Future[None] = Future()

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from actorrpc.core import exceptions
-from actorrpc.errors import ActorDiedError, ActorUnavailableError, RemoteError, RemoteTraceback
+from actorrpc.errors import (
+    ActorDiedError,
+    ActorUnavailableError,
+    PlacementError,
+    RemoteError,
+    RemoteTraceback,
+    UnplacedActorError,
+)
 
 if TYPE_CHECKING:
     from actorrpc.actors.fates import Restarting
@@ -48,9 +55,8 @@ def dead(
     if verdict.before:
         text += "\n  before that, it had died like this:"
         text += "".join(f"\n    {number}. {each}" for number, each in enumerate(verdict.before, 1))
-    return ActorDiedError(
-        text, worker=actor.worker_name or None, actor=actor.title, report=report, cause=cause
-    )
+    kind = UnplacedActorError if isinstance(cause, PlacementError) else ActorDiedError
+    return kind(text, worker=actor.worker_name or None, actor=actor.title, report=report, cause=cause)
 
 
 def died(
@@ -69,7 +75,7 @@ def died(
             prefix += f"(the oldest call of this process that was not answered is {oldest}) "
     else:
         prefix = f"the call of {plan.label} was not executed: "
-    return ActorDiedError(
+    return type(death)(
         prefix + str(death.args[0]),
         maybe_executed=maybe_executed,
         worker=death.worker,
@@ -137,6 +143,8 @@ def without_worker(actor: Supervised, report: DeathReport | None, why: str) -> s
         text = report.describe()
     else:
         text = f"worker {actor.worker_name!r}, where it lived, has ended" + (f": {why}" if why else "")
+    if actor.drained and not actor.killed:
+        return f"{actor.drained}, and it does not move: {text}"
     return f"it was killed with kill(): {text}" if actor.killed else text
 
 
@@ -156,6 +164,8 @@ def not_made(error: BaseException, worker: str | None) -> tuple[str, bool]:
         text, final = f"its {where} raised {what}", True
     elif worker is not None:
         text, final = f"it could not be made on worker {worker!r}: {what}", True
+    elif isinstance(original, PlacementError):
+        text, final = str(original), False
     else:
         text, final = f"no process could be started for it: {what}", False
     original.__traceback__ = None

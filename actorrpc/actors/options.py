@@ -276,6 +276,9 @@ _ELSEWHERE: Final[dict[str, str]] = {
 }
 
 
+_PLACED: Final = ("host", "labels", "placement_timeout", "resources", "spread")
+
+
 def _check(cls: type[Any], given: dict[str, Any], what: str) -> dict[str, Any]:
     """Return the options that were given, each checked, in the form in which they are kept.
 
@@ -287,7 +290,7 @@ def _check(cls: type[Any], given: dict[str, Any], what: str) -> dict[str, Any]:
         _environment(given)
     for name in given:
         if name not in allowed:
-            raise _unknown(name, allowed, what)
+            raise _unknown(cls, name, allowed, what)
     return {name: _CHECKS[name](name, value) for name, value in given.items()}
 
 
@@ -301,9 +304,14 @@ def _names(cls: type[Any]) -> tuple[str, ...]:
     return found
 
 
-def _unknown(name: str, allowed: tuple[str, ...], what: str) -> ConfigError:
+def _unknown(cls: type[Any], name: str, allowed: tuple[str, ...], what: str) -> ConfigError:
     if name in _ELSEWHERE:
         return ConfigError(f"{name!r} is an option of Ray's that makes no sense here: {_ELSEWHERE[name]}")
+    if cls is TaskOptions and name in _PLACED:
+        return ConfigError(
+            f"{name!r} places actors, and tasks share processes that stay: make it a method of an actor with that option, or say "
+            "where the task runs with worker="
+        )
     others = [other for other in _KINDS if name in _names(_KINDS[other])]
     close = difflib.get_close_matches(name, allowed, n=2)
     hint = f" It is an option of {' and of '.join(others)}." if others else ""
@@ -400,11 +408,12 @@ class ActorOptions:
         restart_backoff_s: the wait before the second restart in a row; doubles with each up to 10 s, and is shortened at
             random by up to a half.
         max_task_retries, retry_exceptions: see :class:`CallOptions`; for all of its methods.
-        num_cpus: how many threads torch uses in a process of its own; what is booked in a worker that others share.
-        num_gpus: how many devices a process of its own sees; what is booked in a worker that others share.
+        num_cpus: how many threads torch uses in a process of its own; what is booked in a worker that others share, also in
+            one that ``worker=`` names. In the process of another actor nothing is booked.
+        num_gpus: how many devices a process of its own sees; else booked as ``num_cpus`` is.
         host: the host that it must be on: a name or an address.
         labels: words that its worker (or machine) must have, by name.
-        resources: further amounts that it needs, by name.
+        resources: further amounts that it needs, and books, by name.
         spread: put it where the fewest actors are, on workers that have joined or in a process of its own.
         placement_timeout: how many seconds it may wait for a worker that has all that; 0: not at all. None: not at
             all for what nobody has, and 10 s for what others have taken.
@@ -483,10 +492,12 @@ class ActorOptions:
                 "env= and working_dir= are for a process of the actor's own: leave worker= out, or give "
                 f"worker={NEW_PROCESS!r}"
             )
-        if self.worker is not None and (self.host or self.labels or self.resources or self.spread):
+        if self.worker is not None and (self.host or self.labels or self.spread):
             raise ConfigError(
-                "worker= says where the actor lives: leave host=, labels=, resources= and spread= out, or worker="
+                "worker= says where the actor lives: leave host=, labels= and spread= out, or worker="
             )
+        if getattr(type(self.worker), "_is_actor_handle", False) and self.resources:
+            raise ConfigError("worker= names another actor, which has booked its place: leave resources= out")
         group = self.concurrency_group
         if group is not None and group not in (self.concurrency_groups or {}):
             raise ConfigError(
@@ -527,7 +538,8 @@ class TaskOptions:
         retry_exceptions: whether what it raises is a reason to run it again; or only these.
         worker: where it runs; see :class:`ActorOptions`. None: on the processes that run tasks, or on the group's
             other workers in turn.
-        num_cpus, num_gpus, env, working_dir: of the process that runs it. Tasks that say the same share processes.
+        num_cpus, num_gpus, env, working_dir: of the process that runs it. Tasks that say the same share processes, which stay:
+            so there is no ``host``, ``labels``, ``resources`` or ``spread``. What is to be placed is an actor, or names a worker.
     """
 
     num_returns: int | Literal["streaming"] = 1

@@ -49,9 +49,7 @@ class Places:
         wanted = options.worker
         if wanted is None or wanted == NEW_PROCESS:
             if self._runtime.spawner is not None:
-                check = getattr(self._runtime.spawner, "check", None)
-                if check is not None:
-                    check(self.wish(label, options, 0))
+                self._check(self.wish(label, options, 0, None))
                 return None
             if options.host or options.labels or options.resources:
                 raise ConfigError(
@@ -68,10 +66,29 @@ class Places:
             return object.__getattribute__(wanted, "__dict__")["_actorrpc_route"]
         peer = self._agent.peer(wanted)
         peer.check_alive("an actor cannot be made there")
-        return WorkerKey(peer.rank, peer.record.incarnation)
+        if options.resources and self._runtime.spawner is None:
+            raise ConfigError("resources= needs a cluster that keeps books (actorrpc.init())")
+        place = WorkerKey(peer.rank, peer.record.incarnation)
+        self._check(self.wish(label, options, 0, place))
+        return place
 
-    def wish(self, label: str, options: ActorOptions, booking: int) -> ProcessSpec:
-        """Return what a spawner is asked for, for an actor without a place."""
+    def _check(self, wish: ProcessSpec | None) -> None:
+        check = getattr(self._runtime.spawner, "check", None)
+        if wish is not None and check is not None:
+            check(wish)
+
+    def wish(self, label: str, options: ActorOptions, booking: int, place: Any) -> ProcessSpec | None:
+        """Return what a spawner is asked for: a place, or amounts to be booked in the worker that is the place.
+
+        None where there is nothing to ask for.
+        """
+        rank: int | None = None
+        if place is not None:
+            if not isinstance(place, WorkerKey) or self._runtime.spawner is None:
+                return None
+            if not (options.num_cpus or options.num_gpus or options.resources):
+                return None
+            rank = place.rank
         own = options.worker == NEW_PROCESS or bool(options.env or options.working_dir)
         return ProcessSpec(
             label=label,
@@ -85,7 +102,8 @@ class Places:
             spread=options.spread,
             wait_s=options.placement_timeout,
             booking=booking,
-            own=own,
+            own=own and rank is None,
+            rank=rank,
         )
 
     def sits(self, resident_id: int, worker: WorkerInfo, options: ActorOptions) -> str | None:

@@ -30,6 +30,7 @@ class ProcessSpec:
         wait_s: how long it may wait for a worker that has what it needs.
         booking: names what is booked for it; 0 where nothing is to be.
         own: it must be a process of its own, and no seat in a worker that others share.
+        rank: the worker where it has to be; None where any will do.
     """
 
     label: str
@@ -44,11 +45,12 @@ class ProcessSpec:
     wait_s: float | None = None
     booking: int = 0
     own: bool = False
+    rank: int | None = None
 
     @property
     def is_picky(self) -> bool:
         """Whether it says more of where it is to be than how many processors and devices it needs."""
-        return bool(self.host or self.labels or self.resources or self.spread)
+        return bool(self.host or self.labels or self.resources or self.spread or self.rank is not None)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -11,7 +11,7 @@ import os
 import threading
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import moments
 from actorrpc.actors.crew import Stations
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from actorrpc.core.peer import Peer
 
 __all__ = ["ResidentState", "Residents", "end", "states"]
+
+_END_S: Final = 5.0
+_AT_LEAST_S: Final = 0.25
 
 _HEADERS = 1024
 _SHORT = 128  # bytes; longer headers have something of their own
@@ -179,8 +182,8 @@ class Residents:
             if spec is not None and spec.card.supervisor == key and spec.options.lifetime != "detached":
                 _ = resident.end("now", f"its creator, worker {peer.name!r}, is gone")
 
-    def close(self, graceful: bool) -> None:
-        """End all actors here; waits for their last hooks for a few seconds where ``graceful``."""
+    def close(self, graceful: bool, patience: float = _END_S) -> None:
+        """End all actors here; waits for their last hooks: 5 s or ``patience``, 0.25 s if not ``graceful``."""
         with self._lock:
             self._closed = True
         over: list[Future[None]] = [
@@ -188,7 +191,7 @@ class Residents:
         ]
         if over:
             try:
-                collect_all(over).wait(5.0 if graceful else 0.5)
+                collect_all(over).wait(max(_AT_LEAST_S, min(_END_S, patience)) if graceful else _AT_LEAST_S)
             except TimeoutError:
                 pass
 

@@ -78,6 +78,7 @@ class Supervised:
         family: the supervision group that decides about its restarts, and ``index`` its place there.
         held: its next incarnation is not to be begun yet: the family will say when.
         moving: its incarnation is ended because its worker is to leave: the next one begins elsewhere, and does not count.
+        drained: why its worker was asked to leave, where the present incarnation lives and does not move; empty if not.
         doomed: why the family ends the present incarnation; empty if it does not.
     """
 
@@ -88,6 +89,7 @@ class Supervised:
         "cls",
         "death",
         "doomed",
+        "drained",
         "epoch",
         "family",
         "held",
@@ -133,6 +135,7 @@ class Supervised:
         self.index = 0
         self.held = False
         self.moving = False
+        self.drained = ""
         self.doomed = ""
         self.phase: Phase = "starting"
         self.epoch = 0
@@ -217,6 +220,7 @@ class Supervised:
         self.resident_id = 0
         self.worker = None
         self.moving = False
+        self.drained = ""
         self.last = last
         self.held = self.family is not None
 

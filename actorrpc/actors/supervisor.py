@@ -168,11 +168,11 @@ class Supervisor:
             place, options = actor.place, actor.options
         spawner = self._runtime.spawner
         try:
-            if place is None:
+            wish = self._places.wish(actor.card.info.name, options, resident_id, place)
+            if wish is not None:
                 if spawner is None:
                     raise ShutdownError("the embedded cluster has ended", maybe_executed=False)
-                spec = self._places.wish(actor.card.info.name, options, resident_id)
-                spawner.spawn(spec).add_done_callback(partial(self._spawned, actor, resident_id))
+                spawner.spawn(wish).add_done_callback(partial(self._spawned, actor, resident_id))
             elif isinstance(place, WorkerKey):
                 self._construct(actor, resident_id, peer_of(self._agent, place), None)
             elif place == "turn":
@@ -572,8 +572,8 @@ class Supervisor:
         with self.lock:
             return [each.row(self._agent.name) for each in (*self._actors.values(), *self._dead.values())]
 
-    def close(self, graceful: bool = True) -> None:
-        """End all actors, at the same time; waits at most 5 s for them, half a second if not ``graceful``."""
+    def close(self, graceful: bool = True, patience: float = _END_S) -> None:
+        """End all actors at once; waits at most 5 s for them, or ``patience``; a quarter of one if not ``graceful``."""
         with self.lock:
             self._closed = True
             actors = list(self._actors.values())
@@ -582,7 +582,7 @@ class Supervisor:
         over = [self.end_there(actor, resident_id, "now", why) for actor, resident_id, _ in living]
         if over:
             try:
-                collect_all(over).wait(_END_S if graceful else 0.5)
+                collect_all(over).wait(max(0.25, min(_END_S, patience)) if graceful else 0.25)
             except RpcError:
                 pass
         for _, _, process in living:

@@ -219,7 +219,9 @@ def _share(options: TaskOptions, count: int) -> list[ActorHandle[Any]]:
 
 
 def _make(options: TaskOptions, **how: Any) -> ActorHandle[Any]:
-    given: dict[str, Any] = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
+    given: dict[str, Any] = {}
+    if "worker" not in how:  # there it would keep for good what it had booked, as runners stay
+        given = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
     if options.env:
         given["env"] = options.env
     if options.working_dir is not None:

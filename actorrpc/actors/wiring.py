@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from actorrpc import moments
 from actorrpc.actors import collective_members, tasks
 from actorrpc.actors.collective_meetings import Meetings
 from actorrpc.actors.names import Names
@@ -39,8 +40,8 @@ def start(agent: Agent, references: References) -> Callable[[bool], None]:
             tasks.forget()
             made.meetings.end()
             made.members.close()
-            made.supervisor.close(graceful)
-            made.residents.close(graceful)
+            made.supervisor.close(graceful, agent.leave_by - moments.now())
+            made.residents.close(graceful, agent.leave_by - moments.now())
             made.routes.close()
             made.streams.close()
         finally:

@@ -22,14 +22,14 @@ from actorrpc import moments
 from actorrpc.actors.processes import DeathReport, ProcessSpec, Seat
 from actorrpc.cluster import script
 from actorrpc.cluster.directory import Directory
-from actorrpc.cluster.engine import Engine, Order
+from actorrpc.cluster.engine import Engine, LaunchedEngine, Order
 from actorrpc.cluster.leaving import leave, leave_when_idle
 from actorrpc.cluster.placement import Book, Holder, lacking, needs_of, totals_of
 from actorrpc.core import keys
 from actorrpc.core.agent import Agent
 from actorrpc.core.identity import MAX_NAME, WorkerInfo, WorkerRecord, check_name
 from actorrpc.core.peer import Peer
-from actorrpc.errors import ConfigError, PlacementError, RpcError, ShutdownError
+from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcError, ShutdownError
 from actorrpc.futures import Future
 
 __all__ = ["VISITOR", "Cluster", "Reception"]
@@ -111,8 +111,8 @@ class Cluster:
         self._gone = threading.Event()
         self.on_arrival: list[Callable[[], None]] = []
         agent.on_peer_end.append(self._peer_ended)
-        if reception.address and not seats_first:  # ranks of a launcher have the script themselves
-            script.by_value()
+        if reception.address and not (seats_first and self._is_local):  # a launcher's ranks have the script
+            script.watch()
 
     @property
     def num_cpus(self) -> float:
@@ -128,6 +128,10 @@ class Cluster:
 
         ``creator`` is the worker that asked for it, and with which it ends; default the driver.
         """
+        if spec.rank is not None and not spec.resources and not self._keeps(spec.rank):
+            there: Future[WorkerInfo] = Future()
+            self._take_seat(there, spec.rank, 0)
+            return there
         plain = not spec.is_picky and not needs_of(spec) and not self.seats_first
         if plain or (not self.book.workers and not spec.is_picky and not spec.wait_s and self._is_local):
             return self._start(spec, creator)
@@ -167,7 +171,7 @@ class Cluster:
             self._fail(wish, ShutdownError("the cluster is shutting down", maybe_executed=False))
             return True
         self._refresh()
-        holder = self.book.choose(spec, self.seats_first)
+        holder = self._choose(spec)
         if holder is not None:
             self._seat(wish, holder)
             return True
@@ -181,6 +185,24 @@ class Cluster:
             late = partial(self.agent.submit, partial(self._too_late, wish, wait))
             wish.timer = self.agent.clock.after(wait, late)
         return False
+
+    def _choose(self, spec: ProcessSpec) -> Holder | None:
+        """Return who is to hold this. Under the lock.
+
+        Not a worker that is known to be dead: those who look after its actors may hear of its end before this cluster does,
+        and ask at once where else they can go.
+        """
+        while True:
+            holder = self.book.choose(spec, self.seats_first)
+            if holder is None or holder.starts or self._is_alive(holder.name):
+                return holder
+            self.book.workers.pop(holder.name, None)
+
+    def _is_alive(self, worker: str) -> bool:
+        try:
+            return self.agent.peer(worker).state == "alive"
+        except RpcError:
+            return False
 
     def _refresh(self) -> None:
         """Take up the machines of the engine as they are now; what is booked stays booked."""
@@ -202,8 +224,8 @@ class Cluster:
         if spec.booking and (spec.is_picky or not holder.starts):
             holder.bookings[spec.booking] = needs_of(spec)
             self._owners[spec.booking] = wish.creator
-        if not holder.starts:
-            self._complete(wish.future, Seat(holder.name, holder.rank, spec.booking))
+        if spec.rank is not None or not holder.starts:
+            self._take_seat(wish.future, holder.rank, spec.booking)
             return
 
         def started(done: Future[WorkerInfo]) -> None:
@@ -214,6 +236,20 @@ class Cluster:
                 wish.future._finish(done._value, done._error, self.agent.submit)
 
         self._start(spec, wish.creator).add_done_callback(started)
+
+    def _keeps(self, rank: int) -> bool:
+        """Say whether books are kept of a worker: not of a process that an actor has to itself."""
+        with self._lock:
+            self._refresh()
+            return any(each.rank == rank for each in self.book.all())
+
+    def _take_seat(self, future: Future[WorkerInfo], rank: int, booking: int) -> None:
+        record = self.directory.resolve(rank)
+        if record is not None:
+            self._complete(future, Seat(record.name, rank, booking))
+        elif future._claim():
+            error = PeerDiedError(f"worker {rank} has ended", maybe_executed=False)
+            future._finish(None, error, self.agent.submit)
 
     def _lacking(self, spec: ProcessSpec, waited: float) -> PlacementError:
         text = lacking(spec, self.book)
@@ -278,12 +314,12 @@ class Cluster:
         Raises:
             PlacementError: nobody has what it needs, and it does not want to wait for one who has.
         """
-        if self.reception.address and not self.seats_first:
-            script.by_value()
         if spec.wait_s or not (spec.is_picky or self.book.workers):
             return
         with self._lock:
             self._refresh()
+            if spec.rank is not None and not spec.resources and not self._keeps(spec.rank):
+                return
             if not self.book.candidates(spec):
                 raise self._lacking(spec, 0.0)
 
@@ -357,7 +393,7 @@ class Cluster:
                     totals=totals_of(facts["num_cpus"], facts["num_gpus"], facts["resources"]),
                     labels=dict(facts["labels"]),
                 )
-                if record.name in getattr(self.engine, "pool", ()):
+                if isinstance(self.engine, LaunchedEngine) and record.name in self.engine.pool:
                     self._scaled.add(record.name)  # the engine has started it, for any number of actors
         if owned:
             self.engine.register(record)
@@ -366,16 +402,9 @@ class Cluster:
         for tell in self.on_arrival:
             self.agent.submit(tell)
 
-    def forget_visitor(self, peer: Peer) -> None:
-        """Let go of what is kept of one that has asked: it was never a worker of the group."""
-        roster = self.agent.roster
-        with roster._lock:
-            for known in (peer.name, peer.rank, peer.info):
-                roster._peers.pop(known, None)
-
     def _peer_ended(self, peer: Peer) -> None:
-        if peer.name.startswith(VISITOR):
-            self.forget_visitor(peer)
+        if peer.record.is_visitor:
+            self.agent.roster.forget(peer)
             return
         with self._lock:
             if peer.name in self._scaled:
@@ -471,11 +500,11 @@ class Cluster:
         self.agent.submit(partial(self._ask, worker, leave))
 
     def wait_for_others(self, graceful: bool) -> None:
-        """Wait, at a graceful end, until all who have joined have left by themselves. Interruptible."""
-        while graceful and self._joined:
+        """Wait, at a graceful end, until all who have joined have left, or its time is over. Interruptible."""
+        while graceful and self._joined and (left := self.agent.leave_by - moments.now()) > 0:
             self._gone.clear()
             if self._joined:
-                self._gone.wait(_LEAVE_S)
+                self._gone.wait(min(_LEAVE_S, left))
 
     def end(self, graceful: bool, timeout: float) -> None:
         """End all that belongs to the cluster. Bounded; idempotent.
@@ -504,6 +533,7 @@ class Cluster:
                     self.let_go(name)
                 self._gone.wait(timeout or _LEAVE_S)
         finally:
+            script.unwatch()
             self.engine.end(graceful, timeout)
 
     def abandon(self) -> None:

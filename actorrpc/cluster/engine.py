@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc.actors.processes import DeathReport, ProcessSpec
 from actorrpc.core.identity import WorkerInfo, WorkerRecord
-from actorrpc.errors import PeerDiedError, RpcTimeoutError, ShutdownError, UnknownWorkerError
+from actorrpc.errors import ConfigError, PeerDiedError, RpcTimeoutError, ShutdownError, UnknownWorkerError
 from actorrpc.futures import Future
 
 if TYPE_CHECKING:
@@ -159,10 +159,18 @@ class LaunchedEngine(abc.ABC):
 
     Attributes:
         agent: the driver's; set by :meth:`attach` before anything is started.
+        num_workers: how many workers it keeps from the start that take several actors each, its pool; 0: it has no pool.
+        pool: the names of those that are in its pool now.
     """
 
     name = "launched"
     agent: Agent
+    num_workers = 0
+
+    @property
+    def pool(self) -> list[str]:
+        """The names of the workers in its pool."""
+        return []
 
     def __init__(self, *, start_timeout: float = _START_S) -> None:
         self._start_s = start_timeout
@@ -203,6 +211,20 @@ class LaunchedEngine(abc.ABC):
             reception: where they join, and with which key.
             joined: gives the workers that have joined.
         """
+
+    def grow(self, count: int, timeout: float) -> None:
+        """Start further workers of its pool, like those that it has, and wait for them; only where there is a pool.
+
+        Args:
+            timeout: for all of it, in seconds.
+
+        Raises:
+            ConfigError: there is no pool.
+            PlacementError: there is no place for them.
+            PeerDiedError: one has ended before it had joined.
+            RpcTimeoutError: not all have joined in time.
+        """
+        raise ConfigError(f"engine {self.name!r} has no pool of workers to which {count} could be added")
 
     # -- what it is told -------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ import sys
 import time
 import types
 import warnings
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -79,6 +80,8 @@ class _Server:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._pid = os.getpid()
         self._driver = -1
+        self._todo: list[tuple[dict[str, Any], list[int]]] = []  # commands that have come
+        self._look = select.poll()
         self._alarm, self._ring = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda _signal, _frame: None)
@@ -89,6 +92,8 @@ class _Server:
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         poller.register(self._alarm, select.POLLIN)
+        self._look.register(self._sock, select.POLLIN)
+        self._look.register(self._alarm, select.POLLIN)
         try:
             # It ends even if somebody else has inherited the driver's end of the socket.
             self._driver = os.pidfd_open(os.getppid())
@@ -103,28 +108,49 @@ class _Server:
                 ready = {fd for fd, _ in poller.poll(None if prepared else _IDLE_MS)}
                 if not ready and not prepared:
                     prepared = True
-                    _prepare()
-                if self._alarm in ready:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._alarm, 4096)
-                    self._reap()
-                if self._sock.fileno() in ready:
-                    messages = self._reader.feed()
-                    if messages is None:
-                        break
-                    for index, (message, fds) in enumerate(messages):
-                        job = self._act(message, fds)
-                        if job is not None:
-                            for _, unused in messages[index + 1 :]:
-                                for fd in unused:
-                                    os.close(fd)
-                            return job
-                elif self._driver in ready:
+                    _prepare(self.glance)
+                if not self._take(ready):
                     break
+                while self._todo:
+                    job = self._act(*self._todo.pop(0))
+                    if job is not None:
+                        for _, unused in self._todo:
+                            for fd in unused:
+                                os.close(fd)
+                        return job
         except OSError:  # the driver is gone
             pass
         self._end()
         return None
+
+    def _take(self, ready: set[int]) -> bool:
+        """Reap children and take up commands, as far as there are any; return False when the driver is gone."""
+        if self._alarm in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._alarm, 4096)
+            self._reap()
+        if self._sock.fileno() in ready:
+            messages = self._reader.feed()
+            if messages is None:
+                return False
+            self._todo += messages
+            return True
+        return self._driver not in ready
+
+    def glance(self) -> None:
+        """Do what cannot wait, in the middle of an import: kill, reap, and end with the driver. Forks wait."""
+        ready = {fd for fd, _ in self._look.poll(0)}
+        if not ready:
+            return
+        try:
+            if not self._take(ready):
+                self._end()
+            for message, fds in self._todo:
+                if message["do"] == "kill":
+                    self._act(message, fds)
+        except OSError:  # the driver is gone
+            self._end()
+        self._todo = [each for each in self._todo if each[0]["do"] != "kill"]
 
     def _say(self, message: dict[str, Any]) -> None:
         send(self._sock, message)
@@ -236,12 +262,31 @@ def _settle() -> None:
     gc.freeze()
 
 
-def _prepare() -> None:
-    """Import what most children will: making an optimizer imports it, which takes each of them a second otherwise."""
-    for name in _LATER:
-        with contextlib.suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            importlib.import_module(name)
+class _Between:
+    """Finds no module: it is asked before each import, and looks around meanwhile."""
+
+    def __init__(self, glance: Callable[[], None]) -> None:
+        self._glance = glance
+
+    def find_spec(self, _name: str, _path: Any = None, _target: Any = None) -> None:
+        """See to what cannot wait."""
+        self._glance()
+
+
+def _prepare(glance: Callable[[], None]) -> None:
+    """Import what most children will: making an optimizer imports it, which takes each of them a second otherwise.
+
+    It takes seconds, on a busy machine many: ``glance()`` is called all the time, or nobody could be ended meanwhile.
+    """
+    between = _Between(glance)
+    sys.meta_path.insert(0, between)
+    try:
+        for name in _LATER:
+            with contextlib.suppress(Exception), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                importlib.import_module(name)
+    finally:
+        sys.meta_path.remove(between)
     _settle()
 
 

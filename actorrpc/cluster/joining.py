@@ -34,6 +34,7 @@ from actorrpc.config import Settings
 from actorrpc.core.agent import Agent
 from actorrpc.core.handshake import Dialler
 from actorrpc.core.identity import (
+    FIRST_VISITOR,
     MAX_NAME,
     WorkerRecord,
     check_name,
@@ -200,7 +201,7 @@ def _ask(
     """Ask the driver whether this process may join."""
     record = WorkerRecord(
         name=VISITOR + secrets.token_hex(8),
-        rank=(1 << 30) + secrets.randbits(29),
+        rank=FIRST_VISITOR + secrets.randbits(29),
         incarnation=new_incarnation(),
         host=f"visitor-{secrets.token_hex(8)}",
     )

@@ -235,13 +235,16 @@ class ForkServer:
 
     # -- the end ---------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """End the server: it kills what is left of its children, and goes. Bounded; idempotent."""
+    def close(self, timeout: float = _END_S) -> None:
+        """End the server: it kills what is left of its children, and goes. Idempotent.
+
+        Where it does not within ``timeout`` seconds, it is killed, and the kernel kills its children.
+        """
         self._hang_up()
         if self._process is not None:
             if not self.is_ready:
                 self._process.kill()  # it is still importing, and has no children
-            self._bury(_END_S)
+            self._bury(timeout)
         if self._reader is not None:
             self._reader.close()
 

@@ -26,6 +26,10 @@ class Leaver:
     Args:
         agent, references: what is in force here.
         announce: called before this process leaves by itself, on a pool thread.
+
+    Attributes:
+        graceful: whether there is anybody left to say goodbye to.
+        bereft: why this process ends, where that is the death of its driver; else empty.
     """
 
     def __init__(self, agent: Agent, references: References, announce: Callable[[], None]) -> None:
@@ -35,6 +39,7 @@ class Leaver:
         self._over = threading.Event()
         self._looking = False
         self.graceful = True
+        self.bereft = ""
 
     def wait(self) -> None:
         """Wait for the end. Interruptible."""

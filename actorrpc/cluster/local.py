@@ -39,6 +39,8 @@ from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, check_timeout
 __all__ = ["Context", "init"]
 
 _log = logging.getLogger("actorrpc.cluster")
+_GRACE_S: Final = 5.0  # how long a graceful end may take, where no time-out is given
+_LAST_S: Final = 0.5  # how long processes may take at least, however long their actors took
 _TRY_S: Final = 5.0  # how long an address in a launcher's store is tried before it is read again
 _SETTINGS: Final = tuple(field.name for field in dataclasses.fields(Settings))
 _OPTIONS: Final = (
@@ -139,7 +141,8 @@ def init(
     process.
 
     Under torchrun, ``srun`` or ``mpirun`` (more than one task) the processes that were launched make one cluster: rank 0
-    is the driver, and the others serve in here until it lets them go; then they end, with ``SystemExit(0)``.
+    is the driver, and the others serve in here until it lets them go; then they end, with ``SystemExit(0)``, or with an
+    exit code of 1 where rank 0 has died.
 
     Args:
         address: ``tcp://host:port`` of a driver that listens: join it, as a worker that can also use it. Or the
@@ -218,7 +221,7 @@ def init(
             listen,
             found,
             means,
-            seats_first=bool(getattr(found, "num_workers", 0)),
+            seats_first=isinstance(found, LaunchedEngine) and found.num_workers > 0,
             namespace=namespace,
             log_to_driver=log_to_driver,
             ignore_reinit_error=ignore_reinit_error,
@@ -278,6 +281,11 @@ def _launched(
         member.wait()
     finally:
         api.shutdown(False)
+    if member.leaver.bereft:
+        # With 0, a launcher would take the job for done on this host, and start only the others anew.
+        raise SystemExit(
+            f"worker {member.agent.name!r} ends: rank 0, which drove it at {where}, has died: {member.leaver.bereft}"
+        )
     raise SystemExit(0)
 
 
@@ -359,6 +367,7 @@ def _drive(
         key_is_made = not secret
     secret = secret or addresses.new_secret()
     directory = Directory()
+    until = 0.0
     cluster: Cluster | None = None
     local: LocalCluster | None = None
     key_file = ""
@@ -415,18 +424,26 @@ def _drive(
             seats_first=seats_first,
         )
         set_cluster(cluster)
-        if waits:  # before anything else ends: others still work with what is here
-            api.before_the_end(cluster.wait_for_others)
+        api.before_the_end(begin)
         found = runtime.current()
         if found is not None:
             found.spawner = cluster
+
+    def begin(graceful: bool) -> None:
+        """Before anything else ends: have others work with what is here, where they do; then the time runs."""
+        nonlocal until
+        if waits and cluster is not None:
+            cluster.wait_for_others(graceful)
+        until = moments.now() + _GRACE_S
 
     def stop(graceful: bool, seconds: float) -> None:
         if key_file:
             keys.remove_file(key_file)
         if cluster is not None:
+            # What the actors have taken is gone. Processes whose actors have ended can leave quickly.
+            left = seconds or max(_LAST_S, until - moments.now())
             try:
-                cluster.end(graceful, seconds)
+                cluster.end(graceful, left)
             finally:
                 set_cluster(None)
 

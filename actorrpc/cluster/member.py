@@ -86,6 +86,8 @@ def enter(
 
         def ended(peer: Peer) -> None:
             if peer.name == driver.name:
+                if peer.state == "dead":
+                    leaver.bereft = peer.cause or "it died"
                 leaver.leave(False)
 
         agent.on_peer_end.append(ended)

@@ -78,6 +78,8 @@ class Holder:
         """Say whether it could ever hold what is wished for."""
         if spec.own and not self.starts:
             return False
+        if spec.rank is not None and spec.rank != self.rank:
+            return False
         if spec.host is not None and spec.host not in self.hosts:
             return False
         if any(self.labels.get(name) != value for name, value in spec.labels.items()):
@@ -138,6 +140,8 @@ class Book:
 def lacking(spec: ProcessSpec, book: Book) -> str:
     """Say in words what is wished for and what there is."""
     wishes = [f"{name} {amount:g}" for name, amount in needs_of(spec).items()]
+    if spec.rank is not None:
+        wishes.append(f"worker {spec.rank}")
     wishes += [f"label {name}={value}" for name, value in spec.labels.items()]
     if spec.host is not None:
         wishes.append(f"host {spec.host!r}")

@@ -51,7 +51,9 @@ _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
 _IMPORT_S: Final = 120.0  # how long the fork server may take to import torch
 _START_S: Final = 60.0  # how long a forked process may take to join
 _LEAVE_S: Final = 5.0  # how long a process may take to end once it has begun to
-_KILLED_S: Final = 3.0
+# How long it all may take from then on where an end is by force: with the agent's, less than 2 s.
+_FORCED_S: Final = 1.0
+_AT_LEAST_S: Final = 0.1
 _DEVICES_S: Final = 10.0  # how long a process waits for devices of others, which may be ending
 _LOGS_S: Final = 1.0  # how long a report waits for the last lines
 _KEPT: Final = 1000  # reports of processes that have ended
@@ -526,6 +528,8 @@ class LocalCluster:
     def end(self, graceful: bool, timeout: float) -> None:
         """End all processes and the fork server, and show all that they have written. Bounded; idempotent.
 
+        What has not gone by itself is killed; that may take a second.
+
         Args:
             graceful: ask the processes first.
             timeout: how long they may take, in seconds; 0 for 5 s.
@@ -549,20 +553,21 @@ class LocalCluster:
                     self.agent.submit(partial(self._ask, process.name, leave))
                 self._wait_gone(timeout or _LEAVE_S)
         finally:
+            until = time.monotonic() + _FORCED_S
             try:
                 for process in running:
                     self.kill(process.name)
                 if alive:
-                    self._wait_gone(_KILLED_S)
+                    self._wait_gone(_FORCED_S / 2)
             finally:
-                self._close_down()
+                self._close_down(until)
 
     @uninterruptible
-    def _close_down(self) -> None:
-        """Take down what is left. Ctrl-C waits for it: it takes a few seconds at most."""
+    def _close_down(self, until: float) -> None:
+        """Take down what is left. Ctrl-C waits for it: it takes a second at most."""
         if self.server is not None:
-            self.server.close()
-        self.logs.close()
+            self.server.close(max(_AT_LEAST_S, until - time.monotonic() - _FORCED_S / 4))
+        self.logs.close(max(_AT_LEAST_S, until - time.monotonic()))
         with self._lock:
             for process in list(self._processes.values()):
                 self._forget(process)

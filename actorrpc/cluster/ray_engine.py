@@ -207,8 +207,15 @@ class RayEngine(LaunchedEngine):
         """
         self._reception = reception
         self._joined = joined
-        names = self.grow(self.num_workers)
-        until = moments.now() + self._timeout
+        self.grow(self.num_workers, self._timeout)
+
+    def grow(self, count: int, timeout: float) -> None:
+        """See :class:`LaunchedEngine`."""
+        assert self._joined is not None
+        assert self._reception is not None
+        joined, address = self._joined, self._reception.address
+        until = moments.now() + timeout
+        names = self._more(count)
         while absent := sorted(set(names) - {record.name for record in joined()}):
             for name in absent:
                 if name in self._failed:
@@ -219,14 +226,14 @@ class RayEngine(LaunchedEngine):
                     )
             if moments.now() >= until:
                 raise RpcTimeoutError(
-                    f"{', '.join(absent)} of the Ray engine have not joined within {self._timeout:g} s. They wait for "
-                    f"resources (Ray has free: {self.link.ray.available_resources()}), or do not reach {reception.address}",
+                    f"{', '.join(absent)} of the Ray engine have not joined within {timeout:g} s. They wait for resources "
+                    f"(Ray has free: {self.link.ray.available_resources()}), or do not reach {address}",
                     maybe_executed=False,
                     worker=absent[0],
                 )
             time.sleep(_LOOK_S)
 
-    def grow(self, count: int) -> list[str]:
+    def _more(self, count: int) -> list[str]:
         """Begin to start further workers of the pool; returns their names."""
         assert self._reception is not None
         names = [f"ray-{next(self._numbers)}" for _ in range(count)]

@@ -14,6 +14,7 @@ from actorrpc.actors.handover import hand_over
 from actorrpc.actors.processes import ProcessSpec
 from actorrpc.cluster import serving
 from actorrpc.cluster.driver import Cluster
+from actorrpc.cluster.engine import LaunchedEngine
 from actorrpc.errors import ConfigError, PeerDiedError, RpcError, RpcTimeoutError, WrongTypeError
 from actorrpc.futures import Future
 from actorrpc.rpc import api
@@ -38,7 +39,7 @@ def _cluster(what: str) -> Cluster:
 def scale(
     count: int,
     *,
-    num_cpus: float = 1,
+    num_cpus: float | None = None,
     num_gpus: float | None = None,
     labels: Mapping[str, str] | None = None,
     timeout: float = _SCALE_S,
@@ -50,11 +51,13 @@ def scale(
 
     Args:
         count: how many there are to be.
-        num_cpus, num_gpus, labels: what each new one has.
+        num_cpus, num_gpus, labels: what each new one has; default one processor. Workers of an engine's pool
+            (``init("ray", num_workers=...)``) all have what that says.
         timeout: for all of it, in seconds.
 
     Raises:
         ConfigError: this is not the driver, or the engine cannot start what is asked for.
+        PlacementError: the engine has no place for so many.
         RpcTimeoutError: not all were there in time; those that came stay.
         PeerDiedError: one could not be started.
     """
@@ -62,10 +65,20 @@ def scale(
         raise WrongTypeError(f"scale() takes a number of workers of at least 0, not {count!r}")
     cluster = _cluster("scale()")
     until = moments.now() + _seconds(timeout)
+    engine = cluster.engine
+    pooled = isinstance(engine, LaunchedEngine) and engine.num_workers > 0
+    if pooled and (num_cpus is not None or num_gpus is not None or labels):
+        raise ConfigError(
+            f"the workers of engine {engine.name!r} are all alike: leave num_cpus=, num_gpus= and labels= to init()"
+        )
     there = cluster.scaled()
     for name in there[count:]:
         drain(name, timeout=max(0.1, until - moments.now()))
-    spec = ProcessSpec(label="worker", num_cpus=num_cpus, num_gpus=num_gpus, labels=labels or {})
+    if pooled and count > len(there):
+        engine.grow(count - len(there), max(0.1, until - moments.now()))  # type: ignore[attr-defined]
+        return cluster.scaled()
+    cpus = 1 if num_cpus is None else num_cpus
+    spec = ProcessSpec(label="worker", num_cpus=cpus, num_gpus=num_gpus, labels=labels or {})
     started = [cluster.add_worker(spec) for _ in range(count - len(there))]
     for future in started:
         future.wait(max(0.1, until - moments.now()))
@@ -76,8 +89,10 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
     """Have a worker leave without losing what it does: nothing new is placed there, its calls finish, its actors move.
 
     Actors whose class has ``checkpoint()`` and ``restore(state)`` begin again elsewhere with their state, and their handles go
-    on working. Others end with the worker, when their calls are finished (and are made again if ``max_restarts`` says so).
-    Only on the driver. Values that RRefs refer to, and actors in supervision groups, do not move.
+    on working. Others end with the worker, when their calls are finished: they begin anew elsewhere if ``max_restarts`` says so
+    (those that ``worker=`` has put there cannot), or are dead, with an ActorDiedError that names the drained worker. Those in
+    supervision groups are restarted by their groups, with their last checkpoint, or their groups give up. Values that
+    RRefs refer to do not move. Only on the driver.
 
     Args:
         worker: its name, rank or WorkerInfo.

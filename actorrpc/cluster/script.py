@@ -2,7 +2,8 @@
 
 Functions and classes travel by name where both sides can import them, else by value. What stands beside the script (its
 directory is on the path of this process alone) can only be imported where that directory is: with a driver that others
-can join these modules travel by value, if they are imported when it starts, or when an actor is made. Thread-safe.
+can join these modules travel by value, those that are imported when it starts, and those that are imported later.
+Thread-safe.
 """
 
 from __future__ import annotations
@@ -10,11 +11,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Final
 
 import cloudpickle
+from cloudpickle import cloudpickle as _cloudpickle
 
-__all__ = ["by_value", "directory", "fingerprint", "has_code"]
+__all__ = ["by_value", "directory", "fingerprint", "has_code", "unwatch", "watch"]
 
 _OURS: Final = "actorrpc"
 
@@ -50,33 +56,60 @@ def has_code(mark: tuple[str, int, int] | list[object] | None) -> bool:
     return (found.st_size, found.st_mtime_ns) == (size, when)
 
 
-_seen: set[str] = set()  # names of modules that were looked at; single, atomic steps
-
-
 def by_value() -> None:
-    """Have the modules beside the script travel by value, those that are imported by now. Costs little when repeated."""
-    if len(_seen) == len(sys.modules):
-        return
+    """Have the modules beside the script travel by value, those that are imported by now."""
     place = directory()
     for name, module in list(sys.modules.items()):
-        if name in _seen:
-            continue
-        _seen.add(name)
         path = getattr(module, "__file__", None)
-        top = name.partition(".")[0]
-        if place is None or not isinstance(path, str) or top in ("__main__", _OURS):
-            continue
-        if (os.path.dirname(os.path.realpath(path)) + os.sep).startswith(place + os.sep) and _is_the_programs(
-            path
-        ):
+        if place is not None and isinstance(path, str) and _is_the_programs(name, path, place):
             with contextlib.suppress(ValueError):
                 cloudpickle.register_pickle_by_value(module)
 
 
-def _is_the_programs(path: str) -> bool:
-    """Whether a file is no part of an installation that happens to lie below the script's directory."""
+class _Watch(MetaPathFinder):
+    """Finds nothing, but sees what is imported: what is beside the script travels by value."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        place = directory()
+        if place is None or not any(os.path.realpath(each).startswith(place) for each in path or [place]):
+            return None
+        if path is None and not any(
+            os.path.exists(os.path.join(place, fullname + end)) for end in ("", ".py")
+        ):
+            return None  # nearly always: two looks at the disk, where an import takes many
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.origin and _is_the_programs(fullname, spec.origin, place):
+            _cloudpickle._PICKLE_BY_VALUE_MODULES.add(
+                fullname
+            )  # it is no module yet, which the function asks for
+        return None
+
+
+_watch: Final = _Watch()
+
+
+def watch() -> None:
+    """Do as :func:`by_value`, and so for what is imported from now on. Idempotent."""
+    if _watch not in sys.meta_path:
+        sys.meta_path.insert(0, _watch)
+    by_value()
+
+
+def unwatch() -> None:
+    """Look at no further imports. Idempotent."""
+    with contextlib.suppress(ValueError):
+        sys.meta_path.remove(_watch)
+
+
+def _is_the_programs(name: str, path: str, place: str) -> bool:
+    """Whether a module is beside the script, and no part of an installation that happens to lie there, or of this package."""
+    if name.partition(".")[0] in ("__main__", _OURS):
+        return False
     real = os.path.realpath(path)
-    parts = real.split(os.sep)
+    if not real.startswith(place + os.sep):
+        return False
     if real.startswith(os.path.dirname(os.path.realpath(os.__file__)) + os.sep):
         return False
-    return "site-packages" not in parts and "dist-packages" not in parts and "lib-dynload" not in parts
+    return not {"site-packages", "dist-packages", "lib-dynload"} & set(real.split(os.sep))

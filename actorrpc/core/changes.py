@@ -70,7 +70,7 @@ class Changes:
             peer.liveness.suspect = state == "suspect"
             if state in _FINAL:
                 peer.ending = state
-            if self._listeners:
+            if self._listeners and not peer.record.is_visitor:
                 self._untold.append((peer.info, old, state, reason, list(self._listeners)))
             start = bool(self._untold) and not self._telling
             self._telling = self._telling or start

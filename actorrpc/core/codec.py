@@ -51,6 +51,7 @@ __all__ = [
     "encode",
     "encode_body",
     "loads",
+    "not_rebuilt",
     "register",
 ]
 
@@ -518,7 +519,7 @@ def decode(
 
     Raises:
         UnknownDefinitionError: definitions are missing; nothing has been unpickled yet.
-        ProtocolError: the bytes make no sense, or there are more than ``max_buffers`` buffers.
+        ProtocolError: the bytes make no sense, or there are more than ``max_buffers``.
         SerializationError: an object cannot be rebuilt here (not importable, or its class says no).
     """
     outer = message.decoding
@@ -533,19 +534,22 @@ def decode(
         return _decode_table(body, buffers, decoding)
     except RpcError:
         raise
-    except (
-        pickle.UnpicklingError
-    ) as error:  # what else a damaged pickle may raise, users' classes may as well
-        raise ProtocolError(f"a message cannot be unpickled: {error}") from error
-    except (AttributeError, ImportError) as error:
-        raise SerializationError(
-            f"{error}. The RPC pickler does not serialize function code that can be imported where it is "
-            "called: make sure that functions and classes are defined in a module that both sides have"
-        ) from error
     except Exception as error:
-        raise SerializationError(f"cannot be rebuilt here: {type(error).__name__}: {error}") from error
+        raise not_rebuilt(error) from error
     finally:
         message.decoding = outer
+
+
+def not_rebuilt(error: Exception, what: str = "a message") -> RpcError:
+    """Return what says that unpickling has raised ``error``, which is to be its cause."""
+    if isinstance(error, pickle.UnpicklingError):  # all else users' classes may raise as well
+        return ProtocolError(f"{what} cannot be unpickled: {error}")
+    if isinstance(error, (AttributeError, ImportError)):
+        return SerializationError(
+            f"{error}. The RPC pickler does not serialize function code that can be imported where it is called: "
+            "make sure that functions and classes are defined in a module that both sides have"
+        )
+    return SerializationError(f"{what} cannot be rebuilt here: {type(error).__name__}: {error}")
 
 
 def _decode_table(body: bytes | memoryview, buffers: Sequence[Any], decoding: _Decoding) -> Any:
@@ -578,9 +582,6 @@ def _decode_table(body: bytes | memoryview, buffers: Sequence[Any], decoding: _D
         return loads_here(body, buffers[:direct])
     pieces = [HOLE.unpack_from(body, n) for n in range(holes_at, names_at, 16)]
     return load_here(Pieces(memoryview(body)[:length], pieces, buffers[last:]), buffers[:direct])
-
-
-# -- simple forms -------------------------------------------------------------------------------
 
 
 def dumps(obj: object, *, remote_main: bool = True) -> bytes:

@@ -24,6 +24,7 @@ uninterruptible: Ctrl-C waits for their end, and any other exception in one of t
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import select
 import socket
@@ -66,6 +67,11 @@ _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for on
 _LOOKED_AT: Final = STREAM | LETTER
 _PARTS: Final = 512  # in one sendmsg; the kernel takes 1024
 _BULK_READS: Final = 64  # reads in one turn while chunks are coming in
+
+
+def _untouched(size: int) -> mmap.mmap:
+    """Return memory that is taken page by page, as it is written to: most connections see small messages only."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Connection:
@@ -120,7 +126,10 @@ class Connection:
         self.seal = None if seals is None else seals.outgoing
         reader = FrameReader if seals is None else partial(SealedReader, seals.incoming)
         self._reader = reader(
-            max_frame=settings.max_frame, max_chunk=max(settings.chunk, 1 << 20), sink_for=self._sink_for
+            max_frame=settings.max_frame,
+            max_chunk=max(settings.chunk, 1 << 20),
+            sink_for=self._sink_for,
+            allocate=_untouched,
         )
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = select.poll()

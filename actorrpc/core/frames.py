@@ -167,9 +167,11 @@ class FrameReader:
         max_chunk: the largest chunk that is accepted, in bytes.
         sink_for: gives the memory for a chunk; ``None`` refuses chunks.
         capacity: size of the read buffer, in bytes.
+        allocate: makes the read buffer: zeros that can be written to, of so many bytes.
     """
 
     __slots__ = (
+        "_allocate",
         "_buffer",
         "_chunk",
         "_end",
@@ -191,8 +193,10 @@ class FrameReader:
         max_chunk: int,
         sink_for: Callable[[int, int, int], memoryview] | None = None,
         capacity: int = 1 << 18,
+        allocate: Callable[[int], Any] = bytearray,
     ) -> None:
-        self._buffer = bytearray(capacity)
+        self._allocate = allocate
+        self._buffer = allocate(capacity)
         self._view = memoryview(self._buffer)
         self._whole = [self._view]
         self._start = 0
@@ -320,7 +324,7 @@ class FrameReader:
         capacity = len(self._buffer)
         if needed > capacity:
             # Checked against the limit above; grown once, and kept.
-            larger = bytearray(max(needed, 2 * capacity))
+            larger = self._allocate(max(needed, 2 * capacity))
             larger[:here] = self._view[self._start : self._end]
             self._buffer, self._view = larger, memoryview(larger)
             self._whole = [self._view]

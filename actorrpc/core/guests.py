@@ -32,6 +32,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import moments
+from actorrpc.core.descriptors import make_room
 from actorrpc.core.handshake import Acceptor, Refusal
 from actorrpc.core.keys import remove_file
 from actorrpc.core.tls import HELLO, Stream, Tls, explain
@@ -116,6 +117,7 @@ class Guests:
                         _AGAIN_S, lambda: self._agent.submit(lambda: self._accept(listener))
                     )
                 return
+            make_room(sock.fileno())
             local = sock.family == socket.AF_UNIX
             sock.setblocking(False)
             self._enter(sock, "local" if local else str(where[0]), local)

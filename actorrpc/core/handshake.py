@@ -278,6 +278,7 @@ class Dialler(_Side):
         "_version",
         "_wanted",
         "refused",
+        "replaced",
     )
 
     def __init__(
@@ -316,6 +317,8 @@ class Dialler(_Side):
         self._version = 0
         self.refused: Refusal | None = None
         """Why the other side refused, where it did and said so."""
+        self.replaced = False
+        """Whether a later life of the worker that was meant has answered, or so it says: nothing was proved."""
 
     def start(self) -> bytes:
         """Return the first message."""
@@ -383,7 +386,8 @@ class Dialler(_Side):
         if (self._peer_name is not None and name != self._peer_name) or (
             self._wanted is not None and incarnation != self._wanted
         ):
-            was = name if name != self._peer_name else f"{name} (another run of it)"
+            self.replaced = name == self._peer_name
+            was = name if not self.replaced else f"{name} (another run of it)"
             self._fail(
                 AuthenticationError(
                     f"wrong peer: worker {self._name!r} dialled {self._target()}, but {was!r} answers at its "

@@ -23,6 +23,7 @@ from actorrpc.core.keys import boot_id, file_digest
 from actorrpc.errors import ConfigError, RendezvousError
 
 __all__ = [
+    "FIRST_VISITOR",
     "MAX_NAME",
     "WorkerInfo",
     "WorkerRecord",
@@ -34,6 +35,9 @@ __all__ = [
 
 MAX_NAME = 127
 """The longest worker name, in characters (torch's limit: names are *shorter than* 128)."""
+
+FIRST_VISITOR = 1 << 30
+"""The ranks from here on are of visitors: of those who only ask a worker something, and are no members of its group."""
 
 _NAME = re.compile(r"[A-Za-z0-9_:-]+", re.ASCII)
 _INCARNATION = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -135,6 +139,11 @@ class WorkerRecord:
     tcp: tuple[tuple[str, int], ...] = ()
     pid: int = 0
     main: str = ""
+
+    @property
+    def is_visitor(self) -> bool:
+        """Whether this is no member of the group: it is not listed, and nobody is told of it."""
+        return self.rank >= FIRST_VISITOR
 
     @property
     def info(self) -> WorkerInfo:

@@ -33,7 +33,8 @@ class Launch:
 
     Attributes:
         launcher: what messages call it.
-        run: names this start of the job among others: a restarted group of torchrun's is another one.
+        run: names this start of the job among others. A restarted group of torchrun's is another one where that is on one host;
+            over several, what is in the store may be of the start before.
         master: the host of rank 0, with ``port``, where the ranks meet.
     """
 
@@ -119,7 +120,9 @@ def _of_torchrun(given: Mapping[str, str]) -> Launch:
     port = _number(given, "MASTER_PORT", what) if size > 1 or given.get("MASTER_PORT") else 29500
     if not 1 <= port <= 65535:
         raise ConfigError(f"MASTER_PORT={port} is no port: 1 to 65535")
-    restart = given.get("TORCHELASTIC_RESTART_COUNT") or "0"
+    # torchrun keeps its store over restarts, and each host counts those of its own: only within one do all agree.
+    alone = (given.get("GROUP_WORLD_SIZE") or "1") == "1"
+    restart = (given.get("TORCHELASTIC_RESTART_COUNT") or "0") if alone else "0"
     run = f"{given.get('TORCHELASTIC_RUN_ID') or 'none'}/{restart}"
     return Launch(launcher=what, rank=rank, size=size, local_rank=local, master=master, port=port, run=run)
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from actorrpc import moments
 from actorrpc.core.connection import Connection
+from actorrpc.core.descriptors import make_room
 from actorrpc.core.frames import INTRO, STREAM_ABORT, pack_frame
 from actorrpc.core.guests import Guest, Guests
 from actorrpc.core.handshake import Dialler, Purpose, Session
@@ -85,7 +86,13 @@ class Links:
             with self._lock:
                 self._introducing[conn] = session
             self._welcome(conn, answer)
-            self.watch(conn, session.leftover)
+            try:
+                self.watch(conn, session.leftover)
+            except (OSError, ValueError):  # the epoll was closed meanwhile
+                conn.close()
+            if self._agent.closed_down:  # whoever closed the agent may have looked before this one came
+                conn.close()
+                conn.reap()
             return
         with self._lock:
             main = self._mains.get(session.attach)
@@ -232,6 +239,10 @@ class Links:
             attach = secrets.token_bytes(16)
             try:
                 sock, session = self.dial(peer, family, address, Purpose.MAIN, attach, limit)
+            except PeerDiedError:
+                # Nothing was proved; but who could lie here could as well refuse the connection, which says the same.
+                self._agent.peer_ended(peer, "dead", "a new life of it answers at its address")
+                raise
             except (TimeoutError, OSError) as error:
                 if isinstance(error, RpcError):
                     raise
@@ -311,6 +322,7 @@ class Links:
         sock: Stream = plain
         binding = b""
         try:
+            make_room(plain.fileno())
             plain.settimeout(max(0.05, limit - moments.now()))
             plain.connect(address)
             limit = min(limit, moments.now() + agent.settings.handshake_timeout)
@@ -346,7 +358,7 @@ class Links:
                     raise
                 if not received:
                     raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake")
-                data = dialler.feed(received)
+                data = self._feed(dialler, received, peer)
         except ssl.SSLError as error:
             # An OSError as well, but no sign that nobody is there.
             sock.close()
@@ -354,6 +366,27 @@ class Links:
         except BaseException:
             sock.close()
             raise
+
+    @staticmethod
+    def _feed(dialler: Dialler, data: bytes, peer: Peer) -> bytes:
+        """Go on with a handshake; return what is to be sent.
+
+        Raises:
+            PeerDiedError: a later life of the worker has its address.
+            RpcError: the handshake has failed.
+        """
+        try:
+            return dialler.feed(data)
+        except AuthenticationError as error:
+            if not dialler.replaced:
+                raise
+            raise PeerDiedError(
+                f"the life of {peer.name!r} that was meant (pid {peer.record.pid}) has ended, and the worker has been "
+                "replaced by a new life, which answers at its address; nothing was sent. Whoever looks it up anew "
+                "finds the new one",
+                maybe_executed=False,
+                worker=peer.name,
+            ) from error
 
     # -- side connections --------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from actorrpc.core.definitions import open_with
 from actorrpc.core.frames import Frame, pack_frame, unpack_extra, unpack_position
 from actorrpc.core.interceptors import TAG, Recorder
 from actorrpc.core.tensor_lane import Placement
-from actorrpc.errors import LimitError, PeerDiedError, ProtocolError
+from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError
 
 if TYPE_CHECKING:
     from actorrpc.config import Settings
@@ -314,6 +314,11 @@ def open_plain(body: bytes, peer: Peer) -> Any:
             return _loads(body)
         except (AttributeError, ImportError, TypeError):
             pass  # the careful way knows other places to look, and says what is wrong
+        except RpcError:
+            raise
+        except Exception as error:
+            # Not a second time: users' code may have run. Damaged bytes make pickle raise nearly anything.
+            raise codec.not_rebuilt(error, f"a message of {peer.name!r}") from error
     return codec.decode(body, (), definitions=peer.definitions, context=Parcel(peer))
 
 

@@ -84,6 +84,17 @@ class Rendezvous:
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
             self._prefix = f"fixed/{world_size}/{restarts}/"
 
+    def enter(self, record: WorkerRecord) -> WorkerRecord:
+        """Join a dynamic group without asking who else is in it; return the record that is in force, with its rank.
+
+        Its cost does not grow with the group.
+
+        Raises:
+            RendezvousError: the name or the rank is taken, or the store failed.
+        """
+        self.record = mine = self._join_dynamic(record, moments.now() + self.timeout)
+        return mine
+
     def join(self, record: WorkerRecord) -> dict[str, WorkerRecord]:
         """Join the group as ``record``; return who is in it, this worker included, by name.
 
@@ -94,10 +105,10 @@ class Rendezvous:
             RendezvousError: a worker did not come in time, a name or rank is taken, some could not reach
                 each other, or the store failed. In a fixed group all workers raise it at once.
         """
-        deadline = moments.now() + self.timeout
         if self.world_size is None:
-            self.record = self._join_dynamic(record, deadline)
-            return {each.name: each for each in [*self.members(), self.record]}
+            mine = self.enter(record)
+            return {each.name: each for each in [*self.members(), mine]}
+        deadline = moments.now() + self.timeout
         while True:
             kind, payload = self._join_round(record, deadline)
             if kind == _TABLE:

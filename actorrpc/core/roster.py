@@ -180,6 +180,19 @@ class Roster:
         del forgotten  # what dies with them, dies outside of the lock
         return True
 
+    def forget(self, peer: Peer) -> None:
+        """Let go of a peer that has ended, and of all that is remembered of it: it was a visitor. Idempotent."""
+        with self._lock:
+            for known in (peer.name, peer.rank, peer.info):
+                if self._peers.get(known) is peer:
+                    del self._peers[known]
+            self._ends.pop(peer.record.incarnation, None)
+            for place, (_, each) in enumerate(self._ended):
+                if each is peer:
+                    del self._ended[place]
+                    self._settled -= place < self._settled
+                    break
+
     def _age(self, now: float) -> tuple[list[Peer], list[Peer]]:
         """Take those out that ended long before others; return them, and those that are to be relieved. Under the lock."""
         forgotten: list[Peer] = []

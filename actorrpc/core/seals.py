@@ -109,7 +109,7 @@ class SealedReader(FrameReader):
 
     Args:
         seal: of what comes.
-        max_frame, max_chunk, sink_for, capacity: as for :class:`FrameReader`.
+        max_frame, max_chunk, sink_for, capacity, allocate: as for :class:`FrameReader`.
     """
 
     __slots__ = ("_checked", "_digest", "_over", "_seal")
@@ -122,8 +122,15 @@ class SealedReader(FrameReader):
         max_chunk: int,
         sink_for: Callable[[int, int, int], memoryview] | None = None,
         capacity: int = 1 << 18,
+        allocate: Callable[[int], Any] = bytearray,
     ) -> None:
-        super().__init__(max_frame=max_frame, max_chunk=max_chunk, sink_for=sink_for, capacity=capacity)
+        super().__init__(
+            max_frame=max_frame,
+            max_chunk=max_chunk,
+            sink_for=sink_for,
+            capacity=capacity,
+            allocate=allocate,
+        )
         self._seal = seal
         self._digest = b""
         self._checked = False  # the head of a long frame has been, and its rest is still to come

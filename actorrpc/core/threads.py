@@ -427,12 +427,14 @@ class Pool:
         with (
             self._lock
         ):  # under it, as the last to leave closes the descriptor: its number is somebody else's then
-            if self.threads:
+            # A thread that was being started may have come after the last had left: it finds out by itself.
+            if self.threads and self._kick_fd >= 0:
                 os.eventfd_write(self._kick_fd, 1)
 
     def _close_descriptors(self) -> None:
         self.epoll.close()
-        fd, self._kick_fd = self._kick_fd, -1
+        with self._lock:
+            fd, self._kick_fd = self._kick_fd, -1
         if fd >= 0:
             os.close(fd)
 

@@ -8,8 +8,10 @@ proofs on, whatever certificate they have. Unix sockets and shared memory stay a
 A TLS connection differs from a socket in that bytes can have been decrypted that nobody has taken yet, while the kernel has
 nothing more. So the descriptor to poll for reading is an epoll of the socket and of a mark for such bytes.
 
-``TlsSocket._lock`` guards the SSL object, which must not be used by two threads at once, and that mark. It is a leaf, and
-held for one attempt to read or write at a time: nothing blocks under it.
+``TlsSocket._lock`` guards the SSL object, which must not be used by two threads at once, the mark, and that descriptors
+are closed between two attempts. It is a leaf, and held for one attempt to read or write at a time: nothing blocks under it.
+
+OpenSSL writes without ``MSG_NOSIGNAL``, also when it reads (alerts): where SIGPIPE is not ignored, it is held up meanwhile.
 """
 
 from __future__ import annotations
@@ -18,15 +20,17 @@ import array
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import os
 import select
+import signal
 import socket
 import ssl
 import termios
 import threading
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from actorrpc import moments
 from actorrpc.config import Settings
@@ -48,6 +52,33 @@ _FILES: Final = (
 _NAMES: Final = ", ".join(variable for _, variable in _FILES)
 _ALL_OR_NONE: Final = f"start all workers with certificates of one CA ({_NAMES}), or all without"
 _EXPIRED: Final = (9, 10)  # OpenSSL's numbers for: not valid yet, not valid any more
+_CLOSE_S: Final = 1.0  # how long closing waits for an attempt that is under way: more than any takes
+_SIGPIPE: Final = signal.SIGPIPE
+# What is to be done about a signal, as Python sees it; without what makes an enum of it, which takes longer than the rest.
+_disposition: Final[Callable[[int], Any]] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _unsignalled(
+    method: Callable[Concatenate[TlsSocket, _P], _T],
+) -> Callable[Concatenate[TlsSocket, _P], _T]:
+    """Have a method never raise SIGPIPE, which ends a process that has set its default action."""
+
+    @functools.wraps(method)
+    def called(self: TlsSocket, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if _disposition(_SIGPIPE) == signal.SIG_IGN:  # as Python sets it
+            return method(self, *args, **kwargs)
+        pending = _SIGPIPE in signal.sigpending()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (_SIGPIPE,))
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            if not pending:
+                signal.sigtimedwait((_SIGPIPE,), 0)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    return called
 
 
 class TlsSocket:
@@ -68,6 +99,7 @@ class TlsSocket:
         "_mark",
         "_marked",
         "_own",
+        "_pid",
         "_ssl",
         "_timeout",
         "binding",
@@ -83,6 +115,7 @@ class TlsSocket:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._ssl = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
         self._own = own
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._count = array.array("i", [0])
         self._error: OSError | None = None
@@ -94,17 +127,27 @@ class TlsSocket:
 
     # -- the handshake -------------------------------------------------------------------------------
 
+    @_unsignalled
     def shake(self) -> bool:
         """Go on with TLS's own handshake, without blocking; say whether it is over.
 
         Raises:
             ssl.SSLError, OSError: it has failed.
         """
+        with self._lock:
+            if self._ssl.fileno() < 0:
+                raise _closed()
+            return self._shake()
+
+    def _shake(self) -> bool:
         try:
             self._ssl.do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
-        except ssl.SSLEOFError:
+        except (
+            ssl.SSLEOFError,
+            ssl.SSLZeroReturnError,
+        ):  # the connection was cut, and another one may do better
             raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake of TLS") from None
         theirs = self._ssl.getpeercert(True)
         if theirs is None:  # the contexts do not let it come to this
@@ -137,6 +180,7 @@ class TlsSocket:
         """Read what is there, without blocking; 0 at the end."""
         return self.recvmsg_into((buffer[:size] if size else buffer,))[0]
 
+    @_unsignalled
     def recvmsg_into(self, buffers: Sequence[memoryview], *_: int) -> tuple[int]:
         """Read what is there into several buffers, without blocking; (0,) at the end."""
         total = 0
@@ -153,6 +197,8 @@ class TlsSocket:
                 if not total:
                     self._set_mark(False)
                     raise BlockingIOError from None
+            except ValueError:
+                raise _closed() from None
             except OSError as error:
                 if not total:
                     raise
@@ -174,6 +220,8 @@ class TlsSocket:
                 if not got:
                     raise
                 self._error = error  # what has come before it counts; it is told the next time
+                return got
+            if not count:  # the end; what the kernel has behind it is nothing that TLS knows of
                 return got
             got += count
             # What is less than was asked for was the end of a record; behind a full one there is more, likely. All that is
@@ -209,6 +257,7 @@ class TlsSocket:
     # What could not be written is begun nevertheless: the next thing that is written must begin with it, as the
     # connection sees to (it sends what is left first), and be as long, which is why records are cut in one way only.
 
+    @_unsignalled
     def send(self, data: bytes, flags: int = 0, /) -> int:
         """Write what the kernel takes; return how much that was."""
         if len(data) > _RECORD:
@@ -219,9 +268,12 @@ class TlsSocket:
                 return count
         except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
             raise BlockingIOError from None
-        except ssl.SSLEOFError:
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             raise _broken() from None
+        except ValueError:
+            raise _closed() from None
 
+    @_unsignalled
     def sendmsg(self, parts: Sequence[memoryview], *_: Any) -> int:
         """Write what the kernel takes of several parts; return how much that was."""
         total = 0
@@ -233,9 +285,12 @@ class TlsSocket:
             except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
                 if not total:
                     raise BlockingIOError from None
+            except ValueError:
+                raise _closed() from None
             except OSError as error:
                 if not total:
-                    raise (_broken() if isinstance(error, ssl.SSLEOFError) else error) from None
+                    ended = isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError))
+                    raise (_broken() if ended else error) from None
                 # The next attempt fails as well.
         return total
 
@@ -302,13 +357,20 @@ class TlsSocket:
 
     def close(self) -> None:
         """Close the descriptors. Says nothing to the other side, so that a forked child can do it as well."""
-        self._ssl.close()
-        epoll, self._epoll = self._epoll, None
-        if epoll is not None:
-            epoll.close()
-        mark, self._mark = self._mark, -1
-        if mark >= 0:
-            os.close(mark)
+        # Not in the middle of an attempt: OpenSSL would go on writing to that number, which may be another socket's by then.
+        # In a forked child, the lock may be held by a thread that does not exist there.
+        held = os.getpid() == self._pid and self._lock.acquire(timeout=_CLOSE_S)
+        try:
+            self._ssl.close()
+            epoll, self._epoll = self._epoll, None
+            if epoll is not None:
+                epoll.close()
+            mark, self._mark = self._mark, -1
+            if mark >= 0:
+                os.close(mark)
+        finally:
+            if held:
+                self._lock.release()
 
 
 Stream = socket.socket | TlsSocket
@@ -348,6 +410,11 @@ def _wait(fd: int, events: int, seconds: float | None) -> None:
 def _broken() -> OSError:
     """What a plain socket says where OpenSSL speaks of a violation: the other side has closed, and cannot be written to."""
     return BrokenPipeError(errno.EPIPE, "the other side has closed")
+
+
+def _closed() -> OSError:
+    """What a plain socket says that was closed on this side."""
+    return OSError(errno.EBADF, "closed")
 
 
 def _digest(certificate: bytes) -> bytes:

@@ -323,7 +323,7 @@ def leave(
         rrefs.set_runtime(None)
         return ()
     seconds = check_timeout(timeout)
-    until = moments.now() + seconds if seconds else float("inf")
+    until = state.agent.leave_by = moments.now() + seconds if seconds else float("inf")
     try:
         return _end_together(state, until, let_go or let_go_of_all) if graceful else ()
     finally:

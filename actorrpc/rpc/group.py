@@ -16,7 +16,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Final, Protocol
 
 from actorrpc import moments
@@ -45,7 +45,8 @@ __all__ = ["Directory", "Group", "Membership", "close_forsaken", "enter", "join"
 _log = logging.getLogger("actorrpc.group")
 _AGAIN_S: Final = 0.1
 _LOOK_S: Final = 1.0  # how often whoever waits at the end looks around
-_LET_END_S: Final = 1.0  # how long threads in user code may take to end: with the goodbyes, less than the 2 s of an end by force
+# How long threads in user code may take to end: with all else, less than the 1 s of Ctrl-C and the 2 s of an end by force.
+_LET_END_S: Final = 0.75
 
 
 class _Barrier:
@@ -53,9 +54,12 @@ class _Barrier:
 
     Whoever has come to a stage has been told that all had come to those before it, be it by somebody else who has left or
     died since: it counts there as well.
+
+    Args:
+        members: everyone who is waited for; never more than at first. Large groups ask often: no copy each time.
     """
 
-    def __init__(self, members: Callable[[], set[str]]) -> None:
+    def __init__(self, members: Callable[[], Set[str]]) -> None:
         self._members = members
         self._lock = threading.Lock()
         self._arrived: dict[int, set[str]] = {}
@@ -89,17 +93,22 @@ class _Barrier:
         with self._lock:
             return sorted(self._lacking(members, stage))
 
-    def _lacking(self, members: set[str], stage: int) -> set[str]:
+    def _lacking(self, members: Set[str], stage: int) -> Set[str]:
         """Return what :meth:`missing` does, as a set. Under the lock."""
         here = {name for at, names in self._arrived.items() if at >= stage for name in names}
         return members - self._gone - here
+
+    def _may_be_all(self, members: Set[str], stage: int) -> bool:
+        """Say whether enough have been heard of. Else nobody need look at all names, at each arrival. Under the lock."""
+        heard = sum(len(names) for at, names in self._arrived.items() if at >= stage)
+        return heard + len(self._gone) >= len(members)
 
     def _look(self) -> None:
         members = self._members()
         ready: list[Future[None]] = []
         with self._lock:
             for stage, waiting in self._waiting.items():
-                if waiting and not self._lacking(members, stage):
+                if waiting and self._may_be_all(members, stage) and not self._lacking(members, stage):
                     ready.extend(waiting)
                     waiting.clear()
         for future in ready:
@@ -146,12 +155,14 @@ class Group:
         self.membership = membership
         self.is_fixed = table is not None
         self._table = table or {}
+        self._everyone = frozenset(self._table)
+        self._in_order = sorted(self._table)
         self.barrier = _Barrier(self._names)
         self.reach = Reach(agent)
         agent.on_peer_end.append(self._ended)
 
-    def _names(self) -> set[str]:
-        return set(self._table)
+    def _names(self) -> Set[str]:
+        return self._everyone
 
     def _ended(self, peer: Peer) -> None:
         self.reach.forget(peer)
@@ -195,12 +206,14 @@ class Group:
 
     def _whom_to_ask(self) -> Peer:
         """Return the first member, by name, that lives and is not given up. This one, if all before it are gone."""
-        alive = [peer for name in sorted(self._table) if (peer := self.agent.peer(name)).state == "alive"]
-        # All are looked at: the time of each that is out of reach runs from now on, not one after the other.
-        given_up = [self.reach.is_given_up(peer) for peer in alive]
-        return next(
-            (peer for peer, lost in zip(alive, given_up, strict=True) if not lost), self.agent.self_peer
-        )
+        # All that there was contact with are looked at: the time of each that is out of reach runs from now on, not one after
+        # the other. For the others, who may be thousands, nothing is made here.
+        known = [peer for peer in self.agent.peers() if peer.name in self._everyone]
+        lost = {peer.name for peer in known if peer.state == "alive" and self.reach.is_given_up(peer)}
+        for name in self._in_order:
+            if name not in lost and (peer := self.agent.peer(name)).state == "alive":
+                return peer
+        return self.agent.self_peer
 
     def _ask(self, peer: Peer, stage: int, until: float) -> Future[None] | None:
         """Tell a member that this one has come to the stage; None where it cannot be reached, for now or for ever."""
@@ -265,7 +278,7 @@ class Group:
         Raises:
             RpcError: nobody can say who is in the group; only where workers may join and leave.
         """
-        names = sorted(self._table) or [record.name for record in self.agent.members()]
+        names = self._in_order or [record.name for record in self.agent.members()]
         peers: list[Peer] = []
         for name in names:
             try:
@@ -463,7 +476,10 @@ def join(
             main=main_identity(),
         )
         points.reach("join.listening", name)
-        table = rendezvous.join(record)
+        if world_size is None:
+            table = {name: rendezvous.enter(record)}
+        else:
+            table = rendezvous.join(record)
         points.reach("join.met", name)
     except BaseException:
         doors.close()

@@ -59,7 +59,8 @@ def workers() -> list[WorkerState]:
     except RpcError as error:
         _log.info("nobody says who is in the group: %s", error)
         records = []
-    known = {peer.record.incarnation: peer for peer in (agent.self_peer, *agent.peers())}
+    members = [peer for peer in agent.peers() if not peer.record.is_visitor]
+    known = {peer.record.incarnation: peer for peer in (agent.self_peer, *members)}
     rows = {row.incarnation: row for row in [*(peer.record for peer in known.values()), *records]}
     now = moments.now()
     states = [_state(agent, row, known.get(row.incarnation), now) for row in rows.values()]

@@ -50,6 +50,7 @@ _EXTRA: Final = (
     "tls_key",
     "tls_ca",
     "tls_min_version",
+    "frame_integrity",
     "data_only",
     "max_threads",
     "spin_us",
@@ -84,6 +85,8 @@ class RpcBackendOptions:
         tls_cert, tls_key, tls_ca: files (PEM) of this worker's certificate, of its private key, and of the CA that must have
             signed those of all workers. With all three, TCP connections speak TLS and nothing else.
         tls_min_version: ``"1.3"`` (default) or ``"1.2"``.
+        frame_integrity: seal every frame on TCP connections without TLS, so that what is changed on the way is refused
+            (default False). One side that wants it is enough.
         data_only: take nothing but data from peers, who may call exposed functions only (:func:`actorrpc.rpc.exposed`).
         max_threads: the most worker threads of this process (default 512).
         spin_us: how long a thread may spin before it sleeps (default 100; 0: never).
@@ -115,6 +118,7 @@ class RpcBackendOptions:
         tls_key: str | None = None,
         tls_ca: str | None = None,
         tls_min_version: str | None = None,
+        frame_integrity: bool | None = None,
         data_only: bool | None = None,
         max_threads: int | None = None,
         spin_us: int | None = None,
@@ -140,6 +144,7 @@ class RpcBackendOptions:
             "tls_key": tls_key,
             "tls_ca": tls_ca,
             "tls_min_version": tls_min_version,
+            "frame_integrity": frame_integrity,
             "data_only": data_only,
             "max_threads": max_threads,
             "spin_us": spin_us,
@@ -283,7 +288,7 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
         ("transport", "bind", "advertise", "tls_cert", "tls_key", "tls_ca", "tls_min_version"), (str,)
     ),
     **dict.fromkeys(("port", "max_threads", "spin_us", "window", "heartbeat_misses"), (int,)),
-    **dict.fromkeys(("insecure", "data_only", "lane"), (bool,)),
+    **dict.fromkeys(("insecure", "frame_integrity", "data_only", "lane"), (bool,)),
     "heartbeat": (int, float),
 }
 

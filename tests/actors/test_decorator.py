@@ -65,9 +65,11 @@ def test_wrong_options_are_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="'nam' is not an option"):
         Remote(nam="x")
     with pytest.raises(ConfigError, match="makes no sense here"):
-        Remote(resources={"x": 1})
+        Remote(memory=1 << 30)
     with pytest.raises(ConfigError, match="num_cpus must be"):
         Remote(num_cpus="2")
+    with pytest.raises(ConfigError, match=r"'labels' places actors.*method of an actor.*worker="):
+        Remote(labels={"zone": "a"})(plain)
     # Of the one or the other: known when it is seen what it is for.
     with pytest.raises(ConfigError, match=r"not an option of a task.* option of an actor"):
         Remote(max_restarts=1)(plain)

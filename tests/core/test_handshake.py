@@ -216,6 +216,7 @@ def test_another_worker_than_the_one_dialled_gets_no_proof(wanted: dict[str, str
     challenge = two.feed(one.start())
     with pytest.raises(AuthenticationError, match=says):
         one.feed(challenge)
+    assert one.replaced is (wanted.get("peer_name") == "bob")
 
 
 def test_an_acceptor_may_turn_away_who_has_proved_himself() -> None:

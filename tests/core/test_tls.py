@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import random
@@ -12,7 +13,7 @@ import ssl
 import stat
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 import actorrpc.rpc as rpc
 from actorrpc import moments, testing
 from actorrpc.config import Settings
+from actorrpc.core import tls
 from actorrpc.core.tls import Tls, TlsSocket
 from actorrpc.errors import ConfigError, PeerDiedError, RpcError, WrongTypeError
 from actorrpc.rpc import api, group
@@ -29,8 +31,8 @@ from actorrpc.testing import certificates as making
 from actorrpc.testing.certificates import temporary_certificates
 from tests.certificates import files, foreign
 from tests.core.agents import agents
-from tests.core.test_resumption import NIGHTLY, behind, call
-from tests.group import Died, rpc_group
+from tests.core.test_resumption import NIGHTLY, begin, behind, call
+from tests.group import Died, rpc_group, run_group
 
 # -- the socket -----------------------------------------------------------------------------------------
 
@@ -38,13 +40,19 @@ from tests.group import Died, rpc_group
 @pytest.fixture
 def pair() -> Iterator[tuple[TlsSocket, TlsSocket]]:
     """Return both ends of a TLS connection."""
-    tls = Tls.load(Settings(**files().options))
-    assert tls is not None
+    with _pair(files().options) as ends:
+        yield ends
+
+
+@contextlib.contextmanager
+def _pair(options: dict[str, Any]) -> Iterator[tuple[TlsSocket, TlsSocket]]:
+    loaded = Tls.load(Settings(**options))
+    assert loaded is not None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         dialled = socket.create_connection(listener.getsockname())
-        accepted = tls.accept(listener.accept()[0])
+        accepted = loaded.accept(listener.accept()[0])
     found: list[TlsSocket] = []
-    thread = threading.Thread(target=lambda: found.append(tls.dial(dialled, moments.now() + 30)))
+    thread = threading.Thread(target=lambda: found.append(loaded.dial(dialled, moments.now() + 30)))
     thread.start()
     accepted.shake_until(moments.now() + 30)
     thread.join()
@@ -142,6 +150,122 @@ def test_what_came_before_damage_counts(pair: tuple[TlsSocket, TlsSocket]) -> No
         other.recv(100_000)
 
 
+def _take_leave(sock: TlsSocket) -> None:
+    """Say TLS's own farewell."""
+    with sock._lock, pytest.raises(ssl.SSLError):  # the answer is not there yet
+        sock._ssl._sslobj.shutdown()
+
+
+def test_what_comes_behind_the_farewell_of_tls_is_not_waited_for(pair: tuple[TlsSocket, TlsSocket]) -> None:
+    one, other = pair
+    one.sendall(b"last")
+    _take_leave(one)
+    socket.socket.send(one._ssl, b"more of something" * 100)
+    assert _readable(other, 30_000)
+    buffer = memoryview(bytearray(100))
+    assert other.recv_into(buffer) == 4
+    for _ in range(3):
+        assert _readable(other, 30_000)
+        assert other.recv_into(buffer) == 0
+    other.sendall(b"still")  # only one direction has ended
+
+
+def test_what_was_closed_says_so_as_a_socket_does(pair: tuple[TlsSocket, TlsSocket]) -> None:
+    """Also to a thread that comes just after, as with guests whose time is over."""
+    for sock in pair:
+        sock.close()
+        sock.close()
+        attempts: list[Callable[[], object]] = [
+            sock.shake,
+            lambda sock=sock: sock.recv(10),
+            lambda sock=sock: sock.send(b"a"),
+            lambda sock=sock: sock.sendmsg((memoryview(b"a"),)),
+        ]
+        for attempt in attempts:
+            with pytest.raises(OSError, match="closed"):
+                attempt()
+
+
+def test_closing_waits_for_an_attempt_and_in_a_forked_child_for_nobody(
+    pair: tuple[TlsSocket, TlsSocket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = pair
+    monkeypatch.setattr(tls, "_CLOSE_S", 30.0)
+    begun = threading.Event()
+
+    def close() -> None:
+        begun.set()
+        one.close()
+
+    with one._lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            one.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        thread = threading.Thread(target=close)
+        thread.start()
+        assert begun.wait(30)
+        # The child has said nothing: what comes is what was sent here.
+        assert one._ssl.write(b"here") == 4
+    assert _readable(other, 30_000)
+    assert other.recv(10) == b"here"
+    thread.join()
+    assert one.wire() == -1
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.9])
+def test_a_cut_in_the_handshake_is_no_word_about_certificates(part: float) -> None:
+    """The line has failed, not the other side: whoever dials tries again."""
+    loaded = Tls.load(Settings(**files().options))
+    assert loaded is not None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dialled = socket.create_connection(listener.getsockname())
+        there = listener.accept()[0]
+    here, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = loaded._server.wrap_bio(here, back, server_side=True)
+
+    def answer() -> None:
+        with there:
+            while not here.pending:
+                here.write(there.recv(1 << 16))
+                with pytest.raises(ssl.SSLWantReadError):
+                    server.do_handshake()
+                if back.pending:
+                    flight = back.read()
+                    there.sendall(flight[: int(len(flight) * part)])
+                    return
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(ConnectionResetError):
+        loaded.dial(dialled, moments.now() + 30)
+    thread.join()
+
+
+def _write_into_nothing(rank: int, world_size: int, options: dict[str, Any]) -> str:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    with _pair(options) as (one, other):
+        other.close()
+        try:
+            while True:
+                one.send(bytes(100))
+        except BlockingIOError:
+            return "the kernel took it all"
+        except ConnectionError:
+            # The first has found the connection reset; this one writes to it nevertheless.
+            with pytest.raises(ConnectionError):
+                one.sendmsg((memoryview(bytes(100)),))
+            assert not signal.sigpending()
+            assert signal.SIGPIPE not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            return "refused"
+
+
+def test_a_broken_pipe_is_an_error_and_no_signal() -> None:
+    assert run_group(_write_into_nothing, 1, files().options) == ["refused"]
+
+
 def test_waiting_has_an_end(pair: tuple[TlsSocket, TlsSocket]) -> None:
     one, other = pair
     one.settimeout(0.05)
@@ -201,6 +325,33 @@ def test_damage_is_found_and_what_follows_goes_over_another_socket() -> None:
             assert a0.peer("a1").conn is conn
             assert conn.lapses > number
         assert sum(proxy.connections for proxy in proxies) > 5
+
+
+def test_the_farewell_of_tls_is_not_ours() -> None:
+    """Only a goodbye of the protocol is one: the end of TLS, said or cut off, is that of a socket."""
+    gate = threading.Event()
+    _gates.append(gate)
+    each = files().options
+    with behind(each=(each, each)) as ((a0, a1), proxies):
+        assert call(a0, operator.add, 1, 2) == 3
+        conn, there = a0.peer("a1").conn, a1.peer("a0").conn
+        assert conn is not None
+        assert there is not None
+        waiting = begin(a0, _wait_for_gate)
+        with there.write_lock:
+            assert isinstance(there.sock, TlsSocket)
+            _take_leave(there.sock)
+        assert call(a0, operator.add, 2, 2) == 4
+        gate.set()
+        assert waiting.result(60) == "open"
+        assert a0.peer("a1").conn is conn
+        assert conn.lapses
+        assert sum(proxy.connections for proxy in proxies) > 1
+
+
+def _wait_for_gate() -> str:
+    assert _gates[-1].wait(30)
+    return "open"
 
 
 def test_a_unix_socket_stays_what_it_is() -> None:

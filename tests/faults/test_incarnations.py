@@ -21,7 +21,7 @@ from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT
 from actorrpc.core.identity import WorkerRecord
 from actorrpc.core.posts import post
-from actorrpc.errors import RpcError
+from actorrpc.errors import PeerDiedError, RpcError
 from actorrpc.futures import Future
 from tests.core.agents import KEY, record
 from tests.faults.figures import NIGHTLY, note
@@ -83,6 +83,25 @@ def _crash(agent: Agent) -> None:
             with contextlib.suppress(OSError):
                 conn.sock.shutdown(socket.SHUT_RDWR)
     agent.close(0.0)
+
+
+def test_an_address_that_a_later_life_has_is_no_question_of_keys() -> None:
+    with contextlib.ExitStack() as stack:
+        town = _Town(stack)
+        path = keys.socket_path(keys.runtime_directory())
+        before = town.start("victim", 2, path)
+        caller = town.callers[0]
+        peer = caller.peer("victim")
+        before.close(0.0)
+        after = town.start("victim", 2, path)
+        stack.callback(after.close)
+        for what in (abs, str):
+            with pytest.raises(PeerDiedError, match="a new life") as caught:
+                caller.call(peer, what, (-1,), {}, 20.0).result()
+            assert (caught.value.worker, caught.value.maybe_executed) == ("victim", False)
+        new = caller.peer("victim")
+        assert new is not peer
+        assert caller.call(new, abs, (-1,), {}, 20.0).result() == 1
 
 
 @pytest.mark.limit(1200 if NIGHTLY else 60)
@@ -151,6 +170,7 @@ def test_nothing_that_is_meant_for_a_life_reaches_another() -> None:
     assert _wrong == []
     assert len(_landed) >= _RESTARTS
     assert outcomes["PeerDiedError"]
+    assert not outcomes["AuthenticationError"], "the address has a new life: that is a death, not a wrong key"
     note(
         "restarts under load",
         {"restarts": _RESTARTS, "calls that reached another life": len(_wrong), **outcomes},

@@ -155,6 +155,8 @@ def test_wrong_devices(devices: Any) -> None:
         ("port", [0, 65535], [-1, 65536, "80", 1.0, True]),
         ("key", ["sixteen characters"], [b"sixteen characters", 3, "", "short"]),
         ("insecure", [True, False], ["yes", 1]),
+        ("frame_integrity", [True, False], ["yes", 1]),
+        ("tls_min_version", ["1.2", "1.3"], ["1.1", 1.3, ""]),
         ("max_threads", [2, 1000], [1, 0, -1, "8", 3.5]),
         ("spin_us", [0, 50], [-1, "fast"]),
         ("lane", [True, False], ["on", 0]),

@@ -1,0 +1,309 @@
+"""How a group of n workers meets in a store: the real code and a model of it, in virtual time, from one seed.
+
+The real code (:class:`actorrpc.core.rendezvous.Rendezvous`) runs on a thread for each worker, over torch's ``HashStore``; the
+model is a generator for each worker, and knows only which keys are there. Both are driven by the same schedule: one worker
+moves at a time, each operation of the store takes ``LATENCY_S``, and the workers come at moments that are drawn from the seed.
+So their operations can be compared one by one, and the model can go on to thousands of workers, for which
+the threads, and the n records that each of n workers reads, would take too long.
+
+Not simulated: that the store serves one at a time. How much it can serve is measured apart (``scale_parts.store_rates``).
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import random
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any, Final
+from unittest import mock
+
+from torch.distributed import HashStore
+
+from actorrpc.core import rendezvous
+from actorrpc.core.identity import WorkerRecord
+from actorrpc.core.keys import Key
+from actorrpc.core.rendezvous import Rendezvous
+
+__all__ = ["LATENCY_S", "SPREAD_S", "Meeting", "made_up", "model", "real"]
+
+LATENCY_S: Final = 2e-4
+SPREAD_S: Final = 1.0
+"""Within how many seconds all workers come to the store, evenly."""
+
+_WINDOW_S: Final = 0.1
+
+
+@dataclass(slots=True)
+class Meeting:
+    """What the workers have asked of the store.
+
+    Attributes:
+        operations: how many of each kind, by worker.
+        read: bytes that the store has sent to each worker.
+        over_s: when each worker had met the others, in seconds since the first moment.
+        load: operations in each tenth of a second.
+    """
+
+    workers: int
+    operations: list[Counter[str]] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
+    over_s: list[float] = field(default_factory=list)
+    load: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.operations = [Counter() for _ in range(self.workers)]
+        self.read = [0] * self.workers
+        self.over_s = [0.0] * self.workers
+
+    def note(self, worker: int, now: float, operation: str, read: int) -> None:
+        """Count one operation."""
+        self.operations[worker][operation] += 1
+        self.read[worker] += read
+        self.load[int(now / _WINDOW_S)] += 1
+
+    def figures(self) -> dict[str, float]:
+        """Return what is reported."""
+        each = [sum(counts.values()) for counts in self.operations]
+        polls = [counts["check"] for counts in self.operations]
+        return {
+            "workers": self.workers,
+            "operations_mean": sum(each) / self.workers,
+            "operations_most": max(each),
+            "of_them_checks_mean": sum(polls) / self.workers,
+            "store_operations": sum(each),
+            "store_operations_per_s_peak": max(self.load.values()) / _WINDOW_S,
+            "read_bytes_mean": sum(self.read) / self.workers,
+            "store_bytes": sum(self.read),
+            "met_after_s": max(self.over_s),
+        }
+
+
+def made_up(rank: int) -> WorkerRecord:
+    """Return a record as a worker on a host of its own has."""
+    return WorkerRecord(
+        name=f"worker{rank}",
+        rank=rank,
+        incarnation=f"{rank:032x}",
+        host=f"{rank:032x}",
+        tcp=(("10.123.123.123", 43210),),
+        pid=os.getpid(),  # one that lives: leftovers of dead ones are put aside
+        main="0" * 32,
+    )
+
+
+def _comes_at(seed: int, workers: int) -> list[float]:
+    draw = random.Random(seed)
+    return [draw.uniform(0.0, SPREAD_S) for _ in range(workers)]
+
+
+# -- the real code -----------------------------------------------------------------------------------
+
+
+class _Stage:
+    """Virtual time for threads: one of them moves at a time, in the order of the moments that they wait for."""
+
+    def __init__(self, workers: int) -> None:
+        self._due: list[tuple[float, int]] = []
+        self._turns = [threading.Semaphore(0) for _ in range(workers)]
+        self._back = threading.Semaphore(0)
+        self.now = 0.0
+
+    def wait(self, worker: int, seconds: float) -> None:
+        """Let so much time pass; on the worker's thread."""
+        heapq.heappush(self._due, (self.now + seconds, worker))
+        self._back.release()
+        self._turns[worker].acquire()
+
+    def run(self, bodies: list[Callable[[], None]], moments: list[float]) -> None:
+        """Run a body for each worker, from its moment on, to the end of all."""
+        failures: list[BaseException] = []
+
+        def life(worker: int) -> None:
+            self._turns[worker].acquire()
+            try:
+                bodies[worker]()
+            except BaseException as error:
+                failures.append(error)
+            self._back.release()
+
+        threads = [
+            threading.Thread(target=life, args=(worker,), daemon=True) for worker in range(len(bodies))
+        ]
+        for thread in threads:
+            thread.start()
+        for worker, moment in enumerate(moments):
+            heapq.heappush(self._due, (moment, worker))
+        while self._due and not failures:
+            self.now, worker = heapq.heappop(self._due)
+            self._turns[worker].release()
+            self._back.acquire()
+        if failures:
+            raise failures[0]
+        for thread in threads:
+            thread.join()
+
+
+class _Counted:
+    """A store for one worker: torch's, and each operation takes time and is counted."""
+
+    def __init__(self, store: HashStore, stage: _Stage, meeting: Meeting, worker: int) -> None:
+        self._store, self._stage, self._meeting, self._worker = store, stage, meeting, worker
+
+    def _do(self, operation: str, *arguments: Any) -> Any:
+        self._stage.wait(self._worker, LATENCY_S)
+        answer = getattr(self._store, operation)(*arguments)
+        if operation == "get":
+            read = len(answer)
+        else:
+            read = sum(map(len, answer)) if operation == "multi_get" else 0
+        self._meeting.note(self._worker, self._stage.now, operation, read)
+        return answer
+
+    def set(self, key: str, value: Any) -> None:
+        self._do("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._do("get", key))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._do("add", key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._do("check", keys))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [bytes(each) for each in self._do("multi_get", keys)]
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        return bytes(self._do("compare_set", key, expected, desired))
+
+
+def real(workers: int, seed: int, *, dynamic: bool = False) -> Meeting:
+    """Have so many workers meet, with the code that they run in truth."""
+    meeting, stage, store = Meeting(workers), _Stage(workers), HashStore()
+    key = Key(secrets.token_bytes(32))
+    acting = threading.local()
+
+    def poll(done: Callable[[], bool], deadline: float, slowest: float = 0.05) -> bool:
+        pause = 0.001
+        while not done():
+            stage.wait(acting.worker, pause)
+            pause = min(pause * 1.5, slowest)
+        return True
+
+    def body(worker: int) -> Callable[[], None]:
+        def run() -> None:
+            acting.worker = worker
+            counted = _Counted(store, stage, meeting, worker)
+            size = None if dynamic else workers
+            point = Rendezvous(counted, rank=None if dynamic else worker, world_size=size, timeout=1e6)
+            record = made_up(worker)
+            point.agree_key(key, record.host)
+            if dynamic:
+                point.enter(record)
+            else:
+                assert len(point.join(record)) == workers
+            meeting.over_s[worker] = stage.now
+
+        return run
+
+    with mock.patch.object(rendezvous, "poll", poll):
+        stage.run([body(worker) for worker in range(workers)], _comes_at(seed, workers))
+    return meeting
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+# What a worker does next: an operation of the store with its key and the bytes that come back, or a sleep of so many seconds.
+_Steps = Generator[tuple[str, str, int] | float, Any, None]
+
+
+def _poll(slowest: float, *keys: str) -> _Steps:
+    pause = 0.001
+    while True:
+        for key in keys:
+            if (yield "check", key, 0):
+                return
+        yield pause
+        pause = min(pause * 1.5, slowest)
+
+
+def _fixed(worker: int, workers: int, table_bytes: int) -> _Steps:
+    """What one worker of a fixed group does that was given its key."""
+    slowest = min(0.5, max(0.05, workers / 2000))
+    place = (yield "add", "arrivals", 0) - 1
+    if place:
+        yield "check", "outcome", 0
+    if worker == 0:
+        yield "set", "key", 0
+    else:
+        yield from _poll(slowest, "key", "outcome")
+        yield "check", "key", 0
+        yield "get", "key", _KEY_BYTES
+    yield "set", f"record/{place}", 0
+    if (yield "add", "ready", 0) == workers:
+        yield "multi_get", "record", table_bytes
+        yield "compare_set", "outcome", 0
+    yield from _poll(slowest, "outcome")
+    yield "get", "outcome", table_bytes + _wrapping(workers)
+
+
+def _dynamic(worker: int) -> _Steps:
+    """What one worker does that joins a group that is open to all, and was given its key."""
+    if (yield "check", "key", 0):
+        yield "get", "key", _KEY_BYTES
+    else:
+        yield "compare_set", "key", 0
+    for key in (f"rank/{worker}", f"name/{worker}"):
+        yield "compare_set", key, 0
+    number = yield "add", "log", 0
+    yield "set", f"log/{number}", 0
+
+
+_KEY_BYTES: Final = 7  # "given", in msgpack
+
+
+def _wrapping(workers: int) -> int:
+    """Bytes around the records in the table: two of each record, and those of the lists and of the word "table"."""
+    return 2 * workers + 7 + (1 if workers < 16 else 3 if workers < 1 << 16 else 5)
+
+
+def model(workers: int, seed: int, *, dynamic: bool = False) -> Meeting:
+    """Say what :func:`real` would count."""
+    meeting = Meeting(workers)
+    table_bytes = sum(len(made_up(worker).to_bytes()) for worker in range(workers))
+    counters: Counter[str] = Counter()
+    there: set[str] = set()
+    lives = [
+        _dynamic(worker) if dynamic else _fixed(worker, workers, table_bytes) for worker in range(workers)
+    ]
+    due: list[tuple[float, int, Any]] = [
+        (moment, worker, None) for worker, moment in enumerate(_comes_at(seed, workers))
+    ]
+    heapq.heapify(due)
+    while due:
+        now, worker, step = heapq.heappop(due)
+        answer: Any = None
+        if isinstance(step, tuple):
+            operation, key, read = step
+            if operation == "add":
+                counters[key] += 1
+                answer = counters[key]
+            elif operation == "check":
+                answer = key in there
+            elif operation in ("set", "compare_set"):
+                there.add(key)
+            meeting.note(worker, now, operation, read)
+        try:
+            following = lives[worker].send(answer)
+        except StopIteration:
+            meeting.over_s[worker] = now
+            continue
+        wait = LATENCY_S if isinstance(following, tuple) else following
+        heapq.heappush(due, (now + wait, worker, following))
+    return meeting

@@ -1,0 +1,207 @@
+"""Hosts that programs are started on: network namespaces with a name, and with files that the others do not see.
+
+    with Network("a", "b") as network, Machines(network) as machines:
+        driver = machines.start("a", sys.executable, "script.py", directory=...)
+        worker = machines.join("b", "tcp://10.77.0.1:7777", "--labels", "zone=b")
+        machines.power_off("b")
+
+On each host the directories of all others are hidden, so nothing can go through files; each knows all names. Not
+thread-safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests import processes
+from tests.cluster.drive import until
+from tests.cluster.joiners import CLEAN
+from tests.faults.hosts import Network
+
+__all__ = ["Machines", "Program", "program"]
+
+ROOT = Path(__file__).resolve().parents[2]
+_PROGRAMS = Path(__file__).resolve().parent / "programs"
+# Name the host, hide what is on others, and stay: those that are started on it later go where this process is.
+_BOOT = """
+hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 || exit 1
+for each; do mount -t tmpfs hidden "$each" || exit 1; done
+echo up; exec cat
+"""
+
+
+class Program:
+    """A program that runs on a host: what it says, line by line, and what it is told."""
+
+    def __init__(self, process: subprocess.Popen[str], errors: Path) -> None:
+        self.process = process
+        self._errors = errors
+        self.said: list[str] = []
+        self.begun = time.monotonic()
+
+    @property
+    def errors(self) -> str:
+        """What it has said on standard error."""
+        return self._errors.read_text(errors="replace")
+
+    def expect(self, word: str) -> str:
+        """Read lines until one begins with this word; return the rest of it. Bounded by the test's limit."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(f"{time.monotonic() - self.begun:.1f} {line.rstrip()}")
+            if line.split(maxsplit=1)[:1] == [word]:
+                return line.rstrip()[len(word) + 1 :]
+        raise AssertionError(f"it ended without {word!r}: {self.said}\n{self.errors}")
+
+    def tell(self, line: str) -> None:
+        """Say something to it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def ends(self, code: int = 0) -> None:
+        """Wait for its end."""
+        out, _ = self.process.communicate()
+        self.said += out.splitlines()
+        print(*self.said, sep="\n")
+        assert self.process.returncode == code, f"{self.process.returncode}: {self.said}\n{self.errors}"
+
+
+class Machines:
+    """The hosts of a network as machines. A context manager: all that was started on them has ended at its end."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self._boots: dict[str, subprocess.Popen[str]] = {}
+        self._programs: list[Program] = []
+
+    def __enter__(self) -> Machines:
+        try:
+            for name in self.network.hosts:
+                self._boot(name)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._boots:
+            self.power_off(name)
+        for program in self._programs:
+            program.process.communicate()
+        for boot in self._boots.values():
+            boot.communicate()
+
+    def _boot(self, name: str) -> None:
+        host = self.network[name]
+        others = [str(each.directory) for each in self.network.hosts.values() if each is not host]
+        names = host.directory / "hosts"
+        known = [f"{each.address} {each.name}" for each in self.network.hosts.values()]
+        names.write_text("\n".join(["127.0.0.1 localhost", "::1 localhost", *known, ""]))
+        boot = subprocess.Popen(
+            [
+                *("nsenter", f"--net=/run/netns/{host.namespace}", "unshare", "--uts", "--mount"),
+                *("sh", "-c", _BOOT, "sh", name, str(names), *others),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._boots[name] = boot
+        assert boot.stdout is not None
+        assert boot.stdout.readline() == "up\n"
+
+    def start(
+        self, name: str, *command: str, directory: str | Path = "/", env: dict[str, str] | None = None
+    ) -> Program:
+        """Start a program on a host, with that host's key, and in a directory of it."""
+        host = self.network[name]
+        errors = self.network.directory / f"{name}-{len(self._programs)}.err"
+        environment = {
+            **CLEAN,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(host.directory / "tmp"),
+            "ACTORRPC_RUNTIME_DIR": str(host.directory / "run"),
+            "ACTORRPC_KEY_FILE": str(host.directory / "key"),
+            **(env or {}),
+        }
+        where = (
+            "nsenter",
+            "-t",
+            str(self._boots[name].pid),
+            "--net",
+            "--uts",
+            "--mount",
+            f"--wd={directory}",
+        )
+        with errors.open("wb") as file:
+            process = subprocess.Popen(
+                [*where, *command],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+            )
+        self._programs.append(Program(process, errors))
+        return self._programs[-1]
+
+    def join(self, name: str, address: str, *arguments: str, env: dict[str, str] | None = None) -> Program:
+        """Have a host join a cluster by hand, as a worker of its own name."""
+        command = (sys.executable, "-m", "actorrpc.worker", "--join", address, "--name", name)
+        return self.start(name, *command, *arguments, env=env)
+
+    def running(self, name: str) -> set[processes.ProcessId]:
+        """Return the processes that run on a host."""
+        boot = self._boots[name]
+        space = os.stat(f"/run/netns/{self.network[name].namespace}").st_ino
+        found = set()
+        for process in processes.of_session():
+            with contextlib.suppress(OSError):
+                if process.pid != boot.pid and os.stat(f"/proc/{process.pid}/ns/net").st_ino == space:
+                    found.add(process)
+        return found
+
+    def power_off(self, name: str) -> float:
+        """End all that runs on a host at once; return when."""
+        when = time.time()
+        while there := self.running(name):
+            processes.kill(there)
+        return when
+
+    def lose(self, name: str, how: str) -> float:
+        """Lose a host: its "power", its "link", or without any word, in "silence"; return when, as `time.time`."""
+        if how == "power":
+            return self.power_off(name)
+        when = time.time()
+        if how == "link":
+            self.network.unplug(name)
+        else:
+            self.network.split(name)
+        return when
+
+    def are_empty(self, *names: str, killed: bool = False) -> None:
+        """Wait until nothing runs on these hosts, and see that it has left no file; some where processes were killed."""
+        for name in names:
+            until(lambda name=name: not self.running(name))  # type: ignore[misc]
+            folder = self.network[name].directory
+            left = [str(path) for path in (folder / "run").rglob("*")]
+            # Directories of torchrun and of torch's compiler are theirs.
+            left += [str(path) for path in (folder / "tmp").iterdir() if not path.name.startswith("torch")]
+            assert killed or not left, left
+
+
+def program(machines: Machines, name: str, *files: Path | str) -> Path:
+    """Put files of the tests' programs, or others, onto one host, where no other sees them; return the directory."""
+    directory = machines.network[name].directory / "program"
+    directory.mkdir(exist_ok=True)
+    for file in files:
+        shutil.copy(_PROGRAMS / file, directory)
+    return directory

@@ -1,0 +1,260 @@
+"""A program over three hosts: it drives on host a, and the workers of b and c have joined by hand.
+
+    across.py ADDRESS [NAME=VALUE ...]      # settings of init()
+
+It says how far it is, and asks for host b to be lost.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ours
+import rnn
+import torch
+from ours import Keeper, Layer, OwnError, Part
+from torch.nn.functional import cross_entropy
+
+import actorrpc
+from actorrpc import autograd, rpc
+from actorrpc.optim import DistributedOptimizer
+
+_STEPS = 6
+
+
+def say(word: str, *rest: Any) -> None:
+    """Tell the test how far this is."""
+    print(word, *rest, flush=True)
+
+
+def ask(word: str) -> float:
+    """Ask the test for something, and wait until it has been done; return when."""
+    say(word)
+    return float(sys.stdin.readline())
+
+
+def fails(kind: type[Exception], words: str, action: Callable[[], Any]) -> None:
+    """See that something raises this kind of error, with these words."""
+    found: Exception | None = None
+    try:
+        action()
+    except kind as error:
+        found = error
+    assert words in str(found), found
+
+
+def placed() -> list[Any]:
+    """Place actors by host, by address, by label and spread."""
+    b = Part.options(host="b", placement_timeout=60).remote(1)
+    c = Part.options(labels={"zone": "far", "name": "c"}, placement_timeout=60).remote(2)
+    a = Part.remote(3)
+    assert actorrpc.get([each.where.remote() for each in (b, c)]) == [("b", "b"), ("c", "c")]
+    assert actorrpc.get(a.where.remote())[0] == "a"
+    spread = [Part.options(spread=True).remote() for _ in range(3)]
+    found = sorted(host for host, _ in actorrpc.get([each.where.remote() for each in spread]))
+    assert found == ["a", "b", "c"], found
+    fails(actorrpc.PlacementError, "nowhere", Part.options(host="nowhere").remote)
+    say("placed")
+    return [a, b, c]
+
+
+def calls(parts: list[Any]) -> None:
+    """Call from each to each, with code and errors that only this host has."""
+    for size in (3, 200_000, 2_000_000):
+        tensor = torch.arange(size, dtype=torch.float32)
+        for one in parts:
+            for other in parts:
+                if one is not other:
+                    assert torch.equal(actorrpc.get(one.through.remote(other, tensor)), tensor * 2)
+    for each in parts[1:]:
+        fails(OwnError, "on purpose", lambda each=each: actorrpc.get(each.fail.remote()))  # type: ignore[misc]
+    found = rpc.rpc_sync("b", lambda x: ours.SCALE * x, (2,))
+    assert found == 6.0
+    say("called")
+
+
+def gradients(parts: list[Any]) -> None:
+    """See that gradients over three hosts are those of one process."""
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(4))
+    here, there = x.clone().requires_grad_(), x.clone().requires_grad_()
+    own = [Layer(3), Layer(1), Layer(2)]
+    value = here
+    for layer in own:
+        value = layer(value)
+    value.square().sum().backward()
+    held = [rpc.remote(name, ours.parameter, (2.0,)) for name in ("b", "c")]
+    with autograd.context() as number:
+        value = there
+        for part in parts:
+            value = actorrpc.get(part.forward.remote(value))
+        autograd.backward(number, [value.square().sum()])
+        assert torch.equal(autograd.get_gradients(number)[there], here.grad)
+    optimizer = DistributedOptimizer(torch.optim.SGD, held, lr=0.5)
+    with autograd.context() as number:
+        # The parameter of b is used on c, and that of c on b.
+        value = rpc.rpc_sync("c", ours.times, (held[0], torch.ones(4)))
+        value = rpc.rpc_sync("b", ours.times, (held[1], value))
+        autograd.backward(number, [value.sum()])
+        optimizer.step(number)
+    for each in held:
+        assert torch.equal(each.to_here().detach(), torch.full((4,), 1.0))
+    say("differentiated")
+
+
+def together(parts: list[Any]) -> Any:
+    """Have the three reduce tensors and train as one."""
+    collective = actorrpc.collective(parts, timeout=60)
+    assert actorrpc.get(collective.call("total")) == [6.0] * 3
+    x = torch.randn(12, 16, generator=torch.Generator().manual_seed(5))
+    model = Layer(7)
+    ours.descend(model, x, 3)
+    for found in actorrpc.get(collective.call("train", x, 3)):
+        torch.testing.assert_close(found, [each.detach() for each in model.parameters()])
+    say("collective")
+    return collective
+
+
+# -- the RNN -------------------------------------------------------------------------------------------
+
+
+class Parted(rnn.RNNModel):
+    """The model of the example, with its ends on two workers and the LSTM here."""
+
+    def __init__(self, embedding: str, decoder: str, text: rnn.Text) -> None:
+        super().__init__(embedding, len(text.words), 8, 12, 1)
+        self.decoder_rref = rpc.remote(decoder, rnn.Decoder, args=(len(text.words), 12, 1))
+        # Where the ends are here, too, they draw from the same dice: the LSTM is made when they are there.
+        self.parameter_rrefs()
+        torch.manual_seed(1)
+        self.rnn = torch.nn.LSTM(8, 12)
+
+    def values(self) -> list[torch.Tensor]:
+        """Return copies of all parameters."""
+        return [each.to_here().detach().clone() for each in self.parameter_rrefs()]
+
+    def take(self, values: list[torch.Tensor]) -> None:
+        """Go on from such copies."""
+        for each, value in zip(self.parameter_rrefs(), values, strict=True):
+            rpc.rpc_sync(each.owner(), fill, (each, value))
+
+
+def fill(held: Any, value: torch.Tensor) -> None:
+    """Copy into a parameter, on its owner."""
+    with torch.no_grad():
+        held.local_value().copy_(value)
+
+
+def train(model: Parted, text: rnn.Text, lose: Any = None) -> list[float]:
+    """Train, and go on from the step before where a worker is lost."""
+    found: list[float] = []
+    batches = list(rnn.batches(text.train, 4, 8))[:_STEPS]
+    optimizer = DistributedOptimizer(torch.optim.SGD, model.parameter_rrefs(), lr=0.5)
+    while len(found) < _STEPS:
+        kept = model.values()
+        if lose is not None and len(found) == _STEPS // 2:
+            lose()
+            lose = None
+        inputs, targets = batches[len(found)]
+        try:
+            with autograd.context() as number:
+                scores, _ = model(inputs)
+                loss = cross_entropy(scores.flatten(0, 1), targets.flatten())
+                autograd.backward(number, [loss])
+                optimizer.step(number)
+        except actorrpc.PeerDiedError as error:
+            say("stopped", error.worker)
+            model = Parted("c", "c", text)
+            model.take(kept)
+            optimizer = DistributedOptimizer(torch.optim.SGD, model.parameter_rrefs(), lr=0.5)
+        else:
+            found.append(loss.item())
+    return found
+
+
+# -- a host is lost --------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Calls to a host that will be lost: how each ends, and when."""
+
+    def __init__(self, **waits: Callable[[], Any]) -> None:
+        self.ends: dict[str, tuple[str, float]] = {}
+        self._threads = [threading.Thread(target=self._wait, args=each) for each in waits.items()]
+        for thread in self._threads:
+            thread.start()
+
+    def _wait(self, name: str, wait: Callable[[], Any]) -> None:
+        try:
+            wait()
+        except actorrpc.RpcError as error:
+            self.ends[name] = type(error).__name__, time.time()
+
+    def told(self, since: float) -> dict[str, tuple[str, float]]:
+        """Return the errors, with the seconds that each took."""
+        for thread in self._threads:
+            thread.join()
+        return {name: (kind, when - since) for name, (kind, when) in self.ends.items()}
+
+
+def on(host: str, make: Callable[[], Any]) -> Any:
+    """Make actors until one is on a host: with spread=True that is at most the third."""
+    while True:
+        found = make()
+        if actorrpc.get(found.where.remote())[0] == host:
+            return found
+
+
+def losing(parts: list[Any]) -> None:
+    """Train while host b is lost, and go on without it."""
+    anywhere = Part.options(labels={"zone": "far"}, spread=True, max_restarts=1)
+    parts[1] = on("b", lambda: anywhere.remote(1))
+    collective = together(parts)
+    text = rnn.Text(60, 1)
+    alone = train(Parted("driver", "driver", text), text)
+    hangs = parts[1].hang.remote()
+    sleeps = rpc.rpc_async("b", time.sleep, (1000,))
+    watch = Watch(actor=lambda: actorrpc.get(hangs), call=sleeps.wait)
+    lost: list[float] = []
+    across = train(Parted("b", "c", text), text, lambda: lost.append(ask("lose")))
+    assert across == alone, (across, alone)
+    say("trained", json.dumps(across))
+    say("ended", json.dumps(watch.told(lost[0])))
+    # What was on b is on c now, and the three are three again.
+    assert actorrpc.get(parts[1].where.remote()) == ("c", "c")
+    assert collective.broken is not None
+    collective.rebuild()
+    assert actorrpc.get(collective.call("total")) == [6.0] * 3
+    collective.destroy()
+    say("rebuilt")
+
+
+def moving() -> None:
+    """Drain c: what can move goes on here."""
+    keeper = on("c", lambda: Keeper.options(spread=True).remote())
+    assert [actorrpc.get(keeper.add.remote()) for _ in range(3)] == [1, 2, 3]
+    actorrpc.drain("c")
+    assert actorrpc.get(keeper.add.remote()) == 4
+    assert actorrpc.get(keeper.where.remote())[0] == "a"
+    say("drained")
+
+
+def main() -> None:
+    """Do all of it."""
+    settings = {name: json.loads(value) for name, _, value in (each.partition("=") for each in sys.argv[2:])}
+    with actorrpc.init(listen=sys.argv[1], rpc_timeout=0, num_cpus=4, **settings) as context:
+        say("listening", context.address)
+        parts = placed()
+        calls(parts)
+        gradients(parts)
+        losing(parts)
+        moving()
+    say("done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Clusters over three hosts, each with its own addresses, name and files: by hand, by torchrun, by Slurm's variables.
+
+The program is on host a alone; the workers of the others get its code by value. Then host b is lost, and it goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import certificates
+from tests.cluster.machines import Machines, program
+from tests.faults.figures import NIGHTLY, note
+from tests.faults.hosts import Network, needs_hosts
+
+_ROOT = Path(__file__).resolve().parents[2]
+_RNN = _ROOT / "examples" / "torch_style" / "rnn.py"
+_CARTPOLE = _ROOT / "examples" / "cartpole.py"
+
+pytestmark = [needs_hosts, pytest.mark.limit(150)]
+_nightly = pytest.mark.skipif(not NIGHTLY, reason="ACTORRPC_NIGHTLY is not 1")
+
+
+def _address(network: Network, host: str) -> str:
+    address = network[host].address
+    return f"tcp://[{address}]:7777" if ":" in address else f"tcp://{address}:7777"
+
+
+_VARIANTS: dict[str, tuple[dict[str, str], dict[str, object]]] = {
+    "plain": ({}, {}),
+    "tls": ({}, {}),
+    "integrity": ({"ACTORRPC_INTEGRITY": "1"}, {}),
+    "tcp": ({"ACTORRPC_TRANSPORT": "tcp"}, {"transport": "tcp"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "loss"),
+    [
+        ("ipv6", "tls", "power"),
+        pytest.param("ipv4", "plain", "power", marks=_nightly),
+        pytest.param("ipv4", "plain", "silence", marks=_nightly),
+        pytest.param("ipv6", "plain", "link", marks=_nightly),
+        pytest.param("ipv4", "integrity", "power", marks=_nightly),
+        pytest.param("ipv4", "tcp", "power", marks=_nightly),
+        pytest.param("ipv4", "tls", "silence", marks=_nightly),
+        pytest.param("ipv6", "integrity", "silence", marks=_nightly),
+    ],
+)
+def test_three_hosts_and_then_two(family: str, variant: str, loss: str) -> None:
+    env, settings = _VARIANTS[variant]
+    if variant == "tls":
+        env = certificates.files().environment
+    if loss != "power":
+        settings = {**settings, "heartbeat": 0.5}
+    with (
+        Network("a", "b", "c", ipv4=family == "ipv4", ipv6=family == "ipv6") as network,
+        Machines(network) as machines,
+    ):
+        place = program(machines, "a", "across.py", "ours.py", _RNN)
+        address = _address(network, "a")
+        words = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+        driver = machines.start(
+            "a", sys.executable, str(place / "across.py"), address, *words, directory=place, env=env
+        )
+        joiners = {
+            name: machines.join(name, address, "--labels", f"zone=far,name={name}", env=env)
+            for name in ("b", "c")
+        }
+        assert driver.expect("listening") == address
+        driver.expect("lose")
+        when = machines.lose("b", loss)
+        driver.tell(repr(when))
+        ends = json.loads(driver.expect("ended"))
+        note("a host is lost", {"family": family, "variant": variant, "loss": loss, "ends": ends})
+        assert {name: kind for name, (kind, _) in ends.items()} == {
+            "actor": "ActorUnavailableError",  # it is on its way to host c
+            "call": "PeerDiedError",
+        }
+        driver.expect("done")
+        driver.ends()
+        joiners["c"].ends()
+        if loss != "power":
+            joiners["b"].ends()  # it has seen that it is alone
+        machines.are_empty("a", "c")
+        machines.are_empty(*(["b"] if loss != "power" else []))
+
+
+@_nightly
+@pytest.mark.limit(300)
+def test_cartpole_goes_on_without_a_host() -> None:
+    with Network("a", "b", "c") as network, Machines(network) as machines:
+        place = program(machines, "a", "games.py", _CARTPOLE)
+        address = _address(network, "a")
+        driver = machines.start("a", sys.executable, str(place / "games.py"), address, directory=place)
+        for name in ("b", "c"):
+            machines.join(name, address, "--labels", "plays=yes")
+        driver.expect("lose")
+        machines.power_off("b")
+        driver.tell("lost")
+        figures = json.loads(driver.expect("played"))
+        note("CartPole, and a host is lost", figures)
+        assert set(figures["before"]) == {"a", "b", "c"}
+        assert set(figures["after"]) == {"a", "c"}
+        assert figures["last rounds"] > figures["first rounds"]
+        driver.expect("done")
+        driver.ends()
+        machines.are_empty("a", "c")
+
+
+# -- launchers ---------------------------------------------------------------------------------------------
+
+_RAN = "a 3 ['b', 'c'] [6.0, 6.0, 6.0] [10.0, 10.0]"
+
+
+@_nightly
+@pytest.mark.parametrize(("family", "tls"), [("ipv4", False), ("ipv6", True)])
+def test_torchrun_restarts_the_groups_of_all_hosts(family: str, tls: bool) -> None:
+    with (
+        Network("a", "b", "c", ipv4=family == "ipv4", ipv6=family == "ipv6") as network,
+        Machines(network) as machines,
+    ):
+        env = {"ACTORRPC_KEY": "one key for all of the ranks", "ACTORRPC_KEY_FILE": ""}
+        if tls:
+            env |= certificates.files().environment
+        agents = []
+        for name in ("a", "b", "c"):
+            place = program(machines, name, "launched.py")
+            command = f"-m torch.distributed.run --nnodes 3 --nproc-per-node 1 --max-restarts 1 --monitor-interval 0.1 \
+                --rdzv-backend c10d --rdzv-id hosts --rdzv-endpoint a:29400 --local-addr {name} launched.py lose"
+            agents.append(machines.start(name, sys.executable, *command.split(), directory=place, env=env))
+        assert agents[0].expect("ran") == _RAN
+        assert agents[0].expect("lost") == "True"
+        assert agents[0].expect("ran") == _RAN
+        agents[0].expect("done")
+        for agent in agents:
+            agent.ends()
+        machines.are_empty("a", "b", "c", killed=True)  # torchrun ends with signals
+
+
+@_nightly
+@pytest.mark.parametrize("family", ["ipv4", "ipv6"])
+def test_slurms_variables_are_enough(family: str) -> None:
+    with (
+        Network("a", "b", "c", ipv4=family == "ipv4", ipv6=family == "ipv6") as network,
+        Machines(network) as machines,
+    ):
+        tasks = []
+        for rank, name in enumerate(("a", "b", "c")):
+            env = {
+                "SLURM_PROCID": str(rank),
+                "SLURM_NTASKS": "3",
+                "SLURM_LOCALID": "0",
+                "SLURM_NODELIST": "a,b,c",
+                "SLURM_JOB_ID": "4711",
+            }
+            place = program(machines, name, "launched.py")
+            tasks.append(machines.start(name, sys.executable, "launched.py", directory=place, env=env))
+        assert tasks[0].expect("ran") == _RAN
+        for task in tasks:
+            task.ends()
+        machines.are_empty("a", "b", "c")
