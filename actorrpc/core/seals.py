@@ -76,7 +76,9 @@ class Seal:
         return head + self.tag(head)
 
     def sealed(self, frame: bytes) -> bytes:
-        """Return a frame that is no chunk, as it is sent."""
+        """Return a frame that is no chunk, as it is sent; nothing for nothing, which is left of a call that was taken back."""
+        if not frame:
+            return b""
         if len(frame) <= PREFIX_SIZE + SHORT:
             return frame + self.tag(frame)
         rest = memoryview(frame)[PREFIX_SIZE:]

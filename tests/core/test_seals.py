@@ -18,6 +18,7 @@ from actorrpc.core.chunks import ChunkSender
 from actorrpc.core.frames import CHUNK, PREFIX, PREFIX_SIZE, Frame, FrameReader, pack_frame, pack_position
 from actorrpc.core.seals import DIGEST_SIZE, SHORT, TAG_SIZE, Seal, SealedReader, Seals, chunk_head
 from actorrpc.errors import ProtocolError
+from actorrpc.futures import Future
 from tests.core.agents import agents
 from tests.intruders.doors import dialler, knock, tcp_agents
 
@@ -294,6 +295,22 @@ def test_what_is_sent_is_what_was_sealed_whatever_becomes_of_the_memory() -> Non
     sinks = _Sinks()
     assert len(_feed(_reader(sinks), b"".join(sent), [])) == 1
     assert bytes(sinks.got[0][2]) == b"as it was"
+
+
+def test_calls_that_are_taken_back_before_they_are_sent_leave_nothing_on_the_wire() -> None:
+    with tcp_agents(2, frame_integrity=True) as (one, other):
+        peer = one.peer(other.name)
+        assert one.call(peer, _echo, (1,), {}, 20.0).result() == 1
+        conn = peer.conn
+        assert conn is not None
+        assert conn.seal is not None
+        with conn.write_lock:
+            futures = [Future[Any]() for _ in range(3)]
+            for future in futures:
+                one.call(peer, _echo, (2,), {}, 20.0, future=future)
+            assert all(future.cancel() for future in futures)
+        assert one.call(peer, _echo, (3,), {}, 20.0).result() == 3
+        assert peer.conn is conn
 
 
 def _echo(value: Any) -> Any:

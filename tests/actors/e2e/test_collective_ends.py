@@ -110,7 +110,7 @@ def test_the_end_of_a_member_ends_what_others_do() -> None:
     assert isinstance(caught.value.cause, RuntimeError)
     with pytest.raises(actorrpc.ActorUnavailableError):
         get(dying)
-    with pytest.raises(CollectiveError, match="is broken: |rank 2 is gone"):
+    with pytest.raises(CollectiveError, match=r"is broken: |rank 2 is gone"):
         get(actors[1].total.remote([1.0]))
     assert "rank 2 is gone" in (collective.broken or "")
     # The next call waits until it has been restarted, and all meet again.
