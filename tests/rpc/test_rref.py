@@ -472,7 +472,7 @@ def _unreadable() -> None:
 def take_in(rref: Any) -> str:
     """Use an RRef on whichever worker this is, without any time-out."""
     _entered.release()
-    with pytest.raises(errors.RemoteError, match="cannot be opened"):
+    with pytest.raises(errors.RpcError, match="cannot be opened"):
         rref.local_value() if rref.is_owner() else rref.to_here(timeout=0)
     return "told"
 
@@ -496,7 +496,7 @@ def _unopened(rank: int, world_size: int) -> None:
     assert not any(each.done() for each in waits)
     rpc.rpc_sync("worker1", open_gate)
     for each in (*waits[:2], follows_too):
-        with pytest.raises(errors.RemoteError, match="cannot be opened"):
+        with pytest.raises(errors.RpcError, match="cannot be opened"):
             each.wait()
     assert [each.wait() for each in waits[2:]] == ["told", "told"]
     # And so does everything that comes later.
@@ -508,7 +508,7 @@ def _unopened(rank: int, world_size: int) -> None:
         lambda: follows.to_here(timeout=0),
         lambda: rpc.rpc_sync("worker2", take_in, (rref,)),
     ):
-        with pytest.raises(errors.RemoteError, match="cannot be opened"):
+        with pytest.raises(errors.RpcError, match="cannot be opened"):
             call()
 
 
@@ -518,7 +518,7 @@ def _failed_goes(rank: int, world_size: int) -> None:
     rpc.rpc_sync("worker1", open_gate)
     rref = rpc.remote("worker1", own, (Unreadable(),))
     for _ in range(3):
-        with contextlib.suppress(errors.RemoteError):
+        with contextlib.suppress(errors.RpcError):
             rref.to_here()
     trace = weakref.ref(rref)
     del rref

@@ -10,7 +10,7 @@ import pytest
 
 import actorrpc
 from actorrpc.core.calls import CURRENT
-from tests.actors.e2e.kit import Gate, open_gate, pass_gate
+from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
@@ -72,6 +72,7 @@ def test_a_late_call_is_not_started(gate: Path) -> None:
     assert isinstance(caught.value, TimeoutError)
     with pytest.raises(TimeoutError):
         actor.rpc_sync(timeout=0.05).run("late, too")
+    until(lambda: row_of(actor).pending_calls == 0)  # it has heard so
     open_gate(gate)
     assert actorrpc.get(busy) == "go"
     actorrpc.get(actor.run.remote("in time"))
