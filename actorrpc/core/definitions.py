@@ -233,7 +233,9 @@ def keep_sent(named: dict[bytes, bytes], known: Container[bytes]) -> dict[bytes,
 
 def _make_room(size: int) -> None:
     """Forget the oldest definitions that were sent, until one of ``size`` bytes fits."""
-    kept = list(_sent.items())
+    kept = list(
+        _sent.copy().items()
+    )  # a copy is one step; a list of items makes tuples, and the collector may run
     total = size + sum(len(data) for _, data in kept)
     for at, (key, data) in enumerate(kept):
         if total <= _MAX_SENT_BYTES and len(kept) - at < _MAX_SENT:
