@@ -290,9 +290,8 @@ def test_restore_that_raises(tmp_path: Path) -> None:
     group = actorrpc.supervise([child], max_restarts=2, backoff=0.01)
     for actor in (alone, child):
         assert actorrpc.get([actor.add.remote() for _ in range(13)])[-1] == 13
-        until(
-            lambda: _saved(actor) == 13
-        )  # it has been sent; whoever dies now may be heard of before it is read
+        # It has been sent; but of who dies now may be heard before it is read.
+        until(lambda actor=actor: _saved(actor) == 13)
         _die(actor)
         with pytest.raises(ActorDiedError, match=r"its restore\(\) raised KeyError: 'thirteen'") as caught:
             _again(actor.add.remote)
