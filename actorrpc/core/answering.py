@@ -72,6 +72,8 @@ class Answering:
         conn.expecting = False
         conn.arm(DISARMED)
         try:
+            if conn.suspended:
+                return None
             read(frames)
         except BaseException as error:
             conn.failed(error)

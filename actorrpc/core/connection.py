@@ -6,6 +6,8 @@ for in a hang:
 
 * whoever fails to get the lock goes away without arming; whoever held it releases it *first* and then always
   arms;
+* whether the connection is suspended is looked at *under* the lock: the other side has been told how far reading has
+  come, and sends the rest again, although the failed socket may still have it;
 * a pool thread reads with MSG_DONTWAIT only, because a wake-up may be stale;
 * under the lock, frames are only split, and control frames handled (they are short and run no user code);
   everything else happens after the release.
@@ -87,6 +89,7 @@ class Connection:
         attach: bytes,
         local: bool,
         seals: Seals | None = None,
+        leftover: bytes = b"",
     ) -> None:
         sock.setblocking(True)  # non-blocking operations say so themselves (MSG_DONTWAIT)
         self.sock: Stream = sock
@@ -111,6 +114,9 @@ class Connection:
         self.other = ("", "")  # name and incarnation of the worker at the other end, as it has proved itself
         self.suspended = False  # the socket has failed, and no other has taken its place yet
         self.lapses = 0
+        #: attempts to come back; each draws its number before it says anything
+        self.attempts = itertools.count(1)
+        self._told = 0  # the latest attempt over which the other side was told how far reading has come
         self.heard = moments.now()
         # Guards reading, the frame reader and the read side's poller.
         self.read_lock = threading.Lock()
@@ -131,6 +137,11 @@ class Connection:
             sink_for=self._sink_for,
             allocate=_untouched,
         )
+        self.fresh = bool(leftover)  # what came with the handshake has not been looked at
+        if leftover:
+            self._reader.put(leftover)
+            if self.replay is not None:
+                self.replay.count(len(leftover))
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = select.poll()
         self._poller.register(self.fd, select.POLLIN)
@@ -174,7 +185,8 @@ class Connection:
             return None
         frames: list[Frame] = []
         try:
-            self.receive(frames)
+            if not self.suspended:
+                self.receive(frames)
         except BaseException as error:
             self.failed(error)
         finally:
@@ -296,6 +308,9 @@ class Connection:
         if self.replay is not None and self.replay.count(count):
             self.outbox.append(pack_frame(ACK, self.replay.received))
             self.flush()
+        self._cut(count, frames)
+
+    def _cut(self, count: int, frames: list[Frame]) -> None:
         reader = self._reader
         while True:
             for frame in reader.fed(count):
@@ -311,13 +326,13 @@ class Connection:
             count = 0
 
     @uninterruptible
-    def preload(self, data: bytes) -> list[Frame]:
-        """Take bytes that came right behind the handshake, before the connection is registered."""
+    def begin(self) -> list[Frame]:
+        """Take what came right behind the handshake, unless somebody who waits for a reply has."""
         frames: list[Frame] = []
+        self.fresh = False
         with self.read_lock:
             try:
-                self._reader.target()[0][: len(data)] = data
-                self._take(len(data), frames)
+                self._cut(0, frames)
             except BaseException as error:
                 self.failed(error)
         return frames
@@ -485,17 +500,30 @@ class Connection:
         self._shut()
         self._events.suspended(self, error)
 
-    def standstill(self) -> int:
-        """Wait until nobody reads the failed socket any more; return how many bytes have come."""
+    def overtaken(self, attempt: int) -> bool:
+        """Whether a later attempt to come back has told the other side how far reading has come."""
+        return attempt < self._told
+
+    def standstill(self, attempt: int) -> int | None:
+        """End all reading, until this attempt or a later one comes back; return how many bytes have come.
+
+        ``None``: a later attempt has told it already. What is returned can be told: it stays true for this attempt.
+        """
         assert self.replay is not None
         with self.read_lock:
+            if self.overtaken(attempt):
+                return None
+            self._told = attempt
+            # An earlier attempt may have come back meanwhile, with what it was told then.
+            self.suspend(ConnectionResetError("another attempt to come back has begun"))
             return self.replay.received
 
     @uninterruptible
-    def resume(self, sock: Stream, arrived: int, forget: Callable[[], None]) -> bool:
+    def resume(self, sock: Stream, attempt: int, arrived: int, forget: Callable[[], None]) -> bool:
         """Go on over another socket; say whether that was possible. The caller has the pool watch it, and flushes.
 
         Args:
+            attempt: its number, which :meth:`standstill` was called with. After a later one's, it cannot come back.
             arrived: how many bytes of ours the other side has.
             forget: takes the old socket out of the pool.
 
@@ -504,7 +532,7 @@ class Connection:
         """
         assert self.replay is not None
         with self.read_lock, self.write_lock:
-            if self.broken or not self.suspended:
+            if self.broken or not self.suspended or self.overtaken(attempt):
                 return False
             self._rest = self.replay.rewind(arrived) + self._rest
             forget()

@@ -219,6 +219,11 @@ class FrameReader:
         """Whether a chunk has begun and its rest has not been read."""
         return self._sink is not None
 
+    def put(self, data: bytes) -> None:
+        """Take the first bytes, which came by another way; the next :meth:`fed`, also of 0, cuts them."""
+        self._view[: len(data)] = data
+        self._end = len(data)
+
     def target(self) -> list[memoryview]:
         """Return the memory that the next bytes go to, in order. Never empty, never of zero size."""
         sink = self._sink

@@ -183,7 +183,11 @@ class Guests:
             answer = guest.acceptor.feed(data)
             if guest.acceptor.done:
                 if self._leave(guest):
-                    self._admit(guest, answer)
+                    try:
+                        self._admit(guest, answer)
+                    except BaseException:  # nobody else has it
+                        guest.sock.close()
+                        raise
                 return
             if answer:
                 guest.sock.send(answer)

@@ -87,7 +87,7 @@ class Links:
                 self._introducing[conn] = session
             self._welcome(conn, answer)
             try:
-                self.watch(conn, session.leftover)
+                self.watch(conn)
             except (OSError, ValueError):  # the epoll was closed meanwhile
                 conn.close()
             if self._agent.closed_down:  # whoever closed the agent may have looked before this one came
@@ -97,9 +97,7 @@ class Links:
         with self._lock:
             main = self._mains.get(session.attach)
         if session.purpose is Purpose.RESUME:
-            sock.setblocking(True)
-            sock.sendall(answer)
-            self.resumption.admit(sock, session, main)
+            self.resumption.admit(sock, session, answer, main)
             return
         if main is None or main.broken:
             sock.close()
@@ -109,7 +107,7 @@ class Links:
             main.borrower = Borrower(sock, on_freed=self._agent.upkeep.freed)
             sock.setblocking(False)
             sock.send(answer)
-        elif session.purpose is Purpose.BULK:
+        elif session.purpose is Purpose.BULK and not guest.local:
             self._welcome(self._stripe(sock, main, session, False), answer)
         else:
             sock.close()
@@ -130,6 +128,7 @@ class Links:
             attach=attach,
             local=local,
             seals=Seals.of(session.key, dialled=dialled) if session.sealed else None,
+            leftover=session.leftover,
         )
         conn.dialled = dialled
         return conn
@@ -152,8 +151,8 @@ class Links:
         with self._lock:
             self._mains[conn.attach] = conn
 
-    def watch(self, conn: Connection, leftover: bytes = b"") -> None:
-        """Have the pool read a connection; ``leftover`` has come already."""
+    def watch(self, conn: Connection) -> None:
+        """Have the pool read a connection, from what has come already."""
         agent = self._agent
 
         def ready() -> None:
@@ -162,8 +161,8 @@ class Links:
                 agent.deliver(conn, frames, False)
 
         agent.pool.watch(conn.fd, ready)
-        if leftover:
-            frames = conn.preload(leftover)
+        if conn.fresh:
+            frames = conn.begin()
             if frames:
                 agent.deliver(conn, frames, True)  # on any thread: others are woken for what came
         conn.register()
@@ -186,6 +185,8 @@ class Links:
 
     def _join(self, peer: Peer, conn: Connection) -> None:
         conn.peer = peer
+        for stripe in list(conn.stripes):  # they may have been faster
+            stripe.peer = peer
         peer.conns.append(conn)
         if peer.conn is None or peer.conn.broken:
             peer.conn = conn
@@ -285,7 +286,7 @@ class Links:
         self._join(peer, conn)
         try:
             self._enter(conn)
-            self.watch(conn, session.leftover)
+            self.watch(conn)
         except (OSError, ValueError):  # the epoll, or this very connection, was closed meanwhile
             conn.close()
         if self._agent.closed_down:  # looked at when it can be found by whoever closes the agent
@@ -467,13 +468,14 @@ class Links:
         stripe = self._connection(sock, session, name, False, dialled)
         stripe.other = session.peer_name, session.peer_incarnation
         stripe.main = main
-        stripe.peer = main.peer
         stripe.assemblies = main.assemblies
         return stripe
 
     def _add_stripe(self, stripe: Connection) -> None:
         assert stripe.main is not None
         stripe.main.stripes.append(stripe)
+        # Looked at after that: the main connection's peer may introduce itself just now, as _join sees to.
+        stripe.peer = stripe.main.peer
         self.watch(stripe)
 
     def stream_ready(self, conn: Connection, stream: int) -> None:

@@ -4,8 +4,9 @@ The side that had dialled dials again, for as long as the grace time lasts; the 
 out at once where the peer's process is gone: nobody listens at its address any more. Until the connection goes on, what is
 to be sent waits in its outbox, under the deadlines of the calls; when it does not, its end is the peer's.
 
-Attempts run on pool threads. Nothing is guarded here: of several attempts for one connection the latest counts, and
-:meth:`Connection.resume` is a single step under the connection's locks.
+Attempts run on pool threads, and several for one connection may be under way at both ends. Nothing is guarded here: the
+latest counts, by the number that each draws. :meth:`Connection.standstill`, before a side tells how far it has come, puts an
+end to all earlier ones, and :meth:`Connection.resume` is a single step under the connection's locks.
 """
 
 from __future__ import annotations
@@ -100,8 +101,9 @@ class Resumption:
         gone = True
         for family, address in self._links.addresses(conn.peer):
             try:
+                number = next(conn.attempts)
                 sock, _ = self._links.dial(conn.peer, family, address, Purpose.RESUME, conn.attach, limit)
-                if self._agree(conn, sock, limit):
+                if self._agree(conn, sock, number, limit):
                     return
                 self._end(conn, error)  # the other side has given it up
                 return
@@ -120,15 +122,19 @@ class Resumption:
         again = partial(self._redial, conn, error, lapse, until, attempt + 1, refusals)
         self._agent.clock.after(pause, partial(self._agent.submit, again))
 
-    def _agree(self, conn: Connection, sock: Stream, limit: float) -> bool:
+    def _agree(self, conn: Connection, sock: Stream, number: int, limit: float) -> bool:
         try:
             sock.settimeout(max(0.05, limit - moments.now()))
-            sock.sendall(_COUNT.pack(conn.standstill()))
+            mine = conn.standstill(number)
+            if mine is None:  # another one has begun, and does what there is to do
+                sock.close()
+                return True
+            sock.sendall(_COUNT.pack(mine))
             theirs = _read_count(sock)
             if theirs == _UNKNOWN:
                 sock.close()
                 return False
-            self._go_on(conn, sock, theirs)
+            self._go_on(conn, sock, number, theirs)
         except BaseException:
             sock.close()
             raise
@@ -157,18 +163,31 @@ class Resumption:
         again = partial(self._probe, conn, error, lapse)
         self._agent.clock.after(_PROBE_S, partial(self._agent.submit, again))
 
-    def admit(self, sock: Stream, session: Session, conn: Connection | None) -> None:
-        """Take a socket that is to take the place of a connection's, which may not have noticed that it is broken."""
+    def admit(self, sock: Stream, session: Session, answer: bytes, conn: Connection | None) -> None:
+        """Take a socket that is to take the place of a connection's, which may not have noticed that it is broken.
+
+        Args:
+            answer: the last message of the handshake.
+        """
+        # Before the other side hears that it may go on: from there, its next attempt is a later one here as well.
+        number = 0 if conn is None else next(conn.attempts)
         try:
             sock.settimeout(self._agent.settings.handshake_timeout)
+            sock.sendall(answer)
             theirs = _read_count(sock)
             if conn is None or not self._belongs(conn, session):
                 sock.sendall(_COUNT.pack(_UNKNOWN))
                 sock.close()
                 return
-            conn.suspend(ConnectionResetError("the other side has begun a new one"))
-            sock.sendall(_COUNT.pack(conn.standstill()))
-            self._go_on(conn, sock, theirs)
+            mine = None
+            if not conn.overtaken(number):
+                conn.suspend(ConnectionResetError("the other side has begun a new one"))
+                mine = conn.standstill(number)
+            if mine is None:
+                sock.close()
+                return
+            sock.sendall(_COUNT.pack(mine))
+            self._go_on(conn, sock, number, theirs)
         except (OSError, EOFError) as error:
             _log.info("a connection of %r did not come back: %s", session.peer_name, error)
             sock.close()
@@ -183,11 +202,11 @@ class Resumption:
 
     # -- both --------------------------------------------------------------------------------------
 
-    def _go_on(self, conn: Connection, sock: Stream, theirs: int) -> None:
+    def _go_on(self, conn: Connection, sock: Stream, number: int, theirs: int) -> None:
         sock.settimeout(None)
         old = conn.fd
         try:
-            resumed = conn.resume(sock, theirs, partial(self._agent.pool.forget, old))
+            resumed = conn.resume(sock, number, theirs, partial(self._agent.pool.forget, old))
         except ProtocolError as error:
             self._end(conn, error)
             resumed = False

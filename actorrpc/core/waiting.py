@@ -55,6 +55,8 @@ class Waiting:
             except (OSError, ValueError):
                 pass
         try:
+            if conn.suspended:
+                return None
             if conn.outbox:
                 conn.flush()
             # A completion by another thread either sees ``polling`` and wakes us, or is seen here.

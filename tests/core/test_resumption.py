@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import select
 import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ import torch
 from actorrpc import testing
 from actorrpc.config import Settings
 from actorrpc.core.agent import Agent
+from actorrpc.core.connection import Connection
+from actorrpc.core.frames import REPLY, Frame, pack_frame
 from actorrpc.core.identity import WorkerRecord
 from actorrpc.errors import PeerDiedError, RpcError
 from actorrpc.futures import Future
@@ -246,3 +250,154 @@ def test_an_agent_can_end_while_its_connection_is_away() -> None:
         for proxy in proxies:
             proxy.stall()
             proxy.reset()
+
+
+# -- one connection by itself ----------------------------------------------------------------------------
+
+
+class _Quiet:
+    """What a connection tells, noted."""
+
+    def __init__(self) -> None:
+        self.delivered: list[Frame] = []
+        self.lapses = 0
+
+    def control(self, connection: Connection, frame: Frame) -> Frame | None:
+        return frame
+
+    def deliver(self, connection: Connection, frames: list[Frame], waiting: bool) -> bool:
+        self.delivered += frames
+        return True
+
+    def closed(self, connection: Connection, error: BaseException | None) -> None:
+        raise AssertionError(f"closed: {error}")
+
+    def suspended(self, connection: Connection, error: BaseException) -> None:
+        self.lapses += 1
+
+    def submit(self, task: Any) -> None:
+        task()
+
+
+class _Late:
+    """A lock that another thread gets first, whenever it is asked for without waiting."""
+
+    def __init__(self, before: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._before = before
+        self.release = self._lock.release
+
+    def acquire(self, blocking: bool = True) -> bool:
+        if not blocking:
+            self._before()
+        return self._lock.acquire(blocking)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@contextlib.contextmanager
+def alone(leftover: bytes = b"") -> Iterator[tuple[Connection, socket.socket, _Quiet]]:
+    """Make one end of a connection; the other one is a bare socket."""
+    here, there = socket.socketpair()
+    events = _Quiet()
+    with select.epoll() as epoll, there:
+        conn = Connection(
+            here,
+            epoll=epoll,
+            events=events,
+            settings=Settings(),
+            attach=b"",
+            local=False,
+            leftover=leftover,
+        )
+        try:
+            conn.register()
+            yield conn, there, events
+        finally:
+            conn.broken = True
+            conn.reap()
+
+
+def _read_for(conn: Connection) -> None:
+    call: Any = SimpleNamespace(polling=None, done=False, stirred=False, id=0, future=None)
+    conn.waiting.read_for(call, None)
+
+
+_READERS: dict[str, Callable[[Connection], object]] = {
+    "pool": Connection.turn,
+    "caller": _read_for,
+    "answering": lambda conn: conn.answering.reply(),
+}
+
+
+@pytest.mark.parametrize("reader", _READERS)
+def test_nobody_reads_a_failed_socket_any_more_once_it_was_said_how_far_reading_has_come(reader: str) -> None:
+    with alone() as (conn, there, events):
+        there.sendall(pack_frame(REPLY, 7, b"once"))
+        told: list[int | None] = []
+
+        def other_thread() -> None:  # between the reader's first look and its lock
+            conn.suspend(ConnectionResetError())
+            told.append(conn.standstill(next(conn.attempts)))
+
+        conn.read_lock = cast(Any, _Late(other_thread))
+        frames = _READERS[reader](conn)
+        assert told == [0]
+        assert conn.replay is not None
+        assert conn.replay.received == 0
+        assert not frames
+        assert not events.delivered
+        # What was not read comes again, over another socket.
+        conn.read_lock = threading.Lock()
+        here, again = socket.socketpair()
+        with again:
+            assert conn.resume(here, 1, 0, lambda: None)
+            again.sendall(pack_frame(REPLY, 7, b"once"))
+            (frame,) = conn.turn() or []
+        assert frame.body == b"once"
+
+
+def test_what_came_with_the_handshake_counts() -> None:
+    first, second = pack_frame(REPLY, 1, b"first"), pack_frame(REPLY, 2, b"second")
+    with alone(leftover=first + second[:10]) as (conn, _, _):
+        conn.suspend(ConnectionResetError())
+        assert conn.standstill(next(conn.attempts)) == len(first) + 10  # also before anybody has looked at it
+        here, again = socket.socketpair()
+        with again:
+            assert conn.resume(here, 1, 0, lambda: None)
+            assert conn.fresh
+            assert [frame.body for frame in conn.begin()] == [b"first"]
+            again.sendall(second[10:])
+            assert [frame.body for frame in conn.turn() or []] == [b"second"]
+
+
+@pytest.mark.parametrize("came_back", [False, True])
+def test_an_attempt_does_not_come_back_once_a_later_one_has_said_how_far_reading_has_come(
+    came_back: bool,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        first, first_there = socket.socketpair()
+        second, second_there = socket.socketpair()
+        for sock in (first, first_there, second, second_there):
+            stack.enter_context(sock)
+        conn, _, events = stack.enter_context(alone())
+        early, late = next(conn.attempts), next(conn.attempts)
+        conn.suspend(ConnectionResetError())
+        assert conn.standstill(early) == 0
+        first_there.sendall(pack_frame(REPLY, 1, b"sent at once"))
+        if came_back:
+            assert conn.resume(first, early, 0, lambda: None)
+        # From here on the other side is told that nothing has come, and sends it again over the second socket.
+        assert conn.standstill(late) == 0
+        assert conn.overtaken(early)
+        assert conn.standstill(early) is None
+        assert not conn.resume(first, early, 0, lambda: None)
+        assert not conn.turn()
+        assert conn.resume(second, late, 0, lambda: None)
+        second_there.sendall(pack_frame(REPLY, 1, b"sent again"))
+        assert [frame.body for frame in conn.turn() or []] == [b"sent again"]
+        assert events.lapses == 1 + came_back
