@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 
 from actorrpc import rpc
 
-__all__ = ["main"]
+__all__ = ["compare", "main", "rounds_of"]
 
 MIB = 1 << 20
 _SIZE = 64 * MIB
@@ -44,9 +44,9 @@ def last(tensor: torch.Tensor) -> float:
     return tensor[-1].item()
 
 
-def serve(place: str, rank: int, sealed: bool, pipe: Connection | None) -> None:
+def serve(place: str, rank: int, environment: Mapping[str, str], pipe: Connection | None) -> None:
     """Be one worker of a pair; the one that has a pipe measures a round each time that it is told to."""
-    os.environ["ACTORRPC_INTEGRITY"] = "1" if sealed else "0"
+    os.environ.update(environment)
     torch.set_num_threads(1)
     options = rpc.RpcBackendOptions(
         init_method=f"file://{place}", transport="tcp", key="the key of this measurement"
@@ -80,44 +80,61 @@ def _spread(values: Sequence[float]) -> list[float]:
     return [round(each, 3) for each in (statistics.median(values), min(values), max(values))]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and print."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args(arguments).rounds
+def compare(environments: Mapping[str, Mapping[str, str]], place: str, rounds: int) -> dict[str, Any]:
+    """Measure two kinds of connections, by the variables of their workers, in turns: the other beside the first.
+
+    Args:
+        place: a directory where the workers of each kind meet.
+    """
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        processes, pipes = [], []
-        for sealed in (False, True):
-            ours, theirs = context.Pipe()
-            pipes.append(ours)
-            for rank, pipe in ((0, theirs), (1, None)):
-                process = context.Process(
-                    target=serve, args=(os.path.join(folder, f"meet{sealed}"), rank, sealed, pipe)
-                )
-                process.start()
-                processes.append(process)
-        found: list[list[tuple[float, float]]] = []
-        for turn in range(rounds + 1):  # the first is not counted: connections and memory are made in it
-            row = []
-            for pipe in pipes:
-                pipe.send(True)
-                row.append(pipe.recv())
-            if turn:
-                found.append(row)
+    processes, pipes = [], []
+    for kind, environment in environments.items():
+        ours, theirs = context.Pipe()
+        pipes.append(ours)
+        for rank, pipe in ((0, theirs), (1, None)):
+            process = context.Process(
+                target=serve, args=(os.path.join(place, f"meet-{kind}"), rank, environment, pipe)
+            )
+            process.start()
+            processes.append(process)
+    found: list[list[tuple[float, float]]] = []
+    for turn in range(rounds + 1):  # the first is not counted: connections and memory are made in it
+        row = []
         for pipe in pipes:
-            pipe.send(False)
-        for process in processes:
-            process.join()
+            pipe.send(True)
+            row.append(pipe.recv())
+        if turn:
+            found.append(row)
+    for pipe in pipes:
+        pipe.send(False)
+    for process in processes:
+        process.join()
+    plain, other = environments
     report: dict[str, Any] = {"cpus": os.cpu_count(), "python": platform.python_version(), "rounds": rounds}
     for which, name in enumerate(("call, us", "64 MiB, GB/s")):
-        plain, sealed_ = ([row[kind][which] for row in found] for kind in (0, 1))
+        before, after = ([row[kind][which] for row in found] for kind in (0, 1))
         report[name] = {
-            "plain": _spread(plain),
-            "sealed": _spread(sealed_),
-            "sealed / plain": _spread([b / a for a, b in zip(plain, sealed_, strict=True)]),
+            plain: _spread(before),
+            other: _spread(after),
+            f"{other} / {plain}": _spread([b / a for a, b in zip(before, after, strict=True)]),
         }
-    print(json.dumps(report))
+    return report
+
+
+def rounds_of(arguments: Sequence[str] | None, what: str | None) -> int:
+    """Read the command line of a benchmark like this one."""
+    parser = argparse.ArgumentParser(description=str(what).splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    rounds: int = parser.parse_args(arguments).rounds
+    return rounds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print."""
+    rounds = rounds_of(arguments, __doc__)
+    kinds = {"plain": {"ACTORRPC_INTEGRITY": "0"}, "sealed": {"ACTORRPC_INTEGRITY": "1"}}
+    with tempfile.TemporaryDirectory() as place:
+        print(json.dumps(compare(kinds, place, rounds)))
     return 0
 
 

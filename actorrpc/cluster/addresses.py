@@ -16,8 +16,9 @@ from actorrpc.config import host_and_port
 from actorrpc.core import keys
 from actorrpc.core.keys import Key
 from actorrpc.errors import AuthenticationError, ConfigError
+from actorrpc.rpc.group import is_loopback
 
-__all__ = ["find_key", "is_loopback", "new_secret", "own_address", "parse", "show", "write_secret"]
+__all__ = ["find_key", "new_secret", "own_address", "parse", "show", "write_secret"]
 
 _SCHEME: Final = "tcp://"
 _LIKELY_S: Final = 1
@@ -52,19 +53,6 @@ def parse(text: object, what: str = "address", *, listen: bool = False) -> tuple
 def show(host: str, port: int) -> str:
     """Return an address as :func:`parse` reads it."""
     return f"{_SCHEME}[{host}]:{port}" if ":" in host else f"{_SCHEME}{host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Say whether nobody beyond this host can reach what listens at ``host``."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        pass
-    try:
-        found = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except OSError:
-        return False
-    return all(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found)
 
 
 def own_address(host: str = "") -> str:

@@ -358,7 +358,7 @@ def _drive(
     key_is_made = False
     if not secret and listen is not None:
         secret = addresses.given_secret()
-        if not secret and given is None and not addresses.is_loopback(host or ""):
+        if not secret and given is None and not group.is_loopback(host or ""):
             raise ConfigError(
                 f"listen={listen!r} can be reached from other hosts, and there is no key: give the driver and every worker "
                 "the same one (ACTORRPC_KEY, or ACTORRPC_KEY_FILE with a file that only you can read); make one with: "

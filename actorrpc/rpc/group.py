@@ -40,7 +40,7 @@ from actorrpc.errors import (
 from actorrpc.futures import Future
 from actorrpc.rpc.reach import DIAL_S, Reach
 
-__all__ = ["Directory", "Group", "Membership", "close_forsaken", "enter", "join"]
+__all__ = ["Directory", "Group", "Membership", "close_forsaken", "enter", "is_loopback", "join"]
 
 _log = logging.getLogger("actorrpc.group")
 _AGAIN_S: Final = 0.1
@@ -363,8 +363,8 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _is_loopback(host: str) -> bool:
-    """Whether nobody beyond this host can reach what listens there; a name is what it stands for, not how it looks."""
+def is_loopback(host: str) -> bool:
+    """Say whether nobody beyond this host can reach what listens there; a name is what it stands for, not how it looks."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -399,14 +399,14 @@ class _Doors:
         if settings.transport == "unix" or (host is None and settings.transport != "tcp"):
             return
         host = host or "127.0.0.1"
-        if not _is_loopback(host) and not has_key and not settings.insecure:
+        if not is_loopback(host) and not has_key and not settings.insecure:
             if settings.bind is None and settings.transport == "auto":
                 return  # one host only: Unix sockets do, and nobody else may come in
             raise ConfigError(
                 f"this worker would listen on {host!r}, where others can reach it, without a key. Give every worker the same key "
                 f"(ACTORRPC_KEY, ACTORRPC_KEY_FILE or key=), or say insecure=True if the network is yours alone"
             )
-        if _is_loopback(host) and settings.transport != "tcp" and settings.bind is None:
+        if is_loopback(host) and settings.transport != "tcp" and settings.bind is None:
             return
         if not has_key and settings.insecure:  # on loopback, too: other users of this host reach it
             _log.warning(

@@ -96,7 +96,7 @@ def test_the_matrix(
     ],
 )
 def test_what_is_loopback(host: str, inside: bool) -> None:
-    assert group._is_loopback(host) is inside
+    assert group.is_loopback(host) is inside
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1.example.com", "localhost.example.com", "127.gate"])
@@ -105,9 +105,9 @@ def test_a_name_is_what_it_stands_for(name: str, monkeypatch: pytest.MonkeyPatch
         return lambda *args, **kwargs: [(socket.AF_INET, 1, 6, "", (each, 0)) for each in addresses]
 
     monkeypatch.setattr(socket, "getaddrinfo", found("127.0.0.1"))
-    assert group._is_loopback(name)
+    assert group.is_loopback(name)
     monkeypatch.setattr(socket, "getaddrinfo", found("127.0.0.1", "192.0.2.1"))
-    assert not group._is_loopback(name)
+    assert not group.is_loopback(name)
 
 
 def test_a_name_that_nobody_knows_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
