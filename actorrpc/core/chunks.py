@@ -100,8 +100,7 @@ class ChunkSender:
             return self._leave(begun) if conn.suspended else False
         finally:
             conn.write_lock.release()
-            if conn.outbox:
-                conn.flush()
+            conn.flush()
 
     def _leave(self, begun: bool) -> bool | None:
         """Leave a chunk that has begun to whoever goes on over another socket, from a copy."""

@@ -18,15 +18,13 @@ one at a time, each preceded by whatever small frames have come up. Nobody block
 whose data it is.
 
 Lock order: ``read_lock`` before ``write_lock``; neither is ever held while user code, or code that may run
-the garbage collector into user code for long, is called on purpose. The functions that read, write and arm
-are marked
+the garbage collector into user code for long, is called on purpose. The functions that read, write and arm are marked
 uninterruptible: Ctrl-C waits for their end, and any other exception in one of them closes the connection.
 """
 
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import select
 import socket
@@ -53,6 +51,7 @@ from actorrpc.core.frames import (
     Frame,
     FrameReader,
     pack_frame,
+    untouched,
 )
 from actorrpc.core.interrupts import uninterruptible
 from actorrpc.core.replay import Replay
@@ -69,11 +68,6 @@ _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for on
 _LOOKED_AT: Final = STREAM | LETTER
 _PARTS: Final = 512  # in one sendmsg; the kernel takes 1024
 _BULK_READS: Final = 64  # reads in one turn while chunks are coming in
-
-
-def _untouched(size: int) -> mmap.mmap:
-    """Return memory that is taken page by page, as it is written to: most connections see small messages only."""
-    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Connection:
@@ -101,8 +95,7 @@ class Connection:
         self.borrower: Any = None
         self.lane_failed = False
         self.striping = False  # whether stripes are dialled, or were, without anybody waiting for them
-        # A stripe carries chunks for its main connection and nothing else.
-        self.main: Connection | None = None
+        self.main: Connection | None = None  # a stripe carries chunks for it and nothing else
         self.stripes: list[Connection] = []
         self.assemblies: dict[int, Any] = {}
         self.goodbye = False
@@ -135,7 +128,7 @@ class Connection:
             max_frame=settings.max_frame,
             max_chunk=max(settings.chunk, 1 << 20),
             sink_for=self._sink_for,
-            allocate=_untouched,
+            allocate=untouched,
         )
         self.fresh = bool(leftover)  # what came with the handshake has not been looked at
         if leftover:
@@ -306,7 +299,6 @@ class Connection:
             raise EOFError("end of file")
         self.heard = moments.now()
         if self.replay is not None and self.replay.count(count):
-            self.outbox.append(pack_frame(ACK, self.replay.received))
             self.flush()
         self._cut(count, frames)
 
@@ -358,7 +350,7 @@ class Connection:
         """
         if self.borrower is not None or self.lender is not None:
             self.hand_back()
-        while self.outbox or self._rest:
+        while self.outbox or self._rest or (self.replay is not None and self.replay.owed):
             if self.broken or self.suspended:
                 return False
             if not self.write_lock.acquire(False):
@@ -405,11 +397,9 @@ class Connection:
         self.flush()  # what was left by somebody who saw the mark
 
     def _drain(self) -> bool:
-        """Send until the outbox is empty (True) or the kernel takes no more (False). Under the write lock."""
+        """Send until the outbox is empty (True) or no more may be sent now (False). Under the write lock."""
         outbox, sock, replay, seal = self.outbox, self.sock, self.replay, self.seal
         while True:
-            if replay is not None and replay.full:
-                return False
             rest = self._rest
             if rest:
                 try:
@@ -420,6 +410,12 @@ class Connection:
                     replay.note_parts(rest, count)
                 self._consume(count)
                 continue
+            if replay is not None:
+                if replay.owed:
+                    replay.owed = False
+                    outbox.appendleft(pack_frame(ACK, replay.received))
+                elif replay.full:
+                    return False
             try:
                 item = outbox.popleft()
             except IndexError:
@@ -469,11 +465,10 @@ class Connection:
 
     def _wait_writable(self, deadline: float | None = None) -> bool:
         """Sleep until the kernel takes more, for at most a slice. Under the write lock."""
-        if self.replay is not None and self.replay.full:
+        if not self._rest and self.replay is not None and self.replay.full:
             self.replay.wait(0.1)
             return False
-        poller = self._writer_poller
-        if poller is None:
+        if (poller := self._writer_poller) is None:
             poller = self._writer_poller = select.poll()
             poller.register(self.sock.wire() if type(self.sock) is TlsSocket else self.fd, select.POLLOUT)
         wait_ms = 100.0

@@ -18,6 +18,7 @@ size before any memory is allocated for it.
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -55,6 +56,7 @@ __all__ = [
     "pack_position",
     "unpack_extra",
     "unpack_position",
+    "untouched",
 ]
 
 PREFIX: Final = struct.Struct("<IIBBxxfQQ")
@@ -128,6 +130,11 @@ def pack_frame(
         + extra
         + body
     )
+
+
+def untouched(size: int) -> mmap.mmap:
+    """Return memory that is taken page by page, as it is written to: most connections see small messages only."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def pack_position(index: int, offset: int) -> int:

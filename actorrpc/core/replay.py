@@ -18,7 +18,7 @@ from actorrpc.errors import ProtocolError
 __all__ = ["Replay"]
 
 _SAY_EVERY: Final = 1 << 20  # bytes that have come before it is said
-_LIMIT: Final = 8 << 20  # bytes that are kept: more than are under way on most lines that this is for
+_LIMIT: Final = 8 << 20  # bytes that may be on their way: more than are on most lines that this is for
 _LARGE: Final = (
     64 << 10
 )  # from here on, copies go into memory that is kept for them: fresh memory costs more than copying
@@ -28,16 +28,19 @@ class Replay:
     """The memory of one connection.
 
     The reader, under the connection's read lock, uses :meth:`count` and :meth:`acknowledged`; the writer, under its
-    write lock, everything else. No lock of its own: they share one number, which only grows.
+    write lock, everything else. No lock of its own: they share numbers which only grow, and a mark.
 
     Attributes:
         received: bytes that have come.
+        owed: whether the other side is to be told so. That is done also while :attr:`full`, or two sides that are both
+            full would wait for each other.
     """
 
-    __slots__ = ("_acknowledged", "_base", "_moved", "_parts", "_ring", "_said", "_size", "received")
+    __slots__ = ("_acknowledged", "_base", "_moved", "_parts", "_ring", "_said", "_size", "owed", "received")
 
     def __init__(self) -> None:
         self.received = 0
+        self.owed = False
         self._said = 0
         self._acknowledged = 0
         self._moved = threading.Event()  # wakes a writer that has to wait for an acknowledgement
@@ -47,11 +50,13 @@ class Replay:
         self._ring: _Ring | None = None
 
     def count(self, count: int) -> bool:
-        """Note that bytes have come; say whether the other side is to be told."""
+        """Note that bytes have come; say whether the other side is to be told from now on."""
         self.received += count
         if self.received - self._said < _SAY_EVERY:
             return False
         self._said = self.received
+        self.owed = True
+        self._moved.set()
         return True
 
     def acknowledged(self, count: int) -> None:
@@ -67,14 +72,15 @@ class Replay:
 
     @property
     def full(self) -> bool:
-        """Whether as much is kept as may be: then no more is sent until an acknowledgement comes."""
+        """Whether as much is on its way as may be: then nothing is begun until an acknowledgement comes."""
         self._trim()
-        return self._size >= _LIMIT
+        # Not what is kept: of a part that has come but for its end, all is.
+        return self.sent - max(self._acknowledged, self._base) >= _LIMIT
 
     def wait(self, seconds: float) -> None:
-        """Sleep until an acknowledgement comes, for at most so long."""
+        """Sleep until an acknowledgement comes, or one is owed, for at most so long."""
         self._moved.clear()
-        if self.full:
+        if self.full and not self.owed:
             self._moved.wait(seconds)
 
     def note(self, data: bytes) -> None:

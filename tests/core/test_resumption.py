@@ -19,6 +19,7 @@ import torch
 
 from actorrpc import testing
 from actorrpc.config import Settings
+from actorrpc.core import replay
 from actorrpc.core.agent import Agent
 from actorrpc.core.connection import Connection
 from actorrpc.core.frames import REPLY, Frame, pack_frame
@@ -81,7 +82,8 @@ def call(agent: Agent, function: Callable[..., Any], *args: Any, timeout: float 
 
 def begin(agent: Agent, function: Callable[..., Any], *args: Any, timeout: float = _LIMIT_S) -> Future[Any]:
     future: Future[Any] = Future()
-    agent.call(agent.peer("a1"), function, args, {}, timeout, future=future)
+    to = agent.peer("a1" if agent.name == "a0" else "a0")
+    agent.call(to, function, args, {}, timeout, future=future)
     agent.flush()
     return future
 
@@ -138,6 +140,19 @@ def test_large_messages_over_several_connections_survive() -> None:
             value = torch.arange(1_000_000) + number
             assert torch.equal(call(a0, note, number, value), value)
         assert sum(proxy.struck.total() for proxy in proxies) >= 5
+
+
+def test_two_sides_that_both_keep_as_much_as_they_may_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replay, "_SAY_EVERY", 50_000)
+    monkeypatch.setattr(replay, "_LIMIT", 100_000)
+    with behind() as ((a0, a1), _):
+        assert call(a0, note, 0, 1) == 1
+        value = torch.arange(125_000)
+        futures = [begin(agent, note, number, value) for number in range(8) for agent in (a0, a1)]
+        for future in futures:
+            assert torch.equal(future.wait(), value)
 
 
 def test_what_is_sent_again_is_what_it_was() -> None:
