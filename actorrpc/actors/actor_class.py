@@ -8,13 +8,12 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, TypeVar, Union
 
-import cloudpickle
-
 from actorrpc.actors.handle import ActorHandle
 from actorrpc.actors.methods import ClassInfo
 from actorrpc.actors.options import ActorOptions
 from actorrpc.actors.runtime import runtime
 from actorrpc.actors.snapshot import Snapshot
+from actorrpc.core.by_value import goes_by_value
 from actorrpc.errors import ConfigError
 
 __all__ = ["ActorClass", "is_importable", "offer_class"]
@@ -35,10 +34,10 @@ def offer_class(name: str, function: Any) -> None:
 def is_importable(obj: Any) -> bool:
     """Say whether an object of ours with a module and a qualified name is found by these, wherever it is imported.
 
-    What is in the main module is not: other processes have other main modules.
+    What is in the main module is not: other processes have other main modules. Nor is what is to go by value.
     """
     module, name = obj.__module__, obj.__qualname__
-    if module in _MAIN or module in cloudpickle.list_registry_pickle_by_value():
+    if module in _MAIN or goes_by_value(obj):
         return False
     found: Any = sys.modules.get(module)
     try:

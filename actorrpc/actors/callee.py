@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from actorrpc import moments
+from actorrpc.actors.checkpoints import Checkpoints
 from actorrpc.actors.crew import Interrupted, Station
 from actorrpc.actors.exits import ActorExit
 from actorrpc.actors.letter_entry import LetterEntry
 from actorrpc.actors.mailbox import Entry, Lane
 from actorrpc.actors.object_ref import SMALL, Kept, keep_large
-from actorrpc.actors.reports import send_checkpoint
 from actorrpc.actors.snapshot import Snapshot
 from actorrpc.actors.spec import ResidentGoneError
 from actorrpc.actors.streams import aproduce, produce
-from actorrpc.core import messages, points
+from actorrpc.core import messages
 from actorrpc.core.calls import CURRENT, Execution
 from actorrpc.core.execution import ASYNC_MARK, Later, future_of, let_frames_go
 from actorrpc.core.frames import CREDIT, LETTER, pack_frame
@@ -62,6 +62,7 @@ class Callee:
         self.runtime = resident.runtime
         self.agent = resident.agent
         self.mailbox = resident.mailbox
+        self._checkpoints = Checkpoints(resident)
         self._instance_rref: Any = None
 
     def run(self, entry: Entry, station: Station) -> None:
@@ -204,9 +205,11 @@ class Callee:
             self._answer_later(entry, value.future)
             return _NOTHING
         if getattr(method, ASYNC_MARK, None) is not None:
-            self._answer_later(entry, future_of(value, method))
+            later = future_of(value, method)
+            self._checkpoints.save()  # as it is now: the future may complete on any thread, beside the next call
+            self._answer_later(entry, later)
             return _NOTHING
-        self._save()
+        self._checkpoints.save()
         return value
 
     def _method(self, name: str) -> tuple[Any, str]:
@@ -242,8 +245,7 @@ class Callee:
         producer.serves(entry.frame.id)
         if entry.conn is not None:
             entry.conn.flush(True)
-        produce(generator, producer, partial(self._end_of_stream, entry))
-        self._save()
+        produce(self._checkpoints.behind(generator), producer, partial(self._end_of_stream, entry))
 
     def _end_of_stream(self, entry: LetterEntry, error: BaseException) -> BaseException:
         """Say what the consumer of a stream gets for what the generator has raised."""
@@ -312,14 +314,14 @@ class Callee:
                     producer.serves(entry.frame.id)
                     if entry.conn is not None:
                         entry.conn.flush()
-                    await aproduce(generator, producer, partial(self._end_of_stream, entry))
+                    items = self._checkpoints.behind_async(generator)
+                    await aproduce(items, producer, partial(self._end_of_stream, entry))
                 else:
                     producer.close()
                     await generator.aclose()
-                self._save()
                 return
             value = await call()
-            self._save()
+            await self._checkpoints.save_from_loop()
             self.answer(entry, value)
         except ActorExit as exit:
             self.resident.exited(entry, str(exit))
@@ -390,22 +392,6 @@ class Callee:
 
     def _claim(self, entry: LetterEntry) -> bool:
         return entry.peer.running.pop(entry.frame.id, None) is entry
-
-    def _save(self) -> None:
-        """Send the supervisor the actor's state, where the class keeps one, before the answer leaves."""
-        spec = self.resident.spec
-        if spec is None or not spec.info.has_checkpoint or self.resident.state != "alive":
-            return
-        every = spec.options.checkpoint_every
-        if not every or self.resident.calls % every:
-            return
-        try:
-            points.reach("actor.checkpointing")
-            state = Snapshot.of(self.resident.instance.checkpoint())
-            send_checkpoint(self.runtime, spec, state)
-            points.reach("actor.checkpointed")
-        except Exception:
-            _log.exception("the state of actor %s could not be kept", self.resident.title)
 
     def pump(self, lane: Lane) -> None:
         """Start what the lane has. Runs on the loop's thread."""

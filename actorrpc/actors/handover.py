@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from actorrpc.actors.checkpoints import LAST
 from actorrpc.actors.runtime import current
 from actorrpc.actors.snapshot import Snapshot
 from actorrpc.core.execution import Later
@@ -70,6 +71,6 @@ def _moved(
     if isinstance(state, Snapshot):
         with supervisor.lock:
             if actor.resident_id == resident_id:
-                actor.state, actor.state_epoch = state, actor.epoch
+                actor.keep(actor.epoch, LAST, state)
     supervisor.ended(actor, resident_id, why)
     moved.set_result(None)

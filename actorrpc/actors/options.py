@@ -423,9 +423,10 @@ class ActorOptions:
         allow_out_of_order_execution: calls may overtake those whose arguments are still being fetched.
         reentrant: calls that descend from the one it is executing may run while that one waits.
         checkpoint_every: after how many calls that have not raised ``checkpoint()`` is called, where the class has it and
-            ``restore(state)``; before the answer leaves. What it returns is copied, and given to ``restore`` of the next
-            incarnation, behind the constructor. Where it raises, that is logged, and the state before it is kept;
-            where ``restore`` raises, that is as if the constructor had.
+            ``restore(state)``. What it returns is copied, and given to ``restore`` of the next incarnation, behind the
+            constructor. The answer (of a generator: its end) leaves when the process that has made the actor has that state:
+            what a caller has been told is not lost with the actor. Where ``checkpoint()`` raises, that is logged, and the
+            state before it is kept; where ``restore`` raises, that is as if the constructor had.
         timeout, priority, concurrency_group, max_buffered_items: see :class:`CallOptions`; for all of its methods.
         yielding: internal: calls that wait in one of our waits do not count as running.
         place: internal: the actor's place in its group.

@@ -96,6 +96,8 @@ class _Consumer:
                 step = claim[0][0]
             except IndexError:
                 return
+            if signal._done:  # and that was the step behind what it stands for
+                return
             source = step._source
             if source is not None:
                 source.drive(deadline)
@@ -187,6 +189,7 @@ class _Consumer:
         if error is not None:
             self._failed(error)
         else:
+            self._wake()  # before the next step: who waits for these items must not come to wait for more
             self._pull()
 
     def _failed(self, error: BaseException) -> None:

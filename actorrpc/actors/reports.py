@@ -1,9 +1,9 @@
-"""What an actor's worker tells its supervisor: that it has ended by itself, and the state that it wants kept."""
+"""What an actor's worker tells its supervisor: that it has ended by itself."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from actorrpc.actors.runtime import current
 from actorrpc.errors import RpcError
@@ -11,10 +11,9 @@ from actorrpc.futures import Future
 
 if TYPE_CHECKING:
     from actorrpc.actors.runtime import Runtime
-    from actorrpc.actors.snapshot import Snapshot
     from actorrpc.actors.spec import ActorSpec
 
-__all__ = ["send_checkpoint", "send_ended"]
+__all__ = ["send_ended"]
 
 _log = logging.getLogger("actorrpc.actors")
 
@@ -25,14 +24,11 @@ def _ended(actor_id: int, epoch: int, kind: str, text: str) -> None:
         found.supervisor.note_ended(actor_id, epoch, kind, text)
 
 
-def _checkpoint(actor_id: int, epoch: int, state: Snapshot) -> None:
-    found = current()
-    if found is not None:
-        found.supervisor.note_checkpoint(actor_id, epoch, state)
+def send_ended(runtime: Runtime, spec: ActorSpec, kind: str, text: str) -> None:
+    """Tell the supervisor that the actor has ended by itself (``kind`` is ``"exit"``); does not wait.
 
-
-def _tell(runtime: Runtime, spec: ActorSpec, function: Any, *args: Any) -> None:
-    """Call a function of the supervisor's worker without waiting; it has left with what is sent next at latest."""
+    It has left with what is sent next at latest.
+    """
     agent = runtime.agent
     future: Future[None] = Future()
 
@@ -42,17 +38,7 @@ def _tell(runtime: Runtime, spec: ActorSpec, function: Any, *args: Any) -> None:
     future.add_done_callback(over)
     try:
         peer = runtime.references.peer_of(spec.card.supervisor)
-        agent.call(peer, function, (spec.actor_id, spec.epoch, *args), {}, 0, future=future)
+        agent.call(peer, _ended, (spec.actor_id, spec.epoch, kind, text), {}, 0, future=future)
         agent.flush()
     except RpcError as error:
         _log.info("the supervisor of actor %s cannot be told: %s", spec.card.title, error)
-
-
-def send_ended(runtime: Runtime, spec: ActorSpec, kind: str, text: str) -> None:
-    """Tell the supervisor that the actor has ended by itself (``kind`` is ``"exit"``)."""
-    _tell(runtime, spec, _ended, kind, text)
-
-
-def send_checkpoint(runtime: Runtime, spec: ActorSpec, state: Snapshot) -> None:
-    """Give the supervisor the state that the actor's next incarnation starts from."""
-    _tell(runtime, spec, _checkpoint, state)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Anchor", "Phase", "Supervised", "Verdict"]
 
+_PATIENCE_S: Final = 30.0  # how long whoever places an actor may take to hear of a death
+
 Phase = Literal["starting", "alive", "restarting", "ending", "dead"]
 _SHOWN: Final = {
     "starting": "PENDING_CREATION",
@@ -75,6 +77,9 @@ class Supervised:
         orphaned: its last handle is gone: it ends as soon as it has come to life.
         killed: somebody has killed the present incarnation.
         answered: the present incarnation's end has been seen to.
+        put_off_since: when the incarnation that is due was first put off; None if it has not been.
+        state: what the next incarnation starts from; None where no checkpoint has come yet.
+        state_number: which one of the present incarnation's checkpoints that is; 0: none of them.
         family: the supervision group that decides about its restarts, and ``index`` its place there.
         held: its next incarnation is not to be begun yet: the family will say when.
         moving: its incarnation is ended because its worker is to leave: the next one begins elsewhere, and does not count.
@@ -103,10 +108,11 @@ class Supervised:
         "phase",
         "place",
         "process",
+        "put_off_since",
         "resident_id",
         "restarts",
         "state",
-        "state_epoch",
+        "state_number",
         "unwanted",
         "waiters",
         "watchers",
@@ -145,11 +151,12 @@ class Supervised:
         self.process: str | None = None
         self.location: Location | None = None
         self.state: Snapshot | None = None
-        self.state_epoch = -1
+        self.state_number = 0
         self.unwanted = False
         self.orphaned = False
         self.killed = False
         self.answered = 0
+        self.put_off_since: float | None = None
         self.last: Restarting | None = None
         self.death: ActorDiedError | None = None
         #: (the incarnation that the asker knows to be gone, whether it waits for the next one, its future)
@@ -182,14 +189,42 @@ class Supervised:
             alone=self.process is not None,
         )
 
+    def keep(self, epoch: int, number: int, state: Snapshot) -> bool:
+        """Keep a checkpoint, unless there is a later one; say whether incarnation ``epoch`` is the present one.
+
+        Checkpoints may come in another order than they were made in. One with a higher number was begun later, and has
+        in it whatever one with a lower number has.
+        """
+        if epoch != self.epoch:
+            return False
+        if number > self.state_number:
+            self.state, self.state_number = state, number
+        return True
+
     @property
     def is_due(self) -> bool:
         """Whether its next incarnation is to be begun."""
         return self.phase in ("starting", "restarting") and not self.resident_id and not self.held
 
+    def put_off(self, now: float) -> bool:
+        """Take the incarnation back that was to be made in a worker which is gone; say whether it is to be begun again.
+
+        Whoever has named that worker has not heard of its end yet: nothing has lived there, and no death is to be counted.
+        Not where the actor can only live in that worker, nor after half a minute.
+        """
+        if isinstance(self.place, WorkerKey):
+            return False
+        if self.put_off_since is None:
+            self.put_off_since = now
+        if now - self.put_off_since > _PATIENCE_S:
+            return False
+        self.resident_id = 0
+        return True
+
     def come_to_life(self, location: Location, now: float) -> None:
         """Take note that the present incarnation lives, there."""
         self.phase = "alive"
+        self.put_off_since = None
         self.location = location
         self.restarts.came_to_life(now)
         if not self.options.max_restarts and not self.card.info.has_checkpoint:
@@ -217,6 +252,8 @@ class Supervised:
         """Take note that the present incarnation is over, and another one is to follow."""
         self.phase = "restarting"
         self.epoch += 1
+        self.state_number = 0
+        self.put_off_since = None
         self.resident_id = 0
         self.worker = None
         self.moving = False

@@ -33,12 +33,7 @@ from actorrpc.actors.supervised import Anchor, Supervised, Verdict
 from actorrpc.core import exceptions
 from actorrpc.core.letters import Letter
 from actorrpc.core.peer import Peer
-from actorrpc.errors import (
-    ActorDiedError,
-    PeerDiedError,
-    RpcError,
-    ShutdownError,
-)
+from actorrpc.errors import ActorDiedError, PeerDiedError, RpcError, ShutdownError
 from actorrpc.futures import Future, collect_all
 from actorrpc.rpc.fork_messages import WorkerKey
 from actorrpc.rpc.rref import RRef
@@ -52,6 +47,7 @@ __all__ = ["Supervisor"]
 
 _REMEMBERED: Final = 10_000  # dead actors
 _UNSEEN_S: Final = 30.0  # how long an actor may be dead for a caller and alive for us
+_AGAIN_S: Final = 0.1  # how soon another place is asked for, where one was named that is gone
 _END_S: Final = 5.0  # how long actors may take to end when this process leaves
 
 
@@ -214,14 +210,19 @@ class Supervisor:
         self._agent.submit(go)
 
     def _construct(self, actor: Supervised, resident_id: int, peer: Peer, process: str | None) -> bool:
-        """Send the order to a worker; False if nobody wants the actor any more."""
+        """Send the order to a worker; False if nobody wants the actor any more, or not there."""
         with self.lock:
             if actor.resident_id != resident_id or actor.phase == "dead" or actor.killed or actor.doomed:
                 return False
-            actor.worker = WorkerKey(peer.rank, peer.record.incarnation)
-            actor.worker_name = peer.name
-            actor.process = process
-            spec = actor.spec()
+            gone = process is None and peer.state != "alive" and actor.put_off(self._agent.clock.now())
+            if not gone:
+                actor.worker = WorkerKey(peer.rank, peer.record.incarnation)
+                actor.worker_name = peer.name
+                actor.process = process
+                spec = actor.spec()
+        if gone:
+            self._agent.clock.after(_AGAIN_S, partial(self._agent.submit, partial(self.begin, actor)))
+            return False
         future: Future[Any] = Future()
         future.add_done_callback(partial(self._constructed, actor, resident_id))
         try:
@@ -560,12 +561,11 @@ class Supervisor:
             wanted=kind == "exit",
         )
 
-    def note_checkpoint(self, actor_id: int, epoch: int, state: Snapshot) -> None:
-        """Keep the state for the actor's next incarnation; what a former incarnation says late is ignored."""
+    def note_checkpoint(self, actor_id: int, epoch: int, number: int, state: Snapshot) -> bool:
+        """Keep the state for the actor's next incarnation; False: that incarnation is over for us, nothing is kept."""
         with self.lock:
             actor = self._actors.get(actor_id)
-            if actor is not None and epoch == actor.epoch:
-                actor.state, actor.state_epoch = state, epoch
+            return actor is not None and actor.keep(epoch, number, state)
 
     def states(self) -> list[ActorState]:
         """Return what there is to say of this supervisor's actors, dead ones behind."""

@@ -25,7 +25,7 @@ POINTS: Final[Mapping[str, str]] = {
     "actor.restoring": "the constructor of a restarted actor has run; restore() comes next",
     "actor.made": "an actor is made, but nobody knows yet",
     "actor.checkpointing": "an actor is about to be asked for its checkpoint, before its answer leaves",
-    "actor.checkpointed": "the checkpoint has been sent to the supervisor, the answer not yet",
+    "actor.checkpointed": "the supervisor has the checkpoint; the answer has not been sent yet",
     "actor.ending": "an actor has ended; on_stop() comes next",
 }
 """Every point that is no message's, and when it is reached."""

@@ -117,7 +117,7 @@ def test_the_state_goes_into_the_next_life_of_all(monkeypatch: pytest.MonkeyPatc
     scene.group(0, 1, strategy="one_for_all")
     for number in range(2):
         scene.driver.runtime.supervisor.note_checkpoint(
-            scene.routes[number].actor_id, 0, Snapshot.of(f"state {number}")
+            scene.routes[number].actor_id, 0, 1, Snapshot.of(f"state {number}")
         )
     scene.kill(0)
     scene.world.settle()

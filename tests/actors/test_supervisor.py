@@ -12,8 +12,10 @@ import pytest
 
 from actorrpc.actors.fates import ActorState
 from actorrpc.actors.options import NEW_PROCESS
+from actorrpc.actors.processes import Seat
 from actorrpc.actors.runtime import set_runtime
 from actorrpc.actors.snapshot import Snapshot
+from actorrpc.core.identity import WorkerInfo
 from actorrpc.errors import ActorDiedError, ConfigError, PeerDiedError, ShutdownError, UnknownWorkerError
 from actorrpc.futures import Future
 from tests.actors.fleet import Worker, World
@@ -180,6 +182,47 @@ def test_a_pinned_actor_dies_with_its_worker(monkeypatch: pytest.MonkeyPatch) ->
     assert "worker= has put it there" in str(_error(future))
 
 
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_place_that_is_known_to_be_gone_costs_no_restart(
+    monkeypatch: pytest.MonkeyPatch, heard: bool
+) -> None:
+    """Who places actors may hear of a worker's end later than those whose actors lived there, or never."""
+    world = World(monkeypatch, 1, workers=3, spawner=True)
+    driver, first, other = world.workers
+    assert world.spawner is not None
+    asked: list[float] = []
+
+    def spawn(spec: Any) -> Future[WorkerInfo]:
+        asked.append(world.clock.now())
+        where = other.record if heard and len(asked) > 5 else first.record
+        seat: Future[WorkerInfo] = Future()
+        seat.set_result(Seat(where.name, where.rank, booking=spec.booking))
+        return seat
+
+    given_back: list[int] = []
+    monkeypatch.setattr(world.spawner, "spawn", spawn)
+    monkeypatch.setattr(world.spawner, "give_back", given_back.append, raising=False)
+    route = world.create(driver, max_restarts=1)
+    world.settle()
+    assert _state(driver).worker == first.record.name
+    first.die()
+    future = world.call(driver, route, 1)
+    world.settle()
+    row = _state(driver)
+    assert row.restarts == 1
+    if heard:
+        assert len(asked) == 6
+        assert (row.state, row.worker) == ("ALIVE", other.record.name)
+        late = world.call(driver, route, 2)
+        world.settle()
+        assert late.value() == 2
+        assert len(set(given_back)) == 5
+    else:
+        assert row.state == "DEAD"
+        assert 30.0 < asked[-1] - asked[1] < 31.0
+        assert isinstance(_error(future), ActorDiedError)
+
+
 def test_a_pinned_actor_that_is_killed_comes_back_there(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 1)
     route = world.create(world.workers[0], worker="w2", max_restarts=-1)
@@ -199,12 +242,13 @@ def test_the_state_goes_into_the_next_life(monkeypatch: pytest.MonkeyPatch) -> N
     route = world.create(driver, max_restarts=-1)
     world.settle()
     supervisor = driver.runtime.supervisor
-    supervisor.note_checkpoint(route.actor_id, 0, Snapshot.of("old"))
-    supervisor.note_checkpoint(route.actor_id, 0, Snapshot.of("new"))
+    assert supervisor.note_checkpoint(route.actor_id, 0, 1, Snapshot.of("old"))
+    assert supervisor.note_checkpoint(route.actor_id, 0, 3, Snapshot.of("new"))
+    assert supervisor.note_checkpoint(route.actor_id, 0, 2, Snapshot.of("overtaken"))
     first = next(each for each in world.workers if each.residents_here)
     first.die()
     world.settle()
-    supervisor.note_checkpoint(route.actor_id, 0, Snapshot.of("late"))
+    assert not supervisor.note_checkpoint(route.actor_id, 0, 4, Snapshot.of("late"))
     next(each for each in world.workers if each.residents_here and each is not first).die()
     world.settle()
     world.create(driver)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import actorrpc
-from tests.actors.e2e.kit import until
+from actorrpc.actors import ref_generator
+from tests.actors.e2e.kit import open_gate, pass_gate, until
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
@@ -36,6 +39,10 @@ class Producer:
     def breaks(self, after: int) -> Any:
         yield from range(after)
         raise ValueError("in mid-stream")
+
+    def blocks(self, path: str) -> Any:
+        yield 0
+        pass_gate(path)
 
     def of_refs(self, other: Any, count: int) -> Any:
         for n in range(count):
@@ -198,3 +205,40 @@ async def count_async(to: int) -> Any:
 def test_tasks_stream_too() -> None:
     assert [actorrpc.get(ref) for ref in count.remote(50)] == list(range(50))
     assert [actorrpc.get(ref) for ref in count_async.remote(50)] == list(range(50))
+
+
+def test_an_item_that_is_here_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, gate: Path) -> None:
+    """Whoever waits for an item gets it, even if the next ones are asked for in this very moment."""
+    consumer, here = ref_generator._Consumer, threading.get_ident()
+    waiting, asked, taken = threading.Event(), threading.Event(), threading.Event()
+    pull, pulled, drive = consumer._pull, consumer._pulled, consumer.drive
+    late: list[bool] = []
+
+    # The pool takes the first item up, and is still at it when this thread looks what there is to wait for.
+    def comes(self: Any, step: Any) -> None:
+        waiting.wait(10)
+        pulled(self, step)
+
+    def pulls(self: Any) -> None:
+        pull(self)
+        if self._items and threading.get_ident() != here and not asked.is_set():
+            asked.set()
+            late.append(not taken.wait(5))
+
+    def drives(self: Any, deadline: float | None) -> None:
+        if self._ticket is not None:
+            waiting.set()
+            asked.wait(10)
+        drive(self, deadline)
+
+    monkeypatch.setattr(consumer, "_pulled", comes)
+    monkeypatch.setattr(consumer, "_pull", pulls)
+    monkeypatch.setattr(consumer, "drive", drives)
+    actor = Producer.remote()
+    items = iter(actor.blocks.remote(str(gate)))
+    assert actorrpc.get(next(items)) == 0
+    taken.set()
+    open_gate(gate)
+    assert list(items) == []
+    until(lambda: late)
+    assert late == [False]

@@ -1,0 +1,214 @@
+"""Checkpoints of real actors: what a caller has been told is in the state that the next incarnation starts from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc.actors.runtime import runtime
+from actorrpc.actors.supervisor import Supervisor
+from actorrpc.errors import ActorDiedError, ActorError, ActorUnavailableError
+from tests.actors.e2e.kit import row_of, until
+
+pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(60)]
+
+
+class _Counting:
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def checkpoint(self) -> int:
+        return self.seen
+
+    def restore(self, seen: int) -> None:
+        self.seen = seen
+
+
+@actorrpc.remote(max_restarts=-1)
+class Counter(_Counting):
+    def add(self) -> int:
+        self.seen += 1
+        return self.seen
+
+    def refuse(self) -> int:
+        self.seen += 1
+        raise ValueError("it does not want to")
+
+    def count(self, more: int) -> Iterator[int]:
+        for _ in range(more):
+            self.seen += 1
+            yield self.seen
+
+    def ask(self, other: Any) -> int:
+        return actorrpc.get(other.add.remote())
+
+
+@actorrpc.remote(max_restarts=-1)
+class AsyncCounter(_Counting):
+    async def add(self) -> int:
+        self.seen += 1
+        return self.seen
+
+    async def count(self, more: int) -> AsyncIterator[int]:
+        for _ in range(more):
+            self.seen += 1
+            yield self.seen
+
+
+class Gate:
+    """Holds checkpoints where their supervisor, the driver, is about to take note of them.
+
+    Attributes:
+        first: the first one has come.
+        second: another one has been taken note of.
+        open: the first one may go on.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.first, self.second, self.open = threading.Event(), threading.Event(), threading.Event()
+        note = Supervisor.note_checkpoint
+
+        def held(*args: Any) -> bool:
+            if not self.first.is_set():
+                self.first.set()
+                assert self.open.wait(30)
+                return note(*args)
+            kept = note(*args)
+            self.second.set()
+            return kept
+
+        monkeypatch.setattr(Supervisor, "note_checkpoint", held)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open.set()
+
+
+def _die(actor: Any) -> None:
+    actorrpc.kill(actor, no_restart=False)
+
+
+def _next(actor: Any, call: Callable[[], Any] | None = None) -> int:
+    """What the next incarnation answers."""
+    while True:
+        try:
+            found: int = actorrpc.get((call or actor.add.remote)())
+            return found
+        except ActorUnavailableError:
+            pass
+
+
+@pytest.mark.parametrize("cls", [Counter, AsyncCounter])
+def test_what_was_answered_is_there_again(cls: Any) -> None:
+    actor = cls.remote()
+    for number in range(1, 3):
+        assert _next(actor) == number
+        _die(actor)
+    assert actorrpc.get([actor.add.remote() for _ in range(20)]) == list(range(3, 23))
+    _die(actor)
+    assert _next(actor) == 23
+
+
+def test_what_another_worker_was_answered_is_there_again() -> None:
+    actor, front = Counter.remote(), Counter.remote()
+    for number in range(1, 3):
+        assert _next(actor, lambda: front.ask.remote(actor)) == number
+        _die(actor)
+
+
+def test_an_actor_in_the_process_of_its_supervisor() -> None:
+    actor = Counter.options(worker=runtime().agent.name).remote()
+    for number in range(1, 3):
+        assert _next(actor) == number
+        _die(actor)
+
+
+@pytest.mark.parametrize("cls", [Counter, AsyncCounter])
+def test_no_answer_before_its_checkpoint(cls: Any, gate: Gate) -> None:
+    """An actor that dies before its supervisor has the state has not answered the call."""
+    actor = cls.remote()
+    ref = actor.add.remote()
+    assert gate.first.wait(30)
+    _die(actor)
+    with pytest.raises(ActorUnavailableError) as caught:
+        actorrpc.get(ref)
+    assert caught.value.maybe_executed is True
+    until(lambda: row_of(actor).restarts == 1)
+    gate.open.set()  # the dead one's state comes now: too late to be anybody's
+    assert _next(actor) == 1
+
+
+@pytest.mark.parametrize("cls", [Counter, AsyncCounter])
+def test_no_end_of_a_stream_before_its_checkpoint(cls: Any, gate: Gate) -> None:
+    actor = cls.remote()
+    items = iter(actor.count.remote(2))
+    assert [actorrpc.get(next(items)) for _ in range(2)] == [1, 2]
+    assert gate.first.wait(30)
+    _die(actor)
+    with pytest.raises(ActorError):
+        actorrpc.get(next(items))
+    gate.open.set()
+    until(lambda: row_of(actor).restarts == 1)
+    assert [actorrpc.get(each) for each in actor.count.remote(3)] == [1, 2, 3]
+    _die(actor)
+    assert _next(actor) == 4
+
+
+@pytest.mark.parametrize("cls", [Counter, AsyncCounter])
+def test_the_last_checkpoint_counts_in_whatever_order_they_come(cls: Any, gate: Gate) -> None:
+    actor = cls.options(max_concurrency=2).remote()
+    first = actor.add.remote()
+    assert gate.first.wait(30)
+    second = actor.add.remote()
+    assert gate.second.wait(30)
+    assert actorrpc.get(second) == 2
+    gate.open.set()
+    assert actorrpc.get(first) == 1
+    _die(actor)
+    assert _next(actor) == 3
+
+
+def test_every_so_many_calls_that_have_not_raised() -> None:
+    actor = Counter.options(checkpoint_every=2).remote()
+    assert actorrpc.get(actor.add.remote()) == 1
+    with pytest.raises(ValueError):
+        actorrpc.get(actor.refuse.remote())
+    assert actorrpc.get(actor.add.remote()) == 3  # the second one
+    assert actorrpc.get(actor.add.remote()) == 4
+    _die(actor)
+    assert _next(actor) == 4
+
+
+def test_a_stream_that_nobody_wants_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = threading.Event()
+    note = Supervisor.note_checkpoint
+
+    def noticed(*args: Any) -> bool:
+        kept = note(*args)
+        noted.set()
+        return kept
+
+    monkeypatch.setattr(Supervisor, "note_checkpoint", noticed)
+    actor = Counter.remote()
+    items = iter(actor.count.remote(1000))
+    assert actorrpc.get(next(items)) == 1
+    items.close()
+    assert noted.wait(30)
+    _die(actor)
+    assert _next(actor) > 1
+
+
+def test_an_actor_that_is_killed_for_good_while_it_saves(gate: Gate) -> None:
+    actor = Counter.remote()
+    ref = actor.add.remote()
+    assert gate.first.wait(30)
+    actorrpc.kill(actor)
+    with pytest.raises(ActorDiedError):
+        actorrpc.get(ref)
