@@ -7,10 +7,11 @@ the rest of the package. Sizes are bytes, times are seconds unless a name ends i
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Final
 
-from actorrpc.errors import ConfigError
+from actorrpc.errors import ConfigError, WrongTypeError
 
 __all__ = ["ENVIRONMENT", "Settings", "host_and_port"]
 
@@ -43,6 +44,9 @@ ENVIRONMENT: dict[str, str] = {
 }
 
 
+_MOST: Final = sys.float_info.max  # no wait can be told a longer time, and infinity and NaN are not up to it
+
+
 def _env(name: str, default: Any, convert: Any) -> Any:
     text = os.environ.get(name)
     if text is None or text == "":
@@ -59,6 +63,13 @@ def _flag(text: str) -> bool:
     if text.lower() in ("0", "false", "no", "off"):
         return False
     raise ValueError(text)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= _MOST:  # not a number is not, either
+        raise ValueError(text)
+    return value
 
 
 def host_and_port(text: str) -> tuple[str, int | None]:
@@ -80,9 +91,46 @@ def host_and_port(text: str) -> tuple[str, int | None]:
     return host, int(port) if sign else None
 
 
+# What a field accepts, by how it is declared. A truth value is no number, though Python has it so.
+_ACCEPTED: Final[dict[str, tuple[str, tuple[type, ...]]]] = {
+    "bool": ("True or False, of type bool", (bool,)),
+    "int": ("a whole number, of type int", (int,)),
+    "float": ("a number, of type float or int", (float, int)),
+    "str": ("a text, of type str", (str,)),
+}
+_POSITIVE: Final = (
+    *("handshake_timeout", "connect_timeout", "window", "chunk"),
+    *("heartbeat", "context_ttl", "switch_interval"),
+)
+
+
+def _check(name: str, declared: str, value: object) -> None:
+    """Check one field by itself.
+
+    Raises:
+        ConfigError: it does not accept the value.
+    """
+    kind, _, none = declared.partition(" | ")
+    if value is None and none:
+        return
+    words, types = _ACCEPTED[kind]
+    if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
+        raise WrongTypeError(f"{name} must be {words}, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    if not 0 <= value <= _MOST:
+        raise ConfigError(f"{name} must be a number that is finite and not negative, not {value!r}")
+    if value == 0 and name in _POSITIVE:
+        raise ConfigError(f"{name} must be positive, not {value!r}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the core runs with. Built by :meth:`from_environment`; options given in code win."""
+    """What the core runs with. Built by :meth:`from_environment`; options given in code win.
+
+    Raises:
+        ConfigError: a value cannot be used; where its type is wrong, :class:`~actorrpc.errors.WrongTypeError`.
+    """
 
     # -- who may talk, and how -------------------------------------------------------------
     transport: str = "auto"
@@ -128,6 +176,8 @@ class Settings:
     context_ttl: float = 3600.0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            _check(field.name, str(field.type), getattr(self, field.name))
         if self.transport not in ("auto", "unix", "tcp"):
             raise ConfigError(f"transport must be 'auto', 'unix' or 'tcp', not {self.transport!r}")
         if self.tls_min_version not in ("1.2", "1.3"):
@@ -143,12 +193,8 @@ class Settings:
             raise ConfigError(f"max_threads must be at least 2, not {self.max_threads!r}")
         if self.heartbeat_misses < 2:
             raise ConfigError(f"heartbeat_misses must be at least 2, not {self.heartbeat_misses!r}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
-                raise ConfigError(f"{field.name} must not be negative, not {value!r}")
-        if self.window == 0 or self.max_frame < 1 << 16 or self.heartbeat == 0 or self.context_ttl == 0:
-            raise ConfigError("window, heartbeat and context_ttl must be positive, max_frame at least 65536")
+        if self.max_frame < 1 << 16:
+            raise ConfigError(f"max_frame must be at least 65536, not {self.max_frame!r}")
 
     @classmethod
     def from_environment(cls, **given: Any) -> Settings:
@@ -174,11 +220,11 @@ class Settings:
             "window": _env("ACTORRPC_WINDOW", 64 << 20, int),
             "lane": _env("ACTORRPC_LANE", True, _flag),
             "lane_bytes": _env("ACTORRPC_LANE_BYTES", 1 << 30, int),
-            "heartbeat": _env("ACTORRPC_HEARTBEAT", 2.0, float),
+            "heartbeat": _env("ACTORRPC_HEARTBEAT", 2.0, _seconds),
             "heartbeat_misses": _env("ACTORRPC_HEARTBEAT_MISSES", 5, int),
-            "session_grace": _env("ACTORRPC_SESSION_GRACE", 10.0, float),
-            "context_ttl": _env("ACTORRPC_CONTEXT_TTL", 3600.0, float),
-            "switch_interval": _env("ACTORRPC_SWITCH_INTERVAL", None, float),
+            "session_grace": _env("ACTORRPC_SESSION_GRACE", 10.0, _seconds),
+            "context_ttl": _env("ACTORRPC_CONTEXT_TTL", 3600.0, _seconds),
+            "switch_interval": _env("ACTORRPC_SWITCH_INTERVAL", None, _seconds),
         }
         values.update({name: value for name, value in given.items() if value is not None})
         return cls(**values)

@@ -34,7 +34,9 @@ _FLOORS: dict[str, Floor] = {
     "futures": Floor(0),
     # bytes: no I/O
     "core": Floor(1),  # the package itself; all modules in it are named
+    "core.by_value": Floor(1),
     "core.codec": Floor(1),
+    "core.culprits": Floor(1),
     "core.definitions": Floor(1),
     "core.exception_text": Floor(1),
     "core.exceptions": Floor(1),

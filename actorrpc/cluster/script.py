@@ -2,8 +2,8 @@
 
 Functions and classes travel by name where both sides can import them, else by value. What stands beside the script (its
 directory is on the path of this process alone) can only be imported where that directory is: with a driver that others
-can join these modules travel by value, those that are imported when it starts, and those that are imported later.
-Thread-safe.
+can join these modules travel by value, those that are imported when it starts, and those that are imported later, until
+it ends. Thread-safe.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Final
 
-import cloudpickle
-from cloudpickle import cloudpickle as _cloudpickle
+from actorrpc.core.by_value import modules
 
 __all__ = ["by_value", "directory", "fingerprint", "has_code", "unwatch", "watch"]
 
@@ -56,14 +55,26 @@ def has_code(mark: tuple[str, int, int] | list[object] | None) -> bool:
     return (found.st_size, found.st_mtime_ns) == (size, when)
 
 
+class _OurName(str):
+    """The name of a module that is registered by us: what the program has registered itself is a plain text."""
+
+    __slots__ = ()
+
+
+def _register(name: str) -> None:
+    """Have a module travel by value, whether or not it is there yet: ``cloudpickle``'s own function wants to see it."""
+    modules.add(
+        _OurName(name)
+    )  # where the program was first, this changes nothing, and what is there stays its own
+
+
 def by_value() -> None:
     """Have the modules beside the script travel by value, those that are imported by now."""
     place = directory()
     for name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", None)
+        path = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
         if place is not None and isinstance(path, str) and _is_the_programs(name, path, place):
-            with contextlib.suppress(ValueError):
-                cloudpickle.register_pickle_by_value(module)
+            _register(str(module.__name__))  # what cloudpickle goes by
 
 
 class _Watch(MetaPathFinder):
@@ -81,9 +92,9 @@ class _Watch(MetaPathFinder):
             return None  # nearly always: two looks at the disk, where an import takes many
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.origin and _is_the_programs(fullname, spec.origin, place):
-            _cloudpickle._PICKLE_BY_VALUE_MODULES.add(
-                fullname
-            )  # it is no module yet, which the function asks for
+            _register(fullname)
+            if self not in sys.meta_path:  # on another thread the watch has ended meanwhile
+                _forget()
         return None
 
 
@@ -98,9 +109,19 @@ def watch() -> None:
 
 
 def unwatch() -> None:
-    """Look at no further imports. Idempotent."""
+    """Look at no further imports, and have what we registered travel by name again. Idempotent.
+
+    What the program registered itself stays so, unless it did so while we had it registered: that cannot be seen.
+    """
     with contextlib.suppress(ValueError):
         sys.meta_path.remove(_watch)
+    _forget()
+
+
+def _forget() -> None:
+    for name in modules.copy():
+        if isinstance(name, _OurName):
+            modules.discard(name)
 
 
 def _is_the_programs(name: str, path: str, place: str) -> bool:

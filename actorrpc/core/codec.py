@@ -3,7 +3,8 @@
 :func:`encode` gives a body (a pickle, after a short table where anything lies outside of it), the memory
 that leaves as it is (tensors, numpy arrays, long bytes) and the definitions of what the peer cannot import.
 :func:`decode` takes these apart again, without a copy where that can be. The common case is one pass of the C
-pickler with a dispatch table; by-value functions, the main module and errors take slower ways.
+pickler with a dispatch table; by-value functions, the main module and errors take slower ways, each only where
+a message has them.
 
 Runs on whichever thread calls, any number of them; within reducers messages may nest. Pure: does no I/O, and
 an error leaves nothing half sent. Nothing from a peer may come here before the peer has proved who it is.
@@ -13,18 +14,18 @@ from __future__ import annotations
 
 import copyreg
 import pickle
-import re
 import struct
+import sys
 from collections import ChainMap
 from collections.abc import Callable, Container, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any, Final
 
 import cloudpickle
 import torch
-from cloudpickle import cloudpickle as _cloudpickle
 
-from actorrpc.core import layout
+from actorrpc.core import by_value, layout
+from actorrpc.core.culprits import describe, path_to
 from actorrpc.core.definitions import (
     ByValuePickler,
     DefinitionStore,
@@ -32,7 +33,7 @@ from actorrpc.core.definitions import (
     keep_sent,
     load_here,
     loads_here,
-    path_to,
+    reduce_method,
     refuse,
 )
 from actorrpc.core.holes import HOLE, Pieces, punch
@@ -133,7 +134,7 @@ _TENSOR_REDUCERS: Final = layout.tensor_reducers()
 _own: Final[dict[type, Any]] = dict(_TENSOR_REDUCERS)
 # What the C pickler looks types up in: copyreg's table and, over it, ours. A copy, because a lookup that
 # fails in Python costs 0.3 us for each object of a user's class; `_seen` tells when it is out of date.
-_table: Final[dict[Any, Any]] = {**copyreg.dispatch_table, **_own}
+_table: Final[dict[Any, Any]] = {MethodType: reduce_method, **copyreg.dispatch_table, **_own}
 _seen: dict[Any, Any] = dict(copyreg.dispatch_table)
 _by_value_table: Final = ChainMap(_own, cloudpickle.Pickler._dispatch_table, copyreg.dispatch_table)
 _refused: Final = dict.fromkeys(_own, refuse)
@@ -145,7 +146,7 @@ def _follow_copyreg() -> None:
     now = dict(copyreg.dispatch_table)
     for gone in _seen.keys() - now.keys():
         _table.pop(gone, None)
-    _table.update(now)
+    _table.update({MethodType: reduce_method, **now})
     _table.update(_own)
     _seen = now
 
@@ -204,6 +205,15 @@ class _FastPickler(pickle.Pickler):
     dispatch_table = _table
     chunks: list[Any]
 
+    def unwatch(self) -> None:
+        self.__class__ = _FastPickler
+
+
+class _WatchingPickler(_FastPickler):
+    """What the fast pickler becomes while modules are to go by value."""
+
+    reducer_override = by_value.stop
+
 
 def _take_buffer(buffer: pickle.PickleBuffer) -> bool:
     """Take a buffer out of band, or return True for those that stay in the pickle."""
@@ -233,13 +243,10 @@ def encode_body(
 ) -> bytes | Encoded:
     """Do as :func:`encode` does, and return the mere body where there is nothing else. For the path of every call."""
     pickler, encoded = message.pickler, message.spare
-    if (
-        pickler is None
-        or message.encoding is not None
-        or _by_value_modules
-        or copyreg.dispatch_table != _seen
-    ):
+    if pickler is None or message.encoding is not None or copyreg.dispatch_table != _seen:
         return encode(obj, remote_main=remote_main, known=known, device_map=device_map, context=context)
+    if _by_value_modules:
+        pickler.__class__ = _WatchingPickler
     if encoded is None:
         encoded = Encoded(context, device_map, False)
     else:
@@ -250,9 +257,9 @@ def encode_body(
     chunks: list[Any] = pickler.chunks
     try:
         pickler.dump(obj)
-    except Exception:
-        # The pickler is lost, and what reducers did for this object is kept in ``encoded``: the careful way goes on.
-        return _encode(obj, encoded, remote_main, known, _MAX_BUFFERS)
+    except Exception as error:
+        # What reducers did for this object is kept in ``encoded``.
+        return _finish(obj, encoded, pickler, error, remote_main, known, _MAX_BUFFERS)
     finally:
         message.encoding = None
     pickler.clear_memo()
@@ -265,34 +272,46 @@ def encode_body(
                 message.spare = encoded
                 encoded.context = None
                 return body
-    return _finish_body(obj, encoded, chunks, pickler, remote_main, known)
+    return _finish(obj, encoded, pickler, None, remote_main, known, _MAX_BUFFERS)
 
 
-def _finish_body(
+def _finish(
     obj: object,
     encoded: Encoded,
-    chunks: list[Any],
     pickler: _FastPickler,
+    error: Exception | None,
     remote_main: bool,
     known: Container[bytes],
+    max_buffers: int,
 ) -> Encoded:
-    """Go on with what has been pickled, where it is not a mere body."""
-    named: dict[bytes, bytes] | None = None
+    """Go on after the fast attempt: ``error`` has stopped it, or what ``pickler`` wrote is no mere body."""
+    outer = message.encoding
     message.encoding = encoded
+    named: dict[bytes, bytes] | None = None
     try:
-        if not remote_main and any(_find_main(chunk) for chunk in chunks):
-            chunks, named = _encode_by_value(obj, encoded, remote_main, None)
-        elif len(chunks) == 1 and len(chunks[0]) <= _KEEP_PICKLER:
-            message.pickler = pickler
-        _close_body(encoded, chunks, named, known, _MAX_BUFFERS)
+        if error is not None:
+            # By all other errors the pickler is lost, and one that has grown is not kept.
+            if isinstance(error, by_value.GoesByValueError) and sys.getsizeof(pickler) <= 2 * _KEEP_PICKLER:
+                pickler.clear_memo()
+                pickler.chunks.clear()
+                message.pickler = pickler
+            chunks, named = _encode_by_value(obj, encoded, remote_main, error)
+        elif not remote_main and by_value.names_main(pickler.chunks):
+            chunks, named = _encode_by_value(obj, encoded, remote_main, error)
+        else:
+            chunks = pickler.chunks
+            if len(chunks) == 1 and len(chunks[0]) <= _KEEP_PICKLER:
+                message.pickler = pickler
+        _close_body(encoded, chunks, named, known, max_buffers)
     finally:
-        message.encoding = None
+        message.encoding = outer
         encoded.reduced = None
+        del error  # its traceback holds this frame, and the frame the whole message
     return encoded
 
 
-_by_value_modules: Final[set[str]] = _cloudpickle._PICKLE_BY_VALUE_MODULES  # register_pickle_by_value's
-_find_main: Final = re.compile(b"__(?:mp_)?main__").search
+_by_value_modules: Final = by_value.modules
+_find_main: Final = by_value.find_main
 
 
 def encode(
@@ -325,7 +344,6 @@ def _encode(
 ) -> Encoded:
     outer = message.encoding
     message.encoding = encoded
-    named: dict[bytes, bytes] | None = None
     try:
         if copyreg.dispatch_table != _seen:
             _follow_copyreg()
@@ -335,24 +353,16 @@ def _encode(
             pickler = _new_pickler()
         else:
             message.pickler = None
-        chunks = pickler.chunks
+        if _by_value_modules:
+            pickler.__class__ = _WatchingPickler
         try:
-            if _by_value_modules:
-                raise pickle.PicklingError("modules are to go by value")
             pickler.dump(obj)
         except Exception as error:
-            chunks, named = _encode_by_value(obj, encoded, remote_main, error)
-        else:
-            pickler.clear_memo()
-            if not remote_main and any(_find_main(chunk) for chunk in chunks):
-                chunks, named = _encode_by_value(obj, encoded, remote_main, None)
-            elif len(chunks) == 1 and len(chunks[0]) <= _KEEP_PICKLER:
-                message.pickler = pickler
-        _close_body(encoded, chunks, named, known, max_buffers)
+            return _finish(obj, encoded, pickler, error, remote_main, known, max_buffers)
+        pickler.clear_memo()
+        return _finish(obj, encoded, pickler, None, remote_main, known, max_buffers)
     finally:
         message.encoding = outer
-        encoded.reduced = None
-    return encoded
 
 
 def _close_body(
@@ -401,7 +411,7 @@ def _encode_by_value(
             raise error
         where = _culprit(obj, encoded)
         assert error is not None
-        raise SerializationError(f"{where}: {_describe(error)}" if where else _describe(error)) from error
+        raise SerializationError(f"{where}: {describe(error)}" if where else describe(error)) from error
     finally:
         del error  # its traceback holds this frame, and the frame the whole message
 
@@ -440,18 +450,6 @@ class _Nowhere:
 
 def _stand_in(_obj: object) -> tuple[Any, ...]:
     return (object, ())
-
-
-def _describe(error: BaseException) -> str:
-    """Say why something cannot be pickled, without pickle's habit of quoting the object at length."""
-    text = str(error)
-    if isinstance(error, SerializationError):
-        return text
-    if isinstance(error, RecursionError):
-        return "nested too deeply to be sent"
-    if isinstance(error, (pickle.PicklingError, TypeError, AttributeError)) and "pickle" in text:
-        return text
-    return f"cannot be sent: {type(error).__name__}: {text}"
 
 
 # The table stands at the end, where the unpickler does not look. From the end: magic, length of device names,

@@ -21,7 +21,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from typing import Any, Final
 
 import cloudpickle
@@ -41,7 +41,7 @@ __all__ = [
     "load_here",
     "loads_here",
     "open_with",
-    "path_to",
+    "reduce_method",
     "refuse",
 ]
 
@@ -349,6 +349,19 @@ def _function_key(function: types.FunctionType, remote_main: bool) -> Any:
 # -- pickling -----------------------------------------------------------------------------------
 
 
+def reduce_method(method: types.MethodType) -> tuple[Any, ...]:
+    """Reduce a bound method to its object and its name, for the fast pickler.
+
+    Raises:
+        PicklingError: the object does not have the method under this name (it was bound by hand, or its decorator kept
+            the name of a function of its own): it goes the slow way, as object and function.
+    """
+    name, owner = method.__func__.__name__, method.__self__
+    if method != getattr(owner, name, None):
+        raise pickle.PicklingError(f"an object of {type(owner).__qualname__} has no such method {name}")
+    return getattr, (owner, name)
+
+
 def definition(key: bytes) -> Any:
     """Look a definition up while a message is decoded (wire format)."""
     decoding = message.decoding
@@ -465,119 +478,3 @@ def _in_main(obj: Any) -> bool:
     except AttributeError:
         return False
     return found is obj
-
-
-# -- which part is it? --------------------------------------------------------------------------------
-
-_newobj: Final = object().__reduce_ex__(5)[0]  # copyreg's function for objects that are made by __new__
-_MAX_PROBES: Final = 500
-_MAX_DEPTH: Final = 20
-_LEAVES: Final = (*_ATOMS, float, bytearray)
-
-
-def path_to(obj: object, passes: Callable[[Any], bool]) -> str:
-    """Return the way to the smallest part of ``obj`` that does not pass; bounded, so perhaps not all of it.
-
-    Looks at the parts that pickle would look at, in its order. Only for error messages.
-    """
-    steps: list[tuple[str, str]] = []
-    seen = {id(obj)}
-    kept = []  # parts may be made on the way: kept, lest another takes over its id
-    probes = 0
-    here: Any = obj
-    parts = _parts_of_call(obj)
-    while len(steps) < _MAX_DEPTH:
-        for kind, name, part in parts:
-            if type(part) in _LEAVES or id(part) in seen:
-                continue
-            probes += 1
-            if probes > _MAX_PROBES:
-                return _written(steps)
-            seen.add(id(part))
-            kept.append(part)
-            if not passes(part):
-                # What pickle wraps the parts in (a tuple of arguments) is no step of its own.
-                steps.append((kind, name))
-                here = part
-                break
-        else:
-            return _written(steps)
-        parts = _parts(here)
-    return _written(steps)
-
-
-def _written(steps: Iterable[tuple[str, str]]) -> str:
-    words: list[list[str]] = []
-    for kind, name in steps:
-        if kind == "attribute" and words and words[-1][0] == kind:
-            words[-1][1] += f".{name}"
-        else:
-            words.append([kind, name])
-    return " -> ".join(
-        (kind + name).strip() if kind.endswith(" ") else f"{kind} '{name}'" for kind, name in words
-    )
-
-
-_Parts = Iterator[tuple[str, str, Any]]  # kind (ending with a space: the name is written bare), name, part
-
-
-def _parts_of_call(obj: Any) -> _Parts:
-    """Yield the parts of ``(function, args, kwargs)`` by the names that the caller has for them."""
-    if type(obj) is tuple and len(obj) == 3 and type(obj[1]) is tuple and type(obj[2]) is dict:
-        yield "function", getattr(obj[0], "__qualname__", None) or type(obj[0]).__qualname__, obj[0]
-        for at, value in enumerate(obj[1]):
-            yield "argument ", str(at), value
-        for key, value in obj[2].items():
-            yield "argument", str(key), value
-    else:
-        yield from _parts(obj)
-
-
-def _parts(obj: Any) -> _Parts:
-    if isinstance(obj, dict):
-        for key, value in obj.items():
-            yield "the key ", repr(key)[:80], key
-            yield "key ", repr(key)[:80], value
-    elif isinstance(obj, (list, tuple)):
-        for at, value in enumerate(obj):
-            yield "index ", str(at), value
-    elif isinstance(obj, (set, frozenset)):
-        for value in obj:
-            yield "member ", repr(value)[:80], value
-    elif isinstance(obj, types.FunctionType):
-        for name, value in captured(obj):
-            yield name + " ", "", value
-    elif isinstance(obj, types.MethodType):
-        yield "method ", obj.__func__.__qualname__, obj.__func__
-        yield "its object ", type(obj.__self__).__qualname__, obj.__self__
-    if isinstance(obj, type):
-        for name, value in vars(obj).items():
-            yield "attribute", name, value
-    elif not isinstance(obj, (types.FunctionType, types.MethodType)):
-        yield from _parts_of_state(obj)
-
-
-def _parts_of_state(obj: Any) -> _Parts:
-    try:
-        reduced = obj.__reduce_ex__(5)
-    except Exception:  # then it is this object itself, and what it raised is the cause
-        return
-    if not isinstance(reduced, tuple):
-        return
-    if reduced[0] is not _newobj:
-        for value in reduced[1]:
-            yield "part ", f"of {type(obj).__qualname__}", value
-    else:
-        for at, value in enumerate(reduced[1]):
-            yield (
-                ("class ", getattr(value, "__qualname__", ""), value)
-                if at == 0
-                else ("part ", str(at), value)
-            )
-    state = reduced[2] if len(reduced) > 2 else None
-    for each in state if isinstance(state, tuple) else (state,):
-        if isinstance(each, dict):
-            for name, value in each.items():
-                yield "attribute", str(name), value
-        else:
-            yield "state ", f"of {type(obj).__qualname__}", each

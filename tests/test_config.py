@@ -1,0 +1,136 @@
+"""Settings: what each accepts, from Python and from the environment, and that an error says so."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc.config import ENVIRONMENT, Settings
+from actorrpc.errors import ConfigError, WrongTypeError
+
+_NAN, _INF = float("nan"), float("inf")
+
+_FLAG: Any = ([True, False], [], ["no", "yes", "", 0, 1, 1.0, None, [True]])
+_TEXT: Any = ([None, "x"], [], [3, b"x", True, ["x"]])
+_COUNT = ([0, 1, 1 << 20], [-1], ["1", 1.0, _NAN, True, None, [1]])
+_TIME = (
+    [0, 0.0, 1, 2.5],
+    [-1, -0.1, _NAN, _INF, -_INF, 10**400],
+    ["1", True, None, [1], 1j, Fraction(1, 2)],
+)
+
+
+def _also(table: Any, *more: Any) -> Any:
+    """A table in which more values are out of range."""
+    good, out, wrong = table
+    return [each for each in good if each not in more], [*out, *more], wrong
+
+
+# For each field: what it accepts, what is out of its range, what is of a wrong type.
+_FIELDS: dict[str, Any] = {
+    "transport": (["auto", "unix", "tcp"], ["udp", ""], [3, None, True]),
+    "bind": _TEXT,
+    "advertise": (["localhost", "[::1]:7000", None], ["localhost:0", ""], [3, True]),
+    "port": ([0, 65535], [-1, 65536], ["80", 80.0, True, None]),
+    "insecure": _FLAG,
+    "tls_cert": _TEXT,
+    "tls_key": _TEXT,
+    "tls_ca": _TEXT,
+    "tls_min_version": (["1.2", "1.3"], ["1.1", ""], [1.3, None]),
+    "frame_integrity": _FLAG,
+    "data_only": _FLAG,
+    "handshake_timeout": _also(_TIME, 0),
+    "connect_timeout": _also(_TIME, 0),
+    "max_unauthenticated": _COUNT,
+    "spin_us": _COUNT,
+    "cork_frames": _COUNT,
+    "cork_bytes": _COUNT,
+    "cork_us": _COUNT,
+    "switch_interval": ([0.1, 1, None], [0, -1, _NAN, _INF], ["1", True]),
+    "max_threads": ([2, 1000], [1, 0, -1], ["8", 8.0, True, None]),
+    "starvation_s": _TIME,
+    "window": _also(_COUNT, 0),
+    "lane": _FLAG,
+    "lane_threshold": _COUNT,
+    "lane_bytes": _COUNT,
+    "recycle_bytes": _COUNT,
+    "chunk": _also(_COUNT, 0),
+    "stripe_threshold": _COUNT,
+    "stripes": _COUNT,
+    "max_frame": ([65536, 1 << 20], [65535, 0, -1], ["65536", 65536.0, True, None]),
+    "max_message": _COUNT,
+    "max_buffers": _COUNT,
+    "heartbeat": _also(_TIME, 0),
+    "heartbeat_misses": ([2, 100], [1, 0, -1], ["5", 5.0, True, None]),
+    "session_grace": _TIME,
+    "context_ttl": _also(_TIME, 0),
+}
+
+
+def test_every_field_is_in_the_table() -> None:
+    assert list(_FIELDS) == [field.name for field in fields(Settings)]
+
+
+@pytest.mark.parametrize("name", _FIELDS)
+def test_what_a_field_accepts(name: str) -> None:
+    good, out_of_range, of_wrong_type = _FIELDS[name]
+    for value in good:
+        assert getattr(Settings(**{name: value}), name) == value
+    for value in out_of_range:
+        assert not isinstance(refused(name, value), WrongTypeError)
+    for value in of_wrong_type:
+        assert isinstance(refused(name, value), WrongTypeError)
+
+
+def refused(name: str, value: Any) -> ConfigError:
+    """Return the error, which says what there is and what is accepted."""
+    with pytest.raises(ConfigError) as caught:
+        Settings(**{name: value})
+    said = str(caught.value)
+    assert said.startswith(name)
+    assert repr(value) in said
+    assert " must be " in said or "cannot be used" in said
+    return caught.value
+
+
+_NUMBERS = [f"ACTORRPC_{name}" for name in ("HEARTBEAT", "SESSION_GRACE", "CONTEXT_TTL", "SWITCH_INTERVAL")]
+
+
+@pytest.mark.parametrize("name", _NUMBERS)
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "often"])
+def test_times_in_the_environment(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=re.escape(f"{name}={text!r} cannot be used: {ENVIRONMENT[name]}")):
+        Settings.from_environment()
+
+
+@pytest.mark.parametrize("name", ["insecure", "lane", "data_only"])
+def test_words_in_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = f"ACTORRPC_{name.upper()}"
+    for words, meant in (("1 true Yes ON", True), ("0 false No OFF", False)):
+        for word in words.split():
+            monkeypatch.setenv(variable, word)
+            assert getattr(Settings.from_environment(), name) is meant
+    monkeypatch.setenv(variable, "perhaps")
+    with pytest.raises(ConfigError, match=f"{variable}='perhaps' cannot be used"):
+        Settings.from_environment()
+
+
+def test_init_takes_no_text_for_true() -> None:
+    for given in ("no", "yes", 1, 0):
+        with pytest.raises(
+            WrongTypeError, match=f"insecure must be True or False, of type bool, not {given!r}"
+        ):
+            actorrpc.init(listen="tcp://127.0.0.1:0", insecure=given)
+    with pytest.raises(ConfigError, match="heartbeat must be a number"):
+        actorrpc.init(heartbeat=_NAN)
+    assert not actorrpc.is_initialized()
+
+
+def test_the_refusal_is_among_the_names_that_users_need() -> None:
+    assert actorrpc.RefusedError is actorrpc.errors.RefusedError
