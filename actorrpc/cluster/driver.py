@@ -28,6 +28,7 @@ from actorrpc.cluster.placement import Book, Holder, lacking, needs_of, totals_o
 from actorrpc.core import keys
 from actorrpc.core.agent import Agent
 from actorrpc.core.identity import MAX_NAME, WorkerInfo, WorkerRecord, check_name
+from actorrpc.core.interrupts import uninterruptible
 from actorrpc.core.peer import Peer
 from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcError, ShutdownError
 from actorrpc.futures import Future
@@ -42,6 +43,10 @@ _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
 _RESERVED_S: Final = 60.0  # how long a name is kept for one who has been admitted
 _BUSY_S: Final = 10.0  # how long an actor waits for what others have at present: they may be ending
 _LEAVE_S: Final = 5.0
+_LAST_S: Final = (
+    0.5  # what those that the engine has started get of an end, at most, however long others took
+)
+_AT_LEAST_S: Final = 0.001  # an engine takes 0 for its own default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +135,7 @@ class Cluster:
         """
         if spec.rank is not None and not spec.resources and not self._keeps(spec.rank):
             there: Future[WorkerInfo] = Future()
-            self._take_seat(there, spec.rank, 0)
+            self._take_seat(there, spec, spec.rank, 0)
             return there
         plain = not spec.is_picky and not needs_of(spec) and not self.seats_first
         if plain or (not self.book.workers and not spec.is_picky and not spec.wait_s and self._is_local):
@@ -225,7 +230,7 @@ class Cluster:
             holder.bookings[spec.booking] = needs_of(spec)
             self._owners[spec.booking] = wish.creator
         if spec.rank is not None or not holder.starts:
-            self._take_seat(wish.future, holder.rank, spec.booking)
+            self._take_seat(wish.future, spec, holder.rank, spec.booking)
             return
 
         def started(done: Future[WorkerInfo]) -> None:
@@ -243,12 +248,16 @@ class Cluster:
             self._refresh()
             return any(each.rank == rank for each in self.book.all())
 
-    def _take_seat(self, future: Future[WorkerInfo], rank: int, booking: int) -> None:
+    def _take_seat(self, future: Future[WorkerInfo], spec: ProcessSpec, rank: int, booking: int) -> None:
         record = self.directory.resolve(rank)
         if record is not None:
             self._complete(future, Seat(record.name, rank, booking))
         elif future._claim():
-            error = PeerDiedError(f"worker {rank} has ended", maybe_executed=False)
+            error = PeerDiedError(
+                f"{spec.label!r} was to be put into worker {rank}, which has ended: create it again, elsewhere",
+                maybe_executed=False,
+                worker=str(rank),
+            )
             future._finish(None, error, self.agent.submit)
 
     def _lacking(self, spec: ProcessSpec, waited: float) -> PlacementError:
@@ -348,7 +357,10 @@ class Cluster:
                     "error": f"the name {name!r} is taken by worker {known.rank} (pid {known.pid}); choose another one"
                 }
             if self._reserved.get(name, 0.0) > now:
-                return {"error": f"the name {name!r} is taken by one that is joining just now"}
+                return {
+                    "error": f"the name {name!r} is taken by one that is joining just now; choose another one, or, if that "
+                    f"has failed, try again within {_RESERVED_S:g} s"
+                }
             self._reserved = {each: until for each, until in self._reserved.items() if until > now}
             self._reserved[name] = now + _RESERVED_S
         reception = self.reception
@@ -374,6 +386,7 @@ class Cluster:
 
         Raises:
             ShutdownError: nobody waits for it any more.
+            PeerDiedError: it has died since it asked.
         """
         if facts is None:
             self.engine.register(record)
@@ -395,6 +408,14 @@ class Cluster:
                 )
                 if isinstance(self.engine, LaunchedEngine) and record.name in self.engine.pool:
                     self._scaled.add(record.name)  # the engine has started it, for any number of actors
+        if not self._is_alive(record.name):  # that was told before there was anything to take off the lists
+            with self._lock:
+                self._drop(record)
+            raise PeerDiedError(
+                f"worker {record.name!r} has died while it was joining",
+                maybe_executed=False,
+                worker=record.name,
+            )
         if owned:
             self.engine.register(record)
         _log.info("worker %r (rank %d) has joined", record.name, record.rank)
@@ -410,17 +431,11 @@ class Cluster:
             if peer.name in self._scaled:
                 self._scaled.discard(peer.name)
                 self.book.workers.pop(peer.name, None)
-            record = self._joined.get(peer.name)
-            if record is not None and record.incarnation == peer.record.incarnation:
-                del self._joined[peer.name]
-                self.directory.remove(peer.name)
-                self.book.workers.pop(peer.name, None)
+            record = self._drop(peer.record)
             for booking, owner in list(self._owners.items()):
                 if owner == peer.name:  # nobody looks after it any more
                     del self._owners[booking]
                     self.book.give_back(booking)
-            if not self._joined:
-                self._gone.set()
             waiting = bool(self._wishes)
         if record is not None:
             if record.unix_path is not None and record.host == self.agent.record.host:
@@ -430,6 +445,17 @@ class Cluster:
                 forsaken(peer.name)
         if waiting:
             self.agent.submit(self._try_all)
+
+    def _drop(self, ended: WorkerRecord) -> WorkerRecord | None:
+        """Take a worker that has joined off the lists; return what was known of it. Under the lock."""
+        record = self._joined.get(ended.name)
+        if record is not None and record.incarnation == ended.incarnation:
+            del self._joined[ended.name]
+            self.directory.remove(ended.name)
+            self.book.workers.pop(ended.name, None)
+        if not self._joined:
+            self._gone.set()
+        return record
 
     def joined(self) -> list[WorkerRecord]:
         """Return the workers that have joined, by rank."""
@@ -511,11 +537,32 @@ class Cluster:
 
         Args:
             graceful: ask the workers first.
-            timeout: how long they may take, in seconds; 0 for 5 s.
+            timeout: how long they may take, those that have joined and those that the engine has started together, in
+                seconds; 0 for 5 s.
         """
+        seconds = timeout or _LEAVE_S
+        until = moments.now() + seconds
+        names = self._begin_end()
+        if names is None:
+            return
+        try:
+            if graceful and names:
+                for name in names:
+                    self.let_go(name)
+                self._gone.wait(seconds - min(_LAST_S, seconds / 4))
+        except BaseException:  # after Ctrl-C nobody wants to wait
+            graceful = False
+            raise
+        finally:
+            script.unwatch()
+            self.engine.end(graceful, max(_AT_LEAST_S, until - moments.now()))
+
+    @uninterruptible
+    def _begin_end(self) -> list[str] | None:
+        """Place no more; return who has joined, or None where the end has begun before. From here on, Ctrl-C leaves nothing."""
         with self._lock:
             if self._closing:
-                return
+                return None
             self._closing = True
             wishes, self._wishes = self._wishes, []
             names = list(self._joined)
@@ -527,14 +574,7 @@ class Cluster:
             if wish.timer is not None:
                 wish.timer.cancel()
             self._fail(wish, ShutdownError("the cluster is shutting down", maybe_executed=False))
-        try:
-            if graceful and names:
-                for name in names:
-                    self.let_go(name)
-                self._gone.wait(timeout or _LEAVE_S)
-        finally:
-            script.unwatch()
-            self.engine.end(graceful, timeout)
+        return names
 
     def abandon(self) -> None:
         """Let go of everything in a forked child of the driver. Takes no lock."""

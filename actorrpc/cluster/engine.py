@@ -151,6 +151,7 @@ class _Launched:
         self.future.label = f"the start of a worker for {order.spec.label}"
         self.record: WorkerRecord | None = None
         self.timer: Any = None
+        self.doomed = False  # it is stopped, or is to be as soon as it is there
         self.asked: list[Future[DeathReport]] = []
 
 
@@ -178,6 +179,7 @@ class LaunchedEngine(abc.ABC):
         self._workers: dict[str, _Launched] = {}
         self._ended: dict[str, DeathReport] = {}
         self._closing = False
+        self._stopping = False  # all are being stopped
         self._gone = threading.Event()
 
     # -- what an engine says itself ------------------------------------------------------------------------
@@ -280,11 +282,25 @@ class LaunchedEngine(abc.ABC):
         return known.future
 
     def _launch(self, known: _Launched) -> None:
+        name = known.order.name
+        if not self._wants(known):
+            if self._stopping:
+                self._fail(known, ShutdownError("the cluster has shut down", maybe_executed=False))
+            self.ended(name)
+            return
         try:
             self.launch(known.order)
         except Exception as error:
             self._fail(known, error)
-            self.ended(known.order.name)
+            self.ended(name)
+            return
+        if not self._wants(known):  # it was killed, or all has ended, before there was anything to stop
+            self.stop(name)
+
+    def _wants(self, known: _Launched) -> bool:
+        """Say whether a worker is still to be started: it was neither given up nor stopped."""
+        with self._lock:
+            return not self._stopping and self._workers.get(known.order.name) is known and not known.doomed
 
     def _not_joined(self, known: _Launched) -> None:
         name = known.order.name
@@ -321,7 +337,9 @@ class LaunchedEngine(abc.ABC):
 
     def kill(self, worker: str) -> None:
         """See :class:`Engine`."""
-        if worker in self._workers:
+        known = self._workers.get(worker)
+        if known is not None:
+            known.doomed = True
             self.agent.submit(partial(self.stop, worker))
 
     def report(self, worker: str) -> Future[DeathReport]:
@@ -347,7 +365,10 @@ class LaunchedEngine(abc.ABC):
         return worker in self._workers or worker in self._ended
 
     def end(self, graceful: bool, timeout: float) -> None:
-        """See :class:`Engine`. The cluster has asked the workers to leave: this waits, and stops those that stay."""
+        """See :class:`Engine`. The cluster has asked the workers to leave: this waits, and stops those that stay.
+
+        Ctrl-C ends the wait, or the stop of one of them: all others are stopped before it is raised.
+        """
         with self._lock:
             if self._closing:
                 return
@@ -358,14 +379,21 @@ class LaunchedEngine(abc.ABC):
             if graceful:
                 self._gone.wait(timeout or _STOP_S)
         finally:
+            interrupted: BaseException | None = None
+            with self._lock:
+                self._stopping = True
             for worker in list(self._workers):
                 try:
                     self.stop(worker)
                 except Exception as error:
                     self.ended(worker, DeathReport(worker=worker, stderr=(str(error),)))
+                except BaseException as error:
+                    interrupted = error
             for known in list(self._workers.values()):
                 self._fail(known, ShutdownError("the cluster has shut down", maybe_executed=False))
             self.close()
+            if interrupted is not None:
+                raise interrupted
 
     def abandon(self) -> None:
         """See :class:`Engine`."""

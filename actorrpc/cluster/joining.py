@@ -281,9 +281,9 @@ def join(
     if has_code and place is not None and place not in sys.path:
         sys.path.append(place)
     directory = RemoteDirectory(driver)
-    entered = group.enter(own_name, answer["rank"], directory, settings=made, key=found_key)
     shown = made.advertise or found.own
     facts = (means or Means()).facts(sorted({socket.gethostname(), shown, found.own}))
+    entered = group.enter(own_name, answer["rank"], directory, settings=made, key=found_key)
     try:
         return enter(
             entered,
@@ -293,6 +293,7 @@ def join(
             what=f"worker {own_name!r} of the cluster at {where}",
             namespace=answer["namespace"],
             facts={**facts, "has_code": has_code, "host": host_identity()},
+            limit=max(0.1, deadline - moments.now()),
         )
     except RpcError as error:
         raise RendezvousError(f"the driver at {where} has not taken up {own_name!r}: {error}") from error

@@ -56,7 +56,11 @@ class LaunchMeeting:
                 return given
             secret = addresses.new_secret()
             self._key_file = addresses.write_secret(secret, self._launch.port)
-            self._store.set(self._prefix + "key", f"file {host_identity()} {self._key_file}")
+            try:
+                self._store.set(self._prefix + "key", f"file {host_identity()} {self._key_file}")
+            except BaseException:
+                self.close()
+                raise
             return secret
         kind, _, rest = self._get("key", "which key they use").partition(" ")
         if kind == "given":
@@ -113,8 +117,13 @@ class LaunchMeeting:
                     "actorrpc.init()?"
                 )
         finally:
-            if self._key_file:
-                keys.remove_file(self._key_file)
+            self.close()
+
+    def close(self) -> None:
+        """Take the key away again that other ranks of this host were to find: all have it, or none will come. Idempotent."""
+        path, self._key_file = self._key_file, ""
+        if path:
+            keys.remove_file(path)
 
 
 def meet(launched: Launch, timeout: float) -> LaunchMeeting:

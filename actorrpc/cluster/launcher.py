@@ -231,7 +231,10 @@ class ForkServer:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # the kernel may be at something that cannot be ended
+                process.wait(_END_S)
 
     # -- the end ---------------------------------------------------------------------------------------
 

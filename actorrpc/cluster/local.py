@@ -255,21 +255,26 @@ def _launched(
     """Make one cluster of the processes of a launcher."""
     meeting = launch.meet(launched, timeout)
     if launched.rank == 0:
-        context = _drive(
-            addresses.show(addresses.own_address(launched.master), 0),
-            None,
-            means,
-            secret=meeting.secret,
-            seats_first=True,
-            waits=spmd,
-            ignore_reinit_error=False,
-            settings=settings,
-            **given,
-        )
+        try:
+            context = _drive(
+                addresses.show(addresses.own_address(launched.master), 0),
+                None,
+                means,
+                secret=meeting.secret,
+                seats_first=True,
+                waits=spmd,
+                ignore_reinit_error=False,
+                settings=settings,
+                **given,
+            )
+        except BaseException:
+            meeting.close()
+            raise
         try:
             meeting.announce(context.address)
             meeting.wait_for(context.address, timeout)
         except BaseException:
+            meeting.close()
             api.shutdown(False)
             raise
         return context

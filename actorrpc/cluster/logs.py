@@ -19,7 +19,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-__all__ = ["Logs", "Output"]
+from actorrpc.core import descriptors
+
+__all__ = ["Logs", "Output", "pipes"]
 
 _TAIL: Final = 20  # lines of standard error that are kept of each process
 _TAIL_LINE: Final = 500
@@ -30,6 +32,23 @@ _FOLDS: Final = 2_000  # lines that are remembered for that
 _REST_S: Final = (
     0.5  # how long the pipes of a process that has ended may stay open (its own children have them)
 )
+
+
+def pipes() -> tuple[int, int, int, int]:
+    """Return the ends of two pipes, for what a process writes: each first that for reading.
+
+    Raises:
+        OSError: there are no descriptors for them; none are left open.
+    """
+    first = os.pipe2(os.O_CLOEXEC)
+    try:
+        second = os.pipe2(os.O_CLOEXEC)
+    except OSError:
+        for fd in first:
+            os.close(fd)
+        raise
+    descriptors.make_room(second[1])  # many processes may be started before the first of them connects
+    return *first, *second
 
 
 class Output:

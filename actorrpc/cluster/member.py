@@ -58,6 +58,7 @@ def enter(
     namespace: str,
     facts: Mapping[str, Any] | None = None,
     dress: Callable[[], None] = lambda: None,
+    limit: float = _JOIN_S,
 ) -> Member:
     """Put a member in force in this process, and tell the driver that it is there.
 
@@ -66,17 +67,13 @@ def enter(
         what: what this process is, in words.
         facts: what the driver is told beside the record; None for a process that it has started itself.
         dress: called when the sockets are there, before anything is served.
+        limit: how long the driver may take to answer, in seconds.
 
     Raises:
-        RpcError: the driver does not want it, or does not answer. Nothing is in force then.
+        RpcError: the driver does not want it, or does not answer. Nothing is in force then, and the group is closed.
     """
     agent = group.agent
     directory.attach(agent)
-    try:
-        dress()
-    except BaseException:
-        group.close()
-        raise
     leavers: list[Leaver] = []
 
     def ready(agent: Agent) -> None:
@@ -102,10 +99,15 @@ def enter(
         for leaver in leavers:  # it may have been the user's code that called shutdown
             leaver.leave(graceful)
 
-    api.install(lambda: group, timeout, what, namespace=namespace, ready=ready, stop=stop)
+    try:
+        dress()
+        api.install(lambda: group, timeout, what, namespace=namespace, ready=ready, stop=stop)
+    except BaseException:  # another group may be in force, and has not even looked at this one
+        group.close()
+        raise
     try:
         arguments = (agent.record.to_bytes(),) if facts is None else (agent.record.to_bytes(), dict(facts))
-        agent.call(agent.peer(driver.name), serving.register, arguments, {}, _JOIN_S).result()
+        agent.call(agent.peer(driver.name), serving.register, arguments, {}, limit).result()
     except BaseException:
         api.shutdown(False)
         raise

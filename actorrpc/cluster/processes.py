@@ -28,9 +28,9 @@ from actorrpc.cluster.directory import Directory
 from actorrpc.cluster.engine import Node, Order
 from actorrpc.cluster.launcher import ForkServer, import_path
 from actorrpc.cluster.leaving import leave, leave_when_idle
-from actorrpc.cluster.logs import Logs, Output
+from actorrpc.cluster.logs import Logs, Output, pipes
 from actorrpc.cluster.process import Process
-from actorrpc.core import keys
+from actorrpc.core import descriptors, keys
 from actorrpc.core.agent import Agent
 from actorrpc.core.identity import MAX_NAME, WorkerInfo, WorkerRecord
 from actorrpc.core.interrupts import uninterruptible
@@ -273,14 +273,13 @@ class LocalCluster:
             "unset": [name for name in before if name not in now],
         }
         process.environment = {}
-        stdout, out = os.pipe2(os.O_CLOEXEC)
         try:
-            stderr, err = os.pipe2(os.O_CLOEXEC)
-        except OSError:
-            os.close(stdout)
-            os.close(out)
-            raise
+            stdout, out, stderr, err = pipes()
+        except OSError as error:
+            raise process.not_started(descriptors.explain(error)) from error
         process.pipes = (stdout, stderr)
+        late = partial(self.agent.submit, partial(self._not_joined, process, _IMPORT_S + _START_S))
+        process.timer = self.agent.clock.after(_IMPORT_S + _START_S, late)
         server.fork(message, (out, err))
 
     def _server(self) -> ForkServer:
@@ -288,8 +287,7 @@ class LocalCluster:
         if self.server is not None and not self.server.is_gone:
             return self.server
         server = ForkServer(self.agent.pool, self._hello, self._heard, lambda: self._server_ended(server))
-        stdout, out = os.pipe2(os.O_CLOEXEC)
-        stderr, err = os.pipe2(os.O_CLOEXEC)
+        stdout, out, stderr, err = pipes()
         try:
             server.start(out, err)
         except BaseException:
@@ -310,14 +308,14 @@ class LocalCluster:
         if not server.is_ready and not server.is_gone and server.pid:
             os.kill(server.pid, signal.SIGKILL)
 
-    def _not_joined(self, process: Process) -> None:
+    def _not_joined(self, process: Process, seconds: float) -> None:
         with self._lock:
             if process.record is None and process.report is None and not process.future.done():
+                who = f"(pid {process.pid})" if process.pid else "(the fork server has not made it)"
                 self._fail(
                     process,
                     RpcTimeoutError(
-                        f"the process of {process.name!r} (pid {process.pid}) has not joined the cluster within "
-                        f"{_START_S:g} s",
+                        f"the process of {process.name!r} {who} has not joined the cluster within {seconds:g} s",
                         maybe_executed=False,
                         worker=process.name,
                     ),
@@ -364,8 +362,10 @@ class LocalCluster:
         if process.doomed or self._closing:
             assert process.server is not None
             process.server.kill(pid)
+        if process.timer is not None:
+            process.timer.cancel()
         if process.record is None:
-            late = partial(self.agent.submit, partial(self._not_joined, process))
+            late = partial(self.agent.submit, partial(self._not_joined, process, _START_S))
             process.timer = self.agent.clock.after(_START_S, late)
 
     def _exited(self, process: Process, message: dict[str, Any]) -> None:
@@ -534,21 +534,11 @@ class LocalCluster:
             graceful: ask the processes first.
             timeout: how long they may take, in seconds; 0 for 5 s.
         """
-        with self._lock:
-            if self._closing:
-                return
-            self._closing = True
-            for process in list(self._waiting):
-                self._forget(process)
-                self._fail(process, ShutdownError("the cluster is shutting down", maybe_executed=False))
-            self._gone = Future()
-            running = list(self._processes.values())
-            if not running:
-                self._gone.set_result(None)
-        # A server that is still importing has forked nobody.
-        alive = bool(running) and self.server is not None and self.server.is_ready
+        running = self._begin_end()
+        if running is None:
+            return
         try:
-            if graceful and alive:
+            if graceful and self._has_forked(running):
                 for process in running:
                     self.agent.submit(partial(self._ask, process.name, leave))
                 self._wait_gone(timeout or _LEAVE_S)
@@ -557,10 +547,30 @@ class LocalCluster:
             try:
                 for process in running:
                     self.kill(process.name)
-                if alive:
+                if self._has_forked(running):
                     self._wait_gone(_FORCED_S / 2)
             finally:
                 self._close_down(until)
+
+    def _has_forked(self, running: list[Process]) -> bool:
+        """Say whether there is anybody to wait for: a server that is still importing has forked nobody."""
+        return bool(running) and self.server is not None and self.server.is_ready
+
+    @uninterruptible
+    def _begin_end(self) -> list[Process] | None:
+        """Start no more; return what runs, or None where the end has begun before. From here on, Ctrl-C leaves nothing."""
+        with self._lock:
+            if self._closing:
+                return None
+            self._closing = True
+            for process in list(self._waiting):
+                self._forget(process)
+                self._fail(process, ShutdownError("the cluster is shutting down", maybe_executed=False))
+            self._gone = Future()
+            running = list(self._processes.values())
+            if not running:
+                self._gone.set_result(None)
+            return running
 
     @uninterruptible
     def _close_down(self, until: float) -> None:

@@ -434,11 +434,12 @@ class RayEngine(LaunchedEngine):
 
     def end(self, graceful: bool, timeout: float) -> None:
         """See :class:`LaunchedEngine`; those of the pool, whom the cluster has asked to leave, may finish that."""
+        until = moments.now() + timeout
         if graceful:
             with self._guard:
                 waiting = [each.waiting for each in self._hosts.values() if each.waiting is not None]
-            self._await(waiting, _LEFT_S)
-        super().end(graceful, timeout)
+            self._await(waiting, min(_LEFT_S, 0.75 * timeout) if timeout else _LEFT_S)
+        super().end(graceful, max(_LOOK_S, until - moments.now()) if timeout else timeout)
 
     def _await(self, waiting: list[Any], timeout: float) -> None:
         try:

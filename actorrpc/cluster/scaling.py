@@ -15,6 +15,8 @@ from actorrpc.actors.processes import ProcessSpec
 from actorrpc.cluster import serving
 from actorrpc.cluster.driver import Cluster
 from actorrpc.cluster.engine import LaunchedEngine
+from actorrpc.core.agent import Agent
+from actorrpc.core.peer import Peer
 from actorrpc.errors import ConfigError, PeerDiedError, RpcError, RpcTimeoutError, WrongTypeError
 from actorrpc.futures import Future
 from actorrpc.rpc import api
@@ -141,7 +143,7 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
         except RpcError:
             pass  # who looked after them is gone
     try:
-        while agent.call(peer, running, (), {}, left()).result() > 1:  # this very call is one
+        while _runs(agent, peer, left()) > 1:  # this very call is one
             if moments.now() >= until:
                 raise late
             time.sleep(_LOOK_S)
@@ -152,6 +154,12 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
             time.sleep(_LOOK_S)
     except PeerDiedError:
         return
+    except RpcTimeoutError:  # of that question: it has no thread left to answer with, or is out of reach
+        raise late from None
+
+
+def _runs(agent: Agent, peer: Peer, limit: float) -> int:
+    return int(agent.call(peer, running, (), {}, limit).result())
 
 
 def running() -> int:

@@ -56,7 +56,7 @@ __all__ = ["Agent"]
 
 _log = logging.getLogger("actorrpc")
 INFINITE: Final = float("inf")
-_GOODBYE_S: Final = 0.5
+_GOODBYE_S: Final = 0.5  # how long goodbyes may take to be handed over, unless somebody grants more
 _pack: Final = frames.PREFIX.pack
 
 
@@ -493,8 +493,14 @@ class Agent:
                 call.fail(self._shut_down(call))
             peer.wake_all()
 
-    def close(self, timeout: float = 2.0) -> None:
-        """End everything: connections are closed with a goodbye, threads end, waits fail with ShutdownError. Idempotent."""
+    def close(self, timeout: float = 2.0, parting: float = _GOODBYE_S) -> None:
+        """End everything: connections are closed with a goodbye, threads end, waits fail with ShutdownError. Idempotent.
+
+        Args:
+            timeout: how long threads in user code may take to end, in seconds.
+            parting: how long all of the goodbyes may take to be handed over to the kernel, in seconds: peers that do not read
+                take longer. To whom it cannot be in time, this is a death. Ctrl-C cuts that to 0.5 s.
+        """
         with self._lock:
             if self._closing:
                 return
@@ -503,11 +509,7 @@ class Agent:
         conns = [conn for peer in self.peers() for conn in list(peer.conns)]
         for conn in conns:
             conn.outbox.append(pack_frame(frames.GOODBYE))
-        until = moments.now() + _GOODBYE_S
-        for conn in conns:
-            # Another thread may be sending: without the goodbye, the peer would take this for a death.
-            while not conn.flush() and not conn.broken and moments.now() < until:
-                moments.sleep(0.001)
+        self._part(conns, parting)
         self.closed_down = True
         self._fail_pending()
         for conn in conns:
@@ -528,6 +530,26 @@ class Agent:
         if left:
             names = ", ".join(thread.name for thread in left)
             _log.warning("threads of %r are still in user code after shutdown: %s", self.name, names)
+
+    @staticmethod
+    def _part(conns: list[Connection], parting: float) -> None:
+        """Wait until what these connections have to send is sent: without its goodbye, a peer would take this for a death.
+
+        One whose socket has failed gets little time: it may never have another.
+        """
+
+        def hurried(conn: Connection) -> bool:
+            return conn.suspended or interrupts.pending_here()
+
+        begun = moments.now()
+        for conn in conns:
+            while not (
+                # Another thread may have taken out what it sends, or is to keep; it has the lock until then.
+                (conn.flush() and not conn.write_lock.locked() and conn.flush())
+                or conn.broken
+                or moments.now() - begun >= (min(parting, _GOODBYE_S) if hurried(conn) else parting)
+            ):
+                moments.sleep(0.001)
 
     def abandon(self) -> None:
         """Let go of everything in a forked child: descriptors are closed, nothing is sent, no lock is taken."""

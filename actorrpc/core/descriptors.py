@@ -1,28 +1,70 @@
 """Descriptors: a worker in contact with many needs more of them than most systems allow a process at first.
 
 A connection takes two, and the usual soft limit is 1 024, however much the hard one allows: the worker that all others ask at
-the end of a group of 600 would be out of them. Only who comes near it has it raised. Any thread; no lock: it only grows.
+the end of a group of 600 would be out of them. So the soft limit is raised ahead of need, where an agent starts and with each
+connection, and left alone by who stays far from it. Where the hard limit is near, some are held back for the connections that
+are there: nobody else is accepted until others have gone. Any thread; no lock: the limit only grows.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import resource
 from typing import Final
 
-__all__ = ["make_room"]
+__all__ = ["SHORT", "SPARE", "explain", "has_room", "make_room"]
 
 _log = logging.getLogger("actorrpc.links")
-_NEAR: Final = 0.75
+_AHEAD: Final = 256  # numbers that are kept free above the newest: more than come at once between two looks
+SHORT: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+"""The error numbers of a system that has nothing left for another descriptor: they pass."""
+SPARE: Final = 16
+"""How many descriptors are left to connections that are there: for shared memory, and to come back over another socket."""
 
 
-def make_room(fd: int) -> None:
-    """Raise the soft limit of this process's descriptors if ``fd``, which is new, is near it: twofold, or to the hard limit."""
+def make_room(fd: int) -> bool:
+    """Raise the soft limit of this process's descriptors if ``fd``, which is new, is near it: twofold, or to the hard limit.
+
+    Returns:
+        Whether there is room for many more now; otherwise each further one is to be asked for with :func:`has_room`.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or fd < _NEAR * soft or soft == hard:
-        return
-    wanted = 2 * soft if hard == resource.RLIM_INFINITY else min(2 * soft, hard)
+    wanted = soft
+    while 0 < wanted < fd + _AHEAD:  # none at all is a negative number
+        wanted *= 2
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if wanted == soft:
+        return soft == resource.RLIM_INFINITY or soft >= fd + _AHEAD
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (OSError, ValueError) as error:  # what happens then, happened before
         _log.warning("%d descriptors are open, and the limit of %d cannot be raised: %s", fd, soft, error)
+        return False
+    return wanted >= fd + _AHEAD
+
+
+def has_room(count: int) -> bool:
+    """Say whether so many descriptors, and the spare ones, can still be opened. Looks at all: for who is near the limit only."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        return soft == resource.RLIM_INFINITY or len(os.listdir("/proc/self/fd")) - 1 + count + SPARE <= soft
+    except OSError:  # not even one more, to look with
+        return False
+
+
+def explain(error: OSError) -> str:
+    """Say in words why no descriptor could be had, and what to do; of other errors, what they say themselves."""
+    if error.errno == errno.EMFILE:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return (
+            f"this process may open no more descriptors (RLIMIT_NOFILE: soft {soft}, hard {hard}). Start it with a higher hard "
+            "limit: ulimit -Hn, LimitNOFILE= of systemd, --ulimit nofile= of Docker"
+        )
+    if error.errno == errno.ENFILE:
+        return (
+            "no process of this host may open more descriptors: raise the system's limit (sysctl fs.file-max)"
+        )
+    return str(error)

@@ -15,6 +15,9 @@ Where there are certificates, the handshake of TLS comes first, within the same 
 TLS is told so. Who fails in it is heard until it closes, or its time is over: closed at once, its unread bytes would have
 the kernel take back the alert that tells it why.
 
+Where there are no descriptors for another one, the listeners rest, and are tried again until there are: whoever wants to come
+waits at the door, and those who are in have what they need.
+
 ``_lock`` guards the tables; nothing is called under it.
 """
 
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import select
 import socket
 import ssl
@@ -32,7 +36,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import moments
-from actorrpc.core.descriptors import make_room
+from actorrpc.core import descriptors
 from actorrpc.core.handshake import Acceptor, Refusal
 from actorrpc.core.keys import remove_file
 from actorrpc.core.tls import HELLO, Stream, Tls, explain
@@ -47,6 +51,7 @@ FAILURES_PER_S: Final = 3
 _MAX_ADDRESSES: Final = 1024  # whose failures are remembered; they are for one second
 _READ: Final = 4096  # more than any first message of TLS: what is left unread when a socket closes resets it
 _AGAIN_S: Final = 0.2
+_TELL_S: Final = 10.0  # how often it is said that nobody can be accepted
 _GIVE: Final = "set ACTORRPC_TLS_CERT, ACTORRPC_TLS_KEY and ACTORRPC_TLS_CA for all workers, or for none"
 _log = logging.getLogger("actorrpc.links")
 
@@ -87,6 +92,9 @@ class Guests:
         self._listeners: list[socket.socket] = []
         self._guests: dict[int, Guest] = {}  # by descriptor, the oldest first
         self._failures: dict[str, list[float]] = {}
+        self._scarce = False  # the hard limit of descriptors is near
+        self._resting: set[socket.socket] = set()
+        self._told = float("-inf")
 
     def __len__(self) -> int:
         return len(self._guests)
@@ -96,6 +104,7 @@ class Guests:
     def listen(self, sockets: list[socket.socket]) -> None:
         """Serve these listening sockets from now on."""
         pool = self._agent.pool
+        self._scarce = not descriptors.make_room(pool.epoll.fileno())
         for sock in sockets:
             sock.setblocking(False)
             self._listeners.append(sock)
@@ -106,21 +115,46 @@ class Guests:
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
+            # Each that was accepted needs one more to become a connection.
+            if self._scarce and not descriptors.has_room(2 + len(self._guests)):
+                self._rest(listener, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+                return
             try:
                 sock, where = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-                    _log.error("cannot accept a connection: %s", error)
-                    self._agent.clock.after(
-                        _AGAIN_S, lambda: self._agent.submit(lambda: self._accept(listener))
-                    )
+                if error.errno in descriptors.SHORT:
+                    self._rest(listener, error)
                 return
-            make_room(sock.fileno())
+            self._scarce = not descriptors.make_room(sock.fileno())
             local = sock.family == socket.AF_UNIX
             sock.setblocking(False)
             self._enter(sock, "local" if local else str(where[0]), local)
+
+    def _rest(self, listener: socket.socket, error: OSError) -> None:
+        """Try again in a while. Whoever waits at the door wakes nobody any more: its edge has passed."""
+        now = moments.now()
+        with self._lock:
+            if listener in self._resting or listener not in self._listeners:
+                return
+            self._resting.add(listener)
+            tell = now - self._told >= _TELL_S
+            if tell:
+                self._told = now
+        if tell:
+            _log.error(
+                "%r accepts no more connections until some have ended: %s",
+                self._agent.name,
+                descriptors.explain(error),
+            )
+        self._agent.clock.after(_AGAIN_S, partial(self._agent.submit, partial(self._resume, listener)))
+
+    def _resume(self, listener: socket.socket) -> None:
+        with self._lock:
+            self._resting.discard(listener)
+        if not self._agent.closed_down:
+            self._accept(listener)
 
     def _enter(self, sock: socket.socket, address: str, local: bool) -> None:
         agent = self._agent

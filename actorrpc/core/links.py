@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
+import os
 import secrets
 import socket
 import ssl
@@ -25,8 +26,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from actorrpc import moments
+from actorrpc.core import descriptors
 from actorrpc.core.connection import Connection
-from actorrpc.core.descriptors import make_room
 from actorrpc.core.frames import INTRO, STREAM_ABORT, pack_frame
 from actorrpc.core.guests import Guest, Guests
 from actorrpc.core.handshake import Dialler, Purpose, Session
@@ -40,6 +41,7 @@ from actorrpc.core.tensor_lane import Borrower, Lender
 from actorrpc.core.tls import Stream, Tls, explain
 from actorrpc.errors import (
     AuthenticationError,
+    LimitError,
     PeerDiedError,
     ProtocolError,
     RpcError,
@@ -55,7 +57,7 @@ __all__ = ["Links"]
 
 _log = logging.getLogger("actorrpc.links")
 _BUSY: Final = (errno.EAGAIN, errno.ECONNRESET, errno.EPIPE)
-_GONE: Final = (errno.ECONNREFUSED, errno.ENOENT, errno.ECONNRESET, errno.EPIPE)
+_GONE: Final = (errno.ECONNREFUSED, errno.ENOENT)
 
 
 class Links:
@@ -120,16 +122,20 @@ class Links:
         if not local:
             set_up_tcp(sock, self._agent.settings)
         agent = self._agent
-        conn = Connection(
-            sock,
-            epoll=agent.pool.epoll,
-            events=agent.inbox,
-            settings=agent.settings,
-            attach=attach,
-            local=local,
-            seals=Seals.of(session.key, dialled=dialled) if session.sealed else None,
-            leftover=session.leftover,
-        )
+        try:
+            conn = Connection(
+                sock,
+                epoll=agent.pool.epoll,
+                events=agent.inbox,
+                settings=agent.settings,
+                attach=attach,
+                local=local,
+                seals=Seals.of(session.key, dialled=dialled) if session.sealed else None,
+                leftover=session.leftover,
+            )
+        except OSError:  # it takes another descriptor
+            sock.close()
+            raise
         conn.dialled = dialled
         return conn
 
@@ -215,6 +221,7 @@ class Links:
             PeerDiedError: nobody listens there any more.
             RpcTimeoutError: no connection within the deadline, or the connect time-out.
             AuthenticationError, VersionError: the two do not share a key or a protocol.
+            LimitError: this process may open no more descriptors.
         """
         limit = min(deadline, moments.now() + self._agent.settings.connect_timeout)
         with Taken(peer.dial_lock, limit) as taken:
@@ -240,6 +247,7 @@ class Links:
             attach = secrets.token_bytes(16)
             try:
                 sock, session = self.dial(peer, family, address, Purpose.MAIN, attach, limit)
+                return self._establish(peer, sock, family == socket.AF_UNIX, session)
             except PeerDiedError:
                 # Nothing was proved; but who could lie here could as well refuse the connection, which says the same.
                 self._agent.peer_ended(peer, "dead", "a new life of it answers at its address")
@@ -247,6 +255,11 @@ class Links:
             except (TimeoutError, OSError) as error:
                 if isinstance(error, RpcError):
                     raise
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise LimitError(
+                        f"cannot call {what}: there is no connection to {peer.name!r}, none can be opened, and nothing was "
+                        f"sent: {descriptors.explain(error)}"
+                    ) from error
                 # It has no time for the handshake, but its process runs: busy, not gone.
                 busy = (
                     isinstance(error, TimeoutError)
@@ -260,8 +273,6 @@ class Links:
                     continue
                 tried.append(f"{address}: {error}")
                 gone = gone and isinstance(error, OSError) and error.errno in _GONE
-                continue
-            return self._establish(peer, sock, family == socket.AF_UNIX, session)
         if not tried:
             why = (
                 f"cannot call {what}: {peer.name!r} runs on another host and has no address there. Give every worker the same "
@@ -323,7 +334,9 @@ class Links:
         sock: Stream = plain
         binding = b""
         try:
-            make_room(plain.fileno())
+            near = not descriptors.make_room(plain.fileno())
+            if near and purpose is not Purpose.RESUME and not descriptors.has_room(1):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             plain.settimeout(max(0.05, limit - moments.now()))
             plain.connect(address)
             limit = min(limit, moments.now() + agent.settings.handshake_timeout)
@@ -453,10 +466,10 @@ class Links:
         for family, address in self.addresses(peer):
             try:
                 sock, session = self.dial(peer, family, address, Purpose.BULK, conn.attach, limit)
+                stripe = self._stripe(sock, conn, session, True)
             except (OSError, RpcError) as error:
                 _log.info("no further connection to %r: %s", peer.name, error)
                 continue
-            stripe = self._stripe(sock, conn, session, True)
             self._enter(stripe)
             self._add_stripe(stripe)
             return True

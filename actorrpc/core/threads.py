@@ -84,6 +84,7 @@ class Pool:
         self.queue: deque[Any] = deque()
         self.idle: set[int] = set()
         self.threads: dict[int, threading.Thread] = {}
+        self._leaving: list[threading.Thread] = []
         self.finished = 0
         self._execute = execute
         self._refuse = refuse
@@ -402,6 +403,12 @@ class Pool:
                 os.eventfd_write(self._kick_fd, 1)
             left[0].join(0.02)
         with self._lock:
+            leaving = [t for t in self._leaving if t is not threading.current_thread()]
+        for each in leaving:
+            # What a thread lets go of at its very end may be torch's (a process group that joins threads of its own): where
+            # the interpreter ends meanwhile, that aborts the process.
+            each.join(max(0.0, until - time.monotonic()))
+        with self._lock:
             # Where threads are left in user code, the last of them closes what they all use.
             self._forsaken = True
             last = not self.threads
@@ -414,7 +421,10 @@ class Pool:
 
     def _leave(self, me: int) -> None:
         with self._lock:
-            self.threads.pop(me, None)
+            thread = self.threads.pop(me, None)
+            self._leaving = [each for each in self._leaving if each.is_alive()]
+            if thread is not None:
+                self._leaving.append(thread)
             forsaken = self._forsaken
             last = forsaken and not self.threads
         if last:

@@ -31,6 +31,7 @@ from actorrpc.core.rendezvous import Rendezvous
 from actorrpc.errors import (
     ConfigError,
     DeadlockError,
+    LimitError,
     PeerDiedError,
     ProtocolError,
     RpcError,
@@ -47,6 +48,7 @@ _AGAIN_S: Final = 0.1
 _LOOK_S: Final = 1.0  # how often whoever waits at the end looks around
 # How long threads in user code may take to end: with all else, less than the 1 s of Ctrl-C and the 2 s of an end by force.
 _LET_END_S: Final = 0.75
+_PARTING_S: Final = 5.0  # how long those who read slowly may take to hear of a graceful end
 
 
 class _Barrier:
@@ -152,6 +154,7 @@ class Group:
         self.agent = agent
         self._doors = doors
         self._started = False
+        self._together = False
         self.membership = membership
         self.is_fixed = table is not None
         self._table = table or {}
@@ -184,6 +187,7 @@ class Group:
         """
         points.reach("shutdown.let_go" if stage else "shutdown.called")
         if not self.is_fixed:
+            self._together = True
             return
         until = moments.now() + timeout if timeout else float("inf")
         self.barrier.reached(
@@ -196,6 +200,7 @@ class Group:
             future = self._ask(peer, stage, until)
             if self._hear(future, peer, stage, until):
                 points.reach("shutdown.settled" if stage else "shutdown.together")
+                self._together = True
                 return
             if moments.now() >= until:
                 missing = ", ".join(self.barrier.missing(stage)) if peer.is_self else "some"
@@ -223,7 +228,7 @@ class Group:
             if not peer.is_self:
                 agent.links.connect(peer, min(until, moments.now() + DIAL_S), "shutdown")
             agent.call(peer, _arrive, (stage, agent.name), {}, 0.0, future=future, label="shutdown")
-        except (PeerDiedError, RpcTimeoutError, ProtocolError) as error:
+        except (PeerDiedError, RpcTimeoutError, ProtocolError, LimitError) as error:
             # No proof of its death, unless it is not alive any more: that is found out next.
             self.reach.failed(peer, error)
             self.watch_all()  # others may be out of reach as well: found out for all at once
@@ -304,9 +309,13 @@ class Group:
                 self.membership.leave()
             except RpcError as error:
                 _log.info("the store is gone: %s", error)
-        self.agent.close(_LET_END_S)
-        if not self._started:  # else the agent had them
-            self._doors.close()
+        if self._together:  # at an end by force, nobody has the time
+            self.agent.close(
+                _LET_END_S, max(_LET_END_S, min(_PARTING_S, self.agent.leave_by - moments.now()))
+            )
+        else:
+            self.agent.close(_LET_END_S)
+        self._doors.close()
         self.membership.close()
         self.membership.release()
 
@@ -437,8 +446,8 @@ _opened: list[_Doors] = []
 
 def close_forsaken() -> None:
     """Close what was opened for a group that nobody got: Ctrl-C came while it was being handed over."""
-    for doors in _opened:
-        doors.close()
+    while _opened:
+        _opened.pop().close()
 
 
 def join(

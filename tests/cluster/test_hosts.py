@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import certificates
+from tests.cluster.drive import until
 from tests.cluster.machines import Machines, program
 from tests.faults.figures import NIGHTLY, note
 from tests.faults.hosts import Network, needs_hosts
@@ -96,8 +97,9 @@ def test_cartpole_goes_on_without_a_host() -> None:
         place = program(machines, "a", "games.py", _CARTPOLE)
         address = _address(network, "a")
         driver = machines.start("a", sys.executable, str(place / "games.py"), address, directory=place)
-        for name in ("b", "c"):
-            machines.join(name, address, "--labels", "plays=yes")
+        for name in ("c", "b"):  # where two have as many actors, the next one goes to who came first
+            joiner = machines.join(name, address, "--labels", "plays=yes")
+            until(lambda joiner=joiner: "has joined" in joiner.errors)  # type: ignore[misc]
         driver.expect("lose")
         machines.power_off("b")
         driver.tell("lost")

@@ -19,6 +19,7 @@ import actorrpc
 from actorrpc import autograd, rpc
 from actorrpc import worker as command
 from actorrpc.cluster import Context, addresses, init, joining
+from actorrpc.core import keys
 from actorrpc.errors import (
     ActorDiedError,
     AuthenticationError,
@@ -26,6 +27,7 @@ from actorrpc.errors import (
     PeerDiedError,
     PlacementError,
     RendezvousError,
+    RpcTimeoutError,
     VersionError,
 )
 from tests.cluster.drive import until
@@ -91,7 +93,7 @@ def test_a_worker_joins_works_and_leaves_at_a_signal(driver: Context) -> None:
 
 _SCRIPT = """
 import os, time
-import actorrpc
+import actorrpc, cloudpickle
 from actorrpc import rpc
 
 @actorrpc.remote
@@ -112,7 +114,9 @@ if __name__ == "__main__":
         own = Own.options(labels={"where": "far"}).remote(5)
         value, pid = actorrpc.get(own.add.remote(2))
         assert value == 7 and pid != os.getpid(), (value, pid)
-        print("fine", flush=True)
+        assert "helper" in cloudpickle.list_registry_pickle_by_value()
+    assert not cloudpickle.list_registry_pickle_by_value()
+    print("fine", flush=True)
 """
 _HELPER = """
 class Helper:
@@ -266,6 +270,39 @@ def test_the_driver_refuses(
         monkeypatch.setitem(joining.Dialler.__init__.__kwdefaults__, "versions", (77, 78))
     name = case if case in ("driver", "twice", "joining-x") else "one"
     _fails(kind, says, elsewhere, name=name)
+
+
+def test_the_time_out_is_for_all_of_it(elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def slow(group: Any, *_: object, limit: float, **__: object) -> None:
+        limits.append(limit)
+        group.close()
+        raise RpcTimeoutError("it has not answered")
+
+    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    with monkeypatch.context() as patch:
+        patch.setattr(joining, "enter", slow)
+        _fails(RendezvousError, "has not taken up 'one': it has not answered", elsewhere, timeout=9.0)
+    assert 0 < limits[0] <= 9.0
+
+
+def test_who_finds_another_group_in_force_leaves_nothing(
+    elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("RPC is already initialized")
+
+    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    before = len(os.listdir("/proc/self/fd"))
+    files = sorted(os.listdir(keys.runtime_directory()))
+    with monkeypatch.context() as patch:
+        patch.setattr(rpc.api, "install", refuse)
+        _fails(RuntimeError, "already initialized", elsewhere, name="again")
+    until(
+        lambda: len(os.listdir("/proc/self/fd")) <= before
+    )  # threads of the one that asked may close the last
+    assert sorted(os.listdir(keys.runtime_directory())) == files
 
 
 def test_a_worker_that_is_no_driver_says_so(elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,31 @@
-"""The soft limit of descriptors: raised for those who are in contact with many, and left alone otherwise."""
+"""The soft limit of descriptors: raised for those who are in contact with many, and left alone otherwise.
+
+Where the hard limit is reached, those who are in contact stay so, others wait at the door, and it is said why.
+"""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actorrpc import rpc
-from actorrpc.core.descriptors import make_room
-from tests.group import rpc_group
+from actorrpc.core import links
+from actorrpc.core.descriptors import SPARE, make_room
+from actorrpc.core.frames import PING, PONG, pack_frame
+from actorrpc.core.handshake import Dialler
+from actorrpc.core.identity import WorkerRecord
+from actorrpc.errors import LimitError
+from tests import certificates
+from tests.core.agents import Stranger, agents
+from tests.group import rpc_group, run_group
 
 
 def _limits() -> tuple[int, int]:
@@ -27,9 +41,9 @@ def soft() -> Iterator[int]:
 
 
 def test_it_is_left_alone_until_it_is_near(soft: int) -> None:
-    make_room(soft // 2)
+    assert make_room(soft // 2)
     assert _limits()[0] == soft
-    make_room(soft - 1)
+    assert make_room(soft // 2 + 1)
     assert _limits()[0] == 2 * soft
 
 
@@ -37,10 +51,11 @@ def test_it_stays_within_the_hard_limit(soft: int, monkeypatch: pytest.MonkeyPat
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft + 10))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
-    make_room(soft - 1)
+    assert not make_room(soft - 1)
     assert asked == [(soft + 10, soft + 10)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
-    make_room(soft - 1)
+    assert not make_room(soft - 1)
+    assert make_room(0)
     assert len(asked) == 1
 
 
@@ -51,7 +66,7 @@ def test_where_it_cannot_be_raised_that_is_said_and_no_error(
         raise ValueError("not allowed to raise maximum limit")
 
     monkeypatch.setattr(resource, "setrlimit", refuse)
-    make_room(soft - 1)
+    assert not make_room(soft - 1)
     assert "cannot be raised" in caplog.text
 
 
@@ -77,3 +92,203 @@ def _one_to_all(rank: int, world_size: int) -> tuple[int, int] | None:
 def test_a_worker_that_is_in_contact_with_many_has_room_for_them() -> None:
     few, after = rpc_group(_one_to_all, 12)[0]
     assert after > few
+
+
+# -- many at once ------------------------------------------------------------------------------------------
+
+
+class _Pair:
+    """What two ranks tell each other, through a directory."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory)
+        self._pause = threading.Event()
+
+    def say(self, what: str, data: bytes = b"") -> None:
+        made = self._directory / f"{what}.new"
+        made.write_bytes(data)
+        made.rename(self._directory / what)
+
+    def hear(self, what: str) -> bytes:
+        while not (self._directory / what).exists():
+            self._pause.wait(0.01)
+        return (self._directory / what).read_bytes()
+
+
+_plain = pytest.mark.skipif(certificates.OVER_TLS, reason="its strangers speak no TLS")
+
+
+class _To:
+    """The agent of another process, as strangers look at it."""
+
+    def __init__(self, record: WorkerRecord) -> None:
+        self.record = record
+        self.links: Any = None
+
+
+def _strangers(to: _To, count: int, name: str = "s") -> list[Stranger]:
+    return [Stranger(to, name=f"{name}{number}", attach=os.urandom(16)) for number in range(count)]  # type: ignore[arg-type]
+
+
+def _answers(stranger: Stranger) -> bool:
+    stranger.sock.sendall(pack_frame(PING))
+    return any(frame.kind == PONG for frame in stranger.frames())
+
+
+def _open() -> int:
+    return len(os.listdir("/proc/self/fd")) - 1
+
+
+def _serve_many(rank: int, _size: int, directory: str, count: int) -> int:
+    pair = _Pair(directory)
+    if rank:
+        to = _To(WorkerRecord.from_bytes(pair.hear("there")))
+        found = _strangers(to, count)  # all are at the door before the first has said anything
+        for each in found:
+            each.shake_hands()
+            each.introduce()
+        assert all(map(_answers, found))
+        for each in found:
+            each.close()
+        pair.say("done")
+        return 0
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))
+    with agents(1) as (agent,):
+        pair.say("there", agent.record.to_bytes())
+        pair.hear("done")
+        assert len(agent.peers()) >= count
+    return _limits()[0]
+
+
+@_plain
+def test_many_come_at_once_near_a_tiny_limit(tmp_path: Path) -> None:
+    # More than one step of raising it late would have had room for.
+    assert 64 < run_group(_serve_many, 2, str(tmp_path), 64)[0] <= 4096
+
+
+# -- the hard limit ------------------------------------------------------------------------------------------
+
+
+class _Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _come(rank: int, _size: int, directory: str) -> list[str]:
+    pair = _Pair(directory)
+    if rank:
+        to = _To(WorkerRecord.from_bytes(pair.hear("there")))
+        inside = _strangers(to, 6)
+        for each in inside:
+            each.shake_hands()
+            each.introduce()
+        for each in inside:
+            assert _answers(each)
+        pair.say("six")
+        pair.hear("limited")
+        waiting = _strangers(to, 12, "late")
+        pair.hear("full")
+        for each in inside:  # those who were there before work as ever
+            assert _answers(each)
+        for number, each in enumerate(waiting):  # each that has gone makes place for another one
+            each.shake_hands()
+            each.introduce()
+            assert _answers(each), number
+            each.close()
+        assert all(map(_answers, inside))
+        for each in inside:
+            each.close()
+        pair.say("done")
+        return []
+    said = _Said()
+    logging.getLogger("actorrpc.links").addHandler(said)
+    with agents(1, handshake_timeout=60.0) as (agent,):
+        pair.say("there", agent.record.to_bytes())
+        pair.hear("six")
+        limit = _open() + SPARE + 8
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        agent.links.guests._scarce = True  # it was raised before, and is lower now: only tests do that
+        pair.say("limited")
+        pause = threading.Event()
+        while not said.lines:
+            pause.wait(0.01)
+        pair.say("full")
+        pair.hear("done")
+        assert _open() <= limit
+    return said.lines
+
+
+@_plain
+def test_at_the_hard_limit_others_wait_and_those_who_are_in_stay(tmp_path: Path) -> None:
+    lines = run_group(_come, 2, str(tmp_path))[0]
+    assert "accepts no more connections until some have ended" in lines[0]
+    assert "RLIMIT_NOFILE" in lines[0]
+    assert "ulimit -Hn" in lines[0]
+    assert len(lines) <= 5  # not with each try
+
+
+class _Door:
+    """A listener behind which there is no descriptor for anybody."""
+
+    def __init__(self) -> None:
+        self.tries = 0
+
+    def accept(self) -> Any:
+        self.tries += 1
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_however_many_knock_it_is_tried_again_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    due: list[Callable[[], Any]] = []
+    with agents(1) as (agent,):
+        door: Any = _Door()
+        agent.links.guests._listeners.append(door)
+        monkeypatch.setattr(agent.clock, "after", lambda _delay, run: due.append(run))
+        monkeypatch.setattr(agent, "submit", lambda task: task())
+        for _ in range(5):
+            agent.links.guests._accept(door)
+        assert (door.tries, len(due)) == (5, 1)
+        due.pop()()
+        assert (door.tries, len(due)) == (6, 1)
+        agent.links.guests._listeners.remove(door)
+        monkeypatch.undo()
+
+
+def test_who_cannot_dial_says_which_limit_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    eventfd = os.eventfd
+
+    def none(*given: Any, **__: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():  # whoever accepts has enough
+            return eventfd(*given)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with agents(2) as (first, second):
+        with monkeypatch.context() as patch:
+            patch.setattr(links.socket, "socket", none)
+            with pytest.raises(LimitError, match=r"call here: .*'a1'.*nothing was sent.*RLIMIT_NOFILE"):
+                first.call(first.peer("a1"), os.getpid, (), {}, 10.0, label="here")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "eventfd", none)
+            with pytest.raises(LimitError, match="RLIMIT_NOFILE"):
+                first.call(first.peer("a1"), os.getpid, (), {}, 10.0)
+        assert first.peer("a1").state == "alive"
+        assert first.call(first.peer("a1"), os.getpid, (), {}, 10.0).result() == os.getpid()
+        assert len(second.peers()) == 1
+
+
+def test_who_is_hung_up_on_does_not_take_the_other_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that has no descriptor left for a connection closes it: it lives."""
+
+    def none(*_: object, **__: object) -> Any:
+        raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake")
+
+    with agents(2, connect_timeout=0.05) as (first, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(Dialler, "feed", none)
+            with pytest.raises(Exception, match="cannot be reached"):
+                first.call(first.peer("a1"), os.getpid, (), {}, 10.0)
+        assert first.peer("a1").state == "alive"

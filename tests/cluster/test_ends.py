@@ -1,0 +1,384 @@
+"""The end of a cluster: one bound for all who leave, whoever has started them; and nothing is left by what was cut short."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc import moments
+from actorrpc.actors.processes import ProcessSpec
+from actorrpc.cluster import LaunchedEngine, Node, Order, init, launch, local, scaling
+from actorrpc.cluster.directory import Directory
+from actorrpc.cluster.driver import Cluster, Reception
+from actorrpc.cluster.launch import Launch, LaunchMeeting
+from actorrpc.cluster.ray_engine import RayEngine
+from actorrpc.core.agent import Agent
+from actorrpc.core.identity import WorkerRecord, new_incarnation
+from actorrpc.errors import PeerDiedError, RpcTimeoutError, ShutdownError
+from actorrpc.futures import Future
+from tests.cluster.drive import cluster, until, workers
+
+
+class _Peer:
+    """Another worker."""
+
+    state = "alive"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _Agent:
+    """An agent whose calls nobody answers."""
+
+    name = "driver"
+
+    def __init__(self) -> None:
+        self.on_peer_end: list[Callable[[Any], None]] = []
+        self.asked: list[str] = []
+        self.clock = self
+        self.tasks: list[Callable[[], Any]] | None = None
+
+    def submit(self, task: Callable[[], Any]) -> None:
+        if self.tasks is None:
+            task()
+        else:
+            self.tasks.append(task)
+
+    def after(self, _seconds: float, _task: Callable[[], Any]) -> Any:
+        return self
+
+    def cancel(self) -> None:
+        """As a timer."""
+
+    def peer(self, worker: str) -> _Peer:
+        return _Peer(worker)
+
+    def call(self, peer: _Peer, *_: object, future: Future[Any]) -> None:
+        self.asked.append(peer.name)
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+
+class _Engine:
+    """An engine whose processes take all the time that they get."""
+
+    name = "test"
+
+    def __init__(self, spend: Callable[[float], None]) -> None:
+        self._spend = spend
+        self.given: list[tuple[bool, float]] = []
+
+    def owns(self, worker: str) -> bool:
+        return False
+
+    def end(self, graceful: bool, timeout: float) -> None:
+        self.given.append((graceful, timeout))
+        self._spend(timeout or 5.0)
+
+
+_FACTS = {"hosts": ["far"], "num_cpus": 1, "num_gpus": 0, "resources": {}, "labels": {}}
+
+
+def _cluster(engine: Any) -> tuple[Any, Any]:
+    """Return a cluster that two have joined, and its agent."""
+    agent: Any = _Agent()
+    made = Cluster(agent, Directory(), engine, Reception(settings={}, namespace="", timeout=1.0), nodes=list)
+    for rank, name in enumerate(("one", "other"), 1):
+        made.register(WorkerRecord(name=name, rank=rank, incarnation=new_incarnation(), host=name), _FACTS)
+    return made, agent
+
+
+@pytest.mark.parametrize(("timeout", "bound"), [(2.0, 2.0), (0.4, 0.4), (0.0, 5.0), (60.0, 60.0)])
+def test_those_who_joined_and_those_of_the_engine_share_one_time_out(
+    timeout: float, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent: list[float] = []
+    monkeypatch.setattr(moments, "now", lambda: 1000.0 + sum(spent))
+    engine = _Engine(spent.append)
+    ending, agent = _cluster(engine)
+    monkeypatch.setattr(ending._gone, "wait", lambda seconds: spent.append(seconds))
+    ending.end(True, timeout)
+    assert agent.asked == ["one", "other"]
+    assert len(spent) == 2  # both have waited in vain
+    assert sum(spent) <= bound + 1e-6
+    (given,) = engine.given
+    assert given[0]
+    assert 0 < given[1] >= min(0.5, bound / 4) - 1e-6  # those who were not asked yet have a part of it
+
+
+def test_nobody_waits_for_one_that_died_while_it_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end was told before it was on any list, and will not be told again."""
+    engine = _Engine(lambda _: None)
+    agent: Any = _Agent()
+    made = Cluster(
+        agent,
+        Directory(),
+        engine,  # type: ignore[arg-type]
+        Reception(settings={}, namespace="", timeout=1.0),
+        nodes=list,
+    )
+    monkeypatch.setattr(_Peer, "state", "dead")
+    with pytest.raises(PeerDiedError, match="'one' has died while it was joining"):
+        made.register(WorkerRecord(name="one", rank=1, incarnation=new_incarnation(), host="far"), _FACTS)
+    assert made.joined() == []
+    assert made.directory.members() == []
+    assert not made.book.workers
+    made.end(True, 60.0)
+    assert agent.asked == []
+
+
+def test_after_ctrl_c_nobody_waits_for_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    engine = _Engine(lambda _: None)
+    ending, _ = _cluster(engine)
+    monkeypatch.setattr(ending._gone, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ending.end(True, 60.0)
+    assert [graceful for graceful, _ in engine.given] == [False]
+
+
+@pytest.mark.parametrize(("timeout", "bound"), [(3.0, 3.0), (1.0, 1.0), (0.0, 7.0)])
+def test_rays_actors_and_their_processes_share_one_time_out(
+    timeout: float, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent: list[float] = []
+    monkeypatch.setattr(moments, "now", lambda: 1000.0 + sum(spent))
+    engine: Any = RayEngine.__new__(RayEngine)  # without Ray
+    LaunchedEngine.__init__(engine)
+    monkeypatch.setattr(engine, "_guard", threading.Lock(), raising=False)
+    monkeypatch.setattr(engine, "_hosts", {"one": SimpleNamespace(waiting=object())}, raising=False)
+    monkeypatch.setattr(engine, "_await", lambda _, seconds: spent.append(seconds))
+    monkeypatch.setattr(engine, "close", lambda: None)
+    monkeypatch.setattr(engine._gone, "wait", lambda seconds: spent.append(seconds))
+    engine.end(True, timeout)
+    assert len(spent) == 2
+    assert 0 < sum(spent) <= bound + 1e-6
+
+
+@pytest.mark.limit(90)
+@pytest.mark.parametrize(("graceful", "parting"), [(True, (5.0,)), (False, ())])
+def test_only_a_graceful_end_takes_its_time_for_the_last_word(
+    graceful: bool, parting: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, given = Agent.close, []
+
+    def noted(agent: Agent, timeout: float, *more: float) -> None:
+        given.append(more)
+        close(agent, timeout, *more)
+
+    monkeypatch.setattr(Agent, "close", noted)
+    init().shutdown(graceful=graceful)
+    assert given == [parting]
+
+
+# -- engines on top of others --------------------------------------------------------------------------------
+
+
+class _Launches(LaunchedEngine):
+    """Launches nothing, and writes down what it is told."""
+
+    def __init__(self, agent: Any) -> None:
+        super().__init__()
+        self.attach(agent)
+        self.said: list[str] = []
+        self.during: Callable[[], None] = lambda: None
+        self.stops: Callable[[str], None] = lambda _: None
+
+    def nodes(self) -> list[Node]:
+        return []
+
+    def launch(self, order: Order) -> None:
+        self.said.append(f"launch {order.name}")
+        self.during()
+
+    def stop(self, worker: str) -> None:
+        self.said.append(f"stop {worker}")
+        self.stops(worker)
+
+    def close(self) -> None:
+        self.said.append("close")
+
+    def begin(self, name: str) -> Future[Any]:
+        """Start a worker."""
+        return self.start(Order(name=name, address="", spec=ProcessSpec(label=name)))
+
+
+def test_ctrl_c_while_one_is_stopped_stops_the_others_first() -> None:
+    engine = _Launches(_Agent())
+    futures = [engine.begin(name) for name in ("a", "b", "c")]
+
+    def stops(worker: str) -> None:
+        if worker == "a":
+            raise KeyboardInterrupt
+
+    engine.stops = stops
+    with pytest.raises(KeyboardInterrupt):
+        engine.end(False, 0.0)
+    assert engine.said[3:] == ["stop a", "stop b", "stop c", "close"]
+    for future in futures:
+        with pytest.raises(ShutdownError):
+            future.result()
+
+
+def test_who_is_launched_while_all_ends_is_stopped() -> None:
+    engine = _Launches(_Agent())
+    engine.during = lambda: engine.end(False, 0.0)
+    engine.begin("late")
+    assert engine.said == [
+        "launch late",
+        "stop late",
+        "close",
+        "stop late",
+    ]  # it was not there the first time
+
+
+@pytest.mark.parametrize("how", ["end", "kill"])
+def test_who_is_not_wanted_any_more_is_not_launched(how: str) -> None:
+    agent: Any = _Agent()
+    agent.tasks = []
+    engine = _Launches(agent)
+    future = engine.begin("late")
+    if how == "end":
+        engine.end(False, 0.0)
+    else:
+        engine.kill("late")
+    for task in agent.tasks:
+        task()
+    assert "launch late" not in engine.said
+    with pytest.raises(ShutdownError if how == "end" else PeerDiedError):
+        future.result()
+
+
+def _open() -> list[str]:
+    """Return what the descriptors of this process are."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
+
+
+# -- what was cut short ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.limit(90)
+def test_ctrl_c_at_the_very_beginning_of_the_end_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    context = init()
+    cluster().spawn(ProcessSpec(label="Counter", num_gpus=1)).wait(60)
+    engine, server = cluster(), cluster().server
+    assert server is not None
+    waiting = engine.spawn(ProcessSpec(label="Waits", num_gpus=1))  # there is but one device
+    forget = engine._forget
+
+    def interrupted(process: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        forget(process)
+
+    monkeypatch.setattr(engine, "_forget", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        context.shutdown()
+    with pytest.raises(ShutdownError):
+        waiting.result()
+    assert server.is_gone
+    with pytest.raises(ProcessLookupError):
+        os.kill(server.pid, 0)
+
+
+@pytest.mark.limit(90)
+def test_a_start_is_bounded_also_where_the_fork_server_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with init(), workers():
+        server = cluster().server
+        assert server is not None
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr("actorrpc.cluster.processes._IMPORT_S", 0.0)
+                patch.setattr("actorrpc.cluster.processes._START_S", 0.05)
+                future = cluster().spawn(ProcessSpec(label="Late"))
+            with pytest.raises(
+                RpcTimeoutError, match=r"'Late-\d+' \(the fork server has not made it\) has not joined"
+            ):
+                future.wait(60)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        until(lambda: len(cluster()._processes) == 1)  # it is made after all, and ended at once
+
+
+@pytest.mark.limit(90)
+def test_a_process_without_descriptors_for_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    with init(), workers():
+        pipe2, made = os.pipe2, []
+
+        def second_fails(flags: int) -> tuple[int, int]:
+            if made:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            ends = pipe2(flags)
+            made.append(f"pipe:[{os.fstat(ends[0]).st_ino}]")
+            return ends
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pipe2", second_fails)
+            future = cluster().spawn(ProcessSpec(label="Counter"))
+        with pytest.raises(
+            PeerDiedError, match=r"process for 'Counter' could not be started.*RLIMIT_NOFILE.*ulimit"
+        ):
+            future.result()
+        assert made[0] not in _open()
+        with workers():
+            pass  # the next one has them
+
+
+@pytest.mark.limit(90)
+def test_a_drain_that_gets_no_answer_says_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mute(*_: object) -> int:
+        raise RpcTimeoutError("the call of running has not ended in time")
+
+    with init(), workers() as (name,), monkeypatch.context() as patch:
+        patch.setattr(scaling, "_runs", mute)
+        with pytest.raises(RpcTimeoutError, match=rf"drain of '{name}'.*Call drain\(\) again"):
+            actorrpc.drain(name, timeout=30)
+
+
+class _Store:
+    """A launcher's store, of this process alone."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def set(self, name: str, value: str) -> None:
+        self.values[name] = value
+
+
+def test_no_key_is_left_behind_by_a_rank_0_that_cannot_drive(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError("no port is free")
+
+    for name in ("ACTORRPC_KEY", "ACTORRPC_KEY_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    launched = Launch(
+        launcher="test", rank=0, size=2, local_rank=0, master="127.0.0.1", port=29400, run="one"
+    )
+    store = _Store()
+    meeting = LaunchMeeting(launched, store, moments.now() + 10)
+    path = next(value for name, value in store.values.items() if name.endswith("key")).split(" ", 2)[2]
+    assert os.path.exists(path)
+    monkeypatch.setattr(launch, "of_environment", lambda: launched)
+    monkeypatch.setattr(launch, "meet", lambda *_: meeting)
+    monkeypatch.setattr(local, "_drive", fails)
+    with pytest.raises(OSError, match="no port"):
+        init()
+    assert not os.path.exists(path)
