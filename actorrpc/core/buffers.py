@@ -40,6 +40,7 @@ __all__ = [
     "sealed_memfd",
     "size_class",
     "size_classes",
+    "untouched",
 ]
 
 SMALL = 64 << 10
@@ -130,6 +131,11 @@ def reserve(size: int, fd: int = -1) -> tuple[mmap.mmap, int]:
         except OSError:
             pass  # only advice: kernels without huge pages refuse it
     return memory, address
+
+
+def untouched(size: int) -> mmap.mmap:
+    """Return memory that is taken page by page, as it is written to: most connections see small messages only."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def sealed_memfd(size: int) -> int:

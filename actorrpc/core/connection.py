@@ -39,6 +39,7 @@ from actorrpc import moments
 from actorrpc.config import Settings
 from actorrpc.core import interrupts
 from actorrpc.core.answering import ARMED, DISARMED, Answering
+from actorrpc.core.buffers import untouched
 from actorrpc.core.chunks import ChunkSender
 from actorrpc.core.events import Events, Sendable
 from actorrpc.core.frames import (
@@ -51,7 +52,6 @@ from actorrpc.core.frames import (
     Frame,
     FrameReader,
     pack_frame,
-    untouched,
 )
 from actorrpc.core.interrupts import uninterruptible
 from actorrpc.core.replay import Replay

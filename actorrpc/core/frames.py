@@ -18,7 +18,6 @@ size before any memory is allocated for it.
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -56,7 +55,6 @@ __all__ = [
     "pack_position",
     "unpack_extra",
     "unpack_position",
-    "untouched",
 ]
 
 PREFIX: Final = struct.Struct("<IIBBxxfQQ")
@@ -130,11 +128,6 @@ def pack_frame(
         + extra
         + body
     )
-
-
-def untouched(size: int) -> mmap.mmap:
-    """Return memory that is taken page by page, as it is written to: most connections see small messages only."""
-    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def pack_position(index: int, offset: int) -> int:

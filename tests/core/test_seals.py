@@ -288,6 +288,7 @@ def test_what_is_sent_is_what_was_sealed_whatever_becomes_of_the_memory() -> Non
         suspended=False,
         outbox=[],
         write_lock=threading.Lock(),
+        flush=lambda: True,
         _rest=[],
     )
     conn._drain = drain
