@@ -17,8 +17,9 @@ thread that does not get it goes away: the holder looks again after releasing. L
 one at a time, each preceded by whatever small frames have come up. Nobody blocks in a send except the caller
 whose data it is.
 
-Lock order: ``read_lock`` before ``write_lock``; neither is ever held while user code, or code that may run
-the garbage collector into user code for long, is called on purpose. The functions that read, write and arm are marked
+Lock order: ``read_lock`` before ``write_lock``, which is waited for only where the connection is suspended or broken: a writer
+may wait for what has to be read. Neither is ever held while user code, or code that may run the garbage collector into
+user code for long, is called on purpose. The functions that read, write and arm are marked
 uninterruptible: Ctrl-C waits for their end, and any other exception in one of them closes the connection.
 """
 
@@ -471,10 +472,8 @@ class Connection:
         if (poller := self._writer_poller) is None:
             poller = self._writer_poller = select.poll()
             poller.register(self.sock.wire() if type(self.sock) is TlsSocket else self.fd, select.POLLOUT)
-        wait_ms = 100.0
-        if deadline is not None:
-            wait_ms = min(wait_ms, max(0.0, (deadline - moments.now()) * 1e3))
-        poller.poll(wait_ms)
+        left = 0.1 if deadline is None else min(0.1, max(0.0, deadline - moments.now()))
+        poller.poll(left * 1e3)
         return False
 
     # -- the end -----------------------------------------------------------------------------------
@@ -526,19 +525,20 @@ class Connection:
             ProtocolError: the other side cannot have had just so much.
         """
         assert self.replay is not None
-        with self.read_lock, self.write_lock:
+        with self.read_lock:
+            # Before the other lock: who has that may wait for an acknowledgement, which somebody has to read.
             if self.broken or not self.suspended or self.overtaken(attempt):
                 return False
-            self._rest = self.replay.rewind(arrived) + self._rest
-            forget()
-            self._poller.unregister(self.fd)
-            self.sock.close()
-            self.sock, self.fd = sock, sock.fileno()
-            self._poller.register(self.fd, select.POLLIN)
-            self._writer_poller = None
-            self.expecting = False
-            self.heard = moments.now()
-            self.suspended = False
+            with self.write_lock:
+                self._rest = self.replay.rewind(arrived) + self._rest
+                forget()
+                self._poller.unregister(self.fd)
+                self.sock.close()
+                self.sock, self.fd, self._writer_poller = sock, sock.fileno(), None
+                self._poller.register(self.fd, select.POLLIN)
+                self.expecting = False
+                self.heard = moments.now()
+                self.suspended = False
         return True
 
     def close(self, error: BaseException | None = None) -> None:
