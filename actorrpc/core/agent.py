@@ -39,6 +39,7 @@ from actorrpc.core.interrupts import uninterruptible
 from actorrpc.core.keys import Key
 from actorrpc.core.letters import Letter, NoMail, PostOffice
 from actorrpc.core.links import Links
+from actorrpc.core.liveness import holds_back
 from actorrpc.core.peer import MAX_PENDING, Peer
 from actorrpc.core.roster import Roster
 from actorrpc.core.spin import spinner
@@ -498,8 +499,9 @@ class Agent:
 
         Args:
             timeout: how long threads in user code may take to end, in seconds.
-            parting: how long all of the goodbyes may take to be handed over to the kernel, in seconds: peers that do not read
-                take longer. To whom it cannot be in time, this is a death. Ctrl-C cuts that to 0.5 s.
+            parting: how long all of the goodbyes may take to be handed over to the kernel, and between hosts by it to the other
+                one's, in seconds: peers that do not read take longer. To whom it cannot be in time, this is a death. Ctrl-C
+                cuts that to 0.5 s.
         """
         with self._lock:
             if self._closing:
@@ -545,7 +547,12 @@ class Agent:
         for conn in conns:
             while not (
                 # Another thread may have taken out what it sends, or is to keep; it has the lock until then.
-                (conn.flush() and not conn.write_lock.locked() and conn.flush())
+                (
+                    conn.flush()
+                    and not conn.write_lock.locked()
+                    and conn.flush()
+                    and (conn.local or not holds_back(conn.sock))
+                )
                 or conn.broken
                 or moments.now() - begun >= (min(parting, _GOODBYE_S) if hurried(conn) else parting)
             ):

@@ -12,6 +12,8 @@ Time in which this process itself did not run (stopped, or busy as above) counts
 
 from __future__ import annotations
 
+import array
+import fcntl
 import math
 import os
 import socket
@@ -21,10 +23,11 @@ from typing import Final, NamedTuple
 from actorrpc.config import Settings
 from actorrpc.core.tls import Stream, TlsSocket
 
-__all__ = ["Liveness", "Look", "is_direct", "process_state", "set_up_tcp"]
+__all__ = ["Liveness", "Look", "holds_back", "is_direct", "process_state", "set_up_tcp"]
 
 _ASK: Final = 0.75  # of a heartbeat: those who are due soon are asked along with those who are due
 _PID: Final = struct.Struct("=i")  # what the kernel's credentials of a peer begin with
+_OUTQNSD: Final = 0x894B  # SIOCOUTQNSD, which Python has no name for: bytes that have not left yet
 _MOST_S: Final = 32767  # the most that the kernel takes for keep-alives
 _TABLES: Final = ("/proc/net/tcp", "/proc/net/tcp6")
 
@@ -121,6 +124,19 @@ def set_up_tcp(sock: Stream, settings: Settings) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, idle)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, min(settings.heartbeat_misses, 127))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(bound, _MOST_S) * 1e3))
+
+
+def holds_back(sock: Stream) -> bool:
+    """Whether the kernel has bytes for another host that it may not send yet; False where it cannot say, or has ended.
+
+    They are lost where the socket is closed while the other side still writes: its bytes are answered by a reset.
+    """
+    count = array.array("i", [0])
+    try:
+        fcntl.ioctl(sock.wire() if type(sock) is TlsSocket else sock.fileno(), _OUTQNSD, count)
+    except (OSError, ValueError):
+        return False
+    return count[0] > 0
 
 
 def process_state(pid: int) -> str:

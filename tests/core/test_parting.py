@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from actorrpc.core.agent import Agent
 from actorrpc.core.connection import Connection
 from actorrpc.core.frames import pack_frame
 from tests.core.agents import agents
+from tests.intruders.doors import tcp_agents
 
 
 class _Time:
@@ -62,10 +65,11 @@ def _meet(first: Agent, second: Agent) -> None:
         here.call(here.peer(there), _nothing, (), {}, 20.0).result()
 
 
+@pytest.mark.parametrize("together", [agents, tcp_agents])
 def test_who_leaves_while_the_other_does_not_read_is_not_taken_for_dead(
-    monkeypatch: pytest.MonkeyPatch,
+    together: Callable[[int], AbstractContextManager[list[Agent]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with agents(2) as (first, second):
+    with together(2) as (first, second):
         _meet(first, second)
         over, states = _watch(second)
         mine = _conn(first, "a1")
