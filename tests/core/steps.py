@@ -89,9 +89,7 @@ class Steps:
             self.step()
         return self._line
 
-    def step(
-        self, ready: Callable[[], bool] | None = None, due: float = math.inf, where: str = ""
-    ) -> None:
+    def step(self, ready: Callable[[], bool] | None = None, due: float = math.inf, where: str = "") -> None:
         """Let others go on first; not to be chosen before ``ready()``, or the time ``due``."""
         task: Task | None = getattr(self._mine, "task", None)
         if task is None:
