@@ -95,7 +95,8 @@ class Answering:
 
         frames = self._read(read)
         if frames is None or conn.outbox or conn._rest:
-            conn.flush(True)
+            # What has come is others' answers as well: those do not wait until the other end reads.
+            conn.flush(not frames)
         if frames is not None:
             # Time may stand still between two reads: what has come decides.
             hit = self._hit = bool(frames) or conn.heard != before
@@ -124,7 +125,7 @@ class Answering:
 
         frames = self._read(read)
         if frames is not None and (conn.outbox or conn._rest):
-            conn.flush(True)
+            conn.flush(not frames)  # as in _turn_around
         return frames
 
     def _wait(self, frames: list[Frame]) -> None:

@@ -224,7 +224,8 @@ class Call:
             if foreign is None:
                 if conn is not None and conn.outbox:
                     conn.flush()
-                self._park(bounded)
+                if self._park(bounded):
+                    return True
             elif foreign:
                 # Somebody calls us while we wait: from here on the pool reads, so that no call waits for this
                 # thread.
@@ -248,20 +249,22 @@ class Call:
             except RuntimeError:  # it is awake
                 pass
 
-    def _park(self, until: float | None) -> None:
+    def _park(self, until: float | None) -> bool:
+        """Sleep until woken; say whether the future, where there is one, is complete."""
         future = self.future
         if future is not None:
-            # Several threads may wait for one future: it gives each a lock of its own.
+            # Several threads may wait for one future: it gives each a lock of its own. It is complete a little before the
+            # call is over: to ask for that again and again would keep the interpreter from whoever is about to say so.
             future._park(moments.now() + moments.SLICE_S if until is None else until)
-            return
+            return future._done
         lock = self.lock
         if lock is None:
             lock = threading.Lock()
             lock.acquire()
             self.lock = lock
-        if self.done or self.stirred:
-            return
-        moments.doze(lock, INFINITE if until is None else until)
+        if not (self.done or self.stirred):
+            moments.doze(lock, INFINITE if until is None else until)
+        return False
 
     def result(self) -> Any:
         """Wait for the reply of a call without a future and return its value, or raise its error."""

@@ -14,10 +14,12 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 __all__ = ["Condition", "Lock", "Steps", "Task"]
+
+_OFTEN = 0.05  # how many of the lines are steps often
 
 
 def _held() -> threading.Lock:
@@ -46,7 +48,7 @@ class Steps:
 
     Args:
         dice: draws which one goes on, and which ones rest for a while.
-        share: how many of the lines of ``files`` are steps, from 0 to 1.
+        share: how many of the lines of ``files`` are steps, from 0 to 1. Some lines, drawn once, are every other time.
     """
 
     def __init__(self, dice: random.Random, share: float = 0.0, files: frozenset[str] = frozenset()) -> None:
@@ -57,6 +59,7 @@ class Steps:
         self._back = _held()
         self._count = 0
         self._mine = threading.local()
+        self._often: dict[tuple[CodeType, int], float] = {}
         self.now = 0.0
 
     def spawn(self, run: Callable[[], object], name: str = "") -> Task:
@@ -70,7 +73,7 @@ class Steps:
         self._mine.task = task
         task.ident = threading.get_ident()
         task.go.acquire()
-        if self._share:
+        if self._files:
             sys.settrace(self._enter)
         try:
             run()
@@ -85,19 +88,32 @@ class Steps:
         return self._line if frame.f_code.co_filename in self._files else None
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line" and self._dice.random() < self._share:
-            self.step()
+        if event == "line":
+            place = frame.f_code, frame.f_lineno
+            often = self._often.get(place)
+            if often is None:
+                often = self._often[place] = 0.5 if self._dice.random() < _OFTEN else self._share
+            if self._dice.random() < often:
+                self.step(rests=True)  # for as long as it takes others to come to where it hurts
         return self._line
 
-    def step(self, ready: Callable[[], bool] | None = None, due: float = math.inf, where: str = "") -> None:
-        """Let others go on first; not to be chosen before ``ready()``, or the time ``due``."""
+    def step(
+        self,
+        ready: Callable[[], bool] | None = None,
+        due: float = math.inf,
+        where: str = "",
+        rests: bool = False,
+    ) -> None:
+        """Let others go on first; not to be chosen before ``ready()``, or the time ``due``, and rather later if it rests."""
         task: Task | None = getattr(self._mine, "task", None)
         if task is None:
             if ready is not None and not ready():
                 raise AssertionError(f"what is not a task would wait here: {where}")
             return
         task.ready, task.due, task.where = ready, due, where
-        if not self._dice.randrange(8):  # a thread that is not let run for a while is what most errors need
+        if rests or not self._dice.randrange(
+            8
+        ):  # a thread that is not let run for a while is what most errors need
             task.rests_until = self._count + self._dice.choice((10, 100, 600))
         self._back.release()
         task.go.acquire()

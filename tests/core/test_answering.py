@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import operator
+import select
+import socket
 import threading
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from actorrpc.config import Settings
 from actorrpc.core import answering
+from actorrpc.core.connection import Connection
+from actorrpc.core.frames import REPLY, pack_frame
 from actorrpc.futures import Future, wait_all
 from tests.core.agents import agents
 
@@ -57,3 +63,30 @@ def test_a_request_that_is_there_at_once_is_read_by_the_thread_that_answered() -
             a1.deliver(conn, frames, False)
             a1.pool.kick()
         assert later.wait(20) == 4
+
+
+@pytest.mark.limit(20)
+@pytest.mark.parametrize("attends", [False, True], ids=["answers", "attends"])
+def test_what_has_come_does_not_wait_until_the_other_end_reads(attends: bool) -> None:
+    here, there = socket.socketpair()
+    left: list[Any] = []
+    with select.epoll() as epoll:
+        conn = Connection(
+            here,
+            epoll=epoll,
+            events=cast(Any, SimpleNamespace(submit=left.append, closed=lambda *_: None)),
+            settings=Settings(),
+            attach=b"",
+            local=True,
+        )
+        conn.outbox.append(pack_frame(REPLY, 1, bytes(1 << 22)))  # more than the kernel takes
+        there.sendall(pack_frame(REPLY, 2, b"to somebody else"))
+        guest = cast(Any, SimpleNamespace(attends=None, called=lambda: False))
+        frames = conn.answering.attend(guest) if attends else conn.answering._turn_around()
+        assert frames is not None
+        assert [frame.body for frame in frames] == [b"to somebody else"]
+        assert left == [conn.flush_waiting]  # the rest is sent by a thread that may wait
+        assert not conn.broken
+        conn.close()
+        conn.reap()
+    there.close()

@@ -29,6 +29,7 @@ from actorrpc.core.meeting import Meeting
 from actorrpc.core.rendezvous import Rendezvous, open_store
 from actorrpc.errors import AuthenticationError, ConfigError, RendezvousError
 from tests.group import run_group
+from tests.ports import free_port
 
 HOST = host_identity()
 KEY = Key.from_text("correct horse battery staple")
@@ -597,13 +598,6 @@ def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
             open_store(f"file://{path}", 0, 1, 5.0)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _open(method: str, rank: int, size: int | None, timeout: float = LONG) -> Rendezvous:
     store, rank, size = open_store(method, rank, size, timeout)
     return Rendezvous(store, rank=rank, world_size=size, timeout=timeout)
@@ -611,7 +605,7 @@ def _open(method: str, rank: int, size: int | None, timeout: float = LONG) -> Re
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_a_group_meets_at_a_url(kind: str, tmp_path: Path) -> None:
-    method = f"file://{tmp_path}/store" if kind == "file" else f"tcp://127.0.0.1:{_free_port()}"
+    method = f"file://{tmp_path}/store" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
     # Others come before the one that serves the store.
     points = together(*(lambda n=n: _open(method, n, 3) for n in (2, 1, 0)))
     for _ in range(2):
@@ -622,7 +616,7 @@ def test_a_group_meets_at_a_url(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_store_that_is_not_there_is_named() -> None:
-    port = _free_port()
+    port = free_port()
     with pytest.raises(RendezvousError, match=f"127.0.0.1:{port} cannot be reached: .*refused.*Rank 0"):
         open_store(f"tcp://127.0.0.1:{port}", 1, 2, 0.2)
 
@@ -686,7 +680,7 @@ def _meet_by_environment(rank: int, world_size: int, folder: str) -> Any:
 def test_processes_meet_through_the_environment(agent: bool, tmp_path: Path) -> None:
     """By hand, where rank 0 serves the store; and as under torchrun, whose agent does."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if agent else None
-    port = server.port if server is not None else _free_port()
+    port = server.port if server is not None else free_port()
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
     if agent:
         environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
