@@ -22,7 +22,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -38,6 +37,7 @@ from typing import Any
 
 from actorrpc.core import keys
 from tests import leaks, processes
+from tests.ports import free_port
 
 __all__ = ["Died", "GroupError", "rpc_group", "run_group", "start_server", "stop_server"]
 
@@ -290,10 +290,10 @@ def rpc_group(
         if init == "file":
             method = f"file://{store}/store"
         elif init == "tcp":
-            method = f"tcp://127.0.0.1:{_free_port()}"
+            method = f"tcp://127.0.0.1:{free_port()}"
         elif init == "env":
             method = "env://"
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         else:
             raise ValueError(f"init must be 'file', 'tcp' or 'env', not {init!r}")
         return run_group(
@@ -312,13 +312,6 @@ def rpc_group(
         shutil.rmtree(store, ignore_errors=True)
         if may_die:
             keys.sweep()  # the next worker to start would do it: the sockets of those that were killed
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _collect(ranks: list[_Rank], deadline: float, may_die: Collection[int]) -> dict[int, str]:

@@ -237,11 +237,12 @@ def settle(before: Snapshot, wait: float = WAIT) -> Leaks:
     leaks = find_leaks(before)
     if not leaks:
         return leaks
-    gc.collect()  # what only a reference cycle keeps is not a leak
     give_up, pause = time.monotonic() + wait, 0.001
-    while leaks := find_leaks(before):
-        if time.monotonic() >= give_up:
+    while True:
+        # What only a reference cycle keeps is not a leak; threads that are still ending may make more of them.
+        gc.collect()
+        leaks = find_leaks(before)
+        if not leaks or time.monotonic() >= give_up:
             return leaks
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
-    return leaks

@@ -27,6 +27,7 @@ from actorrpc import autograd
 from actorrpc.cluster import serving
 from actorrpc.core import keys
 from actorrpc.errors import ConfigError, PlacementError, RendezvousError
+from tests.ports import free_port
 
 # Ray's own: how soon it notices that a node is gone.
 _SOON = {
@@ -289,9 +290,7 @@ def frozen() -> None:
 
 def client() -> None:
     """Through Ray's client: this process is no part of Ray."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     os.environ["PYTHONPATH"] = (
         os.getcwd()
     )  # Ray's own processes do not know where this one has the package from

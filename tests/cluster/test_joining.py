@@ -32,6 +32,7 @@ from actorrpc.errors import (
 )
 from tests.cluster.drive import until
 from tests.cluster.joiners import CLEAN, is_there, joiner, output
+from tests.ports import free_port
 
 _KEY = "a key for these tests, long enough"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -189,12 +190,6 @@ def test_a_program_joins_as_a_client_and_leaves_alone(driver: Context) -> None:
 # -- what does not ---------------------------------------------------------------------------------------
 
 
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 def _fails(kind: type[Exception], says: str, address: str, **options: Any) -> None:
     threads = set(os.listdir("/proc/self/task"))
     with pytest.raises(kind, match=says):
@@ -206,7 +201,7 @@ def _fails(kind: type[Exception], says: str, address: str, **options: Any) -> No
 @pytest.mark.limit(60)
 def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
-    port = _free_port()
+    port = free_port()
     _fails(
         RendezvousError,
         rf"no driver answers at tcp://127.0.0.1:{port}.*listen=",

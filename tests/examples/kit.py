@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_port
+
 __all__ = ["NIGHTLY", "PNG", "outcome", "run"]
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"  # where torch's side of a comparison takes long
@@ -20,6 +22,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def run(directory: Path, name: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """Run an example to its end with this tree's actorrpc, in no group's environment."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MASTER_")}
+    environment["MASTER_PORT"] = str(free_port())
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [sys.executable, str(ROOT / "examples" / "torch_style" / name), *flags],

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
+
 pytest.importorskip("gymnasium", reason="the example needs gymnasium: pip install 'actorrpc[examples]'")
 pytest.importorskip(
     "matplotlib", reason="the example draws with matplotlib: pip install 'actorrpc[examples]'"
@@ -30,6 +32,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def run(directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Run the example in a directory of its own, with this tree's actorrpc."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+    environment["MASTER_PORT"] = str(free_port())
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [sys.executable, str(SCRIPT), *flags],

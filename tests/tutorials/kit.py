@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from tests.ports import free_port
 
 __all__ = ["EXPECTED", "NIGHTLY", "PROGRAMS", "Program", "Run", "run"]
 
@@ -81,14 +81,6 @@ class Run:
     agents: list[dict[str, Any]]
 
 
-def _ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("localhost", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
 def run(folder: Path, program: Program, *arguments: str, way: str) -> Run:
     """Run a program to its end in a folder of its own.
 
@@ -98,7 +90,7 @@ def run(folder: Path, program: Program, *arguments: str, way: str) -> Run:
     """
     witness = Path(tempfile.mkdtemp(dir=folder))
     path = [str(HERE / "witness"), *([] if way == "torch" else [str(ROOT)]), os.environ.get("PYTHONPATH")]
-    first, second = _ports(2)
+    first, second = free_port(), free_port()
     variables = {
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "ACTORRPC_DROP_IN": "1" if way == "variable" else "0",
