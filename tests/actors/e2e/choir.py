@@ -20,8 +20,12 @@ __all__ = ["Async", "Maker", "Member", "equal", "make_batch", "make_model", "tot
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    """Make the same one each time: from dice of its own, for other actors of the process use torch's meanwhile."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    dice = torch.Generator().manual_seed(5)
+    for each in model.parameters():
+        nn.init.uniform_(each, -0.4, 0.4, generator=dice)
+    return model
 
 
 def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,6 +77,8 @@ class Member:
         model = make_model()
         batch, wanted = (each.chunk(group.size())[group.rank()] for each in make_batch())
         train(DistributedDataParallel(model, process_group=group), batch, wanted, steps)
+        # Where several threads leave forward() of theirs in another order than they came, torch keeps one of them here.
+        DistributedDataParallel._active_ddp_module = None
         return [each.detach() for each in model.parameters()]
 
     def wait_for(self, rank: int, name: str | None = None) -> None:
