@@ -158,7 +158,7 @@ class Station:
                 if todo is not None:
                     resident.carry_out(todo)
                 if entry is None:
-                    if self._ending:
+                    if self._ending or mailbox.closed:  # one that starts late was not told
                         return
                     self.idle_since = moments.now()
                     self._sleep()
