@@ -98,9 +98,8 @@ _ACCEPTED: Final[dict[str, tuple[str, tuple[type, ...]]]] = {
     "float": ("a number, of type float or int", (float, int)),
     "str": ("a text, of type str", (str,)),
 }
-_POSITIVE: Final = (
-    *("handshake_timeout", "connect_timeout", "window", "chunk"),
-    *("heartbeat", "context_ttl", "switch_interval"),
+_POSITIVE: Final = frozenset(
+    ["handshake_timeout", "connect_timeout", "window", "chunk", "heartbeat", "context_ttl", "switch_interval"]
 )
 
 

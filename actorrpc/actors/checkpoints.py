@@ -10,9 +10,10 @@ theirs at the same time, and the supervisor may take them up in any order.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.actors.runtime import current
@@ -60,30 +61,16 @@ class Checkpoints:
     def save(self) -> None:
         """Save the state after a call that has not raised, on the thread that has run it."""
         kept = self._begin()
-        if kept is None:
-            return
-        try:
-            if not kept.wait():
-                raise self._given_up()
-            points.reach("actor.checkpointed")
-        except ResidentGoneError:
-            raise
-        except Exception:
-            self._lost()
+        if kept is not None:
+            with self._keeping():
+                self._confirm(kept.wait())
 
     async def save_from_loop(self) -> None:
         """Do as :meth:`save` does, on the actor's event loop; nothing else there waits."""
         kept = self._begin()
-        if kept is None:
-            return
-        try:
-            if not await kept:
-                raise self._given_up()
-            points.reach("actor.checkpointed")
-        except ResidentGoneError:
-            raise
-        except Exception:
-            self._lost()
+        if kept is not None:
+            with self._keeping():
+                self._confirm(await kept)
 
     def behind(self, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         """Return a generator that saves the state when this one is over, before anybody is told that it is."""
@@ -150,10 +137,22 @@ class Checkpoints:
             CURRENT.reset(token)
         return kept
 
-    def _given_up(self) -> ResidentGoneError:
-        error = ResidentGoneError(self._resident.id, "its supervisor has given it up")
-        error.maybe_executed = True
-        return error
+    @contextlib.contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Log what keeps the supervisor from having the state, unless it has given the incarnation up."""
+        try:
+            yield
+        except ResidentGoneError:
+            raise
+        except Exception:
+            self._lost()
+
+    def _confirm(self, is_kept: bool) -> None:
+        if not is_kept:
+            error = ResidentGoneError(self._resident.id, "its supervisor has given it up")
+            error.maybe_executed = True
+            raise error
+        points.reach("actor.checkpointed")
 
     def _lost(self) -> None:
         _log.exception("the state of actor %s could not be kept", self._resident.title)

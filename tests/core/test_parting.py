@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -65,6 +65,18 @@ def _meet(first: Agent, second: Agent) -> None:
         here.call(here.peer(there), _nothing, (), {}, 20.0).result()
 
 
+@contextmanager
+def _unread(first: Agent, second: Agent) -> Iterator[None]:
+    """Have the second one not read meanwhile, and the first one with more to send than the kernel takes."""
+    mine, theirs = _conn(first, "a1"), _conn(second, "a0")
+    with theirs.read_lock:
+        while not mine.outbox:
+            mine.outbox.append(pack_frame(frames.NOTICE, body=bytes(1 << 20), extra=b"\x81\xa1n\xa1x"))
+            mine.flush()
+        yield
+    theirs.arm(1)  # whoever has read arms again: this has kept it from the pool
+
+
 @pytest.mark.parametrize("together", [agents, tcp_agents])
 def test_who_leaves_while_the_other_does_not_read_is_not_taken_for_dead(
     together: Callable[[int], AbstractContextManager[list[Agent]]], monkeypatch: pytest.MonkeyPatch
@@ -72,17 +84,11 @@ def test_who_leaves_while_the_other_does_not_read_is_not_taken_for_dead(
     with together(2) as (first, second):
         _meet(first, second)
         over, states = _watch(second)
-        mine = _conn(first, "a1")
-        theirs = _conn(second, "a0")
-        with theirs.read_lock:
-            while not mine.outbox:  # until the kernel takes no more
-                mine.outbox.append(pack_frame(frames.NOTICE, body=bytes(1 << 20), extra=b"\x81\xa1n\xa1x"))
-                mine.flush()
+        with _unread(first, second):
             thread = threading.Thread(target=first.close, kwargs={"parting": 60.0})
             time = _Time(monkeypatch, thread)
             thread.start()
             assert time.slept.wait(20)  # a second is over, and it still waits
-        theirs.arm(1)  # whoever has read arms again: this test has kept it from the pool
         thread.join(20)
         assert not thread.is_alive()
         assert over.wait(20)
@@ -141,17 +147,11 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(2) as (first, second):
         _meet(first, second)
         over, states = _watch(second)
-        mine = _conn(first, "a1")
-        theirs = _conn(second, "a0")
-        with theirs.read_lock:
-            while not mine.outbox:
-                mine.outbox.append(pack_frame(frames.NOTICE, body=bytes(1 << 20), extra=b"\x81\xa1n\xa1x"))
-                mine.flush()
+        with _unread(first, second):
             thread = threading.Thread(target=first.close)
             _Time(monkeypatch, thread)
             thread.start()
             thread.join(20)
             assert not thread.is_alive()
-        theirs.arm(1)
         assert over.wait(20)
         assert states == ["dead"]
