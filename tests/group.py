@@ -47,6 +47,7 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 _GRACE = 10.0
 _PR_SET_PDEATHSIG = 1
 _OUTPUT_TAIL = 8_000
+_environment = dict(os.environ)  # this module is imported while tests are collected, before the first of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +85,24 @@ class _Rank:
 
 @contextlib.contextmanager
 def _for_children() -> Iterator[None]:
-    """Let the server and the ranks import this repository and keep them from importing pytest's script."""
-    main, path = sys.modules["__main__"], os.environ.get("PYTHONPATH")
+    """Let the server and the ranks import this repository and keep them from importing pytest's script.
+
+    The server has the session's environment, not that of the test which happens to be the first: others' processes come from
+    it as well, and not all of them are ranks, which get the environment of their test.
+    """
+    main, before = sys.modules["__main__"], dict(os.environ)
     sys.modules["__main__"] = ModuleType("__main__")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, path]))
+    _be(_environment | {"PYTHONPATH": os.pathsep.join(filter(None, [_ROOT, _environment.get("PYTHONPATH")]))})
     try:
         yield
     finally:
         sys.modules["__main__"] = main
-        if path is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = path
+        _be(before)
+
+
+def _be(environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def start_server() -> None:
@@ -134,8 +141,7 @@ def _rank_main(
     faulthandler.enable(file=2)
     processes.tell_stacks()
     # The rank has the test's environment as of now, not as of the server's start.
-    os.environ.clear()
-    os.environ.update(environment)
+    _be(environment)
     before = leaks.Snapshot.take(whole_session=False)
     try:
         answer = (True, fn(rank, world_size, *args))

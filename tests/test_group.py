@@ -6,13 +6,15 @@ import ctypes
 import operator
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from tests import processes
-from tests.group import Died, GroupError, rpc_group, run_group
+from tests.group import _ROOT, Died, GroupError, rpc_group, run_group
 
 
 def _product(rank: int, world_size: int, factor: int) -> tuple[int, int, int]:
@@ -210,3 +212,23 @@ def test_asking_for_stacks_harms_nobody() -> None:
 def test_stacks_of_a_process_whose_threads_do_not_get_the_gil(tmp_path: Path) -> None:
     found, _ = run_group(_holds_the_gil, 2, str(tmp_path))
     assert "_holds_the_gil" in found
+
+
+def test_the_server_has_the_environment_of_the_session() -> None:
+    script = """if True:
+        import multiprocessing, os
+        from tests.group import start_server, stop_server
+        os.environ["ACTORRPC_DATA_ONLY"] = "1"  # as the first test that has ranks may do
+        start_server()
+        assert os.environ["ACTORRPC_DATA_ONLY"] == "1"
+        context = multiprocessing.get_context("forkserver")
+        with context.Pool(1) as pool:
+            print(*(pool.apply(os.getenv, (name,)) for name in ("ACTORRPC_DATA_ONLY", "OF_SESSION")))
+        stop_server()
+    """
+    environment = {**os.environ, "OF_SESSION": "yes"}
+    environment.pop("ACTORRPC_DATA_ONLY", None)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, cwd=_ROOT, capture_output=True, text=True, timeout=50
+    )
+    assert done.stdout.split() == ["None", "yes"], done.stderr

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -74,10 +75,44 @@ def _begin(profile: Any) -> Collector:
     return found
 
 
-def _events(found: Collector | None, offset: int) -> list[FunctionEvent]:
-    """Return what was collected. ``offset``: nanoseconds from the start of the profile to that of the collector."""
-    rows = [] if found is None else found.rows
-    return [_event(row, -number, offset) for number, row in enumerate(rows, start=1)]
+def _events(found: Collector, offset: int, seen: list[FunctionEvent]) -> list[FunctionEvent]:
+    """Return what was collected, in order with the events that torch has seen.
+
+    Args:
+        offset: about how many nanoseconds lie between the start of the profile and that of the collector.
+    """
+    times = [
+        (event.name, math.ceil(event.time_range.start * 1e3), math.floor(event.time_range.end * 1e3))
+        for event in seen
+    ]
+    offset = _fitted(found, offset, times)
+    more = [_event(row, -number, offset) for number, row in enumerate(found.rows, start=1)]
+    return sorted([*seen, *more], key=lambda event: (event.time_range.start, -event.time_range.end))
+
+
+def _fitted(found: Collector, offset: int, seen: list[tuple[str, int, int]]) -> int:
+    """Return the offset nearest to the one given that puts calls into the ranges which torch has recorded for them.
+
+    Two clocks that are read one after the other say little about each other on a busy machine: what a call has done would
+    seem to be done before it.
+
+    Args:
+        seen: names, starts and ends by torch's clock, in nanoseconds.
+    """
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    calls: dict[str, list[tuple[int, int]]] = {}
+    for into, what in ((ranges, seen), (calls, found.calls)):
+        for name, start, end in what:
+            into.setdefault(name, []).append((start, end))
+    least, most = [], []
+    for name, own in calls.items():
+        known = ranges.get(name, ())
+        if len(known) != len(own):
+            continue  # a profile of all threads has calls of others by this name
+        for (opened, closed), (began, ended) in zip(sorted(known), sorted(own), strict=True):
+            least.append(opened - began)
+            most.append(closed - ended)
+    return max([*least, min([*most, offset])]) if least else offset
 
 
 def _event(row: Row, id: int, offset: int) -> FunctionEvent:
@@ -103,10 +138,6 @@ def _event(row: Row, id: int, offset: int) -> FunctionEvent:
         is_legacy=True,
         flops=row.flops or None,
     )
-
-
-def _merged(events: list[FunctionEvent], more: list[FunctionEvent]) -> list[FunctionEvent]:
-    return sorted([*events, *more], key=lambda event: (event.time_range.start, -event.time_range.end))
 
 
 def patches() -> list[tuple[Any, str, Any]]:
@@ -149,9 +180,9 @@ def _parsing_legacy(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def parse_legacy_records(records: Any, *args: Any, **kwargs: Any) -> Any:
         events = original(records, *args, **kwargs)
-        if not isinstance(records, _Records):
+        if not isinstance(records, _Records) or records.collector is None:
             return events
-        return _merged(events, _events(records.collector, 0))
+        return _events(records.collector, 0, events)
 
     return parse_legacy_records
 
@@ -177,7 +208,7 @@ def _parsing(original: Callable[..., Any]) -> Callable[..., Any]:
         found = getattr(self, _COLLECTOR, None)
         if found is None or not found.rows:
             return events
-        return _merged(events, _events(found, found.began - result.trace_start_ns()))
+        return _events(found, found.began - result.trace_start_ns(), events)
 
     return parse_kineto_results
 
@@ -199,8 +230,13 @@ def _exporting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _add_to_trace(path: Path, found: Collector) -> None:
     trace = json.loads(path.read_text(encoding="utf-8"), strict=False)
-    offset = found.began - trace.get("baseTimeNanoseconds", 0)
     events = trace["traceEvents"]
+    times = [
+        (event["name"], math.ceil(event["ts"] * 1e3), math.floor((event["ts"] + event["dur"]) * 1e3))
+        for event in events
+        if event.get("ph") == "X"
+    ]
+    offset = _fitted(found, found.began - trace.get("baseTimeNanoseconds", 0), times)
     for node in sorted({row.node for row in found.rows}):
         name = {"name": f"worker of rank {node}"}
         events.append({"ph": "M", "name": "process_name", "pid": _process(node), "tid": 0, "args": name})

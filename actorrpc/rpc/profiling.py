@@ -117,12 +117,15 @@ class Collector:
         native: whether torch's own profiler records the ranges of its calls; otherwise they become rows, too.
         began: when it began, in nanoseconds since the epoch.
         rows: what has come; times count from ``began``.
+        calls: name, start and end of each call that is over and has a range of torch's; times count from ``began``, and
+            are within that range.
     """
 
     settings: Settings
     native: bool = True
     began: int = field(default_factory=time.time_ns)
     rows: list[Row] = field(default_factory=list)
+    calls: list[tuple[str, int, int]] = field(default_factory=list)
     _before: Collector | None = None  # what the thread's calls collected before
 
     def settle(self) -> None:
@@ -188,12 +191,12 @@ class Span:
         self.rows: list[Row] = []
         self.number = 0
         self.thread = threading.get_ident()
-        self.began = time.time_ns()
         if self.collector is not None:
             self.number = next(_numbers)
             _asked[self.number] = self
         # Whoever takes it out of the list ends the range.
         self._end = [_begin(key) if self.collector is None or self.collector.native else None]
+        self.began = time.time_ns()  # in the range, as is what it ends with: an order that no delay changes
         _open[self] = None
 
     @uninterruptible
@@ -203,18 +206,21 @@ class Span:
             end = self._end.pop()
         except IndexError:
             return
+        ended = time.time_ns()
         try:
             if end is not None:
                 end.set_result(None)
             if self.collector is not None:
                 _asked.pop(self.number, None)
-                self._hand_over(self.collector, time.time_ns())
+                self._hand_over(self.collector, ended)
         finally:
             _open.pop(self, None)
 
     def _hand_over(self, collector: Collector, ended: int) -> None:
         start, end = self.began - collector.began, ended - collector.began
-        if not collector.native:
+        if collector.native:
+            collector.calls.append((self.key, start, end))
+        else:
             collector.rows.append(Row(self.key, -1, start, end, self.thread, is_async=True))
         if self.rows:
             # Clocks of different hosts cannot be compared: the execution is put into the middle of its call.

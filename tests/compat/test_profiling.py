@@ -369,6 +369,41 @@ def test_chrome_traces(tmp_path: Path) -> None:
     assert not [event for event in trace["traceEvents"] if str(event.get("pid", "")).startswith("rank")]
 
 
+def _clocks(rank: int, size: int, path: str, kind: str, folder: str) -> None:
+    with joined(rank, size, path) as rpc:
+        if rank:
+            return
+        for error in (-(10**9), 10**9):
+            with profile(kind) as found:
+                # As where the thread is not run for a second between the readings of two clocks.
+                profiling.collector().began += error
+                for _ in range(3):
+                    rpc.rpc_async("worker1", step, (torch.ones(2),)).wait()
+            key = "rpc_async#step(worker0 -> worker1)"
+            calls = [event for event in events_of(found) if event.name == key]
+            steps = [event for event in events_of(found) if event.name == f"{key}{_REMOTE}##step##"]
+            for call, inner in zip(calls, steps, strict=True):
+                assert (
+                    call.time_range.start
+                    <= inner.time_range.start
+                    <= inner.time_range.end
+                    <= call.time_range.end
+                )
+            assert events_of(found).index(calls[0]) < events_of(found).index(steps[0])
+            if kind != "old":
+                found.export_chrome_trace(f"{folder}/trace.json")
+                events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+                calls = [event for event in events if event["name"] == key]
+                steps = [event for event in events if event["name"] == f"{key}{_REMOTE}##step##"]
+                for call, inner in zip(calls, steps, strict=True):
+                    assert call["ts"] <= inner["ts"] <= inner["ts"] + inner["dur"] <= call["ts"] + call["dur"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_call_has_done_is_within_it_whatever_the_clocks_say(kind: str, tmp_path: Path) -> None:
+    run_group(_clocks, 2, str(tmp_path / "store"), kind, str(tmp_path))
+
+
 # -- torch's modules -----------------------------------------------------------------------------------------
 
 
