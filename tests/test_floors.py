@@ -58,6 +58,7 @@ _FLOORS: dict[str, Floor] = {
     "core.buffers": Floor(2),
     "core.chunks": Floor(2),
     "core.connection": Floor(2),
+    "core.daemons": Floor(2),
     "core.descriptors": Floor(2),
     "core.events": Floor(2),
     "core.interrupts": Floor(2),

@@ -25,6 +25,7 @@ import torch
 from actorrpc import moments
 from actorrpc.actors.mailbox import Entry, Lane, Todo
 from actorrpc.core.calls import Call
+from actorrpc.core.daemons import Daemon
 from actorrpc.core.threads import follow_torch
 from actorrpc.futures import WAITING, Future
 
@@ -94,8 +95,7 @@ class Station:
         """Start the thread."""
         self._resident.crew.append(self)
         self._resident.stations.add(self)
-        name = f"actorrpc-actor-{self._resident.title}"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        Daemon(self._run, f"actorrpc-actor-{self._resident.title}").start()
 
     @property
     def waiting(self) -> bool:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from actorrpc.core.daemons import Daemon
 from actorrpc.core.threads import follow_torch
 from actorrpc.futures import Future
 
@@ -38,9 +39,7 @@ class EventLoop:
             if self._started or self._closed:
                 return
             self._started = True
-            self._thread = threading.Thread(
-                target=self._run, name=f"actorrpc-loop-{self._title}", daemon=True
-            )
+            self._thread = Daemon(self._run, f"actorrpc-loop-{self._title}")
         self._thread.start()
 
     def _run(self) -> None:
@@ -98,5 +97,5 @@ class EventLoop:
                 thread.join(5.0)
             over.set_result(None)
 
-        threading.Thread(target=wait, name="actorrpc-loop-end", daemon=True).start()
+        Daemon(wait, "actorrpc-loop-end").start()
         return over

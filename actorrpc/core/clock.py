@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from actorrpc import moments
+from actorrpc.core.daemons import Daemon
 from actorrpc.core.interrupts import uninterruptible
 
 __all__ = ["Clock", "Tick", "Timer", "VirtualClock"]
@@ -98,7 +99,7 @@ class Clock:
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread = threading.Thread(target=self._run, name="actorrpc-clock", daemon=True)
+        self._thread = Daemon(self._run, "actorrpc-clock")
         self._thread.start()
 
     @uninterruptible

@@ -18,7 +18,8 @@ the kernel take back the alert that tells it why.
 Where there are no descriptors for another one, the listeners rest, and are tried again until there are: whoever wants to come
 waits at the door, and those who are in have what they need.
 
-``_lock`` guards the tables; nothing is called under it.
+``_lock`` guards the tables; nothing is called under it. A guest's ``turn`` is held by whoever takes a step of its handshake,
+and nobody waits for it: its socket is closed by whoever lets it go, if it is to be closed.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _log = logging.getLogger("actorrpc.links")
 class Guest:
     """An accepted socket that has proved nothing yet."""
 
-    __slots__ = ("acceptor", "address", "fd", "local", "over", "sock", "timer")
+    __slots__ = ("_gone", "acceptor", "address", "fd", "local", "over", "sock", "timer", "turn")
 
     def __init__(self, sock: socket.socket, address: str, local: bool, acceptor: Acceptor) -> None:
         self.sock: Stream = sock
@@ -69,6 +70,24 @@ class Guest:
         self.local = local
         self.acceptor = acceptor
         self.timer: Any = None
+        self.turn = threading.RLock()
+        self._gone = False
+
+    def close(self) -> None:
+        """Close its socket, now or after the step of its handshake that another thread is at.
+
+        In such a step TLS may put another socket in its place; and its number, once closed, is soon somebody else's.
+        """
+        self._gone = True
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Close it if that is due. Whoever has let go of its turn calls this."""
+        if self._gone and self.turn.acquire(blocking=False):
+            try:
+                self.sock.close()
+            finally:
+                self.turn.release()
 
 
 class Guests:
@@ -172,7 +191,7 @@ class Guests:
             self._guests[guest.fd] = guest
         if out is not None:
             self._see_off(out)
-            out.sock.close()
+            out.close()
         agent.pool.watch(guest.fd, partial(self._serve, guest))
         try:
             agent.pool.epoll.register(guest.fd, select.EPOLLIN | select.EPOLLONESHOT)
@@ -204,25 +223,35 @@ class Guests:
 
     def _serve(self, guest: Guest) -> None:
         """Take the next step of a guest's handshake. One thread at a time: the descriptor is one-shot."""
+        with guest.turn:
+            answer = self._step(guest) if self._is_here(guest) else None
+        guest.sweep()
+        if answer is None:
+            return
+        try:
+            self._admit(guest, answer)
+        except BaseException as error:  # nobody else has it
+            guest.close()
+            if isinstance(error, ProtocolError):
+                self._refuse(guest, error)
+            elif not isinstance(error, OSError):
+                raise
+
+    def _step(self, guest: Guest) -> bytes | None:
+        """Take it; returns what is to be sent to a guest that has proved the key, and has left its place."""
         try:
             if self._tls is not None and not guest.local and not self._secured(guest, self._tls):
                 self._listen_to(guest)
-                return
+                return None
             data = guest.sock.recv(_READ)
             if not data:
                 self._dismiss(guest)
-                return
+                return None
             if data.startswith(HELLO) and not guest.acceptor.greeted:
                 self._turn_away(guest, "speaks TLS", f"has no certificates: {_GIVE}")
             answer = guest.acceptor.feed(data)
             if guest.acceptor.done:
-                if self._leave(guest):
-                    try:
-                        self._admit(guest, answer)
-                    except BaseException:  # nobody else has it
-                        guest.sock.close()
-                        raise
-                return
+                return answer if self._leave(guest) else None
             if answer:
                 guest.sock.send(answer)
             self._listen_to(guest)
@@ -234,6 +263,7 @@ class Guests:
             self._fail(guest, error)
         except OSError:
             self._dismiss(guest)
+        return None
 
     def _secured(self, guest: Guest, tls: Tls) -> bool:
         """Go on with TLS's handshake; say whether the guest's own can go on."""
@@ -275,7 +305,7 @@ class Guests:
         self._listen_to(guest)
 
     def _listen_to(self, guest: Guest) -> None:
-        if self._guests.get(guest.fd) is guest:
+        if self._is_here(guest):
             try:
                 self._agent.pool.epoll.modify(guest.fd, select.EPOLLIN | select.EPOLLONESHOT)
             except (OSError, ValueError):  # dismissed just now
@@ -310,11 +340,14 @@ class Guests:
 
     def _dismiss(self, guest: Guest) -> None:
         if self._leave(guest):
-            guest.sock.close()
+            guest.close()
+
+    def _is_here(self, guest: Guest) -> bool:
+        return self._guests.get(guest.fd) is guest
 
     def _leave(self, guest: Guest) -> bool:
         with self._lock:
-            if self._guests.get(guest.fd) is not guest:
+            if not self._is_here(guest):
                 return False
             del self._guests[guest.fd]
         self._see_off(guest)
@@ -340,7 +373,7 @@ class Guests:
                 remove_file(path)
         self._listeners = []
         for guest in list(self._guests.values()):
-            guest.sock.close()
+            guest.close()
         self._guests.clear()
 
     def abandon(self) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from urllib.parse import parse_qsl, urlsplit
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from actorrpc import moments
+from actorrpc.core.daemons import Daemon
 from actorrpc.errors import ConfigError, RendezvousError
 
 __all__ = ["Meeting", "first_line", "open_store", "poll"]
@@ -192,7 +192,7 @@ def _apart(connect: Callable[[], Store], deadline: float, where: str) -> Store:
         except Exception as error:
             failed.append(error)
 
-    thread = threading.Thread(target=run, name="actorrpc-store", daemon=True)
+    thread = Daemon(run, "actorrpc-store")
     thread.start()
     thread.join(max(0.1, deadline - moments.now()))
     if made:

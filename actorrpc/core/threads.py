@@ -33,6 +33,7 @@ import torch
 
 from actorrpc import moments
 from actorrpc.core.clock import Clock, Tick
+from actorrpc.core.daemons import Daemon
 from actorrpc.core.interrupts import uninterruptible
 from actorrpc.futures import Future
 
@@ -187,7 +188,7 @@ class Pool:
             if count >= self._max:
                 return False
             self._starting += 1
-        thread = threading.Thread(target=self._loop, name=f"actorrpc-{count}", daemon=True)
+        thread = Daemon(self._loop, f"actorrpc-{count}")
         try:
             thread.start()
         except RuntimeError:  # the system has no more threads, or the interpreter is shutting down
@@ -346,7 +347,7 @@ class Pool:
         self._helpers += 1
         self._helped = now
         try:
-            threading.Thread(target=self._help_out, name="actorrpc-helper", daemon=True).start()
+            Daemon(self._help_out, "actorrpc-helper").start()
         except RuntimeError:
             self._helpers -= 1
 

@@ -181,7 +181,7 @@ class _Spinner:
 class _Thread:
     """What the pool takes for a thread."""
 
-    def __init__(self, steps: Steps, target: Callable[[], None], name: str, daemon: bool) -> None:
+    def __init__(self, steps: Steps, target: Callable[[], None], name: str) -> None:
         self.start = lambda: steps.spawn(target, name)
 
 
@@ -311,16 +311,7 @@ class _World:
             (chunks, "time", sleeps),
             (crew, "time", sleeps),
             (threads, "follow_torch", lambda: None),
-            (
-                threads,
-                "threading",
-                SimpleNamespace(
-                    Thread=functools.partial(_Thread, steps),
-                    Lock=threading.Lock,
-                    get_ident=threading.get_ident,
-                    current_thread=threading.current_thread,
-                ),
-            ),
+            (threads, "Daemon", functools.partial(_Thread, steps)),
         ):
             monkeypatch.setattr(room, name, value)
 

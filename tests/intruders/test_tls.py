@@ -220,6 +220,37 @@ def test_the_slow_get_their_time_and_no_more_and_no_more_places(begun: bytes) ->
         assert _add(a0) == 3
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_who_loses_the_place_while_tls_begins_is_closed(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """By another thread, before or after TLS has put a socket of its own in the place of the first."""
+    made: list[TlsSocket] = []
+    accept = Tls.accept
+
+    def taken(tls_: Tls, sock: socket.socket) -> TlsSocket:
+        links = agents[1].links
+        (guest,) = links.guests._guests.values()
+        other = threading.Thread(target=links.guests._dismiss, args=(guest,))
+        if when == "before":
+            other.start()
+            other.join()
+            assert sock.fileno() >= 0  # a number that is somebody else's would be wrapped next
+        made.append(accept(tls_, sock))
+        if when == "after":
+            other.start()
+            other.join()
+        return made[-1]
+
+    with _workers(files().options, files().options) as agents:
+        with monkeypatch.context() as patch:
+            patch.setattr(Tls, "accept", taken)
+            with knock(agents[1]) as sock:
+                sock.sendall(b"\x16\x03\x01\x00\x05\x01")
+                until(sock)
+        assert [each.fileno() for each in made] == [-1]
+        assert not agents[1].links.guests
+        assert _add(agents[0]) == 3
+
+
 def test_who_was_refused_and_stays_is_closed_in_the_end() -> None:
     settings = {**files().options, "handshake_timeout": 0.5}
     with _workers(files().options, settings) as (a0, a1):

@@ -1,0 +1,69 @@
+"""Threads that do not keep the process alive, and that its end does not cut short either.
+
+``join()`` returns when a thread has run its last Python code. What it keeps in C++ is taken down after that, on the thread,
+and needs the interpreter where it holds Python objects: torch's inductor leaves some with the thread that happens to import it.
+An interpreter that is being finalized has such a thread exit, in a destructor, and C++ aborts the process for it. So the end
+of the interpreter waits for those that are on their way out.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+__all__ = ["Daemon"]
+
+_WAIT_S: Final = 2.0
+_MANY: Final = 64
+_leaving: Final[deque[int]] = (
+    deque()
+)  # native ids of threads that have run all of their Python code, but this
+
+
+class Daemon(threading.Thread):
+    """A daemon thread that calls ``target()``."""
+
+    def __init__(self, target: Callable[[], Any], name: str) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+
+    def run(self) -> None:
+        """Call it."""
+        try:
+            super().run()
+        finally:
+            _leaving.append(threading.get_native_id())
+            if len(_leaving) > _MANY:
+                _forget()
+
+
+def _is_there(thread: int) -> bool:
+    return os.path.exists(f"/proc/self/task/{thread}")
+
+
+def _forget() -> None:
+    """Drop those that are gone; any number of threads may be at it."""
+    for _ in range(len(_leaving)):
+        try:
+            thread = _leaving.popleft()
+        except IndexError:
+            return
+        if _is_there(thread):
+            _leaving.append(thread)
+
+
+@atexit.register
+def _see_off() -> None:
+    until = time.monotonic() + _WAIT_S
+    while time.monotonic() < until:
+        _forget()
+        if not _leaving:
+            return
+        time.sleep(0.001)  # they need the interpreter
+
+
+os.register_at_fork(after_in_child=_leaving.clear)

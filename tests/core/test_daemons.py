@@ -1,0 +1,78 @@
+"""Threads that leave while the interpreter ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from actorrpc.core import daemons
+from actorrpc.core.daemons import Daemon
+
+# What torch keeps for a thread is let go when Python is done with it; it takes its time over it, and needs the interpreter.
+_SCRIPT = """if True:
+    import sys, time
+    import torch
+    import actorrpc.rpc as rpc
+
+    class Slow:
+        def __del__(self):
+            time.sleep(0.3)
+            print("let go", flush=True)
+
+    def keep():
+        torch._C._stash_obj_in_tls("of this thread", Slow())
+
+    rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=sys.argv[1]))
+    rpc.rpc_sync("worker0", keep)
+    rpc.shutdown()
+"""
+
+
+def test_the_end_of_the_interpreter_waits_for_threads_on_their_way_out(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, f"file://{tmp_path}/store"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert (done.returncode, done.stdout) == (0, "let go\n"), done.stderr
+
+
+def test_threads_that_are_gone_are_forgotten() -> None:
+    gates = [threading.Event() for _ in range(100)]
+    threads = [Daemon(gate.wait, "t") for gate in gates]
+    for thread, gate in zip(threads, gates, strict=True):
+        thread.start()
+        gate.set()
+        thread.join()
+    while any(daemons._is_there(thread.native_id) for thread in threads if thread.native_id):
+        time.sleep(0.001)
+    daemons._forget()
+    assert not {thread.native_id for thread in threads} & set(daemons._leaving)
+
+
+def test_nobody_is_waited_for_who_does_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemons, "_WAIT_S", 0.01)
+    daemons._leaving.append(threading.get_native_id())
+    daemons._see_off()
+    daemons._leaving.remove(threading.get_native_id())
+
+
+def test_one_that_raises_leaves_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+
+    def wrong() -> None:
+        raise LookupError("no")
+
+    thread = Daemon(wrong, "wrong")
+    thread.start()
+    thread.join()
+    assert len(told) == 1
+    daemons._see_off()
+    assert thread.native_id not in daemons._leaving
