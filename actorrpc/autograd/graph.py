@@ -134,27 +134,29 @@ def _walk(
 # -- captures ---------------------------------------------------------------------------------------------------------
 
 
-class _Silence:
-    """Whether hooks of leaves are silent, for one thread and what the engine does for it on threads of its own."""
-
-    __slots__ = ("on",)
-
-    def __init__(self) -> None:
-        self.on = False
-
-
+# Whether hooks of leaves are silent, for one thread and what the engine does for it on threads of its own: they are among
+# torch's thread-local objects, which the engine carries to its device threads, where hooks run of leaves that are not on the
+# CPU. A thread that ends lets go of such an object when Python has done with it: nothing stays behind, where torch can do that.
 _SILENCE: Final = "actorrpc.silence"
 _has: Final[Callable[[str], bool]] = torch._C._is_key_in_tls
-_get: Final[Callable[[str], _Silence]] = torch._C._get_obj_in_tls
-_put: Final[Callable[[str, _Silence], None]] = torch._C._stash_obj_in_tls
+_get: Final[Callable[[str], bool]] = torch._C._get_obj_in_tls
+_put: Final[Callable[[str, bool], None]] = torch._C._stash_obj_in_tls
+_remove: Final[Callable[[str], None] | None] = getattr(torch._C, "_remove_obj_from_tls", None)
 
 
-def _silence() -> _Silence:
-    # Among torch's thread-local objects, as the engine carries these to its device threads, which run the hooks of leaves
-    # that are not on the CPU.
-    if not _has(_SILENCE):
-        _put(_SILENCE, _Silence())
-    return _get(_SILENCE)
+def _hushed() -> bool:
+    return _has(_SILENCE) and _get(_SILENCE)
+
+
+def _silence(on: bool) -> bool:
+    """Have them be silent from now on, or not; say whether they were."""
+    before = _hushed()
+    if before != on:
+        if on or _remove is None:
+            _put(_SILENCE, on)
+        else:
+            _remove(_SILENCE)
+    return before
 
 
 class _Hook:
@@ -167,7 +169,7 @@ class _Hook:
         self.hook = hook
 
     def __call__(self, gradient: torch.Tensor) -> Any:
-        if _has(_SILENCE) and _get(_SILENCE).on:
+        if _hushed():
             return None
         return self.hook(gradient)
 
@@ -221,17 +223,13 @@ def capture(
     _hush(leaves)
     inputs = [GradientEdge(node, index, None) for node, count in receipts for index in range(count)]
     inputs += [GradientEdge(node, 0, None) for node in leaves]
-    silence = _silence()
-    before, silence.on = (
-        silence.on,
-        True,
-    )  # a hook of an interior tensor may have led here from another capture
+    before = _silence(True)  # a hook of an interior tensor may have led here from another capture
     try:
         captured = _run(
             tuple(outputs), tuple(gradients), retain_graph, create_graph, tuple(inputs), True, False
         )
     finally:
-        silence.on = before
+        _silence(before)
     at = 0
     of_receipts: list[Tensors] = []
     for _, count in receipts:
@@ -302,14 +300,13 @@ def run(
         box: Tensors = []
         node.box = box
         boxes.append(box)
-    silence = _silence()
-    before, silence.on = silence.on, False
+    before = _silence(False)
     try:
         with slots.borrowed(leaves, deadline):
             _run(tuple(outputs), tuple(gradients), retain_graph, False, (), True, True)
             found = [(leaf, leaf.grad) for leaf in leaves]
     finally:
-        silence.on = before
+        _silence(before)
         for node, _ in receipts:
             node.box = None
     for box, (_, count) in zip(boxes, receipts, strict=True):
@@ -393,8 +390,7 @@ def finish(
         leaves = [leaf for leaf in leaves if leaf.requires_grad]
     if not leaves:
         return {}
-    silence = _silence()
-    before, silence.on = silence.on, False
+    before = _silence(False)
     try:
         if create_graph:
             return _finish_with_history(leaves, box)
@@ -406,7 +402,7 @@ def finish(
             _run((root,), (_one,), False, False, (), True, True)
             return {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
     finally:
-        silence.on = before
+        _silence(before)
 
 
 def _root(leaves: Sequence[torch.Tensor], box: list[torch.Tensor]) -> torch.Tensor:

@@ -202,6 +202,22 @@ def _kept_hook(gradient: Tensor) -> Tensor:
     return gradient * 5
 
 
+@pytest.mark.skipif(graph._remove is None, reason="this torch keeps what was once put there")
+def test_nothing_stays_among_torchs_thread_local_objects() -> None:
+    """A thread that ends would need the interpreter for it, after Python has done with the thread."""
+    leaf = _leaf(2)
+    found: list[bool] = []
+    leaf.register_hook(lambda _: found.append(graph._hushed()))
+    inner = leaf * 2
+    inner.register_hook(lambda _: found.append(graph._hushed()))
+    _capture([inner])
+    assert found == [True]
+    assert not torch._C._is_key_in_tls(graph._SILENCE)
+    graph.run(_edges(leaf * 2), [torch.ones_like(leaf)], [], [leaf], retain_graph=False)
+    assert found == [True, False]
+    assert not torch._C._is_key_in_tls(graph._SILENCE)
+
+
 def test_a_hook_that_was_silenced_is_copied_and_pickled_as_itself() -> None:
     a = _leaf(3)
     a.register_hook(_kept_hook)
