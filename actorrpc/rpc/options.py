@@ -153,7 +153,9 @@ class RpcBackendOptions:
             "heartbeat": heartbeat,
             "heartbeat_misses": heartbeat_misses,
         }
-        _check_extra(self._extra)
+        Settings(
+            **{name: value for name, value in self._extra.items() if value is not None}
+        )  # which checks them
 
     # What ``repr`` shows of options whose making has failed.
     _rpc_timeout = DEFAULT_RPC_TIMEOUT_SEC
@@ -283,16 +285,6 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.devices = [_device(device) for device in devices]
 
 
-_TYPES: Final[dict[str, tuple[type, ...]]] = {
-    **dict.fromkeys(
-        ("transport", "bind", "advertise", "tls_cert", "tls_key", "tls_ca", "tls_min_version"), (str,)
-    ),
-    **dict.fromkeys(("port", "max_threads", "spin_us", "window", "heartbeat_misses"), (int,)),
-    **dict.fromkeys(("insecure", "frame_integrity", "data_only", "lane"), (bool,)),
-    "heartbeat": (int, float),
-}
-
-
 def _hidden(key: Any) -> tuple[Key | None, ConfigError | None]:
     """Return a key as one that does not show itself, or what is wrong with it: an error without a traceback."""
     if key is None or isinstance(key, Key):
@@ -303,20 +295,6 @@ def _hidden(key: Any) -> tuple[Key | None, ConfigError | None]:
         return Key.from_text(key), None
     except ConfigError as error:
         return None, error.with_traceback(None)
-
-
-def _check_extra(given: Mapping[str, Any]) -> None:
-    """Check the options that torch's do not have, those that are not ``None``.
-
-    Raises:
-        ConfigError: a value cannot be used.
-    """
-    values = {name: value for name, value in given.items() if value is not None}
-    for name, value in values.items():
-        kinds = _TYPES[name]
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise WrongTypeError(f"{name} must be of type {kinds[-1].__name__}, not {value!r}")
-    Settings(**values)
 
 
 def _device(value: Any) -> torch.device:
