@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 
 # Before anything imports torch: one thread in each process, as there are many.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,7 +21,7 @@ import hypothesis
 import pytest
 
 from actorrpc.testing import processes
-from tests import certificates
+from tests import certificates, group
 
 pytest_plugins = ["actorrpc.testing.pytest_plugin"]
 
@@ -45,6 +44,7 @@ def pytest_configure() -> None:
         # A script that starts pytest in the background makes it ignore Ctrl-C, and all that it starts: but
         # what Ctrl-C does is something to test.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    group.remember_environment()
 
 
 @pytest.hookimpl(trylast=True)
@@ -65,9 +65,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure() -> None:
-    group = sys.modules.get("tests.group")
-    if group is not None:
-        group.stop_server()
+    group.stop_server()
 
 
 @pytest.fixture(autouse=True, scope="module")

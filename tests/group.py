@@ -39,7 +39,15 @@ from actorrpc.core import keys
 from tests import leaks, processes
 from tests.ports import free_port
 
-__all__ = ["Died", "GroupError", "rpc_group", "run_group", "start_server", "stop_server"]
+__all__ = [
+    "Died",
+    "GroupError",
+    "remember_environment",
+    "rpc_group",
+    "run_group",
+    "start_server",
+    "stop_server",
+]
 
 _ROOT = str(Path(__file__).resolve().parent.parent)
 # How long the others may go on after one rank has failed, and how long a rank may take to end after
@@ -47,7 +55,7 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 _GRACE = 10.0
 _PR_SET_PDEATHSIG = 1
 _OUTPUT_TAIL = 8_000
-_environment = dict(os.environ)  # this module is imported while tests are collected, before the first of them
+_environment: dict[str, str] = {}  # of the session, before the first test
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,8 @@ def _for_children() -> Iterator[None]:
     """
     main, before = sys.modules["__main__"], dict(os.environ)
     sys.modules["__main__"] = ModuleType("__main__")
-    _be(_environment | {"PYTHONPATH": os.pathsep.join(filter(None, [_ROOT, _environment.get("PYTHONPATH")]))})
+    wanted = _environment or before
+    _be(wanted | {"PYTHONPATH": os.pathsep.join(filter(None, [_ROOT, wanted.get("PYTHONPATH")]))})
     try:
         yield
     finally:
@@ -103,6 +112,12 @@ def _for_children() -> Iterator[None]:
 def _be(environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
+
+
+def remember_environment() -> None:
+    """Take note of the variables that the session begins with; without that, it is the caller's of :func:`start_server`."""
+    _environment.clear()
+    _environment.update(os.environ)
 
 
 def start_server() -> None:

@@ -217,7 +217,8 @@ def test_stacks_of_a_process_whose_threads_do_not_get_the_gil(tmp_path: Path) ->
 def test_the_server_has_the_environment_of_the_session() -> None:
     script = """if True:
         import multiprocessing, os
-        from tests.group import start_server, stop_server
+        from tests.group import remember_environment, start_server, stop_server
+        remember_environment()
         os.environ["ACTORRPC_DATA_ONLY"] = "1"  # as the first test that has ranks may do
         start_server()
         assert os.environ["ACTORRPC_DATA_ONLY"] == "1"

@@ -555,6 +555,7 @@ def test_damaged_bytes_are_an_error_of_ours_that_names_the_peer(body: bytes, kin
 
 def test_what_users_raise_while_they_are_rebuilt_is_the_cause_and_they_are_built_once() -> None:
     peer: Any = types.SimpleNamespace(name="worker7", definitions=None)
+    _touched.clear()
     with pytest.raises(SerializationError, match="KeyError") as caught:
         messages.open_plain(pickle.dumps(_Touchy(), 5), peer)
     assert type(caught.value.__cause__) is KeyError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -317,17 +318,17 @@ class Branch:
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def root(self, b: Any, c: Any, path: str, gate: Any) -> Any:
-        first = b.hold.remote(path, gate)
+    def root(self, b: Any, c: Any, paths: list[str], gate: Any) -> Any:
+        first = b.hold.remote(paths, gate)
         second = c.relay.remote(b)
         actorrpc.get(gate.wait.remote())
         return actorrpc.get([first, second])
 
-    def hold(self, path: str, gate: Any) -> None:
+    def hold(self, paths: list[str], gate: Any) -> None:
         self.log.append("hold")
-        pass_gate(path)
+        pass_gate(paths[0])
         actorrpc.get(gate.open.remote())
-        pass_gate(path)
+        pass_gate(paths[1])
         self.log.append("held")
 
     def relay(self, b: Any) -> Any:
@@ -338,13 +339,17 @@ class Branch:
         return list(self.log)
 
 
-def test_a_sibling_does_not_enter_a_call_that_it_does_not_descend_from(gate: Path) -> None:
+def test_a_sibling_does_not_enter_a_call_that_it_does_not_descend_from(gates: Callable[[], Path]) -> None:
     a, b, c, opener = Branch.remote(), Branch.remote(), Branch.remote(), Gate.remote()
     actorrpc.get([actorrpc.ready(each) for each in (a, b, c)])
-    found = a.root.remote(b, c, str(gate), opener)
-    open_gate(gate)
+    first, second = (
+        gates(),
+        gates(),
+    )  # of their own: who is still at the first would hear the second word, too
+    found = a.root.remote(b, c, [str(first), str(second)], opener)
+    open_gate(first)
     until(lambda: row_of(b).pending_calls == 1)
-    open_gate(gate)
+    open_gate(second)
     assert actorrpc.get(found) == [None, ["hold", "held", "relayed"]]
 
 

@@ -95,14 +95,19 @@ def _die(actor: Any) -> None:
     actorrpc.kill(actor, no_restart=False)
 
 
-def _next(actor: Any, call: Callable[[], Any] | None = None) -> int:
+def _next(actor: Any) -> int:
     """What the next incarnation answers."""
+    return _asked(actor.add.remote)[0]
+
+
+def _asked(call: Callable[[], Any]) -> tuple[int, int]:
+    """What is answered at last, and how many attempts before that may have been executed as well."""
+    unsure = 0
     while True:
         try:
-            found: int = actorrpc.get((call or actor.add.remote)())
-            return found
-        except ActorUnavailableError:
-            pass
+            return actorrpc.get(call()), unsure
+        except ActorUnavailableError as error:
+            unsure += bool(error.maybe_executed)
 
 
 @pytest.mark.parametrize("cls", [Counter, AsyncCounter])
@@ -118,8 +123,12 @@ def test_what_was_answered_is_there_again(cls: Any) -> None:
 
 def test_what_another_worker_was_answered_is_there_again() -> None:
     actor, front = Counter.remote(), Counter.remote()
-    for number in range(1, 3):
-        assert _next(actor, lambda: front.ask.remote(actor)) == number
+    known = 0
+    for _ in range(2):
+        # Who is killed here may still take a call from there.
+        found, unsure = _asked(lambda: front.ask.remote(actor))
+        assert known < found <= known + 1 + unsure
+        known = found
         _die(actor)
 
 
