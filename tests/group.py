@@ -47,6 +47,7 @@ __all__ = [
     "run_group",
     "start_server",
     "stop_server",
+    "unused_path",
 ]
 
 _ROOT = str(Path(__file__).resolve().parent.parent)
@@ -125,6 +126,11 @@ def start_server() -> None:
     with _for_children():
         multiprocessing.set_forkserver_preload(["tests.preload"])
         forkserver.ensure_running()
+
+
+def unused_path(name: str) -> str:
+    """Return the path of a file of the session that is not there yet, such as that of a group's store."""
+    return tempfile.mktemp(prefix=f"{name}-", dir=processes.scratch())
 
 
 def stop_server() -> None:

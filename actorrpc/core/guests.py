@@ -111,6 +111,7 @@ class Guests:
         self._listeners: list[socket.socket] = []
         self._guests: dict[int, Guest] = {}  # by descriptor, the oldest first
         self._failures: dict[str, list[float]] = {}
+        self._closed = False
         self._scarce = False  # the hard limit of descriptors is near
         self._resting: set[socket.socket] = set()
         self._told = float("-inf")
@@ -182,13 +183,19 @@ class Guests:
             agent.settings.handshake_timeout, partial(agent.submit, partial(self._dismiss, guest))
         )
         with self._lock:
+            closed = self._closed
             full = len(self._guests) >= max(1, agent.settings.max_unauthenticated)
             out = self._least() if full else None
             if out is not None:
                 del self._guests[
                     out.fd
                 ]  # in one step with the entry of the next: nobody else chooses it as well
-            self._guests[guest.fd] = guest
+            if not closed:
+                self._guests[guest.fd] = guest
+        if closed:  # while it was on its way from the door to here
+            guest.timer.cancel()
+            guest.close()
+            return
         if out is not None:
             self._see_off(out)
             out.close()
@@ -372,9 +379,12 @@ class Guests:
             if path:
                 remove_file(path)
         self._listeners = []
-        for guest in list(self._guests.values()):
+        with self._lock:
+            self._closed = True
+            guests = list(self._guests.values())
+            self._guests.clear()
+        for guest in guests:
             guest.close()
-        self._guests.clear()
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child; the files belong to the parent."""

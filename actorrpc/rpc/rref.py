@@ -120,9 +120,13 @@ def _wait_outcome(references: References, rref_id: RRefId, future: Future[Any] |
 
         def give_up() -> None:
             references.carry_out(references.table.cancel_fetch(rref_id, settle))
-            settle(
-                Outcome(error=RpcTimeoutError(f"{future.label} was not there in time", maybe_executed=False))
+            # In the words of the one who asked, whose own time-out comes at the same moment.
+            late = RpcTimeoutError(
+                f"{future.label} was not there in time: RPC ran for more than was left of the call that asked for it; the "
+                f"value is still being made",
+                maybe_executed=False,
             )
+            settle(Outcome(error=late))
 
         timer = references.agent.clock.at(execution.deadline, partial(references.agent.submit, give_up))
         future.add_done_callback(lambda _: timer.cancel())

@@ -252,3 +252,28 @@ def test_the_key_is_that_of_the_group() -> None:
         with pytest.raises(AuthenticationError, match="key"):
             side.feed(sock.recv(4096))
         sock.close()
+
+
+_held, _free = threading.Event(), threading.Event()
+
+
+def _hold() -> None:
+    _held.set()
+    _free.wait(30)
+
+
+def test_who_comes_in_while_the_agent_ends_is_not_forgotten() -> None:
+    """One thread is between the door and the table of guests while another closes what is in there."""
+    _held.clear()
+    _free.clear()
+    with tcp_agents(2) as (one, other):
+        one.call(one.peer(other.name), _hold, (), {}, 20.0)
+        one.flush()
+        assert _held.wait(20)
+        accepted, outside = socket.socketpair()
+        with outside:
+            other.close(timeout=0.0)  # not all of it: a thread is in user code, and needs what they share
+            other.links.guests._enter(accepted, "127.0.0.1", False)
+            assert accepted.fileno() == -1
+            assert outside.recv(1) == b""
+        _free.set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +12,7 @@ from torch import nn
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
 from actorrpc.nn import RemoteModule
-from tests import processes
-from tests.group import run_group
+from tests.group import run_group, unused_path
 from tests.nn import things
 from tests.nn.things import Hybrid
 
@@ -162,5 +160,5 @@ def _train() -> None:
 
 
 def test_a_model_over_three_workers_trains_as_a_local_one() -> None:
-    path = str(processes.scratch() / f"nn-train-{os.getpid()}")
+    path = unused_path("nn-train")
     assert run_group(_trains, 3, path) == [0, 0, 0]

@@ -16,8 +16,7 @@ from torch import nn
 from actorrpc import rpc
 from actorrpc.errors import PeerDiedError, RpcError
 from actorrpc.nn import RemoteModule
-from tests import processes
-from tests.group import rpc_group, run_group
+from tests.group import rpc_group, run_group, unused_path
 from tests.nn import things
 from tests.nn.things import Echo, Hybrid
 
@@ -137,7 +136,7 @@ def _over_torch(rank: int, world_size: int, path: str) -> dict[str, tuple[str, A
 @pytest.mark.limit(90)
 def test_torchs_remote_module_is_the_oracle() -> None:
     ours = rpc_group(_over_ours, 3)[0]
-    path = str(processes.scratch() / f"nn-{os.getpid()}")
+    path = unused_path("nn")
     theirs = run_group(_over_torch, 3, path, leak_wait=None, timeout=80)[0]
     assert list(ours) == list(theirs)
     problems = []
@@ -303,7 +302,7 @@ def _counts_leaks(rank: int, world_size: int, path: str) -> int:
 
 
 def test_no_reference_is_left_at_the_end() -> None:
-    assert run_group(_counts_leaks, 2, str(processes.scratch() / f"nn-leaks-{os.getpid()}")) == [0, 0]
+    assert run_group(_counts_leaks, 2, unused_path("nn-leaks")) == [0, 0]
 
 
 def _owner_dies(rank: int, world_size: int) -> None:

@@ -27,8 +27,7 @@ import torch.distributed.rpc as torch_rpc
 from actorrpc import errors, rpc
 from actorrpc.rpc import rref
 from actorrpc.rpc.group import Group
-from tests import processes
-from tests.group import rpc_group, run_group
+from tests.group import rpc_group, run_group, unused_path
 
 _TINY = 0.05  # a time-out that is meant to pass
 
@@ -436,7 +435,7 @@ def _theirs(rank: int, world_size: int, path: str) -> dict[tuple[str, str, int],
 
 def test_scenarios_agree_with_torch_and_with_a_local_call(tmp_path: Any) -> None:
     ours = rpc_group(_ours, 2)[0]
-    theirs = run_group(_theirs, 2, str(processes.scratch() / f"torch-{os.getpid()}"), leak_wait=None)[0]
+    theirs = run_group(_theirs, 2, unused_path("torch"), leak_wait=None)[0]
     problems = []
     for key, outcome in ours.items():
         if not outcome.ok and key[0] not in _OWN_TEXT:
@@ -891,7 +890,7 @@ def _lives(rank: int, world_size: int, path: str) -> None:
 
 
 def test_lives_of_a_process(tmp_path: Any) -> None:
-    run_group(_lives, 2, str(processes.scratch() / f"lives-{os.getpid()}-"))
+    run_group(_lives, 2, unused_path("lives"))
 
 
 _never_done: list[rpc.Future[None]] = []
@@ -972,4 +971,4 @@ def _first_call(rank: int, world_size: int, path: str) -> None:
 
 def test_calls_are_served_only_when_all_is_in_place() -> None:
     """Others may call, or arrive at their end, before this worker's `init_rpc` has returned."""
-    run_group(_first_call, 2, str(processes.scratch() / f"first-{os.getpid()}"))
+    run_group(_first_call, 2, unused_path("first"))

@@ -14,8 +14,7 @@ import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
 from actorrpc.rpc import options
-from tests import processes
-from tests.group import rpc_group, run_group
+from tests.group import rpc_group, run_group, unused_path
 
 _BOTH = [rpc.RpcBackendOptions, rpc.TensorPipeRpcBackendOptions]
 
@@ -312,7 +311,7 @@ def _join_wrongly(rank: int, world_size: int, path: str) -> list[str]:
 
 
 def test_init_rpc_refuses_what_cannot_be() -> None:
-    (found,) = run_group(_join_wrongly, 1, str(processes.scratch() / f"wrong-{os.getpid()}"))
+    (found,) = run_group(_join_wrongly, 1, unused_path("wrong"))
     assert not found, "\n".join(found)
 
 
@@ -325,7 +324,7 @@ def _join_with_torchs_options(rank: int, world_size: int, path: str) -> None:
 
 
 def test_torchs_own_options_are_understood() -> None:
-    run_group(_join_with_torchs_options, 2, str(processes.scratch() / f"options-{os.getpid()}"))
+    run_group(_join_with_torchs_options, 2, unused_path("options"))
 
 
 def test_all_options_together() -> None:

@@ -22,8 +22,7 @@ import torch
 import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
-from tests import processes
-from tests.group import rpc_group, run_group
+from tests.group import rpc_group, run_group, unused_path
 
 _TINY = 0.05  # a time-out that is meant to pass
 
@@ -289,7 +288,7 @@ _BETTER = {
 
 def test_torchs_rrefs_are_the_oracle() -> None:
     ours = rpc_group(_over_ours, 3)[0]
-    theirs = run_group(_over_torch, 3, str(processes.scratch() / f"rref-{os.getpid()}"), leak_wait=None)[0]
+    theirs = run_group(_over_torch, 3, unused_path("rref"), leak_wait=None)[0]
     assert list(ours) == list(theirs)
     problems = []
     for name, (kind, value) in theirs.items():

@@ -11,8 +11,7 @@ import torch
 import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
-from tests import processes
-from tests.group import rpc_group, run_group
+from tests.group import rpc_group, run_group, unused_path
 
 _REAL = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 _COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
@@ -241,7 +240,7 @@ def _over_torch(rank: int, world_size: int, path: str) -> dict[str, dict[str, An
 
 def test_torchs_rpc_does_not_keep_more() -> None:
     """Where what arrives over torch's RPC equals what was sent, it does over ours; our exceptions are its, too."""
-    theirs = run_group(_over_torch, 2, str(processes.scratch() / f"tensors-{os.getpid()}"), leak_wait=None)[0]
+    theirs = run_group(_over_torch, 2, unused_path("tensors"), leak_wait=None)[0]
     kept, lost = 0, 0
     for name, sent in _compared().items():
         wanted, over_torch = describe(sent), theirs[name]
