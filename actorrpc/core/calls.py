@@ -206,6 +206,8 @@ class Call:
             if station is not None:
                 self.stirred = False
                 if station.work:
+                    if conn is not None and conn.outbox:
+                        conn.flush()  # this call is there, where it was left to be sent by whoever waits for its reply
                     station.serve()
                     continue
             if agent.pool.queue and agent.pool.is_member():

@@ -230,9 +230,11 @@ class Guests:
 
     def _serve(self, guest: Guest) -> None:
         """Take the next step of a guest's handshake. One thread at a time: the descriptor is one-shot."""
-        with guest.turn:
-            answer = self._step(guest) if self._is_here(guest) else None
-        guest.sweep()
+        try:
+            with guest.turn:
+                answer = self._step(guest) if self._is_here(guest) else None
+        finally:
+            guest.sweep()
         if answer is None:
             return
         try:

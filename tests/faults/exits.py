@@ -7,6 +7,7 @@ Prints, as JSON, each process that has ended in another way than it meant to, or
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import itertools
 import json
@@ -266,8 +267,6 @@ def _run(seed: int, folder: Path) -> list[dict[str, Any]] | int:
 
 def main(runs: int, seed: int, folder: Path) -> None:
     """Run so many programs."""
-    import faulthandler
-
     wrong: list[dict[str, Any]] = []
     for number in range(seed, seed + runs):
         found = _run(number, folder)
