@@ -20,9 +20,8 @@ __all__ = ["Daemon"]
 
 _WAIT_S: Final = 2.0
 _MANY: Final = 64
-_leaving: Final[deque[int]] = (
-    deque()
-)  # native ids of threads that have run all of their Python code, but this
+# The native ids of threads that have run all of their Python code, but the end of Daemon.run.
+_leaving: Final[deque[int]] = deque()
 
 
 class Daemon(threading.Thread):

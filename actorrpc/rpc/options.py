@@ -153,9 +153,8 @@ class RpcBackendOptions:
             "heartbeat": heartbeat,
             "heartbeat_misses": heartbeat_misses,
         }
-        Settings(
-            **{name: value for name, value in self._extra.items() if value is not None}
-        )  # which checks them
+        # They are checked where they are used, but here first: nothing has been started yet.
+        Settings(**{name: value for name, value in self._extra.items() if value is not None})
 
     # What ``repr`` shows of options whose making has failed.
     _rpc_timeout = DEFAULT_RPC_TIMEOUT_SEC
