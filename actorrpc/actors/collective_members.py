@@ -41,6 +41,7 @@ __all__ = ["Members", "Ticket", "broadcast", "collective_group", "cut", "join", 
 
 _TELL_S: Final = 2.0  # how long an error waits for the reason
 _BACKENDS: Final = ("gloo", "NCCL")  # what errors of theirs have in their text
+_GONE: Final = "is not registered, please create group"  # what torch says of a group that has been destroyed
 _PLACE: Final = re.compile(r"^\[[^]]*\.\w+:\d+\] ")
 
 
@@ -255,6 +256,8 @@ class Members:
 
     def _explained(self, resident_id: int, error: BaseException) -> BaseException:
         """Return what to say to a caller for what a method has raised."""
+        if isinstance(error, ValueError) and _GONE in str(error):
+            return self._explained_as_gone(resident_id, error)
         if not isinstance(error, RuntimeError) or isinstance(error, RpcError):
             return error
         text = str(error)
@@ -283,6 +286,15 @@ class Members:
         except RpcError:
             why = member.why
         return _caused(f"an operation of {ticket.title} failed at rank {ticket.rank}: {why}", error)
+
+    def _explained_as_gone(self, resident_id: int, error: ValueError) -> BaseException:
+        """Say why a group is gone that a method was given before; torch's error stays where none of ours is."""
+        ended = [each for each in self._of(resident_id) if each.why]
+        past = self._past.get(resident_id)
+        member = ended[0] if ended else past
+        if member is None:
+            return error
+        return _caused(f"an operation of {member.ticket.title} failed: {member.why}", error)
 
 
 def _has_lost(member: _Member) -> bool:

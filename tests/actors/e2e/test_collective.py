@@ -82,11 +82,16 @@ class TestUse:
             actorrpc.collective([second, third], name="left")
         # An operation that fails breaks its own collective, and no other.
         waiting = second.wait_for.remote(0, "left")
+        get(third.keep.remote())
         left.destroy(timeout=0)
         with pytest.raises(CollectiveError, match="collective 'left'"):
             get(waiting)
         assert right.broken is None
         assert totals(right.call("total", [10.0])) == [30.0, 30.0]
+        # Nor is it torch's word about a group that is not registered, where a method had the group before.
+        right.destroy()
+        with pytest.raises(CollectiveError, match="collective 'right'"):
+            get(third.use_kept.remote())
 
     def test_a_default_group_is_left_alone(self) -> None:
         collective = actorrpc.collective([Member.remote() for _ in range(2)])
