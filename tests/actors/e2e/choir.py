@@ -87,6 +87,9 @@ class Member:
     def keep(self) -> None:
         self.kept = actorrpc.collective_group()
 
+    def receive_from_kept(self, rank: int) -> None:
+        dist.recv(torch.empty(1), src=rank, group=self.kept)
+
     def use_kept(self) -> None:
         dist.all_reduce(torch.ones(1), group=self.kept)
 

@@ -91,7 +91,7 @@ class TestUse:
         # Nor is it torch's word about a group that is not registered, where a method had the group before.
         right.destroy()
         with pytest.raises(CollectiveError, match="collective 'right'"):
-            get(third.use_kept.remote())
+            get(third.receive_from_kept.remote(0))
 
     def test_a_default_group_is_left_alone(self) -> None:
         collective = actorrpc.collective([Member.remote() for _ in range(2)])
