@@ -342,10 +342,8 @@ class Branch:
 def test_a_sibling_does_not_enter_a_call_that_it_does_not_descend_from(gates: Callable[[], Path]) -> None:
     a, b, c, opener = Branch.remote(), Branch.remote(), Branch.remote(), Gate.remote()
     actorrpc.get([actorrpc.ready(each) for each in (a, b, c)])
-    first, second = (
-        gates(),
-        gates(),
-    )  # of their own: who is still at the first would hear the second word, too
+    # Two of them: who is still at the first would hear the second word, too.
+    first, second = gates(), gates()
     found = a.root.remote(b, c, [str(first), str(second)], opener)
     open_gate(first)
     until(lambda: row_of(b).pending_calls == 1)
