@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import moments
 from actorrpc.core import codec, exceptions, frames, messages
+from actorrpc.core.calls import Execution
 from actorrpc.core.frames import Frame, pack_frame, unpack_extra
 from actorrpc.core.interceptors import RECEIPT
 from actorrpc.core.interrupts import uninterruptible
@@ -22,7 +23,7 @@ from actorrpc.errors import ProtocolError
 
 if TYPE_CHECKING:
     from actorrpc.core.agent import Agent
-    from actorrpc.core.calls import Call, Execution
+    from actorrpc.core.calls import Call, Cancellable
     from actorrpc.core.connection import Connection
     from actorrpc.core.peer import Peer
 
@@ -265,11 +266,12 @@ class Inbox:
             raise ProtocolError("a receipt that cannot be read")
         handler(peer, body)
 
-    def _give_up(self, execution: Execution, stop: bool) -> None:
-        execution.cancel(stop)
-        receipt, execution.receipt = execution.receipt, None
-        if receipt is not None:  # the answer may never come
-            self._agent.notify(execution.peer, RECEIPT, receipt)
+    def _give_up(self, work: Cancellable, stop: bool) -> None:
+        work.cancel(stop)
+        # Only a plain call keeps the receipt for its answer, which may never come now; actors send theirs at once.
+        if isinstance(work, Execution) and work.receipt is not None:
+            receipt, work.receipt = work.receipt, None
+            self._agent.notify(work.peer, RECEIPT, receipt)
 
     def arrived(self, parcel: messages.Parcel, header: dict[str, Any]) -> None:
         """Take up the references that a message carries, before it is opened, and the receipt for others."""

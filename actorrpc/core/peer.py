@@ -22,6 +22,7 @@ from actorrpc.core.repeats import Begun
 from actorrpc.errors import BackpressureError, PeerDiedError
 
 if TYPE_CHECKING:
+    from actorrpc.core.calls import Cancellable
     from actorrpc.core.connection import Connection
 
 __all__ = ["Peer"]
@@ -45,7 +46,7 @@ class Peer:
         self.conn: Connection | None = None
         self.conns: list[Connection] = []
         self.pending: dict[int, Any] = {}
-        self.running: dict[int, Any] = {}
+        self.running: dict[int, Cancellable] = {}
         self.cancelled: dict[int, None] = {}
         self.begun = Begun()
         self.answered = Begun()
