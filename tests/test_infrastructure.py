@@ -20,7 +20,7 @@ def _session(directory: Path, source: str, *options: str) -> tuple[int, str]:
     file = directory / "test_inner.py"
     file.write_text(textwrap.dedent(source))
     command = [sys.executable, "-m", "pytest", "-c", str(_ROOT / "pyproject.toml"), f"--rootdir={directory}"]
-    command += ["-p", "tests.conftest", "-p", "no:cacheprovider", str(file), *options]
+    command += ["-p", "tests.conftest", "-p", "no:cacheprovider", "-p", "no:randomly", str(file), *options]
     done = subprocess.run(
         command,
         cwd=_ROOT,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc import moments
 from actorrpc.core.identity import WorkerInfo, WorkerRecord
@@ -22,12 +22,18 @@ from actorrpc.core.repeats import Begun
 from actorrpc.errors import BackpressureError, PeerDiedError
 
 if TYPE_CHECKING:
-    from actorrpc.core.calls import Cancellable
     from actorrpc.core.connection import Connection
 
-__all__ = ["Peer"]
+__all__ = ["Cancellable", "Peer"]
 
 MAX_PENDING: Final = 1 << 17  # calls in flight to one peer before further ones wait
+
+
+class Cancellable(Protocol):
+    """What runs for a caller: an execution, a call in an actor's mailbox, or a stream."""
+
+    def cancel(self, stop: bool = False) -> None:
+        """Give it up; see :meth:`~actorrpc.core.calls.Execution.cancel`. Runs on a pool thread."""
 
 
 class Peer:

@@ -17,7 +17,9 @@ def _session(directory: Path, source: str, *options: str) -> tuple[int, str]:
     """Run tests in a pytest of their own; return its status and output."""
     file = directory / "test_inner.py"
     file.write_text(textwrap.dedent(source))
-    (directory / "pytest.ini").write_text("[pytest]\naddopts = -p no:timeout -p no:cacheprovider\n")
+    (directory / "pytest.ini").write_text(
+        "[pytest]\naddopts = -p no:timeout -p no:cacheprovider -p no:randomly\n"
+    )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "actorrpc.testing.pytest_plugin", str(file), *options],
         cwd=directory,
