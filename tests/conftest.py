@@ -40,6 +40,7 @@ _SLOW = (
     "faults/",
     "tutorials/",
 )
+_QUICK = ("faults/test_maybe_executed.py", "faults/test_repeats.py")
 
 # No assertion on time, in examples neither; the same examples in each run of the CI.
 hypothesis.settings.register_profile(
@@ -67,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is slow as a whole."""
     for item in items:
         name = item.path.relative_to(_TESTS).as_posix() if item.path.is_relative_to(_TESTS) else ""
-        if name.startswith(_SLOW):
+        if name.startswith(_SLOW) and not name.startswith(_QUICK):
             item.add_marker(pytest.mark.slow)
 
 

@@ -36,6 +36,7 @@ def _session(directory: Path, source: str, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_what_is_left_behind_is_named_and_only_charged_to_its_test(tmp_path: Path) -> None:
     status, output = _session(
         tmp_path,
@@ -132,6 +133,7 @@ def test_what_is_left_behind_is_named_and_only_charged_to_its_test(tmp_path: Pat
     assert "1 failed, 14 passed, 8 errors" in output
 
 
+@pytest.mark.slow
 def test_a_test_over_its_limit_shows_all_stacks_and_leaves_no_process(tmp_path: Path) -> None:
     status, output = _session(
         tmp_path,
@@ -200,6 +202,7 @@ def return_at_once(rank: int, world_size: int) -> None:
     """Be a rank that ends."""
 
 
+@pytest.mark.slow
 def test_a_session_whose_main_thread_cannot_be_freed_ends(tmp_path: Path) -> None:
     status, output = _session(
         tmp_path,
@@ -225,6 +228,7 @@ def test_a_session_whose_main_thread_cannot_be_freed_ends(tmp_path: Path) -> Non
     assert "It could not be ended" in output
 
 
+@pytest.mark.slow
 def test_a_session_in_which_nothing_can_run_ends(tmp_path: Path) -> None:
     status, output = _session(
         tmp_path,

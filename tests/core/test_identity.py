@@ -154,6 +154,7 @@ def test_incarnations_differ() -> None:
     assert all(_record(incarnation=each) for each in made)
 
 
+@pytest.mark.slow
 def test_the_host_identity_is_the_same_in_another_process() -> None:
     command = "import actorrpc.core.identity as i; print(i.host_identity())"
     other = subprocess.run(

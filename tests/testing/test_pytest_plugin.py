@@ -35,6 +35,7 @@ def _session(directory: Path, source: str, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_leaks_and_the_limit(tmp_path: Path) -> None:
     status, output = _session(
         tmp_path,
@@ -108,6 +109,7 @@ def test_leaks_and_the_limit(tmp_path: Path) -> None:
     assert "ERROR at teardown of test_tidy" not in output
 
 
+@pytest.mark.slow
 def test_it_is_not_there_unless_asked_for(tmp_path: Path) -> None:
     done = subprocess.run(
         [
@@ -131,6 +133,7 @@ def test_it_is_not_there_unless_asked_for(tmp_path: Path) -> None:
     assert "no_leaks" not in done.stdout
 
 
+@pytest.mark.slow
 def test_each_test_so_many_times(tmp_path: Path) -> None:
     status, output = _session(
         tmp_path,
