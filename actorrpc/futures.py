@@ -33,6 +33,7 @@ _NEVER = float("inf")
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: clear on classes that were made in C
 _base_init = torch._C.Future.__init__
 _base_set_result = torch._C.Future.set_result
+_base_wait = torch._C.Future.wait
 _base_set_unwrap = torch._C.Future._set_unwrap_func
 
 
@@ -156,6 +157,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         "_callbacks",
         "_done",
         "_error",
+        "_on_devices",
         "_report",
         "_source",
         "_unclaimed",
@@ -168,6 +170,7 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def __init__(self, *, devices: Sequence[Any] | None = None) -> None:
         _base_init(self, [torch.device(d) for d in devices] if devices else [])
+        self._on_devices = bool(devices)
         self._unclaimed = None
         self._done = False
         self._value: Any = None
@@ -289,6 +292,9 @@ class Future(torch.futures.Future[T], Generic[T]):
             if report is not None:
                 report.seen = True
             raise self._error
+        if self._on_devices:
+            # torch's half has noted, at completion, what the current streams still had to do: those here wait for it.
+            _base_wait(self)
         return cast(T, self._value)
 
     def acknowledge(self) -> None:

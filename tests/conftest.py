@@ -21,7 +21,7 @@ import hypothesis
 import pytest
 
 from actorrpc.testing import processes
-from tests import certificates, group
+from tests import certificates, devices, group
 
 pytest_plugins = ["actorrpc.testing.pytest_plugin"]
 
@@ -45,6 +45,11 @@ def pytest_configure() -> None:
         # what Ctrl-C does is something to test.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     group.remember_environment()
+
+
+@pytest.hookimpl(trylast=True)  # after those that are not wanted have been taken out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    devices.prepare([item for item in items if item.get_closest_marker("gpu") is not None])
 
 
 @pytest.hookimpl(trylast=True)
