@@ -155,9 +155,9 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     __slots__ = (
         "_callbacks",
+        "_devices",
         "_done",
         "_error",
-        "_on_devices",
         "_report",
         "_source",
         "_unclaimed",
@@ -169,8 +169,8 @@ class Future(torch.futures.Future[T], Generic[T]):
     awaits: Sequence[Any] = ()
 
     def __init__(self, *, devices: Sequence[Any] | None = None) -> None:
-        _base_init(self, [torch.device(d) for d in devices] if devices else [])
-        self._on_devices = bool(devices)
+        self._devices = [torch.device(each) for each in devices] if devices else []
+        _base_init(self, self._devices)
         self._unclaimed = None
         self._done = False
         self._value: Any = None
@@ -292,7 +292,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             if report is not None:
                 report.seen = True
             raise self._error
-        if self._on_devices:
+        if self._devices:
             # torch's half has noted, at completion, what the current streams still had to do: those here wait for it.
             _base_wait(self)
         return cast(T, self._value)
@@ -409,7 +409,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable, not {type(callback).__name__}")
-        following: Future[S] = type(self)()  # type: ignore[assignment]
+        following: Future[S] = type(self)(devices=self._devices)  # type: ignore[assignment]
         following.label = f"then({getattr(callback, '__qualname__', callback)!s}) of {self.label}"
 
         def run(done: Future[T]) -> None:

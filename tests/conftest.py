@@ -16,6 +16,8 @@ import signal
 
 # Before anything imports torch: one thread in each process, as there are many.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# To look for GPUs in another way than this would open them, and no process could use them that is forked after that.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import hypothesis
 import pytest

@@ -21,7 +21,7 @@ import torch
 
 from actorrpc.errors import ProtocolError, SerializationError
 
-__all__ = ["ENTRY", "INLINE_BYTES", "Outgoing", "Span", "arrive", "message", "tensor_reducers"]
+__all__ = ["ENTRY", "INLINE_BYTES", "Outgoing", "Span", "arrive", "message", "settle", "tensor_reducers"]
 
 INLINE_BYTES: Final = 4096  # storages up to this size ride in the body: a copy is cheaper than a section
 _WASTE: Final = 64 << 10  # so many unused bytes may travel for a lone tensor's strides to stay as they are
@@ -235,6 +235,19 @@ class Outgoing:
                 names += bytes((len(device),)) + device.encode()
             numbers += (kind, size, low)
         return numbers, small[0] if len(small) == 1 else b"".join(small), names
+
+
+def settle() -> None:
+    """Wait until tensors that were made on the current streams are whole, where these are not the default ones.
+
+    For what other threads take up: they use the default streams, which wait for no other. A message needs none of that: its
+    bytes are copied on the streams of whoever sends it.
+    """
+    if torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            stream = torch.cuda.current_stream(device)
+            if stream != torch.cuda.default_stream(device):
+                stream.synchronize()
 
 
 def _raw(t: torch.Tensor) -> torch.Tensor:

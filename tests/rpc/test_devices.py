@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ import torch
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import errors, rpc
+from tests.actors.e2e.kit import open_gate, pass_gate
 from tests.devices import DEVICES, leak_wait
-from tests.group import rpc_group, unused_path
+from tests.group import rpc_group, run_group, unused_path
 
 pytestmark = pytest.mark.limit(120)
 
@@ -198,20 +200,22 @@ def _pinned_on(device: str) -> None:
 # -- errors --------------------------------------------------------------------------------------
 
 
-def _too_much() -> Any:
-    return torch.empty(1 << 50, dtype=torch.uint8, device="cuda:0")
+def _too_much(device: str) -> Any:
+    if device == "cpu":
+        raise torch.OutOfMemoryError("made up: out of memory")
+    return torch.empty(1 << 50, dtype=torch.uint8, device=device)
 
 
 def _out_of_memory(device: str) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="out of memory") as caught:
-        rpc.rpc_sync("worker1", _too_much)
+        rpc.rpc_sync("worker1", _too_much, (device,))
     assert isinstance(caught.value, errors.RemoteError)
     assert rpc.rpc_sync("worker1", _facts, (torch.ones(2, device=device),)) == (device, 2.0)
 
 
-@pytest.mark.gpu
-def test_out_of_memory_is_raised_where_the_call_was_made() -> None:
-    run(_out_of_memory, "cuda:0")
+@pytest.mark.parametrize("device", DEVICES)
+def test_out_of_memory_is_raised_where_the_call_was_made(device: str) -> None:
+    run(_out_of_memory, device)
 
 
 # -- streams -------------------------------------------------------------------------------------
@@ -313,8 +317,10 @@ def _references(device: str) -> None:
     assert str(rref.to_here().device) == device
     assert rref.rpc_sync().sum().item() == 12.0
     assert str(rref.rpc_sync().add(1).device) == device
-    mine = rpc.RRef(torch.full((2,), 3.0, device=device))
-    assert rpc.rpc_sync("worker1", _facts_of_fetched, (mine,)) == (device, 6.0)
+    for _ in range(3):
+        with _Side(device):
+            mine = rpc.RRef(_slow_ones(device, 300_000))
+        assert rpc.rpc_sync("worker1", _facts_of_fetched, (mine,)) == (device, 300_000.0)
     del rref, mine
 
 
@@ -399,13 +405,11 @@ def _dynamic(rank: int, world_size: int, device: str, path: str) -> None:
         options.set_device_map("worker1", {device: device})
     rpc.init_rpc(f"worker{rank}", rank=rank, rpc_backend_options=options)
     if rank == 0:
-        while not os.path.exists(f"{path}.there"):
-            threading.Event().wait(0.01)
+        pass_gate(f"{path}.gate")
         _made_there(device)
         rpc.rpc_sync("worker1", _set_over)
     else:
-        with open(f"{path}.there", "x"):
-            pass
+        open_gate(Path(f"{path}.gate"))
         assert _over.wait(90)
     rpc.shutdown()
 
@@ -419,6 +423,6 @@ def _set_over() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_group_without_a_fixed_size(device: str) -> None:
-    from tests.group import run_group
-
-    run_group(_dynamic, 2, device, unused_path("dynamic"), timeout=100.0, leak_wait=leak_wait(device))
+    path = unused_path("dynamic")
+    os.mkfifo(f"{path}.gate")
+    run_group(_dynamic, 2, device, path, timeout=100.0, leak_wait=leak_wait(device))
