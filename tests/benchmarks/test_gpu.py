@@ -10,7 +10,9 @@ import pytest
 from benchmarks import gpu
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
     assert gpu.main([]) == 0
     assert "nothing was measured" in capsys.readouterr().out
