@@ -15,7 +15,7 @@ import pytest
 _ROOT = Path(__file__).resolve().parent.parent
 
 
-def _session(directory: Path, source: str, *options: str) -> tuple[int, str]:
+def run_session(directory: Path, source: str, *options: str) -> tuple[int, str]:
     """Run tests in a pytest of their own, with this repository's conftest; return its status and output."""
     file = directory / "test_inner.py"
     file.write_text(textwrap.dedent(source))
@@ -38,7 +38,7 @@ def _session(directory: Path, source: str, *options: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_what_is_left_behind_is_named_and_only_charged_to_its_test(tmp_path: Path) -> None:
-    status, output = _session(
+    status, output = run_session(
         tmp_path,
         """
         import os, pathlib, subprocess, tempfile, threading, _thread, time
@@ -135,7 +135,7 @@ def test_what_is_left_behind_is_named_and_only_charged_to_its_test(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_test_over_its_limit_shows_all_stacks_and_leaves_no_process(tmp_path: Path) -> None:
-    status, output = _session(
+    status, output = run_session(
         tmp_path,
         """
         import subprocess, threading, time
@@ -204,7 +204,7 @@ def return_at_once(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 def test_a_session_whose_main_thread_cannot_be_freed_ends(tmp_path: Path) -> None:
-    status, output = _session(
+    status, output = run_session(
         tmp_path,
         """
         import subprocess, threading
@@ -230,7 +230,7 @@ def test_a_session_whose_main_thread_cannot_be_freed_ends(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_session_in_which_nothing_can_run_ends(tmp_path: Path) -> None:
-    status, output = _session(
+    status, output = run_session(
         tmp_path,
         """
         import ctypes
