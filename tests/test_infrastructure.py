@@ -32,7 +32,7 @@ def run_session(directory: Path, source: str, *options: str) -> tuple[int, str]:
         check=False,
         text=True,
     )
-    print(done.stdout)
+    print(textwrap.indent(done.stdout, "| "))  # so that its tracebacks are not taken for this session's
     return done.returncode, done.stdout
 
 
