@@ -29,7 +29,7 @@ _CONTINUES = re.compile(
     r"|^(Current thread|Thread) 0x|^\[repeated \d+x"
 )
 _ON_STDOUT = re.compile(
-    r"^Traceback \(most recent call last\)|^Exception ignored in|ResourceWarning", re.MULTILINE
+    r"^(Traceback \(most recent call last\)|Exception ignored in|\S+:\d+: ResourceWarning)", re.MULTILINE
 )
 _FORMAT = logging.Formatter("%(levelname)s %(name)s: %(message)s")
 
