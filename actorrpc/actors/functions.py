@@ -221,7 +221,7 @@ def cancel(ref: Any, *, force: bool = False, recursive: bool = True) -> bool:
 def exit_actor() -> NoReturn:
     """End the actor that this is called in, for good: the call that does it fails with ActorDiedError, as do all others.
 
-    Its ``on_stop`` runs. Works by an exception that is no Exception: let it pass.
+    Its ``on_stop`` runs. Works by an exception that is no Exception: let it pass. Also from a task that a method has begun.
 
     Raises:
         RuntimeError: this is not code of an actor.
@@ -229,7 +229,9 @@ def exit_actor() -> NoReturn:
     execution = CURRENT.get()
     if execution is None or execution.actor is None:
         raise RuntimeError("exit_actor() was called outside of an actor; from there it is kill(handle)")
-    raise ActorExit("exit_actor() was called in it")
+    why = "exit_actor() was called in it"
+    execution.actor.leave(execution, why)
+    raise ActorExit(why)
 
 
 # -- watching ------------------------------------------------------------------------------------------------
