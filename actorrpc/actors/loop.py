@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import logging
+import os
 import sys
 import threading
 import time
@@ -218,5 +220,12 @@ class _Watch:
             name or "a task",
             self._title,
             _HELD_S,
-            "".join(traceback.format_stack(frame)),
+            "".join(_users_part(traceback.extract_stack(frame)).format()),
         )
+
+
+def _users_part(stack: traceback.StackSummary) -> traceback.StackSummary:
+    """Cut what is the loop's and ours off the outer end of a stack."""
+    ours = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(asyncio.__file__), threading.__file__)
+    left = itertools.dropwhile(lambda each: each.filename.startswith(ours), stack)
+    return traceback.StackSummary.from_list(list(left) or list(stack))
