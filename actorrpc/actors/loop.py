@@ -79,6 +79,7 @@ class EventLoop:
         try:
             self._run_on()
         finally:
+            self._watch.over = True
             try:
                 left = asyncio.all_tasks(self._loop)
                 for task in left:
@@ -175,6 +176,7 @@ class _Watch:
         self._tick = Tick(agent.clock, _HELD_S, self._look)
         self._turn = 0  # of the loop
         self._sleeps = False
+        self.over = False
         self._seen = 0  # the turn that was under way at the last look, and since when it is known to be
         self._since = 0.0
         self._named: set[str] = set()
@@ -194,7 +196,7 @@ class _Watch:
             self._tick.poke()
 
     def _look(self) -> bool:
-        if self._sleeps:
+        if self._sleeps or self.over:
             return False
         # In real time: a virtual clock may look twice within a moment.
         now = time.monotonic()
@@ -210,7 +212,7 @@ class _Watch:
         if name in self._named:
             return
         frame = sys._current_frames().get(self._station.ident)
-        if frame is None or self._sleeps or self._turn != self._seen:
+        if frame is None or self._sleeps or self.over or self._turn != self._seen:
             return
         self._named.add(name)
         _log.warning(

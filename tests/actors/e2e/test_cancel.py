@@ -335,6 +335,7 @@ def test_a_cancelled_call_is_not_made_again() -> None:
     with pytest.raises((actorrpc.ActorUnavailableError, actorrpc.CancelledError)):
         actorrpc.get(ref)
     assert actorrpc.get(actor.all.remote()) == []
+    actorrpc.get(gate.open.remote())
 
 
 def test_a_call_to_an_actor_that_is_being_made() -> None:

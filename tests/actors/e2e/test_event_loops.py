@@ -330,7 +330,7 @@ def test_a_plain_call_that_is_cancelled_before_its_turn_never_runs(gate: Path) -
     assert get(actor.all.remote()) == ["held"]
 
 
-def test_calls_end_with_their_actor_also_where_the_loop_is_held(gate: Path) -> None:
+def test_calls_end_with_their_actor_also_where_the_loop_is_held(place: str, gate: Path) -> None:
     actor = _made()
     held = actor.hold.remote(str(gate))
     until(lambda: row_of(actor).running_calls == 1)
@@ -340,3 +340,5 @@ def test_calls_end_with_their_actor_also_where_the_loop_is_held(gate: Path) -> N
         with pytest.raises(actorrpc.ActorDiedError):
             get(each, timeout=10)
     del held, waiting
+    if place == "group":  # otherwise its process is gone
+        open_gate(gate)
