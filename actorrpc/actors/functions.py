@@ -183,7 +183,11 @@ def cancel(ref: Any, *, force: bool = False, recursive: bool = True) -> bool:
     """Give a call up: it ends with CancelledError; return False if it was over.
 
     A call that waits is not started, a coroutine is cancelled, a generator is closed. A method that runs on a thread is
-    interrupted where Python allows it: between two steps of Python, not in C code, and its actor lives on.
+    interrupted where Python allows it: between two steps of Python, not in C code, and its actor lives on. One that runs on an
+    event loop goes on.
+
+    A coroutine may catch asyncio.CancelledError and make calls to clean up, for 5 s: its call is over when it has ended, or that
+    time is over. All other calls are over at once.
 
     Args:
         ref: what ``remote(...)`` returned: an ObjectRef, or a stream; a Future will do, too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,23 @@ def test_a_wait_inside_of_a_call_ends_with_the_call() -> None:
     ran = actorrpc.get(actor.all.remote())
     assert ran[0] == "waiting"
     assert actorrpc.get(gate.open.remote()) is None
+
+
+def test_the_time_of_a_wait_is_not_the_calls(gate: Path) -> None:
+    actor = Worker.remote()
+    actorrpc.get(actor.all.remote())
+    ref = actor.block.remote(str(gate))
+
+    async def wait_for() -> None:
+        await asyncio.wait_for(ref, 0.01)
+
+    with pytest.raises(actorrpc.RpcTimeoutError, match="it goes on"):
+        actorrpc.get(ref, timeout=0.01)
+    with pytest.raises(TimeoutError):
+        asyncio.run(wait_for())
+    assert actorrpc.wait([ref], timeout=0.01) == ([], [ref])
+    open_gate(gate)
+    assert actorrpc.get(ref) == "go"
 
 
 # -- interrupt=True --------------------------------------------------------------------------------------------------
