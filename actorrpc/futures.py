@@ -43,7 +43,9 @@ class Station(Protocol):
     The thread that waits calls all of it; ``stir`` may be called by any thread.
     """
 
-    work: Any  # true where something may run
+    @property
+    def work(self) -> Any:
+        """True where something may run."""
 
     def begin_wait(self, stir: Callable[[], None], what: object) -> None:
         """Note that the thread is about to wait for ``what``; ``stir()`` makes it look at ``work``."""

@@ -7,11 +7,10 @@ was given up on (killed, cancelled) may come to its end, and finds that it has b
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,8 +19,8 @@ import torch
 from actorrpc import moments
 from actorrpc.actors.checkpoints import Checkpoints
 from actorrpc.actors.crew import Interrupted, Station
-from actorrpc.actors.exits import ActorExit
-from actorrpc.actors.letter_entry import LetterEntry
+from actorrpc.actors.exits import ActorExit, exit_text
+from actorrpc.actors.letter_entry import GRACE_S, LetterEntry
 from actorrpc.actors.mailbox import Entry, Lane
 from actorrpc.actors.object_ref import SMALL, Kept, keep_large
 from actorrpc.actors.snapshot import Snapshot
@@ -36,6 +35,8 @@ from actorrpc.errors import CancelledError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
 
 if TYPE_CHECKING:
+    from actorrpc.actors.loop import EventLoop
+    from actorrpc.actors.loop_station import LoopStation
     from actorrpc.actors.resident import Resident
 
 __all__ = ["Callee", "died"]
@@ -95,9 +96,7 @@ class Callee:
         if not self._may_start(entry):
             return
         if station.depth > _MAX_DEPTH:
-            raise RecursionError(
-                f"actor {self.resident.title}: calls that descend from each other are nested {_MAX_DEPTH} deep in it"
-            )
+            raise self._too_deep()
         execution = self._begin(entry, station)
         token = CURRENT.set(execution)
         try:
@@ -113,15 +112,27 @@ class Callee:
                 if type(value) is torch.Tensor and sys.getrefcount(value) == 2 and _has_own_memory(value):
                     entry.sole = True
                 self.answer(entry, value)
-        except ActorExit as exit:
-            self.resident.exited(entry, str(exit))
-        except Interrupted:
-            self.fail(entry, CancelledError(f"{self.label(entry)} was interrupted: its call was cancelled"))
         except BaseException as error:
-            self.fail(entry, error)
+            self._raised(entry, error)
         finally:
             CURRENT.reset(token)
             entry.opened = None
+
+    def _raised(self, entry: LetterEntry, error: BaseException) -> None:
+        """Answer a call whose method has raised, and see to the actor's end where that is what it means."""
+        if isinstance(error, ActorExit):
+            self.resident.exited(entry, str(error))
+        elif isinstance(error, SystemExit) and "m" in entry.header:  # otherwise it is the constructor's
+            self.resident.exited(entry, exit_text(error), "sys.exit")
+        elif isinstance(error, Interrupted):
+            self.fail(entry, CancelledError(f"{self.label(entry)} was interrupted: its call was cancelled"))
+        else:
+            self.fail(entry, error)
+
+    def _too_deep(self) -> RecursionError:
+        return RecursionError(
+            f"actor {self.resident.title}: calls that descend from each other are nested {_MAX_DEPTH} deep in it"
+        )
 
     def _begin(self, entry: LetterEntry, station: Station | None) -> Execution:
         """Begin the execution of a call: what descends from it may run within it from now on."""
@@ -199,17 +210,19 @@ class Callee:
             raise TypeError(f"{self.resident.title}.{name} is async and cannot be run here")
         return self._returned(entry, method, call())
 
-    def _returned(self, entry: LetterEntry, method: Any, value: Any) -> Any:
-        """See to what a method has returned; ``_NOTHING``: the answer comes later."""
+    def _returned(self, entry: LetterEntry, method: Any, value: Any, *, keeps: bool = True) -> Any:
+        """See to what a method has returned; ``_NOTHING``: the answer comes later. ``keeps``: the state is kept before."""
         if type(value) is Later:
             self._answer_later(entry, value.future)
             return _NOTHING
         if getattr(method, ASYNC_MARK, None) is not None:
             later = future_of(value, method)
-            self._checkpoints.save()  # as it is now: the future may complete on any thread, beside the next call
+            if keeps:
+                self._checkpoints.save()  # as it is now: the future may complete on any thread, beside the next call
             self._answer_later(entry, later)
             return _NOTHING
-        self._checkpoints.save()
+        if keeps:
+            self._checkpoints.save()
         return value
 
     def _method(self, name: str) -> tuple[Any, str]:
@@ -251,6 +264,8 @@ class Callee:
         """Say what the consumer of a stream gets for what the generator has raised."""
         if isinstance(error, ActorExit):
             return died(self.resident, str(error) or "exit_actor() was called in it")
+        if isinstance(error, SystemExit):
+            return died(self.resident, exit_text(error))
         if isinstance(error, (Interrupted, CancelledError)):
             if self.resident.state in ("closing", "over"):
                 return died(self.resident, self.resident.why)
@@ -265,7 +280,7 @@ class Callee:
                 try:
                     value = done.value()
                 except BaseException as error:
-                    self.fail(entry, error)
+                    self._raised(entry, error)
                 else:
                     self.answer(entry, value)
             finally:
@@ -275,41 +290,157 @@ class Callee:
 
         future.add_done_callback(ready)
 
+    # -- on the event loop -----------------------------------------------------------------------------
+
     def _start(self, entry: LetterEntry, lane: Lane) -> None:
         loop = self.resident.loop
+        if loop is None:  # its actor has ended in this moment
+            self.refuse(entry, ResidentGoneError(self.resident.id, self.resident.why))
         if loop is None or not self._may_start(entry):
             self.resident.finished(lane, self.mailbox.done(lane))
             return
-        execution = self._begin(entry, None)
-        context = contextvars.copy_context()
+        if self.resident.is_plain(entry):
+            loop.station.due[entry] = None
+            loop.turn(partial(self._turn, entry, loop), loop.station.fresh_context())
+            if self.mailbox.closed:  # whoever ends the actor may have looked before that
+                self.resident.refuse_due(loop.station)
+            return
+        self._task(entry, lane, loop, partial(self._run_async, entry))
+
+    def _task(self, entry: LetterEntry, lane: Lane, loop: EventLoop, run: Callable[[Execution], Any]) -> None:
+        """Begin the execution of a call on the loop, as a task that runs ``run(execution)`` in its turn."""
+        execution = entry.execution or self._begin(entry, None)
+        loop.station.entries[execution.chain] = entry
+        context = loop.station.fresh_context()
         context.run(CURRENT.set, execution)
-        task = loop.task(self._run_async(entry, execution), context)
+        task = loop.task(run(execution), context)
         entry.task = task
         if entry.given_up:  # it has to begin: what has not cannot answer
-            loop.submit(task.cancel)
+            loop.submit(partial(self.stop, entry, False))
 
         def over(_: Any) -> None:
             entry.task = None
-            entry.opened = None
-            self.mailbox.end(execution.chain)
-            if entry.conn is not None and entry.conn.outbox:
-                entry.conn.flush()
-            self.resident.finished(lane, self.mailbox.done(lane))
-            self.pump(lane)
+            self._over(entry, lane, loop, execution)
 
         task.add_done_callback(over)
 
+    def _over(self, entry: LetterEntry, lane: Lane, loop: EventLoop, execution: Execution) -> None:
+        """Go on after a call that has run on the loop."""
+        entry.opened = None
+        loop.station.entries.pop(execution.chain, None)
+        self.mailbox.end(execution.chain)
+        if entry.conn is not None and entry.conn.outbox:
+            entry.conn.flush()
+        self.resident.finished(lane, self.mailbox.done(lane))
+        self.pump(lane)
+
+    def stop(self, entry: LetterEntry, stop: bool) -> None:
+        """Cancel the coroutine of a call that was given up (``stop``: see Execution.cancel). Runs on the loop.
+
+        Its handlers may make calls, which the grace bounds; the caller hears when they have ended, or the grace is over.
+        """
+        task, execution = entry.task, entry.execution
+        if task is None or execution is None or entry.stopped:
+            return
+        entry.stopped = True
+        task.cancel()
+        execution.give_up_nested(stop)  # before the coroutine goes on and makes others
+        execution.deadline = moments.now() + GRACE_S
+        over = partial(self._grace_over, entry, task, execution, stop)
+        self.agent.clock.after(GRACE_S, lambda: self.agent.submit(over))
+
+    def _grace_over(
+        self, entry: LetterEntry, task: asyncio.Task[Any], execution: Execution, stop: bool
+    ) -> None:
+        if task.done():
+            return
+        execution.cancel(stop)
+        self.fail(
+            entry,
+            CancelledError(
+                f"{self.label(entry)} was cancelled, and its coroutine has not ended within {GRACE_S:g} s: it is cancelled again"
+            ),
+        )
+        if entry.conn is not None:
+            entry.conn.flush()
+        loop = self.resident.loop
+        if loop is not None:
+            loop.submit(task.cancel)
+
+    def _turn(self, entry: LetterEntry, loop: EventLoop) -> None:
+        """Run a plain method on the loop, unless something else has: it may have run where its caller waits for it."""
+        if loop.station.due.pop(entry, entry) is None:
+            self.run_plain(entry, loop.station, within=False)
+
+    def run_plain(self, entry: LetterEntry, station: LoopStation, *, within: bool) -> None:
+        """Run a plain method on the loop's thread, and answer it. Never raises.
+
+        Args:
+            within: it runs inside of a wait, which blocks the loop.
+        """
+        lane, loop = entry.lane, station.loop
+        assert lane is not None
+        execution = self._begin(entry, None)
+        station.entries[execution.chain] = entry
+        run = partial(self._run_plain, entry, execution, station, within)
+        outer, station.plain = station.plain, entry
+        station.depth += 1
+        try:
+            value = station.fresh_context().run(run) if within else run()
+        except BaseException as error:
+            self._raised(entry, error)
+            value = _NOTHING
+        finally:
+            station.depth -= 1
+            station.plain = outer
+        if value is _NOTHING or within:
+            self._over(entry, lane, loop, execution)
+        else:  # its state is to be kept first, and the loop goes on meanwhile
+            self._task(entry, lane, loop, partial(self._answer_when_kept, entry, value))
+
+    def _run_plain(self, entry: LetterEntry, execution: Execution, station: LoopStation, within: bool) -> Any:
+        if self.mailbox.closed:
+            raise ResidentGoneError(self.resident.id, self.resident.why)
+        if entry.given_up:
+            raise CancelledError(f"{self.label(entry)} was cancelled before it started", maybe_executed=False)
+        if station.depth > _MAX_DEPTH:
+            raise self._too_deep()
+        CURRENT.set(execution)
+        if within or not self._checkpoints.wanted:
+            value = self._call(entry, execution)
+            if value is not _NOTHING:
+                self.answer(entry, value)
+            return _NOTHING
+        args, kwargs = self.arguments(entry)
+        self.resident.calls += 1
+        method, _ = self._method(entry.header["m"])
+        return method, intercepted(self.agent.interceptors, execution, method, args, kwargs)()
+
+    async def _answer_when_kept(
+        self, entry: LetterEntry, found: tuple[Any, Any], execution: Execution
+    ) -> None:
+        method, value = found
+        try:
+            await self._checkpoints.save_from_loop()
+            value = self._returned(entry, method, value, keeps=False)
+            if value is not _NOTHING:
+                self.answer(entry, value)
+        except BaseException as error:
+            self._raised_async(entry, error)
+
     async def _run_async(self, entry: LetterEntry, execution: Execution) -> None:
         try:
+            if self.mailbox.closed:  # it was started in the moment in which its actor has ended
+                raise ResidentGoneError(self.resident.id, self.resident.why)
             args, kwargs = self.arguments(entry)
             self.resident.calls += 1
             method, kind = self._method(entry.header["m"])
             call = intercepted(self.agent.interceptors, execution, method, args, kwargs)
-            if kind == "async_generator":
+            if kind != "async":
                 producer = self.runtime.streams.open(
                     int(entry.header.get("q", 16)), entry.peer, owner=self.resident
                 )
-                generator = call()
+                generator = call() if kind == "async_generator" else _stepwise(call())
                 if self.answer(entry, producer.ticket(), keep=False):
                     producer.serves(entry.frame.id)
                     if entry.conn is not None:
@@ -322,16 +453,19 @@ class Callee:
                 return
             value = await call()
             await self._checkpoints.save_from_loop()
+            if entry.stopped:  # it has caught the cancellation: its caller has done without the result
+                raise CancelledError(f"{self.label(entry)} was cancelled")
             self.answer(entry, value)
-        except ActorExit as exit:
-            self.resident.exited(entry, str(exit))
-        except asyncio.CancelledError:
-            if self.resident.state in ("closing", "over"):  # it ended with the loop
-                self.fail(entry, died(self.resident, self.resident.why))
-            else:
-                self.fail(entry, CancelledError(f"{self.label(entry)} was cancelled"))
         except BaseException as error:
-            self.fail(entry, error)
+            self._raised_async(entry, error)
+
+    def _raised_async(self, entry: LetterEntry, error: BaseException) -> None:
+        if not isinstance(error, asyncio.CancelledError):
+            self._raised(entry, error)
+        elif self.resident.state in ("closing", "over"):  # it ended with the loop
+            self.fail(entry, died(self.resident, self.resident.why))
+        else:
+            self.fail(entry, CancelledError(f"{self.label(entry)} was cancelled"))
 
     def answer(self, entry: LetterEntry, value: Any, *, keep: bool = True) -> bool:
         """Send a result back, once; say whether it was still wanted."""
@@ -403,6 +537,18 @@ class Callee:
                 return
             assert isinstance(entry, LetterEntry)
             self._start(entry, lane)
+
+
+async def _stepwise(items: Any) -> AsyncGenerator[Any, None]:
+    """Run a plain generator (or another iterable) on the event loop, which goes on between its steps."""
+    try:
+        for item in items:
+            yield item
+            await asyncio.sleep(0)
+    finally:
+        close = getattr(items, "close", None)
+        if close is not None:
+            close()
 
 
 def _keep_itself(value: Any, size: int) -> Any:

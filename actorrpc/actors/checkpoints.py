@@ -58,6 +58,11 @@ class Checkpoints:
         alive = resident.state == "alive" or (resident.moving and resident.state == "ending")
         return spec if alive else None
 
+    @property
+    def wanted(self) -> bool:
+        """Whether the actor's state is kept."""
+        return self._spec is not None
+
     def save(self) -> None:
         """Save the state after a call that has not raised, on the thread that has run it."""
         kept = self._begin()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.resident import Resident
     from actorrpc.core.connection import Connection
 
-__all__ = ["MAX_STATIONS", "Interrupted", "Station", "Stations"]
+__all__ = ["MAX_STATIONS", "Interrupted", "Station", "Stations", "calls_of", "wake_all"]
 
 MAX_STATIONS: Final = 1024
 _AGAIN_S: Final = 0.02  # how soon an interruption is tried again on a thread that is in our own code
@@ -109,12 +109,7 @@ class Station:
             what = self._stirs[-1][1]
         except IndexError:
             return []
-        if isinstance(what, Future):
-            parts = [getattr(each, "future", each) for each in list(what.awaits)] or [what]
-            sources = [each._source for each in parts if not each.done()]
-        else:
-            sources = [what]
-        return [each for each in sources if isinstance(each, Call)]
+        return calls_of(what)
 
     def wake(self) -> None:
         """Have the thread look for work, whether it is parked or waits for something."""
@@ -283,6 +278,16 @@ class Station:
         """Return what the thread is doing, as a traceback."""
         frame = sys._current_frames().get(self.ident)
         return "".join(traceback.format_stack(frame)) if frame is not None else "(the thread is gone)"
+
+
+def calls_of(what: object) -> list[Call]:
+    """Return the calls that somebody waits for who waits for ``what``: all of them, as far as they are calls."""
+    if isinstance(what, Future):
+        parts = [getattr(each, "future", each) for each in list(what.awaits)] or [what]
+        sources = [each._source for each in parts if not each.done()]
+    else:
+        sources = [what]
+    return [each for each in sources if isinstance(each, Call)]
 
 
 def wake_all(todo: Todo) -> None:

@@ -1,4 +1,4 @@
-"""Deadlocks: serial actors that wait for each other in a circle, found and broken.
+"""Deadlocks: serial actors, and event loops that are blocked, that wait for each other in a circle, found and broken.
 
 Where calls wait for an actor, and the actor itself waits for a call for a second, its worker asks the worker of that
 call what *it* waits for, and so on. Only what is certain is followed: a method that waits for a call (or for all of
@@ -26,6 +26,7 @@ from actorrpc.rpc.fork_messages import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.actors.crew import Station
+    from actorrpc.actors.loop_station import LoopStation
     from actorrpc.actors.resident import Resident
     from actorrpc.actors.runtime import Runtime
 
@@ -52,7 +53,7 @@ class Deadlocks:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._tick = Tick(runtime.agent.clock, _LOOK_S, self._look)
-        self._seen: dict[int, list[Call]] = {}  # resident -> what it waited for when we looked last
+        self._seen: dict[int, list[Call]] = {}  # station -> what it waited for when we looked last
 
     def poke(self) -> None:
         """See to it that somebody looks soon: an actor for which calls wait waits itself."""
@@ -62,32 +63,54 @@ class Deadlocks:
         busy = False
         seen, self._seen = self._seen, {}
         for resident in self._runtime.residents.all():
-            station = _blocked(resident)
-            calls = station.waits_for if station is not None else []
-            if station is None or not calls:
-                continue
-            busy = True
-            self._seen[resident.id] = calls
-            running = station.running
-            if not isinstance(running, LetterEntry) or running.execution is None:
-                continue
-            before = seen.get(resident.id, ())
-            probe = Probe(self._runtime.references.me, resident.id, running.execution.chain, (_say(running),))
-            for call in calls[:_BRANCHES]:
-                if any(call is each for each in before):  # otherwise it has only begun to wait
-                    self._runtime.agent.submit(partial(_send, self._runtime, call, probe))
+            for station in _blocked(resident):
+                calls = station.waits_for
+                if not calls:
+                    continue
+                busy = True
+                before = seen.get(id(station), ())
+                self._seen[id(station)] = calls
+                running = station.running
+                if not isinstance(running, LetterEntry) or running.execution is None:
+                    continue
+                probe = Probe(
+                    self._runtime.references.me, resident.id, running.execution.chain, (_say(running),)
+                )
+                for call in calls[:_BRANCHES]:
+                    if any(call is each for each in before):  # otherwise it has only begun to wait
+                        self._runtime.agent.submit(partial(_send, self._runtime, call, probe))
         return busy
 
 
-def _blocked(resident: Resident) -> Station | None:
-    """Return the station of a serial actor for which calls wait while it waits itself."""
+def _blocked(resident: Resident) -> list[Station | LoopStation]:
+    """Return what calls wait for at an actor and waits itself: the station of a serial one, and its event loop."""
+    found: list[Station | LoopStation] = []
     lane = resident.mailbox.lanes[""]
-    if lane.limit != 1 or lane.yielding or not lane.waiting:
+    if lane.limit == 1 and not lane.yielding and lane.waiting:
+        found += [each for each in list(resident.crew) if each.lane is lane and each.waits_for][:1]
+    loop = resident.loop
+    if loop is not None and loop.station.waiting:
+        found.append(loop.station)
+    return found
+
+
+def _holder(entry: LetterEntry, resident: Resident) -> LetterEntry | None:
+    """Return the call that has to go on before this one, which is its actor's, can; itself if it runs on a thread."""
+    lane, loop = entry.lane, resident.loop
+    if lane is not None and lane.is_async:
+        # On a loop: what blocks that, unless this one runs inside of the wait.
+        held = loop.station.running if loop is not None else None
+        execution = held.execution if held is not None else None
+        if loop is None or execution is None or held is entry or loop.station.may_run(entry, execution):
+            return None
+        return held
+    if entry.state is not NEW:
+        return entry
+    if lane is None or lane.limit != 1 or lane.yielding or not entry.ready:
         return None
-    for station in list(resident.crew):
-        if station.lane is lane and station.waits_for:
-            return station
-    return None
+    station = next((each for each in list(resident.crew) if each.lane is lane), None)
+    found = station.running if station is not None else None
+    return found if isinstance(found, LetterEntry) else None
 
 
 def _say(entry: LetterEntry) -> str:
@@ -127,24 +150,20 @@ def _pursue(id: int, probe: Probe) -> None:
         return
     if not isinstance(entry, LetterEntry) or entry.office is None:
         return
-    resident, running = entry.office, entry
-    if entry.state is NEW:
-        lane = entry.lane
-        if lane is None or lane.is_async or lane.limit != 1 or lane.yielding or not entry.ready:
-            return
-        station = next((each for each in list(resident.crew) if each.lane is lane), None)
-        held = station.running if station is not None else None
-        if not isinstance(held, LetterEntry) or held.execution is None:
-            return
-        if (probe.worker, probe.resident_id, probe.execution) == (
-            runtime.references.me,
-            resident.id,
-            held.execution.chain,
-        ):
-            _verdict(resident, entry, probe)
-            return
-        running = held
-    for station in list(resident.crew):
+    resident = entry.office
+    running = _holder(entry, resident)
+    if running is None or running.execution is None:
+        return
+    if running is not entry and (probe.worker, probe.resident_id, probe.execution) == (
+        runtime.references.me,
+        resident.id,
+        running.execution.chain,
+    ):
+        _verdict(resident, entry, probe)
+        return
+    loop = resident.loop
+    stations: list[Station | LoopStation] = [*resident.crew, *([loop.station] if loop is not None else ())]
+    for station in stations:
         if station.running is running:
             trail = (*probe.trail, _say(running))
             for call in station.waits_for[:_BRANCHES]:
@@ -166,11 +185,15 @@ def _verdict(resident: Resident, entry: LetterEntry, probe: Probe) -> None:
         entry.suspected = probe.execution
         return
     circle = " -> ".join((*probe.trail, _say(entry)))
+    advice = (
+        "Let the first call go on without waiting (async def, or get() later), give the actor max_concurrency > 1, or leave it "
+        "reentrant if the calls descend from each other"
+    )
+    if entry.lane is not None and entry.lane.is_async:
+        advice = f"get() blocks the event loop of {resident.title}: await there"
     error = DeadlockError(
-        f"{_say(entry)} can never run: {circle} wait for each other in a circle. Let the first call go on without "
-        "waiting (async def, or get() later), give the actor max_concurrency > 1, or leave it reentrant if the calls "
-        "descend from each other",
-        maybe_executed=False,
+        f"{_say(entry)} can never {'run' if entry.state is NEW else 'end'}: {circle} wait for each other in a circle. {advice}",
+        maybe_executed=entry.execution is not None,
         worker=resident.agent.name,
     )
-    resident.withdraw(entry, error)
+    resident.deadlocked(entry, error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ActorExit"]
+__all__ = ["ActorExit", "exit_text"]
 
 
 class ActorExit(BaseException):
@@ -10,3 +10,9 @@ class ActorExit(BaseException):
 
     Not an Exception, so that the ``except Exception`` of a method lets it pass.
     """
+
+
+def exit_text(exit: SystemExit) -> str:
+    """Say that an actor has ended because of ``sys.exit()``: unlike with ``exit_actor()``, it may be made again."""
+    code = exit.code
+    return f"sys.exit({'' if code is None else repr(code)[:80]}) was called in it"

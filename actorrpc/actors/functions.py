@@ -183,7 +183,11 @@ def cancel(ref: Any, *, force: bool = False, recursive: bool = True) -> bool:
     """Give a call up: it ends with CancelledError; return False if it was over.
 
     A call that waits is not started, a coroutine is cancelled, a generator is closed. A method that runs on a thread is
-    interrupted where Python allows it: between two steps of Python, not in C code, and its actor lives on.
+    interrupted where Python allows it: between two steps of Python, not in C code, and its actor lives on. One that runs on an
+    event loop goes on.
+
+    A coroutine may catch asyncio.CancelledError and make calls to clean up, for 5 s: its call is over when it has ended, or that
+    time is over. All other calls are over at once.
 
     Args:
         ref: what ``remote(...)`` returned: an ObjectRef, or a stream; a Future will do, too.
@@ -221,7 +225,7 @@ def cancel(ref: Any, *, force: bool = False, recursive: bool = True) -> bool:
 def exit_actor() -> NoReturn:
     """End the actor that this is called in, for good: the call that does it fails with ActorDiedError, as do all others.
 
-    Its ``on_stop`` runs. Works by an exception that is no Exception: let it pass.
+    Its ``on_stop`` runs. Works by an exception that is no Exception: let it pass. Also from a task that a method has begun.
 
     Raises:
         RuntimeError: this is not code of an actor.
@@ -229,7 +233,9 @@ def exit_actor() -> NoReturn:
     execution = CURRENT.get()
     if execution is None or execution.actor is None:
         raise RuntimeError("exit_actor() was called outside of an actor; from there it is kill(handle)")
-    raise ActorExit("exit_actor() was called in it")
+    why = "exit_actor() was called in it"
+    execution.actor.leave(execution, why)
+    raise ActorExit(why)
 
 
 # -- watching ------------------------------------------------------------------------------------------------

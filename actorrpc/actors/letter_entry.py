@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import moments
 from actorrpc.actors.mailbox import Entry
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from actorrpc.core.frames import Frame
     from actorrpc.core.peer import Peer
 
-__all__ = ["LetterEntry"]
+__all__ = ["GRACE_S", "LetterEntry"]
+
+GRACE_S: Final = 5.0
+"""How long a coroutine that is cancelled may take to clean up, and make calls for it."""
 
 
 class LetterEntry(Entry):
@@ -41,6 +44,7 @@ class LetterEntry(Entry):
         "peer",
         "sealed",
         "sole",
+        "stopped",
         "suspected",
         "task",
         "whole",
@@ -68,6 +72,7 @@ class LetterEntry(Entry):
         self.whole = whole
         self.sealed = True
         self.given_up = False  # it is not to run, if it does not yet
+        self.stopped = False  # its coroutine has been told to end
         self.sole = False  # nobody but us has the result
         self.suspected = 0  # the execution that seems to wait for this call, which waits for it
 

@@ -514,6 +514,8 @@ class Line:
             self._asking = False
             if self.death is not None:
                 return
+            # Those of the former incarnation: what waits is sent from here on, and may fail in a moment.
+            failing, self._failing = self._failing, []
             waiters: list[Future[Location]] = []
             if peer is None:  # gone again
                 self._after = max(self._after, location.epoch)
@@ -523,7 +525,7 @@ class Line:
                 self.location, self._peer = location, peer
                 waiters, self._waiters = self._waiters, []
                 self._go()
-        self._fail()
+        self._end(failing)
         for waiter in waiters:
             waiter.set_result(location)
 
@@ -537,6 +539,9 @@ class Line:
         """End the calls that cannot be made again, as it is known now what has become of the actor."""
         with self._lock:
             failing, self._failing = self._failing, []
+        self._end(failing)
+
+    def _end(self, failing: list[Limbo]) -> None:
         dead = self.death is not None
         for limbo in failing:
             plan, ran = limbo.plan, limbo.ran

@@ -1,32 +1,61 @@
-"""The event loop of an actor that has ``async def`` methods: a thread that runs nothing else."""
+"""The event loop of an actor that has ``async def`` methods, and the thread that runs it.
+
+The actor's coroutines run on it, and its plain methods, which block it. A watch names what holds the loop for longer than a
+second: it goes by the loop's selector, which says when the loop sleeps, and costs an idle loop nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import logging
+import os
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc.actors.exits import ActorExit
+from actorrpc.core.clock import Tick
 from actorrpc.core.daemons import Daemon
 from actorrpc.core.threads import follow_torch
-from actorrpc.futures import Future
+from actorrpc.futures import WAITING, Future
+
+if TYPE_CHECKING:
+    from actorrpc.actors.loop_station import LoopStation
+    from actorrpc.core.agent import Agent
 
 __all__ = ["EventLoop"]
 
 _log = logging.getLogger("actorrpc.actors")
+_HELD_S: Final = 1.0  # whatever holds the loop for longer is named
 
 
 class EventLoop:
     """An asyncio loop on a thread of its own. Methods may be called by any thread.
 
     The thread is started by :meth:`start`, never under a lock; what is submitted before is kept.
+
+    Args:
+        title: the actor, in messages.
+        station: what the thread does while it waits.
+        exits: hears, on the loop's thread, of a ``sys.exit()`` that no call's own code has made.
+        agent: has the clock that the watch goes by.
     """
 
-    def __init__(self, title: str) -> None:
+    def __init__(
+        self, title: str, station: LoopStation, exits: Callable[[SystemExit], Any], agent: Agent
+    ) -> None:
         self._title = title
+        self.station = station
+        station.loop = self
+        self._exits = exits
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_complain)
+        self._watch = _Watch(self._loop, title, station, agent)
         self._started = False
         self._thread: threading.Thread | None = None
         # Guards starting and ending; leaf.
@@ -43,11 +72,14 @@ class EventLoop:
         self._thread.start()
 
     def _run(self) -> None:
+        WAITING.station = self.station
         follow_torch()
+        self.station.begin()
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
+            self._run_on()
         finally:
+            self._watch.over = True
             try:
                 left = asyncio.all_tasks(self._loop)
                 for task in left:
@@ -58,8 +90,21 @@ class EventLoop:
             except Exception:
                 _log.exception("the event loop of %s did not end cleanly", self._title)
             finally:
+                WAITING.station = None
                 asyncio.set_event_loop(None)
                 self._loop.close()
+
+    def _run_on(self) -> None:
+        while True:
+            try:
+                self._loop.run_forever()
+            except (
+                SystemExit
+            ) as exit:  # of a task or a callback that a method has begun: asyncio lets it pass
+                self._exits(exit)
+                if not self._closed:
+                    continue
+            return
 
     def submit(self, run: Callable[[], Any]) -> bool:
         """Call ``run()`` on the loop soon; False if the loop is over."""
@@ -74,6 +119,14 @@ class EventLoop:
     def task(self, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context) -> asyncio.Task[Any]:
         """Start a coroutine; only on the loop's own thread."""
         return self._loop.create_task(coroutine, context=context)
+
+    def turn(self, run: Callable[[], Any], context: contextvars.Context) -> None:
+        """Call ``run()`` in its turn, behind what is to run already; only on the loop's own thread."""
+        self._loop.call_soon(run, context=context)
+
+    def current(self) -> asyncio.Task[Any] | None:
+        """Return the task that runs on the loop in this moment. For any thread."""
+        return asyncio.current_task(self._loop)
 
     def close(self) -> Future[None]:
         """End the loop and its tasks; completes when its thread is over."""
@@ -99,3 +152,82 @@ class EventLoop:
 
         Daemon(wait, "actorrpc-loop-end").start()
         return over
+
+
+def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what nobody has looked at, but for the ends of the actor, which have been seen to."""
+    if not isinstance(context.get("exception"), (ActorExit, SystemExit)):
+        loop.default_exception_handler(context)
+
+
+class _Watch:
+    """Names, once each, the methods that hold the loop for longer than a second.
+
+    Where the loop is not asyncio's own (uvloop's has no selector) nothing is watched.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, title: str, station: LoopStation, agent: Agent
+    ) -> None:
+        self._loop = loop
+        self._title = title
+        self._station = station
+        self._submit = agent.submit
+        self._tick = Tick(agent.clock, _HELD_S, self._look)
+        self._turn = 0  # of the loop
+        self._sleeps = False
+        self.over = False
+        self._seen = 0  # the turn that was under way at the last look, and since when it is known to be
+        self._since = 0.0
+        self._named: set[str] = set()
+        selector = getattr(loop, "_selector", None)
+        if selector is not None:
+            self._select = selector.select
+            selector.select = self._selected
+
+    def _selected(self, timeout: float | None = None) -> Any:
+        """Select for the loop, and note that a new turn of it begins."""
+        self._sleeps = True
+        try:
+            return self._select(timeout)
+        finally:
+            self._turn += 1
+            self._sleeps = False
+            self._tick.poke()
+
+    def _look(self) -> bool:
+        if self._sleeps or self.over:
+            return False
+        # In real time: a virtual clock may look twice within a moment.
+        now = time.monotonic()
+        if self._turn != self._seen:
+            self._seen, self._since = self._turn, now
+        elif now - self._since >= _HELD_S * 0.9:
+            self._since = now
+            self._submit(self._report)  # it reads source files
+        return True
+
+    def _report(self) -> None:
+        name = self._station.holder(asyncio.current_task(self._loop))
+        if name in self._named:
+            return
+        frame = sys._current_frames().get(self._station.ident)
+        if frame is None or self._sleeps or self.over or self._turn != self._seen:
+            return
+        self._named.add(name)
+        _log.warning(
+            "%s has held the event loop of actor %s for more than %.0f s: none of its coroutines goes on meanwhile. In an "
+            "async method, await what takes long (asyncio.to_thread() runs a function on a thread); a plain method is "
+            "taken off the loop by @method(thread=True). This is said once for each method. What it is doing:\n%s",
+            name or "a task",
+            self._title,
+            _HELD_S,
+            "".join(_users_part(traceback.extract_stack(frame)).format()),
+        )
+
+
+def _users_part(stack: traceback.StackSummary) -> traceback.StackSummary:
+    """Cut what is the loop's and ours off the outer end of a stack."""
+    ours = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(asyncio.__file__), threading.__file__)
+    left = itertools.dropwhile(lambda each: each.filename.startswith(ours), stack)
+    return traceback.StackSummary.from_list(list(left) or list(stack))

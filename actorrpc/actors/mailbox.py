@@ -1,6 +1,7 @@
 """The mailbox: which call of an actor runs next, and where. A state machine that runs nothing itself.
 
-A :class:`Mailbox` has a :class:`Lane` for each concurrency group, and one more for each group's ``async def`` methods.
+A :class:`Mailbox` has a :class:`Lane` for each concurrency group, and one more for each group's ``async def`` methods;
+that of the default group has the plain methods of an actor that has async ones, too, which run on its event loop.
 A lane hands out its entries in order:
 
 * higher priority first; within a priority, in the order of arrival;
@@ -23,6 +24,7 @@ import heapq
 import itertools
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 __all__ = ["Entry", "Lane", "Mailbox", "Seat", "Todo"]
@@ -357,6 +359,21 @@ class Mailbox:
                     lane.waiting -= 1
                     lane.running += 1
                     return entry
+        return None
+
+    def take_within(self, fits: Callable[[Entry], bool]) -> Entry | None:
+        """Hand out an entry of an async lane that may run within what blocks the event loop, over the limit.
+
+        ``fits`` is called under the lock: it looks at the entry and at nothing that has a lock of its own.
+        """
+        with self._lock:
+            for lane in self.async_lanes.values():
+                for entry in lane.entries():
+                    if fits(entry):
+                        entry.state = TAKEN
+                        lane.waiting -= 1
+                        lane.running += 1
+                        return entry
         return None
 
     def take_nested(self, seat: Seat) -> Entry | None:

@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, TypeVar, overload
 from torch import nn
 
 from actorrpc.actors.options import CallOptions
+from actorrpc.errors import ConfigError, WrongTypeError
 
 __all__ = ["ClassInfo", "Kind", "MethodInfo", "Signature", "kind_of", "method"]
 
@@ -27,6 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Kind = Literal["sync", "async", "generator", "async_generator"]
 
 _MARK: Final = "__actorrpc_method__"
+_THREADED: Final = "__actorrpc_threaded__"
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -220,20 +222,27 @@ class MethodInfo:
         name: what it is called by.
         kind: how it runs: ``"sync"``, ``"async"``, ``"generator"`` or ``"async_generator"``.
         given: what ``@method(...)`` says.
+        threaded: it runs on a thread also where the actor has an event loop.
         options: the same over the defaults.
         signature: what arguments it takes.
         check: raises TypeError for arguments that it does not take, as Python would.
     """
 
-    __slots__ = ("_merged", "check", "given", "kind", "name", "options", "signature")
+    __slots__ = ("_merged", "check", "given", "kind", "name", "options", "signature", "threaded")
 
     def __init__(
-        self, name: str, kind: Kind, signature: Signature, given: Mapping[str, Any] | None = None
+        self,
+        name: str,
+        kind: Kind,
+        signature: Signature,
+        given: Mapping[str, Any] | None = None,
+        threaded: bool = False,
     ) -> None:
         self.name = name
         self.kind: Kind = kind
         self.signature = signature
         self.given: Mapping[str, Any] = given or {}
+        self.threaded = threaded
         self.options: CallOptions = replace(_DEFAULT, **self.given) if given else _DEFAULT
         self._merged: tuple[CallOptions, CallOptions] | None = None
         self.check: Callable[[tuple[Any, ...], Mapping[str, Any]], None] = signature.check
@@ -255,13 +264,13 @@ class MethodInfo:
 
     def packed(self) -> tuple[Any, ...]:
         """Return it as values that pickle."""
-        return (self.name, self.kind, self.signature.packed(), dict(self.given))
+        return (self.name, self.kind, self.signature.packed(), dict(self.given), self.threaded)
 
     @classmethod
     def unpack(cls, packed: tuple[Any, ...]) -> MethodInfo:
         """Rebuild it from what :meth:`packed` gave."""
-        name, kind, signature, given = packed
-        return cls(name, kind, Signature.unpack(signature), given)
+        name, kind, signature, given, threaded = packed
+        return cls(name, kind, Signature.unpack(signature), given, threaded)
 
     @classmethod
     def anything(cls, name: str, title: str, kind: Kind = "sync") -> MethodInfo:
@@ -297,12 +306,16 @@ def method(function: Any = None, /, **options: Any) -> Any:
     """Say how a method of an actor is called unless its caller says otherwise; the method itself stays what it is.
 
     ``@method(num_returns=2)`` over a ``def`` in the class; the options are those of ``handle.method.options(...)``:
-    see :class:`~actorrpc.actors.options.CallOptions`.
+    see :class:`~actorrpc.actors.options.CallOptions`. One more is said here only: ``@method(thread=True)`` has a plain method of
+    an actor that also has ``async def`` methods run on a thread beside the actor's event loop, which it blocks otherwise.
 
     Raises:
         ConfigError: an option is unknown, or its value is wrong.
         TypeError: it is not a function.
     """
+    threaded = options.pop("thread", False)
+    if not isinstance(threaded, bool):
+        raise WrongTypeError(f"thread must be True or False, not {threaded!r}")
     checked = CallOptions.check(options)
 
     def mark(function: Any) -> Any:
@@ -311,7 +324,11 @@ def method(function: Any = None, /, **options: Any) -> Any:
         ):
             raise TypeError(f"@method is for the methods of a class, not for {function!r}")
         plain = getattr(function, "__func__", function)
+        if threaded and kind_of(plain) in ("async", "async_generator"):
+            raise ConfigError(f"thread=True is for plain methods, and {plain.__qualname__} is async")
         setattr(plain, _MARK, {**getattr(plain, _MARK, {}), **checked})
+        if threaded:
+            setattr(plain, _THREADED, True)
         return function
 
     return mark if function is None else mark(function)
@@ -476,7 +493,8 @@ def _method_of(name: str, raw: Any, owner: str) -> MethodInfo | None:
         function = raw.func
         while isinstance(function, functools.partial):
             function = function.func
-        return MethodInfo(name, kind_of(function), Signature.anything(f"{owner}.{name}"), given)
+        threaded = getattr(raw.func, _THREADED, False)
+        return MethodInfo(name, kind_of(function), Signature.anything(f"{owner}.{name}"), given, threaded)
     elif isinstance(raw, functools.singledispatchmethod):
         function = raw.func
     elif not callable(raw) or isinstance(raw, (property, functools.cached_property)):
@@ -489,7 +507,8 @@ def _method_of(name: str, raw: Any, owner: str) -> MethodInfo | None:
     # Python calls a function by the name of where it was written.
     title = function.__qualname__ if isinstance(function, types.FunctionType) else f"{owner}.{name}"
     title = title.rpartition("<locals>.")[2]
-    return MethodInfo(name, kind_of(function), Signature.of(function, title, bound), given)
+    threaded = getattr(function, _THREADED, False)
+    return MethodInfo(name, kind_of(function), Signature.of(function, title, bound), given, threaded)
 
 
 def _constructor(actor: type, owner: str) -> MethodInfo:

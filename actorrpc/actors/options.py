@@ -235,6 +235,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "env": _variables,
     "get_if_exists": _flag,
     "host": _text,
+    "interrupt": _flag,
     "labels": _words,
     "lifetime": _lifetime,
     "max_buffered_items": _integer(1, "an int of at least 1"),
@@ -305,6 +306,10 @@ def _names(cls: type[Any]) -> tuple[str, ...]:
 
 
 def _unknown(cls: type[Any], name: str, allowed: tuple[str, ...], what: str) -> ConfigError:
+    if name == "thread" and cls is CallOptions:
+        return ConfigError(
+            "thread=True is said where a method is defined, @method(thread=True), not of a single call"
+        )
     if name in _ELSEWHERE:
         return ConfigError(f"{name!r} is an option of Ray's that makes no sense here: {_ELSEWHERE[name]}")
     if cls is TaskOptions and name in _PLACED:
@@ -323,6 +328,13 @@ def _unknown(cls: type[Any], name: str, allowed: tuple[str, ...], what: str) -> 
 
 
 # -- the options ---------------------------------------------------------------------------------------------
+
+
+def _check_interrupt(interrupt: bool, timeout: float | None) -> None:
+    if interrupt and not timeout:
+        raise ConfigError(
+            "interrupt=True says what is done when the call's own time is over: give timeout=, too"
+        )
 
 
 def _reduce(options: Any) -> tuple[Any, ...]:
@@ -346,7 +358,9 @@ class CallOptions:
     Attributes:
         num_returns: how many ObjectRefs a call gives: the method returns so many values; 0: the call gives None.
             ``"streaming"``: an ObjectRefGenerator, which is what generators give in any case.
-        timeout: seconds; None for the default of the group, 0 for no limit.
+        timeout: seconds; None for the default of the group, 0 for no limit. See below.
+        interrupt: whether a method that is late, by this ``timeout``, is interrupted as ``cancel()`` does it. It may leave
+            its state half changed: that is why no default does this.
         priority: higher goes first among the calls that wait; default 0.
         concurrency_group: one of the actor's ``concurrency_groups``.
         max_task_retries: how often a call that the actor's death cut short is made again; -1: for ever; None: as
@@ -355,10 +369,28 @@ class CallOptions:
         max_buffered_items: how many items of a stream are made ahead of its reader; default 16.
         name: what the call is called in messages; default the method's name.
         allow_out_of_order: whether later calls may overtake this one while its arguments are fetched.
+
+    What time-outs do to a call that has begun; one that waits for its turn is taken out by all of them but the first two:
+
+    ============================================= =================== ==================== ==================================
+    time is over                                  coroutine           plain method          who hears what
+    ============================================= =================== ==================== ==================================
+    ``get(ref, timeout=)``, ``wait(timeout=)``    goes on             goes on              the wait alone: RpcTimeoutError, or
+                                                                                           "not ready"
+    ``asyncio.wait_for(ref, t)``                  goes on             goes on              the wait alone: TimeoutError
+    ``options(timeout=)``, ``rpc_timeout``        is cancelled        goes on, keeps its   the call: RpcTimeoutError
+                                                                      actor
+    ``options(timeout=, interrupt=True)``         is cancelled        is interrupted, its  the call: RpcTimeoutError
+                                                                      actor is free
+    ============================================= =================== ==================== ==================================
+
+    Calls that it has made and waits for end with it. A plain method on an event loop is never interrupted, nor is one in C code
+    before it is out of that.
     """
 
     num_returns: int | Literal["streaming"] = 1
     timeout: float | None = None
+    interrupt: bool = False
     priority: int = 0
     concurrency_group: str | None = None
     max_task_retries: int | None = None
@@ -382,7 +414,11 @@ class CallOptions:
         Raises:
             ConfigError: one is unknown or wrong.
         """
-        return replace(self, **_check(type(self), given, "a method")) if given else self
+        if not given:
+            return self
+        made = replace(self, **_check(type(self), given, "a method"))
+        _check_interrupt("interrupt" in given and made.interrupt, made.timeout)
+        return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reduce(self)
@@ -534,7 +570,7 @@ class TaskOptions:
     """How a task (a ``@remote`` function) is run: ``@remote(...)`` and ``f.options(...)``. Immutable.
 
     Attributes:
-        num_returns, timeout, max_buffered_items, name, priority: see :class:`CallOptions`.
+        num_returns, timeout, interrupt, max_buffered_items, name, priority: see :class:`CallOptions`.
         max_retries: how often a task is run again whose process died; -1: for ever; default 3.
         retry_exceptions: whether what it raises is a reason to run it again; or only these.
         worker: where it runs; see :class:`ActorOptions`. None: on the processes that run tasks, or on the group's
@@ -545,6 +581,7 @@ class TaskOptions:
 
     num_returns: int | Literal["streaming"] = 1
     timeout: float | None = None
+    interrupt: bool = False
     priority: int = 0
     max_buffered_items: int = 16
     name: str | None = None
@@ -562,7 +599,11 @@ class TaskOptions:
         Raises:
             ConfigError: one is unknown or wrong.
         """
-        return replace(self, **_check(type(self), given, "a task")) if given else self
+        if not given:
+            return self
+        made = replace(self, **_check(type(self), given, "a task"))
+        _check_interrupt(made.interrupt, made.timeout)
+        return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reduce(self)
@@ -572,6 +613,7 @@ class TaskOptions:
         return CallOptions(
             num_returns=self.num_returns,
             timeout=self.timeout,
+            interrupt=self.interrupt,
             priority=self.priority,
             max_buffered_items=self.max_buffered_items,
             name=self.name,

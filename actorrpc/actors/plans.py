@@ -10,7 +10,7 @@ from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
 
 if TYPE_CHECKING:
     from actorrpc.actors.line import Line
-    from actorrpc.actors.methods import MethodInfo
+    from actorrpc.actors.methods import Kind, MethodInfo
     from actorrpc.actors.options import CallOptions
     from actorrpc.core.peer import Peer
 
@@ -95,7 +95,7 @@ class Plan:
             header["k"] = 1
         if options.allow_out_of_order:
             header["o"] = 1
-        self.letter = self.kept_letter = Letter(header)
+        self.letter = self.kept_letter = self._letter(header)
 
     # -- object_ref.Taste ----------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class Plan:
         """Have large results come with the reply from now on: that is half the way, and one copy less."""
         if self.kept_letter is not None and not self.inlines and "nr" not in self.kept_letter.header:
             self.inlines = True
-            self.letter = Letter(
+            self.letter = self._letter(
                 {name: value for name, value in self.kept_letter.header.items() if name != "k"}
             )
 
@@ -126,5 +126,24 @@ class Plan:
             return self.letter
         if self._fetching is None:
             kept = self.kept_letter or self.letter
-            self._fetching = Letter({**kept.header, "u": 1})
+            self._fetching = self._letter({**kept.header, "u": 1})
         return self._fetching
+
+    def _letter(self, header: dict[str, Any]) -> Letter:
+        # Only for a time-out that the caller has asked for himself: an interrupted method may leave its state half changed.
+        interrupts = self.options.interrupt and bool(self.options.timeout)
+        return Letter(header, interrupts=interrupts, late=_late(self.method.kind, interrupts))
+
+
+def _late(kind: Kind, interrupts: bool) -> str:
+    """Say what becomes of a call that has begun when its time is over."""
+    if kind == "async":
+        return "if it has begun, its coroutine is cancelled"
+    if kind in _GENERATORS:
+        return "if it has begun, its stream is closed"
+    if interrupts:
+        return "if it has begun, it is interrupted where it runs in Python, on a thread, and leaves that to others"
+    return (
+        "if it has begun, it goes on to its end, and others wait for that; with options(timeout=..., interrupt=True) it is "
+        "interrupted"
+    )

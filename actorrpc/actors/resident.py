@@ -15,8 +15,10 @@ from actorrpc import moments
 from actorrpc.actors.arguments import resolve
 from actorrpc.actors.callee import Callee, died
 from actorrpc.actors.crew import Station, Stations, wake_all
+from actorrpc.actors.exits import exit_text
 from actorrpc.actors.letter_entry import LetterEntry
 from actorrpc.actors.loop import EventLoop
+from actorrpc.actors.loop_station import LoopStation
 from actorrpc.actors.mailbox import Entry, Lane, Mailbox, Todo
 from actorrpc.actors.obituaries import IN_RESTORE
 from actorrpc.actors.reports import send_ended
@@ -26,7 +28,7 @@ from actorrpc.core import points
 from actorrpc.core.calls import CURRENT, Execution
 from actorrpc.core.frames import Frame
 from actorrpc.errors import CancelledError, RpcError
-from actorrpc.futures import Future
+from actorrpc.futures import WAITING, Future
 
 if TYPE_CHECKING:
     from actorrpc.actors.runtime import Runtime
@@ -114,14 +116,25 @@ class Resident:
     def _lane_of(self, name: str, group: str | None) -> Lane:
         assert self.spec is not None
         method = self.spec.info.methods.get(name)
-        is_async = method is not None and method.kind.startswith("async") and bool(self.mailbox.async_lanes)
-        lanes = self.mailbox.async_lanes if is_async else self.mailbox.lanes
+        asked = group
         if group is None:
             group = (method.options.concurrency_group if method is not None else None) or ""
-            lane = lanes.get(group) or lanes[""]
+        # Plain methods of an async actor run on its loop as well, unless they say otherwise, or are in a group.
+        threaded = (
+            method is not None and not method.kind.startswith("async") and bool(group or method.threaded)
+        )
+        lanes = self.mailbox.async_lanes if self.mailbox.async_lanes and not threaded else self.mailbox.lanes
+        lane = lanes.get(group) or lanes[""]
+        if asked is None:
             self._plans[name] = lane
-            return lane
-        return lanes.get(group) or lanes[""]
+        return lane
+
+    def is_plain(self, entry: LetterEntry) -> bool:
+        """Say whether a call is of a plain method: once begun it runs to its end, and gives one result."""
+        assert self.spec is not None
+        header = entry.header
+        method = self.spec.info.methods.get(header.get("m", ""))
+        return "q" not in header and (method is None or method.kind == "sync")
 
     def arrived(self, entry: LetterEntry, conn: Any, frame: Frame) -> None:
         """Take the rest of a letter that had been announced."""
@@ -175,6 +188,8 @@ class Resident:
                 loop = self.loop
                 if loop is not None:
                     loop.submit(partial(self.callee.pump, lane))
+                    if loop.station.waiting:
+                        loop.station.wake()
             else:
                 self.agent.submit(Station(self, lane).start)
 
@@ -217,23 +232,36 @@ class Resident:
             )
             self.carry_out(todo)
             return
-        execution = entry.execution
+        execution, loop = entry.execution, self.loop
+        if lane is not None and lane.is_async:
+            if entry.task is not None and loop is not None:
+                loop.submit(partial(self.callee.stop, entry, stop))
+            elif execution is not None:  # a plain method is never interrupted on the loop
+                execution.cancel(stop)
+            return
         if execution is not None:
             execution.cancel(stop)
-        if lane is not None and lane.is_async:
-            task, loop = entry.task, self.loop
-            if task is not None and loop is not None:
-                loop.submit(task.cancel)
-            return
         if stop:
             self.interrupt(entry)
 
-    def withdraw(self, entry: LetterEntry, error: RpcError) -> None:
-        """End a call that waits with an error; does nothing if it has had its turn."""
+    def deadlocked(self, entry: LetterEntry, error: RpcError) -> None:
+        """End a call that can never go on; does nothing if it is over."""
+        if self.withdraw(entry, error):
+            return
+        self.callee.fail(entry, error)
+        if entry.conn is not None:
+            entry.conn.flush()
+        loop = self.loop
+        if entry.task is not None and loop is not None:
+            loop.submit(partial(self.callee.stop, entry, True))
+
+    def withdraw(self, entry: LetterEntry, error: RpcError) -> bool:
+        """End a call that waits with an error; does nothing, and returns False, if it has had its turn."""
         todo = self.mailbox.cancel(entry)
         if todo is not None:
             self.callee.refuse(entry, error)
             self.carry_out(todo)
+        return todo is not None
 
     def interrupt(self, entry: Entry) -> None:
         """Interrupt the station that runs an entry, if one does."""
@@ -289,7 +317,7 @@ class Resident:
             if (
                 info.is_async and not self._wound_up
             ):  # it may have been killed meanwhile: nobody would close the loop
-                self.loop = EventLoop(self.title)
+                self.loop = EventLoop(self.title, LoopStation(self), self._exited_aside, self.agent)
         self.mailbox.configure(
             limits, async_limits, reentrant=options.reentrant, yielding=getattr(options, "yielding", False)
         )
@@ -303,18 +331,36 @@ class Resident:
 
     # -- the end ---------------------------------------------------------------------------------------
 
-    def exited(self, entry: LetterEntry, why: str) -> None:
-        """End the actor because the call that ``entry`` brought has called exit_actor()."""
-        why = why or "exit_actor() was called in it"
-        self.callee.fail(entry, died(self, why))
-        _ = self.end("now", why)  # at once: nothing that waits may have its turn
-        self.agent.submit(partial(self.end_itself, why))
+    def exited(self, entry: LetterEntry | None, why: str, kind: str = "exit") -> None:
+        """End the actor because something in it has called exit_actor() or, ``kind``, sys.exit().
 
-    def end_itself(self, why: str) -> None:
-        """Leave of its own will, and tell the supervisor."""
-        _ = self.end("now", why)
+        Args:
+            entry: brought the call that did it; None: none did, but something that a call has begun.
+            kind: after anything but ``"exit"`` the actor may be made again.
+        """
+        why = why or "exit_actor() was called in it"
+        if entry is not None:
+            self.callee.fail(entry, died(self, why))
+        _ = self.end("now", why)  # at once: nothing that waits may have its turn
         if self.spec is not None:
-            send_ended(self.runtime, self.spec, "exit", why)
+            self.agent.submit(partial(send_ended, self.runtime, self.spec, kind, why))
+
+    def _exited_aside(self, exit: SystemExit) -> None:
+        self.exited(None, exit_text(exit), "sys.exit")
+
+    def leave(self, execution: Execution, why: str) -> None:
+        """See that exit_actor() ends the actor also where its exception does not come to us.
+
+        That is so in what a call has begun (tasks, threads), and not in the call's own code, which is unwound first.
+        """
+        station: Any = WAITING.station
+        entry: Any = None
+        if isinstance(station, Station) and station in self.crew:
+            entry = station.running
+        elif isinstance(station, LoopStation) and self.loop is not None and station is self.loop.station:
+            entry = station.current
+        if entry is None or entry.execution is not execution:
+            self.agent.submit(partial(self.exited, None, why))
 
     def end(self, how: str, why: str) -> Future[None]:
         """End the actor: ``"drain"`` lets what waits run before, ``"now"`` does not. Completes when it is over.
@@ -374,6 +420,9 @@ class Resident:
             intake, self._intake = self._intake or [], None
         for entry in [*entries, *intake]:
             self.callee.refuse(entry, ResidentGoneError(self.id, self.why))  # type: ignore[arg-type]
+        loop = self.loop
+        if loop is not None:
+            self.refuse_due(loop.station)
         for station in stations:
             station.end()
         running = []
@@ -381,11 +430,18 @@ class Resident:
             station.end()
             if isinstance(station.running, LetterEntry):
                 running.append(station.running)
+        if loop is not None:
+            running += list(loop.station.entries.values())
         if state == "over":
             self.runtime.residents.forget(self)
             if self.over._claim():
                 self.over._finish(None, None)
         return running
+
+    def refuse_due(self, station: LoopStation) -> None:
+        """Refuse the plain methods whose turn on the loop will not come any more."""
+        for entry in station.ended():
+            self.callee.refuse(entry, ResidentGoneError(self.id, self.why))
 
     def _wind_up(self) -> None:
         """Run the actor's last hooks, once, when its threads are gone: the last of them runs them itself.

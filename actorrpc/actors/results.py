@@ -14,9 +14,10 @@ from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import moments
+from actorrpc.actors.letter_entry import GRACE_S
 from actorrpc.actors.object_ref import Kept
 from actorrpc.actors.snapshot import Snapshot
-from actorrpc.core.calls import CURRENT
+from actorrpc.core.calls import CURRENT, Call
 from actorrpc.errors import BackpressureError, CancelledError, RpcTimeoutError, ShutdownError
 from actorrpc.futures import Future
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Limbo", "ResultFuture", "Trip"]
 
 INFINITE: Final = float("inf")
+_MARGIN_S: Final = 1.0  # for the way there and back
 _ATOMS: Final = frozenset({int, float, bool, str, bytes, type(None), complex})
 _ENDED: Final = frozenset({CancelledError, RpcTimeoutError, ShutdownError, BackpressureError})
 _init: Final = Future.__init__
@@ -51,6 +53,10 @@ class ResultFuture(Future[Any]):
         self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
     ) -> None:
         route = self._route
+        source = self._source
+        if type(source) is Call and source.stopping and (error is None or isinstance(error, CancelledError)):
+            # It may have come to its end before; and whoever cancels it counts on its being cancelled, and knows.
+            value, error = None, source.was_cancelled(error)
         if route is not None:
             line = route._line
             if error is not None and line.caught(self, error):
@@ -70,6 +76,21 @@ class ResultFuture(Future[Any]):
             if line.barrier is not None:
                 line.passed(self._number)
         _finish(self, value, error, submit)
+
+    def cancel(self) -> bool:
+        """Give the call up; False if it was over.
+
+        A coroutine that runs is cancelled, and may clean up for a while: the call is over when that is. Other calls are
+        over at once.
+        """
+        plan, call = self._plan, self._source
+        if plan is None or plan.method.kind != "async" or type(call) is not Call:
+            return Future.cancel(self)
+        trip = self._trip
+        if trip is not None:  # it is not made again
+            trip.tries = 0
+            trip.unwanted = True
+        return call.stop(GRACE_S + _MARGIN_S)
 
     def conclude(self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None) -> bool:
         """End a future that is not on the way; False if it is over, or somebody else is ending it."""

@@ -236,6 +236,7 @@ class Agent:
             raise
         call = Call(self, peer, next(peer.ids), label, deadline, timeout, chain, future)
         call.keep = keep
+        call.letter = letter
         if future is not None:
             future._source = call
             future.label = call  # put into words only when somebody asks

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from actorrpc.core.agent import Agent
     from actorrpc.core.connection import Connection
     from actorrpc.core.frames import Frame
+    from actorrpc.core.letters import Letter
     from actorrpc.core.peer import Peer
     from actorrpc.futures import Future, Station
 
@@ -87,6 +88,10 @@ class Execution:
                 its time is over, or the caller is gone.
         """
         self.cancelled = True
+        self.give_up_nested(stop)
+
+    def give_up_nested(self, stop: bool) -> None:
+        """Give up the calls that this one waits for; it may make others."""
         nested = self.nested
         while nested:
             try:
@@ -115,12 +120,14 @@ class Call:
         "id",
         "keep",
         "label",
+        "letter",
         "lock",
         "peer",
         "polling",
         "reply",
         "sent",
         "stirred",
+        "stopping",
         "timeout",
     )
 
@@ -149,6 +156,8 @@ class Call:
         self.done = False
         self.polling: Connection | None = None
         self.stirred = False
+        self.stopping = False  # the caller has cancelled it, and waits for the callee to have ended it
+        self.letter: Letter | None = None
         self.lock: threading.Lock | None = None
         self.reply: Frame | None = None
         self.error: BaseException | None = None
@@ -316,8 +325,8 @@ class Call:
                 time.sleep(0.0005)
             return False
         self._withdraw()
-        self.fail(self.timed_out(), self.agent.pool.submit)
-        self._tell_cancelled(stop=False)
+        self.fail(self.was_cancelled() if self.stopping else self.timed_out(), self.agent.pool.submit)
+        self._tell_cancelled(stop=self.letter is not None and self.letter.interrupts)
         return True
 
     def _withdraw(self) -> None:
@@ -337,6 +346,8 @@ class Call:
         """Return the error of this call's time-out."""
         reached = self.may_arrive
         ran = "it was sent and may have run" if reached else "it was not sent"
+        if reached and self.letter is not None and self.letter.late:
+            ran = f"{ran}: {self.letter.late}"
         bound = f"{self.timeout * 1e3:.0f} ms" if self.timeout else "what was left of the call that made it"
         return RpcTimeoutError(
             f"{self} timed out: RPC ran for more than set timeout ({bound}) and will now be marked "
@@ -354,13 +365,35 @@ class Call:
         if self.peer.pending.pop(self.id, None) is None:
             return False
         self._withdraw()
-        self.fail(
-            CancelledError(
-                f"{self} was cancelled by its caller", maybe_executed=self.may_arrive, worker=self.peer.name
-            ),
-            self.agent.pool.submit,
-        )
+        self.fail(self.was_cancelled(), self.agent.pool.submit)
         self._tell_cancelled(stop)
+        return True
+
+    def was_cancelled(self, remote: BaseException | None = None) -> CancelledError:
+        """Return the error of this call's cancellation; ``remote``: what the worker has said of it."""
+        said = "" if remote is None else f": {remote}"
+        return CancelledError(
+            f"{self} was cancelled by its caller{said}",
+            maybe_executed=self.may_arrive,
+            worker=self.peer.name,
+        )
+
+    @uninterruptible
+    def stop(self, patience: float) -> bool:
+        """Have the worker end the call, whose answer then says that it has; False if it was over.
+
+        Args:
+            patience: how many seconds the answer may take; after that it is as with :meth:`cancel`.
+        """
+        if not self.sent:
+            return self.cancel()
+        if self.peer.pending.get(self.id) is not self:
+            return False
+        if not self.stopping:
+            self.stopping = True
+            submit, give_up = self.agent.pool.submit, self.cancel
+            self.agent.clock.after(patience, lambda: submit(give_up))
+            self._tell_cancelled(stop=True)
         return True
 
     def _tell_cancelled(self, stop: bool) -> None:

@@ -24,12 +24,19 @@ _packb: Final = msgpack.packb
 
 
 class Letter:
-    """The header of letters that are all alike, packed once. Never changed."""
+    """The header of letters that are all alike, packed once. Never changed.
 
-    __slots__ = ("header", "packed")
+    Args:
+        interrupts: what runs for a call that is late is to be interrupted, where that can be.
+        late: what becomes of a call that is late, for the error of its time-out.
+    """
 
-    def __init__(self, header: dict[str, Any]) -> None:
+    __slots__ = ("header", "interrupts", "late", "packed")
+
+    def __init__(self, header: dict[str, Any], *, interrupts: bool = False, late: str = "") -> None:
         self.header = header
+        self.interrupts = interrupts
+        self.late = late
         self.packed: bytes = _packb(header)
 
 

@@ -387,3 +387,31 @@ def test_classes_are_not_kept_alive() -> None:
     del Actor
     gc.collect()
     assert watch() is None
+
+
+def test_methods_that_run_on_threads() -> None:
+    class Both:
+        @method(thread=True)
+        def beside(self) -> None: ...
+
+        @method(thread=True, timeout=1)
+        def generator(self) -> Iterator[int]:
+            yield 1
+
+        @method(thread=False)
+        def plain(self) -> None: ...
+
+    info = pickle.loads(pickle.dumps(ClassInfo.of(Both)))
+    assert {name: each.threaded for name, each in info.methods.items()} == {
+        "beside": True,
+        "generator": True,
+        "plain": False,
+    }
+    assert info.methods["generator"].options.timeout == 1
+
+    async def coroutine(self: Any) -> None: ...
+
+    with pytest.raises(ConfigError, match="coroutine is async"):
+        method(thread=True)(coroutine)
+    with pytest.raises(ConfigError, match="thread must be True or False"):
+        method(thread=1)

@@ -221,3 +221,23 @@ def test_options_travel(options: dict[str, Any]) -> None:
 def test_what_equals_a_default_but_is_of_another_type_travels_as_it_is() -> None:
     assert pickle.loads(pickle.dumps(CallOptions(num_returns="streaming"))).num_returns == "streaming"
     assert pickle.loads(pickle.dumps(CallOptions(max_task_retries=0))).max_task_retries == 0
+
+
+def test_an_interruption_needs_a_time() -> None:
+    assert CallOptions().merged(timeout=1, interrupt=True).interrupt
+    assert CallOptions(interrupt=True).merged(priority=1).interrupt  # as @method(interrupt=True) leaves it
+    assert TaskOptions(timeout=1).merged(interrupt=True).for_calls().interrupt
+    for options, wrong in (
+        (CallOptions(), {"interrupt": True}),
+        (CallOptions(timeout=1), {"interrupt": True, "timeout": 0}),
+        (TaskOptions(), {"interrupt": True}),
+    ):
+        with pytest.raises(ConfigError, match="give timeout=, too"):
+            options.merged(**wrong)
+    with pytest.raises(ConfigError, match="interrupt must be True or False"):
+        CallOptions().merged(interrupt=1, timeout=1)
+
+
+def test_a_thread_is_not_for_single_calls() -> None:
+    with pytest.raises(ConfigError, match="where a method is defined"):
+        CallOptions().merged(thread=True)

@@ -117,6 +117,37 @@ class Async:
     async def wait_at(self, gate: Any) -> str:
         return str(await gate.wait.remote())
 
+    async def clean_up(self, log: Any, gate: Any) -> None:
+        try:
+            self.log.append("wait")
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await log.note.remote("cleaning")
+            await gate.wait.remote()
+            await log.note.remote("clean")
+            raise
+
+    async def wait_and_clean_up(self, gate: Any, log: Any) -> None:
+        try:
+            await gate.wait.remote()
+        finally:
+            await log.note.remote("clean")
+
+    async def keep_on(self) -> str:
+        try:
+            self.log.append("wait")
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass
+        return "kept on"
+
+    async def fail(self) -> None:
+        try:
+            self.log.append("wait")
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ValueError("while it was cleaning up") from None
+
     async def all(self) -> list[str]:
         return self.log
 
@@ -229,6 +260,82 @@ def test_an_await_is_given_up_with_its_call() -> None:
     until(lambda: actorrpc.get(gate.count.remote()) == 0)
     with pytest.raises(actorrpc.CancelledError):
         actorrpc.get(ref)
+
+
+# -- coroutines that clean up ----------------------------------------------------------------------------------------
+
+
+def _begun(actor: Any, ref: Any) -> None:
+    until(lambda: actorrpc.get(actor.all.remote()) == ["wait"])
+    assert not ref.done()
+
+
+def test_a_coroutine_may_make_calls_when_it_is_cancelled_and_its_caller_waits_for_it() -> None:
+    actor, log, gate = Async.remote(), Busy.remote(), Gate.remote()
+    ref = actor.clean_up.remote(log, gate)
+    _begun(actor, ref)
+    assert actorrpc.cancel(ref)
+    until(lambda: actorrpc.get(gate.count.remote()) == 1)
+    assert not ref.done()
+    assert actorrpc.cancel(ref)  # once more changes nothing
+    actorrpc.get(gate.open.remote())
+    with pytest.raises(actorrpc.CancelledError):
+        actorrpc.get(ref)
+    assert actorrpc.get(log.all.remote()) == ["cleaning", "clean"]
+    assert not actorrpc.cancel(ref)
+
+
+def test_what_a_coroutine_awaits_is_given_up_and_what_it_calls_then_is_not() -> None:
+    actor, log, gate = Async.remote(), Busy.remote(), Gate.remote()
+    ref = actor.wait_and_clean_up.remote(gate, log)
+    until(lambda: actorrpc.get(gate.count.remote()) == 1)
+    assert actorrpc.cancel(ref)
+    with pytest.raises(actorrpc.CancelledError):
+        actorrpc.get(ref)
+    assert actorrpc.get([gate.count.remote(), log.all.remote()]) == [0, ["clean"]]
+
+
+def test_a_late_coroutine_may_make_calls() -> None:
+    actor, log, gate = Async.remote(), Busy.remote(), Gate.remote()
+    actorrpc.get([actor.all.remote(), log.all.remote(), gate.open.remote()])
+    with pytest.raises(actorrpc.RpcTimeoutError, match="its coroutine is cancelled"):
+        actorrpc.get(actor.clean_up.options(timeout=0.2).remote(log, gate))
+    until(lambda: actorrpc.get(log.all.remote()) == ["cleaning", "clean"])
+
+
+def test_a_coroutine_that_catches_its_cancellation() -> None:
+    actor = Async.remote()
+    ref = actor.keep_on.remote()
+    _begun(actor, ref)
+    assert actorrpc.cancel(ref)
+    with pytest.raises(actorrpc.CancelledError):
+        actorrpc.get(ref)
+
+
+def test_an_error_of_a_coroutine_that_is_cancelled() -> None:
+    actor = Async.remote()
+    ref = actor.fail.remote()
+    _begun(actor, ref)
+    assert actorrpc.cancel(ref)
+    with pytest.raises(ValueError, match="while it was cleaning up"):
+        actorrpc.get(ref)
+
+
+def test_a_cancelled_call_is_not_made_again() -> None:
+    actor, log, gate = (
+        Async.options(max_restarts=-1, max_task_retries=-1).remote(),
+        Busy.remote(),
+        Gate.remote(),
+    )
+    ref = actor.clean_up.remote(log, gate)
+    _begun(actor, ref)
+    assert actorrpc.cancel(ref)
+    until(lambda: actorrpc.get(gate.count.remote()) == 1)
+    actorrpc.kill(actor, no_restart=False)
+    with pytest.raises((actorrpc.ActorUnavailableError, actorrpc.CancelledError)):
+        actorrpc.get(ref)
+    assert actorrpc.get(actor.all.remote()) == []
+    actorrpc.get(gate.open.remote())
 
 
 def test_a_call_to_an_actor_that_is_being_made() -> None:

@@ -377,6 +377,7 @@ class AsyncNode:
             return 1
         return 1 + int(await way[0].visit.remote(way[1:]))
 
+    @actorrpc.method(thread=True)  # on the loop it would wait for visit(), which needs that
     def sync(self, way: list[Any]) -> int:
         return 1 + int(actorrpc.get(way[0].visit.remote(way[1:])))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,48 @@ class Worker:
 
     def stream(self) -> Any:
         yield left()
+
+    def spin(self) -> None:
+        try:
+            while True:
+                pass
+        finally:
+            self.ran.append("out")
+
+
+@actorrpc.remote
+class Patient:
+    @actorrpc.method(interrupt=True)
+    def spin(self) -> None:
+        while True:
+            pass
+
+    def block(self, path: str) -> str:
+        return pass_gate(path)
+
+    def alive(self) -> bool:
+        return True
+
+
+@actorrpc.remote
+class OnLoop:
+    """Has an event loop."""
+
+    async def alive(self) -> bool:
+        return True
+
+    def count_down(self, path: str) -> str:
+        word = pass_gate(path)
+        for _ in range(1000):  # an interruption would arrive here
+            pass
+        return self.said(word)
+
+    def said(self, word: str) -> str:
+        self.word = word
+        return word
+
+    def word_said(self) -> str:
+        return self.word
 
 
 @actorrpc.remote
@@ -115,3 +158,79 @@ def test_a_wait_inside_of_a_call_ends_with_the_call() -> None:
     ran = actorrpc.get(actor.all.remote())
     assert ran[0] == "waiting"
     assert actorrpc.get(gate.open.remote()) is None
+
+
+def test_the_time_of_a_wait_is_not_the_calls(gate: Path) -> None:
+    actor = Worker.remote()
+    actorrpc.get(actor.all.remote())
+    ref = actor.block.remote(str(gate))
+
+    async def wait_for() -> None:
+        await asyncio.wait_for(ref, 0.01)
+
+    with pytest.raises(actorrpc.RpcTimeoutError, match="it goes on"):
+        actorrpc.get(ref, timeout=0.01)
+    with pytest.raises(TimeoutError):
+        asyncio.run(wait_for())
+    assert actorrpc.wait([ref], timeout=0.01) == ([], [ref])
+    open_gate(gate)
+    assert actorrpc.get(ref) == "go"
+
+
+# -- interrupt=True --------------------------------------------------------------------------------------------------
+
+
+def test_a_late_method_is_interrupted_where_its_caller_says_so() -> None:
+    actor = Worker.remote()
+    for n in range(3):
+        assert actorrpc.get(actor.all.remote()) == ["out"] * n
+        with pytest.raises(actorrpc.RpcTimeoutError, match="if it has begun, it is interrupted") as caught:
+            actorrpc.get(actor.spin.options(timeout=0.2, interrupt=True).remote())
+        assert caught.value.maybe_executed
+        del caught
+    assert actorrpc.get(actor.all.remote()) == ["out"] * 3
+
+
+def test_a_method_may_say_so_itself_of_the_actors_own_timeout() -> None:
+    actor = Patient.options(timeout=0.3).remote()
+    assert actorrpc.get(actor.alive.options(timeout=0).remote())
+    with pytest.raises(actorrpc.RpcTimeoutError):
+        actorrpc.get(actor.spin.remote())
+    assert actorrpc.get(actor.alive.options(timeout=0).remote())
+
+
+def test_otherwise_it_goes_on(gate: Path) -> None:
+    actor = Patient.remote()
+    assert actorrpc.get(actor.alive.remote())
+    with pytest.raises(actorrpc.RpcTimeoutError, match="it goes on to its end, and others wait for that"):
+        actorrpc.get(actor.block.options(timeout=0.1).remote(str(gate)))
+    after = actor.alive.remote()
+    assert not after.done()
+    open_gate(gate)
+    assert actorrpc.get(after)
+
+
+def test_never_on_an_event_loop(gate: Path) -> None:
+    actor = OnLoop.remote()
+    assert actorrpc.get(actor.alive.remote())
+    with pytest.raises(actorrpc.RpcTimeoutError):
+        actorrpc.get(actor.count_down.options(timeout=0.1, interrupt=True).remote(str(gate)))
+    open_gate(gate)
+    assert actorrpc.get(actor.word_said.remote()) == "go"
+
+
+@actorrpc.remote
+def spin_task() -> None:
+    while True:
+        pass
+
+
+@actorrpc.remote
+def quick_task() -> str:
+    return "quick"
+
+
+def test_a_late_task_is_interrupted_where_its_caller_says_so() -> None:
+    with pytest.raises(actorrpc.RpcTimeoutError):
+        actorrpc.get(spin_task.options(timeout=0.3, interrupt=True).remote())
+    assert actorrpc.get([quick_task.remote() for _ in range(8)]) == ["quick"] * 8

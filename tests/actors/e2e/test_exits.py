@@ -1,0 +1,190 @@
+"""Actors that end themselves: exit_actor(), for good, and sys.exit(), after which they may be made again."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc import get
+from tests.actors.e2e.kit import Gate, until
+
+pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(30)]
+
+
+class _Leaves:
+    """How both kinds of actors leave."""
+
+    def __init__(self, path: str = "") -> None:
+        self.task: Any = None
+        if path:
+            with open(path, "a") as file:
+                file.write("made\n")
+
+    def ping(self) -> str:
+        return "pong"
+
+    def leave(self, how: str) -> None:
+        _leave(how)
+
+    def yields(self, how: str) -> Any:
+        yield 1
+        _leave(how)
+
+
+def _leave(how: str) -> None:
+    if how == "exit_actor":
+        actorrpc.exit_actor()
+    sys.exit(3)
+
+
+@actorrpc.remote
+class Serial(_Leaves):
+    def in_thread(self, how: str) -> None:
+        asyncio.run(asyncio.to_thread(_leave, how))
+
+
+@actorrpc.remote
+class Async(_Leaves):
+    async def leave_async(self, how: str) -> None:
+        await asyncio.sleep(0)
+        _leave(how)
+
+    async def yields_async(self, how: str) -> Any:
+        yield 1
+        _leave(how)
+
+    async def begin(self, how: str) -> None:
+        async def task() -> None:
+            _leave(how)
+
+        self.task = asyncio.create_task(task())
+        await asyncio.Event().wait()
+
+    async def begin_and_end(self, how: str) -> str:
+        async def task() -> None:
+            await asyncio.sleep(0)
+            _leave(how)
+
+        self.task = asyncio.create_task(task())
+        return "begun"
+
+    async def call_soon(self, how: str) -> None:
+        asyncio.get_running_loop().call_soon(_leave, how)
+        await asyncio.Event().wait()
+
+    async def gathered(self, how: str) -> None:
+        await asyncio.gather(asyncio.to_thread(_leave, how), asyncio.Event().wait())
+
+    async def wait_and_leave(self, gate: Any, how: str) -> None:
+        await gate.wait.remote()
+        _leave(how)
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+
+_SAID = {"exit_actor": r"exit_actor\(\) was called in it", "sys.exit": r"sys\.exit\(3\) was called in it"}
+_WAYS = [
+    (Serial, "leave"),
+    (Serial, "in_thread"),
+    (Async, "leave"),
+    (Async, "leave_async"),
+    (Async, "begin"),
+    (Async, "call_soon"),
+    (Async, "gathered"),
+]
+
+
+@pytest.mark.parametrize("how", list(_SAID))
+@pytest.mark.parametrize(("cls", "method"), _WAYS)
+def test_the_actor_is_dead(cls: Any, method: str, how: str) -> None:
+    actor = cls.remote()
+    get(actor.ping.remote())
+    with pytest.raises(actorrpc.ActorDiedError, match=_SAID[how]):
+        get(getattr(actor, method).remote(how))
+    with pytest.raises(actorrpc.ActorDiedError, match=_SAID[how]):
+        get(actor.ping.remote())
+
+
+@pytest.mark.parametrize("how", list(_SAID))
+@pytest.mark.parametrize(("cls", "method"), [(Serial, "yields"), (Async, "yields"), (Async, "yields_async")])
+def test_in_a_stream(cls: Any, method: str, how: str) -> None:
+    actor = cls.remote()
+    stream = getattr(actor, method).remote(how)
+    assert get(next(stream)) == 1
+    with pytest.raises(actorrpc.ActorDiedError, match=_SAID[how]):
+        get(next(stream))
+
+
+@pytest.mark.parametrize("how", list(_SAID))
+def test_in_a_task_whose_call_is_over(how: str) -> None:
+    actor = Async.remote()
+    assert get(actor.begin_and_end.remote(how)) == "begun"
+    until(lambda: not actorrpc.is_alive(actor))
+
+
+@pytest.mark.parametrize("how", list(_SAID))
+def test_all_calls_of_an_async_actor_end_with_it(how: str) -> None:
+    actor, gate = Async.options(max_concurrency=3).remote(), Gate.remote()
+    refs = [actor.wait_and_leave.remote(gate, how), actor.wait.remote(), actor.wait.remote()]
+    refs += [actor.wait.remote(), actor.leave_async.remote("never"), actor.ping.remote()]
+    until(lambda: get(gate.count.remote()) == 1)
+    get(gate.open.remote())
+    for ref in refs:
+        with pytest.raises(actorrpc.ActorDiedError, match=_SAID[how]):
+            get(ref)
+    del refs, ref
+
+
+@pytest.mark.parametrize("cls", [Serial, Async])
+def test_sys_exit_is_followed_by_a_restart(cls: Any, tmp_path: Path) -> None:
+    actor = cls.options(max_restarts=1).remote(str(tmp_path / "made"))
+    get(actor.ping.remote())
+    with pytest.raises(actorrpc.ActorUnavailableError, match=_SAID["sys.exit"]):
+        get(actor.leave.remote("sys.exit"))
+    assert get(actor.ping.remote()) == "pong"
+    assert (tmp_path / "made").read_text() == "made\n" * 2
+    with pytest.raises(actorrpc.ActorDiedError, match=_SAID["exit_actor"]):
+        get(actor.leave.remote("exit_actor"))
+
+
+def test_calls_are_made_again_after_sys_exit(tmp_path: Path) -> None:
+    actor = Serial.options(max_restarts=2, max_task_retries=2).remote(str(tmp_path / "made"))
+    with pytest.raises(actorrpc.ActorDiedError, match=_SAID["sys.exit"]):
+        get(actor.leave.remote("sys.exit"))
+    assert (tmp_path / "made").read_text() == "made\n" * 3
+
+
+@actorrpc.remote
+def leaving_task(path: str) -> str:
+    with open(path, "a") as file:
+        file.write("run\n")
+    with open(path) as file:
+        if len(file.readlines()) < 3:
+            sys.exit(3)
+    return "done"
+
+
+def test_a_task_is_run_again_after_sys_exit(tmp_path: Path) -> None:
+    assert get(leaving_task.options(max_retries=2).remote(str(tmp_path / "runs"))) == "done"
+    with pytest.raises(actorrpc.PeerDiedError, match=_SAID["sys.exit"]):
+        get(leaving_task.options(max_retries=1).remote(str(tmp_path / "others")))
+
+
+@actorrpc.remote
+class Unmade:
+    def __init__(self) -> None:
+        sys.exit(3)
+
+    def ping(self) -> None: ...
+
+
+def test_sys_exit_in_a_constructor() -> None:
+    actor = Unmade.remote()
+    with pytest.raises(actorrpc.ActorDiedError, match="SystemExit: 3"):
+        get(actor.ping.remote())
