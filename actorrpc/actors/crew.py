@@ -24,10 +24,11 @@ import torch
 
 from actorrpc import moments
 from actorrpc.actors.mailbox import Entry, Lane, Todo
+from actorrpc.actors.stalls import Stall, awaited
 from actorrpc.core.calls import Call
 from actorrpc.core.daemons import Daemon
 from actorrpc.core.threads import follow_torch
-from actorrpc.futures import WAITING, Future
+from actorrpc.futures import WAITING
 
 if TYPE_CHECKING:
     from actorrpc.actors.resident import Resident
@@ -103,18 +104,16 @@ class Station:
         return bool(self._stirs)
 
     @property
-    def waits_for(self) -> list[Call]:
-        """The calls that the thread waits for, all of them; none where it does not wait, or for something else."""
+    def waits_for(self) -> list[Call | Stall]:
+        """What the thread waits for, all of it; nothing where it does not wait, or for something else."""
         try:
-            what = self._stirs[-1][1]
+            return awaited(self._stirs[-1][1])
         except IndexError:
             return []
-        if isinstance(what, Future):
-            parts = [getattr(each, "future", each) for each in list(what.awaits)] or [what]
-            sources = [each._source for each in parts if not each.done()]
-        else:
-            sources = [what]
-        return [each for each in sources if isinstance(each, Call)]
+
+    def runs(self, execution: int) -> bool:
+        """Whether an execution is under way here."""
+        return self._resident.mailbox.seat_of(execution) is self
 
     def wake(self) -> None:
         """Have the thread look for work, whether it is parked or waits for something."""

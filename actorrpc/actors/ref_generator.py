@@ -15,9 +15,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
+from actorrpc import moments
 from actorrpc.actors.object_ref import ObjectRef
+from actorrpc.actors.runtime import runtime
 from actorrpc.actors.snapshot import Snapshot
-from actorrpc.actors.streams import DONE, Batch, StreamTicket, close_stream, pull
+from actorrpc.actors.stalls import Reader, Stall
+from actorrpc.actors.streams import DONE, WINDOW_BYTES, Batch, StreamTicket, charge_of, close_stream, pull
 from actorrpc.actors.waits import deadline_of, time_left
 from actorrpc.core import codec, exceptions
 from actorrpc.core.calls import CURRENT, Execution
@@ -40,7 +43,7 @@ class _Over(Exception):
     """There are no more items."""
 
 
-class _Consumer:
+class _Consumer(Stall):
     """What a generator of ObjectRefs knows of its stream. Thread-safe.
 
     ``_lock`` guards everything that changes. It is re-entrant, as the collector may run under it; nothing is called,
@@ -60,6 +63,9 @@ class _Consumer:
         self._ticket: StreamTicket | None = None
         self._peer: Peer | None = None
         self._items: deque[Any] = deque()
+        self._charge = 0  # what they count, in bytes
+        self.reader = Reader.here(None)
+        self.touched = moments.now()  # when somebody last asked for an item
         self._count = 0  # of items that were taken
         self._ended = False  # nothing comes any more
         self._error: BaseException | None = None  # what comes behind the items
@@ -113,6 +119,12 @@ class _Consumer:
         """Waits are not cancelled."""
         return False
 
+    @property
+    def waits_for(self) -> Future[Any] | tuple[Peer, int] | None:
+        """What the next item is waited for from: a call under way, or a stream and its worker."""
+        ticket, peer = self._ticket, self._peer
+        return self._call if ticket is None or peer is None else (peer, ticket.stream)
+
     def _called(self, call: Future[Any]) -> None:
         self._call = None
         ticket = call._value
@@ -128,6 +140,7 @@ class _Consumer:
                 return
             with self._lock:
                 self._ticket = ticket
+                runtime().streams.consumers[ticket.worker, ticket.stream] = self
                 self._under_way = False
                 closed = self._closed
             if closed:
@@ -143,12 +156,14 @@ class _Consumer:
             and not self._under_way
             and not self._ended
             and not self._closed
-            and len(self._items) <= ticket.limit // 2
+            and self._charge <= WINDOW_BYTES // 2
+            and (not ticket.limit or len(self._items) <= ticket.limit // 2)
         )
 
     def _pull(self) -> None:
         step: Future[Batch] = Future()
         step.label = f"the next items of {self.label}"
+        step.awaits = (self,)
         with self._lock:
             if not self._wants():
                 return
@@ -181,6 +196,7 @@ class _Consumer:
             if self._closed:
                 return
             self._items.extend(items)
+            self._charge += sum(map(charge_of, items))
             if error is None:
                 self._under_way = False
                 if end is not None:
@@ -230,6 +246,8 @@ class _Consumer:
         Raises:
             _Over: there are no more.
         """
+        self.reader = reader = Reader.here(self.reader)
+        self.touched = moments.now()
         with self._lock:
             if not self._items:
                 if self._ended or self._closed:
@@ -246,7 +264,9 @@ class _Consumer:
                     signal._source = self
                 return None, None, signal
             packed = self._items.popleft()
+            self._charge -= charge_of(packed)
             self._count += 1
+            reader.took = True
             wants = self._wants()
         if wants:
             self._pull()
@@ -272,6 +292,7 @@ class _Consumer:
             self._closed = self.over = True
             dropped = list(self._items)
             self._items.clear()
+            self._charge = 0
             ticket, call = self._ticket, self._call
             ended = self._ended
             if not ended:
@@ -331,8 +352,8 @@ class ObjectRefGenerator(Generic[T]):
 
     ``for ref in generator`` and ``async for ref in generator`` give ObjectRefs whose values are here already;
     ``generator.values()`` gives the values themselves. If the generator raises, the ObjectRef in that place raises it,
-    and the stream is over. At most ``max_buffered_items`` items are produced and not taken. Thread-safe: several threads
-    may take items, each item goes to one of them.
+    and the stream is over. At most 64 MiB, and ``max_buffered_items`` items if that is given, are produced and not taken: then
+    the generator pauses, and holds its actor. Thread-safe: several threads may take items, each item goes to one of them.
 
     The generator on the actor is closed (GeneratorExit at its yield) when this object is closed or dropped.
 
