@@ -33,6 +33,7 @@ _NEVER = float("inf")
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: clear on classes that were made in C
 _base_init = torch._C.Future.__init__
 _base_set_result = torch._C.Future.set_result
+_base_wait = torch._C.Future.wait
 _base_set_unwrap = torch._C.Future._set_unwrap_func
 
 
@@ -154,6 +155,7 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     __slots__ = (
         "_callbacks",
+        "_devices",
         "_done",
         "_error",
         "_report",
@@ -167,7 +169,8 @@ class Future(torch.futures.Future[T], Generic[T]):
     awaits: Sequence[Any] = ()
 
     def __init__(self, *, devices: Sequence[Any] | None = None) -> None:
-        _base_init(self, [torch.device(d) for d in devices] if devices else [])
+        self._devices = [torch.device(each) for each in devices] if devices else []
+        _base_init(self, self._devices)
         self._unclaimed = None
         self._done = False
         self._value: Any = None
@@ -289,6 +292,9 @@ class Future(torch.futures.Future[T], Generic[T]):
             if report is not None:
                 report.seen = True
             raise self._error
+        if self._devices:
+            # torch's half has noted, at completion, what the current streams still had to do: those here wait for it.
+            _base_wait(self)
         return cast(T, self._value)
 
     def acknowledge(self) -> None:
@@ -403,7 +409,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable, not {type(callback).__name__}")
-        following: Future[S] = type(self)()  # type: ignore[assignment]
+        following: Future[S] = type(self)(devices=self._devices)  # type: ignore[assignment]
         following.label = f"then({getattr(callback, '__qualname__', callback)!s}) of {self.label}"
 
         def run(done: Future[T]) -> None:

@@ -1,11 +1,13 @@
-"""What holds for every test: a limit on its time, and that it leaves nothing behind.
+"""What holds for every test: a limit on its time, that it leaves nothing behind, and that it prints nothing unasked.
 
     @pytest.mark.limit(120)           # seconds for each of set-up, call and teardown; 60 by default
+    @pytest.mark.prints(r"regex")     # what its processes may write to standard error, or log (tests/output.py)
+    @pytest.mark.slow                 # not in the default run; `-m slow` runs these, `-m ""` runs all
+    @pytest.mark.gpu                  # needs a CUDA device
 
-`--limit SECONDS` changes the default (0: none, as with `--pdb`). Both are the package's plugin for pytest, as is `--times N`:
-each test is run so many times. Every night, what depends on timing:
-
-    python -m pytest --times 200 tests/core tests/faults/test_partitions.py tests/rpc/test_shutdown.py
+`--limit SECONDS` changes the default (0: none, as with `--pdb`). Limit and leaks are the package's plugin for pytest, as is
+`--times N`: each test is run so many times. The order is drawn anew for each run; its seed is printed,
+and a red test says the command that repeats it. `python -m tests.again` makes many runs and remembers them.
 """
 
 from __future__ import annotations
@@ -13,17 +15,35 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Generator
+from pathlib import Path
 
 # Before anything imports torch: one thread in each process, as there are many.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# In every process that a test starts; what it prints fails the test (tests/output.py).
+os.environ.setdefault("PYTHONWARNINGS", "default::ResourceWarning")
+# To look for GPUs in another way than this would open them, and no process could use them that is forked after that.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import hypothesis
 import pytest
 
 from actorrpc.testing import processes
-from tests import certificates, group
+from tests import certificates, devices, group
 
-pytest_plugins = ["actorrpc.testing.pytest_plugin"]
+pytest_plugins = ["actorrpc.testing.pytest_plugin", "tests.output", "tests.red"]
+
+_TESTS = Path(__file__).resolve().parent
+# Folders and modules whose tests are all slow; single tests carry the marker.
+_SLOW = (
+    "benchmarks/",
+    "compat/test_programs.py",
+    "conformance/",
+    "examples/",
+    "faults/",
+    "tutorials/",
+)
+_QUICK = ("faults/test_maybe_executed.py", "faults/test_repeats.py")
 
 # No assertion on time, in examples neither; the same examples in each run of the CI.
 hypothesis.settings.register_profile(
@@ -45,6 +65,17 @@ def pytest_configure() -> None:
         # what Ctrl-C does is something to test.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     group.remember_environment()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    """Mark what is slow as a whole; behind the selection, get ready what needs a GPU."""
+    for item in items:
+        name = item.path.relative_to(_TESTS).as_posix() if item.path.is_relative_to(_TESTS) else ""
+        if name.startswith(_SLOW) and not name.startswith(_QUICK):
+            item.add_marker(pytest.mark.slow)
+    yield
+    devices.prepare([item for item in items if item.get_closest_marker("gpu") is not None])
 
 
 @pytest.hookimpl(trylast=True)

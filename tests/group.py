@@ -83,6 +83,7 @@ class _Rank:
     process: ForkServerProcess
     results: Connection
     output: Path
+    errors: Path
     answer: tuple[bool, Any] | None = None  # (True, what was returned) or (False, traceback)
     over: bool = False
     exitcode: int | None = None
@@ -149,14 +150,15 @@ def _rank_main(
     args: tuple[Any, ...],
     results: Connection,
     output: str,
+    errors: str,
     environment: Mapping[str, str],
     leak_wait: float | None,
 ) -> None:
     # The server ends with the test process, and this process with the server.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    with open(output, "ab", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    for descriptor, path in (1, output), (2, errors):
+        with open(path, "ab", buffering=0) as file:
+            os.dup2(file.fileno(), descriptor)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(file=2)
@@ -260,11 +262,12 @@ def run_group(
     try:
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            output = directory / f"rank{rank}"
+            output, errors = directory / f"rank{rank}.out", directory / f"rank{rank}.err"
             output.touch()
+            errors.touch()
             process = context.Process(
                 target=_rank_main,
-                args=(fn, rank, world_size, args, sender, str(output), environment, leak_wait),
+                args=(fn, rank, world_size, args, sender, str(output), str(errors), environment, leak_wait),
                 name=f"rank{rank}",
             )
             try:
@@ -275,18 +278,24 @@ def run_group(
                 raise
             finally:
                 sender.close()
-            ranks.append(_Rank(process, receiver, output))
+            ranks.append(_Rank(process, receiver, output, errors))
         failures = _collect(ranks, time.monotonic() + timeout, may_die)
     finally:
         _end(ranks)
-        outputs = [state.output.read_text(errors="replace").rstrip() for state in ranks]
+        printed = [
+            [(what, path.read_text(errors="replace").rstrip()) for what, path in _streams(state)]
+            for state in ranks
+        ]
         shutil.rmtree(directory, ignore_errors=True)
-        for rank, text in enumerate(outputs):
-            if text and rank not in failures:
-                print(f"--- output of rank {rank} ---\n{text}\n---")
-    for rank, text in failures.items():
-        if outputs[rank]:
-            failures[rank] = f"{text}\noutput:\n{outputs[rank][-_OUTPUT_TAIL:]}"
+        for rank, texts in enumerate(printed):
+            for (what, text), stream in zip(texts, (sys.stdout, sys.stderr), strict=True):
+                if text and rank not in failures:
+                    # On the same stream of the test: what is on standard error fails it, unless it is announced.
+                    print(f"--- {what} of rank {rank} ---\n{text}\n---", file=stream)
+    for rank in failures:
+        for what, text in printed[rank]:
+            if text:
+                failures[rank] += f"\n{what}:\n{text[-_OUTPUT_TAIL:]}"
     if failures:
         raise GroupError(failures)
     return [_result(state) for state in ranks]
@@ -339,6 +348,11 @@ def rpc_group(
         shutil.rmtree(store, ignore_errors=True)
         if may_die:
             keys.sweep()  # the next worker to start would do it: the sockets of those that were killed
+
+
+def _streams(state: _Rank) -> Iterator[tuple[str, Path]]:
+    yield "output", state.output
+    yield "errors", state.errors
 
 
 def _collect(ranks: list[_Rank], deadline: float, may_die: Collection[int]) -> dict[int, str]:

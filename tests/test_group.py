@@ -168,6 +168,7 @@ def test_the_death_of_a_rank_is_a_failure_unless_it_may_die() -> None:
     assert run_group(_die, 2, may_die=[1]) == ["alive", Died(-signal.SIGKILL)]
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_end_shows_its_stacks_and_is_killed() -> None:
     with pytest.raises(GroupError) as caught:
         run_group(_wait_for_ever, 2, timeout=3)
@@ -182,6 +183,7 @@ def test_a_rank_must_leave_nothing_behind() -> None:
     run_group(_leak_descriptor, 1, leak_wait=None)
 
 
+@pytest.mark.slow
 def test_a_rank_whose_thread_stays_is_a_failure() -> None:
     with pytest.raises(GroupError, match="did not end after its function was over"):
         run_group(_stay, 2, leak_wait=None, timeout=3)
@@ -209,11 +211,13 @@ def test_asking_for_stacks_harms_nobody() -> None:
     assert "_come_and_go" in found
 
 
+@pytest.mark.slow
 def test_stacks_of_a_process_whose_threads_do_not_get_the_gil(tmp_path: Path) -> None:
     found, _ = run_group(_holds_the_gil, 2, str(tmp_path))
     assert "_holds_the_gil" in found
 
 
+@pytest.mark.slow
 def test_the_server_has_the_environment_of_the_session() -> None:
     script = """if True:
         import multiprocessing, os

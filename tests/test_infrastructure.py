@@ -15,12 +15,12 @@ import pytest
 _ROOT = Path(__file__).resolve().parent.parent
 
 
-def _session(directory: Path, source: str, *options: str) -> tuple[int, str]:
+def run_session(directory: Path, source: str, *options: str) -> tuple[int, str]:
     """Run tests in a pytest of their own, with this repository's conftest; return its status and output."""
     file = directory / "test_inner.py"
     file.write_text(textwrap.dedent(source))
     command = [sys.executable, "-m", "pytest", "-c", str(_ROOT / "pyproject.toml"), f"--rootdir={directory}"]
-    command += ["-p", "tests.conftest", "-p", "no:cacheprovider", str(file), *options]
+    command += ["-p", "tests.conftest", "-p", "no:cacheprovider", "-p", "no:randomly", str(file), *options]
     done = subprocess.run(
         command,
         cwd=_ROOT,
@@ -32,12 +32,13 @@ def _session(directory: Path, source: str, *options: str) -> tuple[int, str]:
         check=False,
         text=True,
     )
-    print(done.stdout)
+    print(textwrap.indent(done.stdout, "| "))  # so that its tracebacks are not taken for this session's
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_what_is_left_behind_is_named_and_only_charged_to_its_test(tmp_path: Path) -> None:
-    status, output = _session(
+    status, output = run_session(
         tmp_path,
         """
         import os, pathlib, subprocess, tempfile, threading, _thread, time
@@ -132,8 +133,9 @@ def test_what_is_left_behind_is_named_and_only_charged_to_its_test(tmp_path: Pat
     assert "1 failed, 14 passed, 8 errors" in output
 
 
+@pytest.mark.slow
 def test_a_test_over_its_limit_shows_all_stacks_and_leaves_no_process(tmp_path: Path) -> None:
-    status, output = _session(
+    status, output = run_session(
         tmp_path,
         """
         import subprocess, threading, time
@@ -200,8 +202,9 @@ def return_at_once(rank: int, world_size: int) -> None:
     """Be a rank that ends."""
 
 
+@pytest.mark.slow
 def test_a_session_whose_main_thread_cannot_be_freed_ends(tmp_path: Path) -> None:
-    status, output = _session(
+    status, output = run_session(
         tmp_path,
         """
         import subprocess, threading
@@ -225,8 +228,9 @@ def test_a_session_whose_main_thread_cannot_be_freed_ends(tmp_path: Path) -> Non
     assert "It could not be ended" in output
 
 
+@pytest.mark.slow
 def test_a_session_in_which_nothing_can_run_ends(tmp_path: Path) -> None:
-    status, output = _session(
+    status, output = run_session(
         tmp_path,
         """
         import ctypes

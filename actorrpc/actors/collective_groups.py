@@ -87,6 +87,10 @@ class CallStore(Store):
         )
         return bytes(self._ask("swap", key, old, new))
 
+    def clone(self) -> CallStore:
+        """Return itself, which any thread may use: NCCL's has threads that want a connection of their own."""
+        return self
+
     def delete_key(self, key: str) -> bool:
         """Forget a value; say whether there was one."""
         self.seen.pop(key, None)

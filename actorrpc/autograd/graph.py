@@ -226,7 +226,13 @@ def capture(
     before = _silence(True)  # a hook of an interior tensor may have led here from another capture
     try:
         captured = _run(
-            tuple(outputs), tuple(gradients), retain_graph, create_graph, tuple(inputs), True, False
+            tuple(outputs),
+            _placed(outputs, gradients),
+            retain_graph,
+            create_graph,
+            tuple(inputs),
+            True,
+            False,
         )
     finally:
         _silence(before)
@@ -236,6 +242,16 @@ def capture(
         of_receipts.append(list(captured[at : at + count]))
         at += count
     return of_receipts, list(captured[at:])
+
+
+def _placed(edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return gradients on the devices of their tensors: the way there may have led from a GPU to a CPU, or back."""
+    if not torch.cuda.is_initialized():
+        return tuple(gradients)
+    return tuple(
+        gradient.to(edge.node._input_metadata[edge.output_nr].device)
+        for edge, gradient in zip(edges, gradients, strict=True)
+    )
 
 
 # -- sums -------------------------------------------------------------------------------------------------------------
@@ -303,7 +319,7 @@ def run(
     before = _silence(False)
     try:
         with slots.borrowed(leaves, deadline):
-            _run(tuple(outputs), tuple(gradients), retain_graph, False, (), True, True)
+            _run(tuple(outputs), _placed(outputs, gradients), retain_graph, False, (), True, True)
             found = [(leaf, leaf.grad) for leaf in leaves]
     finally:
         _silence(before)

@@ -11,13 +11,14 @@ from typing import Any, Final
 import torch
 import torch.jit._builtins
 
-from actorrpc.errors import RpcTimeoutError, UnknownWorkerError
+from actorrpc.errors import RpcTimeoutError, SerializationError, UnknownWorkerError
 
 __all__ = ["as_runtime_error", "check_script_call", "is_builtin", "reword"]
 
 _TIMED_OUT: Final = "RPC ran for more than"
 _NO_DESTINATION: Final = "could not find destination"
 _NO_SCHEMA: Final = "Overloaded torch operator invoked from Python failed to match any schema"
+_NO_DEVICE: Final = "only supports CPU tensors by default"
 _NO_FUTURE: Final = "Functions decorated with @rpc.async_function"
 _OF_SCRIPT: Final = "torch.jit.ScriptFunction"
 _find_builtin: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
@@ -36,6 +37,8 @@ def reword(error: BaseException, function: Any = None) -> None:
         error.args = (f"{text} ({_TIMED_OUT} its time-out)",)
     elif isinstance(error, UnknownWorkerError) and _NO_DESTINATION not in text:
         error.args = (f"{_NO_DESTINATION}: {text}",)
+    elif isinstance(error, SerializationError) and _NO_DEVICE in text:
+        error.args = (text.replace(f"RPC {_NO_DEVICE}", f"TensorPipe RPC backend {_NO_DEVICE}"),)
     elif isinstance(error, TypeError) and _NO_SCHEMA not in text and is_builtin(function):
         error.args = (f"{_NO_SCHEMA}: {text}",)
     elif isinstance(error, TypeError) and text.startswith(_NO_FUTURE) and text.endswith(_OF_SCRIPT):

@@ -70,7 +70,6 @@ class Agent:
         key: the group's key.
         resolve: gives the record of a worker by name or rank, or None.
         members: gives all records that are known.
-        device_maps: worker name -> {device here: device there}.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class Agent:
         key: Key | None,
         resolve: Callable[[str | int], WorkerRecord | None],
         members: Callable[[], list[WorkerRecord]],
-        device_maps: dict[str, dict[str, str]] | None = None,
     ) -> None:
         self.record = record
         self.name = record.name
@@ -129,7 +127,6 @@ class Agent:
             resolve=resolve,
             members=members,
             replaced=self._replaced,
-            device_maps=device_maps or {},
         )
         self.peer = self.roster.peer
         self.peers = self.roster.peers
@@ -152,11 +149,15 @@ class Agent:
 
     # -- calling -----------------------------------------------------------------------------------------
 
-    def encode(self, obj: Any, parcel: messages.Parcel) -> codec.Encoded:
-        """Pack an object for the parcel's peer."""
+    def encode(self, obj: Any, parcel: messages.Parcel, *, answer: bool = False) -> codec.Encoded:
+        """Pack an object for the parcel's peer; an answer's tensors arrive where the peer's device map says."""
         peer = parcel.peer
         return codec.encode(
-            obj, remote_main=peer.same_main, known=peer.known, device_map=peer.device_map, context=parcel
+            obj,
+            remote_main=peer.same_main,
+            known=peer.known,
+            device_map=peer.answer_map if answer else peer.device_map,
+            context=parcel,
         )
 
     def call(

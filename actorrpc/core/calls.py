@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import moments
 from actorrpc.core.frames import CANCEL, pack_frame
@@ -31,18 +31,11 @@ if TYPE_CHECKING:
     from actorrpc.core.peer import Peer
     from actorrpc.futures import Future, Station
 
-__all__ = ["CURRENT", "FRAME_BIT", "Call", "Cancellable", "Execution"]
+__all__ = ["CURRENT", "FRAME_BIT", "Call", "Execution"]
 
 _log = logging.getLogger("actorrpc.calls")
 INFINITE: Final = float("inf")
 FRAME_BIT: Final = 63  # set in the chain of what descends from an execution that holds a mailbox
-
-
-class Cancellable(Protocol):
-    """What runs for a caller: an execution, a call in an actor's mailbox, or a stream."""
-
-    def cancel(self, stop: bool = False) -> None:
-        """Give it up; see :meth:`Execution.cancel`. Runs on a pool thread."""
 
 
 class Execution:

@@ -239,13 +239,13 @@ class Executor:
         parcel = messages.Parcel(execution.peer)
         try:
             header = answer_header(agent.interceptors, execution) if agent.interceptors else None
-            encoded = agent.encode(value, parcel)
+            encoded = agent.encode(value, parcel, answer=True)
             if keep is not None:
                 kept = keep(value, encoded.nbytes)
                 if kept is not value:
                     agent.roll_back(parcel)
                     parcel = messages.Parcel(execution.peer)
-                    encoded = agent.encode(kept, parcel)
+                    encoded = agent.encode(kept, parcel, answer=True)
             if encoded.grad:
                 header = recorded(agent.recorder, header, encoded.tensors, execution.peer)
             if parcel.sent:

@@ -41,9 +41,10 @@ FIRST_VISITOR = 1 << 30
 
 _NAME = re.compile(r"[A-Za-z0-9_:-]+", re.ASCII)
 _INCARNATION = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,5})?", re.ASCII)
 _HOST = re.compile(r"[0-9a-zA-Z_.:-]{1,128}", re.ASCII)
-_RECORD_FORMAT = 1
-_MAX_RECORD = 16 << 10
+_RECORD_FORMAT = 2
+_MAX_RECORD = 256 << 10  # device maps name every worker that they are for
 _MAX_ADDRESSES = 64
 # Only used where the kernel does not say which boot this is: then no other process is "on this host".
 _UNKNOWN_BOOT = secrets.token_hex(16)
@@ -129,6 +130,10 @@ class WorkerRecord:
         unix_path: its Unix socket, for workers with the same ``host``.
         tcp: addresses to try in this order, as ``(host, port)``.
         main: what :func:`main_identity` returned there.
+        cuda_devices: how many CUDA devices it sees.
+        devices: the devices that its options allow; empty: all.
+        device_maps: ``(worker, device here, device there)``: on which device of another worker its tensors arrive. The
+            answers of that worker, and gradients, come back the other way.
     """
 
     name: str
@@ -139,6 +144,9 @@ class WorkerRecord:
     tcp: tuple[tuple[str, int], ...] = ()
     pid: int = 0
     main: str = ""
+    cuda_devices: int = 0
+    devices: tuple[str, ...] = ()
+    device_maps: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def is_visitor(self) -> bool:
@@ -170,6 +178,16 @@ class WorkerRecord:
             raise ConfigError("a process id is a positive integer")
         if not (isinstance(self.main, str) and len(self.main) <= 64):
             raise ConfigError("a main module's identity has at most 64 characters")
+        if not _is_int(self.cuda_devices, 0, 1 << 16):
+            raise ConfigError("a number of CUDA devices is a positive integer")
+        if not (isinstance(self.devices, tuple) and all(map(_is_device, self.devices))):
+            raise ConfigError("devices are a tuple of names such as cuda:0")
+        if not isinstance(self.device_maps, tuple):
+            raise ConfigError("device maps are a tuple")
+        for route in self.device_maps:
+            if not (isinstance(route, tuple) and len(route) == 3 and all(map(_is_device, route[1:]))):
+                raise ConfigError("an entry of a device map is (worker, device here, device there)")
+            check_name(route[0])
 
     def to_bytes(self) -> bytes:
         """Return the record as a msgpack array."""
@@ -182,6 +200,9 @@ class WorkerRecord:
             self.tcp,
             self.pid,
             self.main,
+            self.cuda_devices,
+            self.devices,
+            self.device_maps,
         ]
         packed: bytes = msgpack.packb([_RECORD_FORMAT, *fields])
         return packed
@@ -201,9 +222,13 @@ class WorkerRecord:
             row: Any = msgpack.unpackb(data, raw=False)
             if not isinstance(row, list) or not row or row[0] != _RECORD_FORMAT or isinstance(row[0], bool):
                 raise ValueError("it was written by another version of actorrpc, or by something else")
-            name, rank, incarnation, host, path, tcp, pid, main = row[1:]
+            name, rank, incarnation, host, path, tcp, pid, main, cuda_devices, devices, device_maps = row[1:]
             if not isinstance(tcp, list) or not all(isinstance(address, list) for address in tcp):
                 raise ValueError("its tcp addresses are not a list of pairs")
+            if not isinstance(device_maps, list) or not all(isinstance(route, list) for route in device_maps):
+                raise ValueError("its device maps are not a list of triples")
+            if not isinstance(devices, list):
+                raise ValueError("its devices are not a list")
             return cls(
                 name=name,
                 rank=rank,
@@ -213,6 +238,9 @@ class WorkerRecord:
                 tcp=tuple(tuple(address) for address in tcp),
                 pid=pid,
                 main=main,
+                cuda_devices=cuda_devices,
+                devices=tuple(devices),
+                device_maps=tuple(tuple(route) for route in device_maps),
             )
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise RendezvousError(f"the store holds no usable record of a worker: {error}") from error
@@ -224,3 +252,7 @@ def _is_int(value: object, low: int, high: int) -> bool:
 
 def _is_address(host: object, port: object) -> bool:
     return isinstance(host, str) and 0 < len(host) <= 255 and "\0" not in host and _is_int(port, 1, 65536)
+
+
+def _is_device(value: object) -> bool:
+    return isinstance(value, str) and _DEVICE.fullmatch(value) is not None

@@ -23,9 +23,9 @@ from actorrpc.errors import ProtocolError
 
 if TYPE_CHECKING:
     from actorrpc.core.agent import Agent
-    from actorrpc.core.calls import Call, Cancellable
+    from actorrpc.core.calls import Call
     from actorrpc.core.connection import Connection
-    from actorrpc.core.peer import Peer
+    from actorrpc.core.peer import Cancellable, Peer
 
 __all__ = ["Inbox"]
 

@@ -11,16 +11,17 @@ Runs on whichever thread encodes or decodes; what belongs to one message hangs o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
 
 from actorrpc.errors import ProtocolError, SerializationError
 
-__all__ = ["ENTRY", "INLINE_BYTES", "Outgoing", "Span", "arrive", "message", "tensor_reducers"]
+__all__ = ["ENTRY", "INLINE_BYTES", "Outgoing", "Span", "arrive", "message", "settle", "tensor_reducers"]
 
 INLINE_BYTES: Final = 4096  # storages up to this size ride in the body: a copy is cheaper than a section
 _WASTE: Final = 64 << 10  # so many unused bytes may travel for a lone tensor's strides to stay as they are
@@ -135,13 +136,16 @@ class Outgoing:
     Attributes:
         tensors: the plain tensors of the message, in the order in which the receiver rebuilds them.
         grad: one of them requires grad.
+        cpu: the receiver's device for what is on the CPU; empty where it stays there.
     """
 
-    __slots__ = ("_by_storage", "_device_map", "grad", "pieces", "tensors")
+    __slots__ = ("_by_storage", "_device_map", "cpu", "grad", "pieces", "tensors")
 
     def __init__(self, device_map: Mapping[str, str] | None) -> None:
         self._by_storage: dict[int, int] = {}
         self._device_map = device_map
+        cpu = device_map.get("cpu", "") if device_map else ""
+        self.cpu = "" if cpu == "cpu" else cpu
         self.pieces: list[list[Any]] = []
         self.tensors: list[torch.Tensor] = []
         self.grad = False
@@ -152,7 +156,7 @@ class Outgoing:
         key = storage._cdata  # the storage is kept by its piece, so the number stays its own
         index = self._by_storage.get(key)
         if index is None:
-            device = self.target(t.device) if off_cpu else ""
+            device = self.target(t.device) if off_cpu else self.cpu
             index = self._by_storage[key] = len(self.pieces)
             # Once two tensors share the storage, the geometry has to stay: no lone tensor any more.
             self.pieces.append([storage, low, high, used, t, device])
@@ -175,7 +179,7 @@ class Outgoing:
             if kind == "meta":
                 raise SerializationError("a storage on the meta device has no bytes to send")
             index = self._by_storage[key] = len(self.pieces)
-            device = self.target(storage.device) if kind != "cpu" else ""
+            device = self.target(storage.device) if kind != "cpu" else self.cpu
             self.pieces.append([storage, 0, size, size, None, device])
         else:
             self.pieces[index][_LOW : _LONE + 1] = 0, size, size, None
@@ -191,8 +195,8 @@ class Outgoing:
         if target is None:
             raise SerializationError(
                 "RPC only supports CPU tensors by default, please move your tensors to CPU before sending "
-                "them over RPC, or call `set_device_map` on the backend's options to explicitly configure "
-                f"device mapping. Found a tensor on device: {device}"
+                "them over RPC, or call `set_device_map` on `TensorPipeRpcBackendOptions` to explicitly configure "
+                f"device mapping. Request or Response device mapping is not available for device: {device}"
             )
         return target
 
@@ -233,6 +237,19 @@ class Outgoing:
         return numbers, small[0] if len(small) == 1 else b"".join(small), names
 
 
+def settle() -> None:
+    """Wait until tensors that were made on the current streams are whole, where these are not the default ones.
+
+    For what other threads take up: they use the default streams, which wait for no other. A message needs none of that: its
+    bytes are copied on the streams of whoever sends it.
+    """
+    if torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            stream = torch.cuda.current_stream(device)
+            if stream != torch.cuda.default_stream(device):
+                stream.synchronize()
+
+
 def _raw(t: torch.Tensor) -> torch.Tensor:
     """Return the tensor's elements as they lie in memory: no autograd, no conjugate or negative bit."""
     plain = torch.empty(0, dtype=t.dtype, device=t.device)
@@ -270,17 +287,20 @@ def _outgoing() -> Outgoing:
     return out
 
 
-def _describe(out: Outgoing, t: torch.Tensor, flags: int) -> tuple[int, ...]:
-    """Return the arguments with which :func:`tensor` rebuilds a strided tensor."""
+def _describe(out: Outgoing, t: torch.Tensor, flags: int) -> tuple[Any, ...]:
+    """Return the arguments with which :func:`tensor` rebuilds a strided tensor.
+
+    One without elements has a device, or -1 for the CPU, in place of the number of its storage.
+    """
     stride = t.stride()
     offset: Any = t.storage_offset()
+    index: int | str
     size = t.itemsize
     count = t.numel()
     if count == 0:
         # Nothing of a storage is needed; no code below has to think of empty ranges.
-        index, offset = -1, 0
-        if flags & _OFF_CPU:
-            out.target(t.device)
+        offset = 0
+        index = out.target(t.device) if flags & _OFF_CPU else out.cpu or -1
     elif t.is_contiguous():
         low = offset * size
         index = out.touch(t, low, low + count * size, count * size, flags & _OFF_CPU)
@@ -294,7 +314,7 @@ def _describe(out: Outgoing, t: torch.Tensor, flags: int) -> tuple[int, ...]:
     return (index, code, offset, *t.shape, *stride)
 
 
-def _part(out: Outgoing, t: torch.Tensor) -> tuple[int, ...]:
+def _part(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
     """Describe a plain tensor that is a part of another one."""
     t = t.detach()
     keys = _dispatch_keys(t).raw_repr()
@@ -316,8 +336,6 @@ def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
     rebuild: tuple[Any, ...]
     if flags >= 0:
         rebuild = (tensor, _describe(out, t, flags))
-        if flags & _OFF_CPU and t.numel() == 0:
-            rebuild = (empty_on, (out.target(t.device), *rebuild[1]))
     else:
         rebuild = _reduce_special(out, t)
     attributes = t.__dict__
@@ -442,17 +460,21 @@ def _piece(index: int) -> list[Any]:
     return arrived[index]
 
 
+@contextlib.contextmanager
+def _placing(device: str) -> Iterator[None]:
+    try:
+        yield
+    except (AssertionError, RuntimeError) as error:  # the former where this torch was built without CUDA
+        raise SerializationError(f"a tensor for {device} cannot be put there: {error}") from error
+
+
 def _storage(piece: list[Any]) -> torch.UntypedStorage:
     first = piece[_FIRST]
     if first is None:
         first = torch.frombuffer(piece[_DATA], dtype=torch.uint8)
         if piece[_PLACE]:
-            try:
+            with _placing(piece[_PLACE]):
                 first = first.to(piece[_PLACE])
-            except RuntimeError as error:
-                raise SerializationError(
-                    f"a tensor for {piece[_PLACE]} cannot be put there: {error}"
-                ) from error
         piece[_FIRST] = first
     storage: torch.UntypedStorage = first.untyped_storage()
     return storage
@@ -465,15 +487,16 @@ def _dtype(code: int, end: int = _QUANTISED) -> torch.dtype:
     return dtype
 
 
-def _build(index: int, code: int, offset: int, *geometry: int) -> torch.Tensor:
+def _build(index: int | str, code: int, offset: int, *geometry: int) -> torch.Tensor:
     """Build a strided tensor; nothing that the peer wrote is believed."""
     dtype = _dtype(code & 0xFF)
     rank = len(geometry) >> 1
     shape, stride = geometry[:rank], geometry[rank:]
-    if index == -1:
+    if index == -1 or isinstance(index, str):
         if 0 not in shape or min(geometry) < 0:
             raise ProtocolError(f"a tensor of sizes {shape} without a storage")
-        return _marked(torch.empty_strided(shape, stride, dtype=dtype, device="cpu"), code)
+        with _placing(device := "cpu" if index == -1 else str(index)):
+            return _marked(torch.empty_strided(shape, stride, dtype=dtype, device=device), code)
     piece = _piece(index)
     data, low, kind, device, first = piece
     size = dtype.itemsize
@@ -522,7 +545,7 @@ def _arrives(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
-def tensor(index: int, code: int, offset: int, *geometry: int) -> torch.Tensor:
+def tensor(index: int | str, code: int, offset: int, *geometry: int) -> torch.Tensor:
     """Rebuild a strided tensor (wire format)."""
     t = _build(index, code, offset, *geometry)
     if code & _GRAD:
@@ -533,12 +556,7 @@ def tensor(index: int, code: int, offset: int, *geometry: int) -> torch.Tensor:
     return t
 
 
-def empty_on(device: str, index: int, code: int, offset: int, *geometry: int) -> torch.Tensor:
-    """Rebuild a tensor without elements on a device: it has no storage that would be put there (wire format)."""
-    return _arrives(_build(index, code, offset, *geometry).to(device).requires_grad_(bool(code & _GRAD)))
-
-
-def parameter(requires_grad: bool, index: int, code: int, offset: int, *geometry: int) -> torch.Tensor:
+def parameter(requires_grad: bool, index: int | str, code: int, offset: int, *geometry: int) -> torch.Tensor:
     """Rebuild a parameter (wire format)."""
     return _arrives(torch.nn.Parameter(_build(index, code, offset, *geometry), requires_grad))
 

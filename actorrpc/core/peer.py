@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc import moments
 from actorrpc.core.identity import WorkerInfo, WorkerRecord
@@ -22,12 +22,18 @@ from actorrpc.core.repeats import Begun
 from actorrpc.errors import BackpressureError, PeerDiedError
 
 if TYPE_CHECKING:
-    from actorrpc.core.calls import Cancellable
     from actorrpc.core.connection import Connection
 
-__all__ = ["Peer"]
+__all__ = ["Cancellable", "Peer"]
 
 MAX_PENDING: Final = 1 << 17  # calls in flight to one peer before further ones wait
+
+
+class Cancellable(Protocol):
+    """What runs for a caller: an execution, a call in an actor's mailbox, or a stream."""
+
+    def cancel(self, stop: bool = False) -> None:
+        """Give it up; see :meth:`~actorrpc.core.calls.Execution.cancel`. Runs on a pool thread."""
 
 
 class Peer:
@@ -59,7 +65,8 @@ class Peer:
         self.liveness = Liveness()
         #: the final state that was made known (``changes.py``), behind ``state``, which is what calls go by
         self.ending = ""
-        self.device_map: dict[str, str] | None = None
+        # Device here -> device there, for what is sent to this peer: for answers, the caller's map comes first, reversed.
+        self.device_map, self.answer_map = _device_maps(own, record)
         # -- back-pressure
         self._credit = threading.Condition()  # re-entrant: the collector may run user code here
         self.waiting = 0
@@ -149,9 +156,27 @@ class Peer:
         self.cancelled = {}
         self.begun, self.answered = Begun(), Begun()
         self.definitions = None
-        self.device_map = None
+        self.device_map = self.answer_map = None
 
     def wake_all(self) -> None:
         """Wake whoever waits for room."""
         with self._credit:
             self._credit.notify_all()
+
+
+def _device_maps(
+    own: WorkerRecord, other: WorkerRecord
+) -> tuple[dict[str, str] | None, dict[str, str] | None]:
+    """Return on which device of another worker tensors arrive that calls bring it, and that answers bring it.
+
+    Answers go back the way that the other's map brings its calls here. Where a worker has no entry of its own for a device,
+    the reverse of the other's serves for calls as well: gradients travel in them. What is on the CPU is moved only by
+    the map that is meant.
+    """
+    forth = {here: there for worker, here, there in own.device_maps if worker == other.name}
+    back = {there: here for worker, here, there in other.device_maps if worker == own.name}
+
+    def merged(first: dict[str, str], second: dict[str, str]) -> dict[str, str] | None:
+        return {**{here: there for here, there in second.items() if here != "cpu"}, **first} or None
+
+    return merged(forth, back), merged(back, forth)

@@ -243,15 +243,18 @@ def _shape(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _with_whole(make: Callable[..., Any], texts: int = 0) -> Callable[..., Any]:
-    """Return ``make`` for ``texts`` texts and else whole numbers, also in tuples."""
+def _with_whole(make: Callable[..., Any], storage: int = 0) -> Callable[..., Any]:
+    """Return ``make`` for whole numbers, also in tuples.
+
+    Where the number of a storage stands, first in tuples or at the position ``storage``, there may be a device's name.
+    """
 
     def checked(*args: Any) -> Any:
-        for text in args[:texts]:
-            if type(text) is not str:
-                wrong(f"a {type(text).__name__} where a text must be")
-        for each in args[texts:]:
-            _whole(each if type(each) is tuple else (each,))
+        for position, each in enumerate(args):
+            values = each if type(each) is tuple else (each,)
+            if values and type(values[0]) is str and (values is each or position == storage):
+                values = values[1:]
+            _whole(values)
         return make(*args)
 
     return checked
@@ -421,11 +424,11 @@ def _fill_tables() -> None:
             _values["torch", name] = value
     maker("torch", "Size", _size)
     maker("torch", "device", _number(torch.device))
-    for build in (layout.tensor, layout.parameter, layout.untyped_storage, layout.typed_storage):
+    for build in (layout.tensor, layout.untyped_storage, layout.typed_storage):
         maker(build.__module__, build.__qualname__, _with_whole(build))
+    maker(layout.parameter.__module__, "parameter", _with_whole(layout.parameter, 1))
     for sparse in (layout.sparse_coo, layout.sparse_compressed):
         maker(sparse.__module__, sparse.__qualname__, _with_whole(sparse))
-    maker(layout.empty_on.__module__, "empty_on", _with_whole(layout.empty_on, 1))
     for core in ("numpy._core", "numpy.core"):
         maker(f"{core}.numeric", "_frombuffer", _np_frombuffer)
         maker(f"{core}.multiarray", "scalar", _np_scalar)

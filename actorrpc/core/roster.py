@@ -48,7 +48,6 @@ class Roster:
         resolve: gives the record of a worker by name or rank, or None.
         members: gives all records that are known.
         replaced: told of a peer whose place a new incarnation has taken; on the thread that finds out, with no lock held.
-        device_maps: worker name -> {device here: device there}.
     """
 
     def __init__(
@@ -59,14 +58,12 @@ class Roster:
         resolve: Callable[[str | int], WorkerRecord | None],
         members: Callable[[], list[WorkerRecord]],
         replaced: Callable[[Peer], None],
-        device_maps: dict[str, dict[str, str]],
     ) -> None:
         self._own = own
         self._window = window
         self._resolve = resolve
         self._members = members
         self._replaced = replaced
-        self._device_maps = device_maps
         self._lock = threading.Lock()
         self._peers: dict[Any, Peer] = {}
         self._ended: deque[tuple[float, Peer]] = deque()
@@ -77,9 +74,7 @@ class Roster:
         self.own = self._new(own)
 
     def _new(self, record: WorkerRecord) -> Peer:
-        peer = Peer(record, own=self._own, window=self._window, definitions=codec.DefinitionStore())
-        peer.device_map = self._device_maps.get(record.name)
-        return peer
+        return Peer(record, own=self._own, window=self._window, definitions=codec.DefinitionStore())
 
     # -- who is there ----------------------------------------------------------------------------------
 

@@ -141,12 +141,12 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def norms(self, context_id: int | None, norm_type: float) -> tuple[list[int], torch.Tensor | None]:
-        """Return which parameters have gradients, by their position here, and the norms of these."""
+        """Return which parameters have gradients, by their position here, and the norms of these, on the CPU."""
         with gradients.lent(self._parameters, context_id) as lent:
             positions = [position for position, each in enumerate(lent) if each is not None]
             # Not torch's foreach functions: they do the same for tensors on a CPU, but know nothing of sparse ones.
             norms = [torch.linalg.vector_norm(_values(each), norm_type) for each in lent if each is not None]
-        return positions, torch.stack([each.to(norms[0].device) for each in norms]) if norms else None
+        return positions, torch.stack([each.to(norms[0].device) for each in norms]).cpu() if norms else None
 
     @torch.no_grad()
     def scale(self, context_id: int | None, factor: torch.Tensor) -> None:
@@ -270,9 +270,9 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(value: Any) -> Any:
-    """Copy containers and tensors: the next step changes these in place."""
+    """Copy containers and tensors, these to the CPU: the next step changes them in place, and they are to travel."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         return {key: _copied(each) for key, each in value.items()}
     if type(value) in (list, tuple):

@@ -185,7 +185,15 @@ def join(name: str, rank: int, world_size: int | None, options: RpcBackendOption
             found, own_rank, size = open_store(options.init_method, rank, world_size, _JOIN_TIMEOUT)
         else:
             found, own_rank, size = store, rank, world_size
-        maps = options.device_maps if isinstance(options, TensorPipeRpcBackendOptions) else {}
+        devices: tuple[str, ...] = ()
+        maps: tuple[tuple[str, str, str], ...] = ()
+        if isinstance(options, TensorPipeRpcBackendOptions):
+            devices = tuple(map(str, options.devices))
+            maps = tuple(
+                (to, str(here), str(there))
+                for to, each in options.device_maps.items()
+                for here, there in each.items()
+            )
         return groups.join(
             name,
             own_rank,
@@ -194,9 +202,8 @@ def join(name: str, rank: int, world_size: int | None, options: RpcBackendOption
             settings=settings,
             key=options._key,
             timeout=_JOIN_TIMEOUT,
-            device_maps={
-                to: {str(here): str(there) for here, there in each.items()} for to, each in maps.items()
-            },
+            devices=devices,
+            maps=maps,
         )
 
     install(make, options.rpc_timeout, "a worker of an init_rpc group", ready=options._ready)

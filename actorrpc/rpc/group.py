@@ -19,6 +19,8 @@ import threading
 from collections.abc import Callable, Set
 from typing import Any, Final, Protocol
 
+import torch
+
 from actorrpc import moments
 from actorrpc.config import Settings, host_and_port
 from actorrpc.core import keys, points
@@ -39,6 +41,7 @@ from actorrpc.errors import (
     UnknownWorkerError,
 )
 from actorrpc.futures import Future
+from actorrpc.rpc import device_maps
 from actorrpc.rpc.reach import DIAL_S, Reach
 
 __all__ = ["Directory", "Group", "Membership", "close_forsaken", "enter", "is_loopback", "join"]
@@ -459,9 +462,14 @@ def join(
     settings: Settings,
     key: Key | None,
     timeout: float,
-    device_maps: dict[str, dict[str, str]],
+    devices: tuple[str, ...] = (),
+    maps: tuple[tuple[str, str, str], ...] = (),
 ) -> Group:
     """Join the group that meets at ``store``; :meth:`Group.start` is still to be called.
+
+    Args:
+        devices: the devices that the options allow; empty: all.
+        maps: ``(worker, device here, device there)``, as in :class:`WorkerRecord`.
 
     Raises:
         RendezvousError, AuthenticationError, ConfigError: as their messages say; nothing is left running.
@@ -483,12 +491,18 @@ def join(
             tcp=doors.tcp,
             pid=os.getpid(),
             main=main_identity(),
+            cuda_devices=torch.cuda.device_count(),
+            devices=devices,
+            device_maps=maps,
         )
         points.reach("join.listening", name)
         if world_size is None:
             table = {name: rendezvous.enter(record)}
+            if maps or devices:
+                device_maps.check(table.values(), rendezvous.lookup, fixed=False)
         else:
             table = rendezvous.join(record)
+            device_maps.check(table.values(), table.get, fixed=True)
         points.reach("join.met", name)
     except BaseException:
         doors.close()
@@ -509,9 +523,7 @@ def join(
             return rendezvous.lookup(to) if isinstance(to, str) else rendezvous.lookup_rank(to)
 
         members = rendezvous.members
-    agent = Agent(
-        record, settings=settings, key=key, resolve=resolve, members=members, device_maps=device_maps
-    )
+    agent = Agent(record, settings=settings, key=key, resolve=resolve, members=members)
     return Group(agent, rendezvous, table if world_size is not None else None, doors)
 
 

@@ -148,7 +148,7 @@ def relocate(value: Any, device: torch.device) -> Any:
 def _brought_home(value: Any) -> Any:
     """Move tensors to the CPU which could not be sent from where they are."""
     execution = CURRENT.get()
-    may_stay: Mapping[str, str] = (execution.peer.device_map if execution is not None else None) or {}
+    may_stay: Mapping[str, str] = (execution.peer.answer_map if execution is not None else None) or {}
     return _mapped(value, lambda t: t if str(t.data.device) in may_stay else t.cpu())
 
 

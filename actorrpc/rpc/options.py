@@ -253,7 +253,8 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Say on which device of worker ``to`` the tensors of each local device arrive.
 
-        May be called several times for a worker; maps are merged.
+        May be called several times for a worker; maps are merged. What that worker answers comes back the other way. The
+        maps of all workers are checked when they join.
 
         Raises:
             ConfigError: not devices, or two local devices of one map share a target.
@@ -264,16 +265,16 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             raise WrongTypeError(f"a device map is a dict of devices, not {device_map!r}")
         merged = dict(self.device_maps.get(to, {}))
         for source, target in device_map.items():
-            source, target = _device(source), _device(target)
+            source, target = _numbered(source), _numbered(target)
             if source.type != "cpu" and source in merged and merged[source] != target:
                 raise ConfigError(
                     f"`set_device_map` only supports 1-to-1 mapping, trying to map {source} to {target}, "
                     f"but it is already mapped to {merged[source]}"
                 )
             merged[source] = target
-        if len(set(merged.values())) != len(merged):
+        if len({_numbered(target) for target in device_map.values()}) != len(device_map):
             raise ConfigError(
-                f"`set_device_map` only supports 1-to-1 mapping, but {to!r} has two sources for one target: {merged}"
+                f"`set_device_map` only supports 1-to-1 mapping, but {to!r} has two sources for one target: {device_map}"
             )
         self.device_maps[to] = merged
 
@@ -294,6 +295,14 @@ def _hidden(key: Any) -> tuple[Key | None, ConfigError | None]:
         return Key.from_text(key), None
     except ConfigError as error:
         return None, error.with_traceback(None)
+
+
+def _numbered(value: Any) -> torch.device:
+    """Return a device that tensors are on: they never say ``cuda``, always which one."""
+    device = _device(value)
+    if device.index is None and device.type != "cpu":
+        raise ConfigError(f"{value!r} in a device map says not which one: {device.type}:0, for example")
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def _device(value: Any) -> torch.device:

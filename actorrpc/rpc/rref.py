@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, Literal, TypeVar
 
 import torch
 
-from actorrpc.core import codec, exceptions
+from actorrpc.core import codec, exceptions, layout
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT
 from actorrpc.core.execution import ASYNC_MARK, Later, future_of
@@ -246,6 +246,7 @@ class RRef(Generic[T]):
     def __init__(self, value: T, type_hint: Any = None) -> None:
         references = runtime()
         self._references = references
+        layout.settle()
         self._handle = references.table.create_owner(value)
         self._creation: Future[None] | None = None
         self._type_hint = type_hint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +118,16 @@ class TestGroups:
         if not torch.cuda.is_available():
             with pytest.raises(ConfigError, match="nccl"):
                 groups.check_devices("nccl")
+
+    def test_a_store_gives_itself_for_its_clone(self) -> None:
+        """NCCL has threads that want a store of their own: this one may be asked by any thread."""
+        asked: list[Any] = []
+        store = groups.CallStore(lambda *args: asked.append(args))
+        dist.PrefixStore("some", store.clone()).set("key", "value")
+        assert asked == [("put", "some/key", b"value")]
+        with contextlib.suppress(AttributeError):  # a torch that asks no store for a clone
+            dist.PrefixStore("some", store).clone().set("other", "value")
+            assert asked[-1] == ("put", "some/other", b"value")
 
     @pytest.mark.limit(20)
     def test_a_cut_ends_what_waits_and_leaves_other_groups_alone(self) -> None:

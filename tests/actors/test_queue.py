@@ -248,6 +248,7 @@ def test_batches_go_in_and_out_as_a_whole_or_not_at_all(lab: _Lab) -> None:
     assert lab.do(lab.queue.get_batch(0, lab.ticket(), ())) == []
 
 
+@pytest.mark.slow
 @given(st.data(), st.integers(0, 3))
 def test_every_item_is_in_one_place(data: st.DataObject, maxsize: int) -> None:
     """Whatever is put in is, at any time, still there or with exactly one caller who wants it."""

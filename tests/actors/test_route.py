@@ -24,6 +24,7 @@ from actorrpc.errors import (
 )
 from actorrpc.futures import Future
 from tests.actors.fleet import INFO, World
+from tests.layers import rest_is_slow
 
 
 @pytest.fixture(autouse=True)
@@ -388,7 +389,7 @@ def test_application_errors_are_retried_where_that_is_allowed(monkeypatch: pytes
 
 
 @pytest.mark.limit(100)
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", rest_is_slow(range(10), 3))
 def test_every_call_ends_once_and_in_order(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     for seed in range(block * 200, block * 200 + 200):
         _play(monkeypatch, seed)

@@ -105,7 +105,7 @@ def test_the_back_off_grows_and_is_jittered(monkeypatch: pytest.MonkeyPatch) -> 
                 if not scene.world.step():
                     scene.world.clock.advance(0.05)
             scene.events.clear()
-            waits.setdefault(jitter, []).append(round(scene.world.clock.now() - began, 1))
+            waits.setdefault(jitter, []).append(round(scene.world.clock.now() - began))
             while scene.world.step():
                 pass
         monkeypatch.undo()
@@ -162,6 +162,7 @@ def test_actors_that_wait_for_a_restart_of_their_own(monkeypatch: pytest.MonkeyP
 # -- chaos ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_incarnation_gets_what_was_meant_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call runs at most once; one that its caller was told about as lost never runs later; all come to an end."""
     restarts = 0

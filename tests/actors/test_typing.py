@@ -191,6 +191,7 @@ def _short(text: str) -> str:
     return text.replace("*Any, **Any", "...")
 
 
+@pytest.mark.slow
 @pytest.mark.limit(180)
 @pytest.mark.parametrize(("source", "plugin"), [(_WITHOUT, False), (_WITH, True)], ids=["without", "with"])
 def test_what_mypy_knows(tmp_path: Path, source: str, plugin: bool) -> None:

@@ -292,6 +292,7 @@ def _many(rank: int, _: int) -> None:
         _until(lambda worker=worker: rpc.rpc_sync(worker, _count) == 0)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_contexts() -> None:
     rpc_group(_many, 3)
 
@@ -721,6 +722,7 @@ def _alive(rank: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_an_origin_that_dies_leaves_nothing() -> None:
     rpc_group(_origin_dies, 3, may_die=(0,))
 

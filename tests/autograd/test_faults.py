@@ -27,6 +27,7 @@ from actorrpc.autograd.wiring import contexts, participant
 from actorrpc.errors import PeerDiedError, RpcError
 from actorrpc.rpc.fork_messages import WorkerKey
 from tests.group import Died, rpc_group
+from tests.layers import rest_is_slow
 
 Mode = Literal["smart", "fast"]
 PHASES: dict[Mode, tuple[str, ...]] = {
@@ -213,7 +214,7 @@ def _goes_in(phase: str, fault: str, mode: Mode, goes: str, bystander: str) -> N
 
 
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("mode", list(PHASES))
+@pytest.mark.parametrize("mode", rest_is_slow(list(PHASES)))
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
 def test_a_worker_that_goes_in_a_pass(fault: str, mode: Mode) -> None:
     _group(_participant_goes, mode, fault, mode, options={"heartbeat": 0.2})

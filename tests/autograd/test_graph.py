@@ -63,6 +63,16 @@ def _finish(gradients: dict[Tensor, Tensor], **options: Any) -> dict[Tensor, Ten
     return found
 
 
+def test_a_gradient_is_brought_to_the_device_of_its_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = _leaf(3)
+    here, there = x * 2, (x.detach().to("meta").requires_grad_() * 2)
+    gradients = [torch.ones(3, dtype=torch.float64)] * 2
+    assert [each.device.type for each in graph._placed(_edges(here, there), gradients)] == ["cpu", "cpu"]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert [each.device.type for each in graph._placed(_edges(here, there), gradients)] == ["cpu", "meta"]
+    assert _capture([here])[1][x].tolist() == [2.0] * 3  # type: ignore[union-attr]
+
+
 # -- walks -----------------------------------------------------------------------------------------------------------
 
 

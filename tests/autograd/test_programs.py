@@ -291,6 +291,7 @@ def _programs(rank: int, workers: int, seeds: range) -> Counter[str]:
     return done + Counter(handled)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(3600 if NIGHTLY else 90)
 @pytest.mark.parametrize(
     ("workers", "count", "transport"), [(2, 24, "auto"), (3, 36, "tcp"), (5, 60, "auto")]

@@ -83,6 +83,7 @@ def _main(
         return (*result, proxy.struck.total())
 
 
+@pytest.mark.slow
 @pytest.mark.limit(900 if NIGHTLY else 100)
 def test_training_over_connections_that_are_cut(tmp_path: Any) -> None:
     quiet, disturbed = (
@@ -159,6 +160,7 @@ def _outages(rank: int, world_size: int, store: str, times: int, quiet_s: float,
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.limit(500)
 def test_outages_lose_no_result(tmp_path: Any) -> None:
     """5 s of 20 s for 5 minutes in the nightly run; tenths of a second otherwise."""

@@ -65,6 +65,7 @@ def _visible_there(name: str) -> str | None:
     return rpc.rpc_sync(name, os.getenv, ("CUDA_VISIBLE_DEVICES",))
 
 
+@pytest.mark.slow
 def test_a_process_sees_its_devices_and_others_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with init(num_gpus=3):
         with workers(1, num_gpus=2) as (two,):

@@ -274,6 +274,7 @@ def _open() -> list[str]:
 # -- what was cut short ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.limit(90)
 def test_ctrl_c_at_the_very_beginning_of_the_end_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
@@ -298,6 +299,7 @@ def test_ctrl_c_at_the_very_beginning_of_the_end_leaves_no_process(monkeypatch: 
         os.kill(server.pid, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(90)
 def test_a_start_is_bounded_also_where_the_fork_server_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with init(), workers():
@@ -318,6 +320,7 @@ def test_a_start_is_bounded_also_where_the_fork_server_does_nothing(monkeypatch:
         until(lambda: len(cluster()._processes) == 1)  # it is made after all, and ended at once
 
 
+@pytest.mark.slow
 @pytest.mark.limit(90)
 def test_a_process_without_descriptors_for_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
     with init(), workers():
@@ -342,6 +345,7 @@ def test_a_process_without_descriptors_for_its_output(monkeypatch: pytest.Monkey
             pass  # the next one has them
 
 
+@pytest.mark.slow
 @pytest.mark.limit(90)
 def test_a_drain_that_gets_no_answer_says_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def mute(*_: object) -> int:

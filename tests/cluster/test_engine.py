@@ -72,6 +72,7 @@ class Broken:
         """Never reached."""
 
 
+@pytest.mark.slow
 @pytest.mark.limit(120)
 def test_an_engine_starts_watches_and_stops() -> None:
     engine = Commands()

@@ -26,6 +26,7 @@ def _server_pid() -> int:
     return server.pid
 
 
+@pytest.mark.slow
 def test_the_death_of_the_server_ends_its_children_and_the_next_spawn_starts_another() -> None:
     with init():
         first = _server_pid()
@@ -40,6 +41,7 @@ def test_the_death_of_the_server_ends_its_children_and_the_next_spawn_starts_ano
             assert _server_pid() != first
 
 
+@pytest.mark.slow
 def test_a_spawn_fails_when_the_server_dies_meanwhile() -> None:
     with init():
         future = cluster().spawn(ProcessSpec(label="Unlucky"))
@@ -76,6 +78,7 @@ with init():
 """
 
 
+@pytest.mark.slow
 def test_the_key_is_in_no_command_line_and_the_server_has_one_thread(tmp_path: Path) -> None:
     with script(tmp_path, _KEY) as process:
         out, err = process.communicate()

@@ -38,6 +38,7 @@ _VARIANTS: dict[str, tuple[dict[str, str], dict[str, object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "variant", "loss"),
     [

@@ -131,6 +131,7 @@ def twice(one):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.limit(90)
 def test_code_that_only_the_driver_has_and_the_drivers_end_ends_the_worker(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(_SCRIPT))

@@ -72,6 +72,7 @@ def _refused(address: str, kind: type[RpcError], says: str, **settings: Any) -> 
     assert not rpc.is_initialized()
 
 
+@pytest.mark.slow
 def test_over_tls_and_with_other_certificates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
     ours, others = certificates.files(), certificates.foreign()
@@ -89,6 +90,7 @@ def test_over_tls_and_with_other_certificates(monkeypatch: pytest.MonkeyPatch, t
         _refused(address, ProtocolError, "TLS")
 
 
+@pytest.mark.slow
 def test_sealed_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
     with _driver(ACTORRPC_INTEGRITY="1") as address:
@@ -97,6 +99,7 @@ def test_sealed_frames(monkeypatch: pytest.MonkeyPatch) -> None:
         _refused(address, ProtocolError, "TLS", **certificates.files().options)
 
 
+@pytest.mark.slow
 def test_nobody_sees_who_only_asks() -> None:
     changes: list[tuple[str, str]] = []
     with init(listen="tcp://127.0.0.1:0", num_cpus=1, transport="tcp") as context:

@@ -20,6 +20,7 @@ from actorrpc.errors import ConfigError, NotInitializedError, RpcError, Shutdown
 from tests.cluster import remotes
 from tests.cluster.drive import cluster, script, until, workers
 from tests.group import rpc_group
+from tests.layers import rest_is_slow
 
 
 def _finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -179,6 +180,7 @@ def test_a_floor_above_is_told_of_start_and_end(monkeypatch: pytest.MonkeyPatch)
 # -- ending ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_shutdown_while_workers_start_and_work() -> None:
     init()
     futures = [cluster().spawn(ProcessSpec(label="Early")) for _ in range(3)]
@@ -197,6 +199,7 @@ def test_shutdown_while_workers_start_and_work() -> None:
         late.spawn(ProcessSpec(label="Late")).wait(10)
 
 
+@pytest.mark.slow
 def test_shutdown_does_not_wait_for_stopped_workers() -> None:
     with init():
         name = cluster().spawn(ProcessSpec(label="Stopped")).wait(50).name
@@ -232,7 +235,7 @@ elif how == "thread":
 
 
 @pytest.mark.parametrize(
-    "how", ["end", "raise", "exit", "os._exit", "thread", "kill", "interrupt", "terminate"]
+    "how", rest_is_slow(["end", "raise", "exit", "os._exit", "thread", "kill", "interrupt", "terminate"], 1)
 )
 def test_nothing_is_left_however_the_driver_ends(tmp_path: Path, how: str) -> None:
     runtime_directory = tmp_path / "run"
@@ -310,6 +313,7 @@ _ALWAYS = ["install,enter", "_launch,spawn", "_wait_gone"]
 _NIGHTLY = ["start", "_park", "_close_down", "close"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "inside", _ALWAYS + _NIGHTLY if os.environ.get("ACTORRPC_NIGHTLY") == "1" else _ALWAYS
 )
@@ -323,6 +327,7 @@ def test_ctrl_c_at_any_time_leaves_no_mess(tmp_path: Path, inside: str) -> None:
 # -- forks of the driver ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_fork_of_the_driver_has_no_cluster() -> None:
     with init(), workers(1) as (name,):
         server = cluster().server
@@ -369,6 +374,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_a_fork_that_outlives_the_driver_keeps_nothing_alive(tmp_path: Path) -> None:
     with script(tmp_path, _FORK) as process:
         _, out, _ = _finish(process)

@@ -158,6 +158,7 @@ with init(log_to_driver=sys.argv[1] == "on"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["on", "off"])
 def test_everything_is_shown_before_shutdown_returns(tmp_path: Path, how: str) -> None:
     with script(tmp_path, _PRINTING, how) as process:
@@ -179,6 +180,7 @@ def test_everything_is_shown_before_shutdown_returns(tmp_path: Path, how: str) -
     ]
 
 
+@pytest.mark.slow
 def test_a_driver_whose_reader_is_gone_goes_on(tmp_path: Path) -> None:
     source = """
         with init():

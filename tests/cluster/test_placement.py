@@ -113,6 +113,7 @@ def driver() -> Iterator[Context]:
         yield context
 
 
+@pytest.mark.slow
 def test_waiting_booking_and_leaving(driver: Context) -> None:
     with pytest.raises(
         PlacementError, match=r"'Place' needs GPU 1, label zone=a; there are .*disk 1/1, CPU 2/2"

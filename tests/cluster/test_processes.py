@@ -226,6 +226,7 @@ def test_a_crash_in_c_shows_where() -> None:
         assert "SIGSEGV" in report.describe()
 
 
+@pytest.mark.slow
 def test_what_a_worker_has_started_ends_with_it() -> None:
     with workers(2) as names:
         pids = [rpc.rpc_sync(name, remotes.sleeper) for name in names]
@@ -237,6 +238,7 @@ def test_what_a_worker_has_started_ends_with_it() -> None:
         until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
+@pytest.mark.slow
 def test_nobody_knows_of_strangers() -> None:
     with pytest.raises(UnknownWorkerError, match="nobody"):
         cluster().report("nobody").wait(20)

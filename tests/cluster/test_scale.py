@@ -74,6 +74,7 @@ class Plain:
         self.gate.set()
 
 
+@pytest.mark.slow
 def test_a_drained_worker_hands_its_actors_over(driver: Context) -> None:
     first, second = scale(2)
     assert is_there(first)

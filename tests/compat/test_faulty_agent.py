@@ -35,6 +35,7 @@ def first(
     return next((fault for fault in faults if fault.takes(Message(type, peer, called, (b"",), rref))), None)
 
 
+@pytest.mark.slow
 def test_it_takes_the_place_of_torchs() -> None:
     """In a process of its own: importing it registers a backend for good."""
     code = """

@@ -156,7 +156,7 @@ def _remote(rank: int, size: int, path: str, kind: str) -> None:
             rpc.rpc_async("worker1", scripted, (x,)).wait()
             doubler = rpc.remote("worker1", Doubler)
             doubler.rpc_sync().double(x)
-            kept = rpc.remote("worker0", torch.sub, (x, 1))
+            kept = rpc.remote("worker0", torch.sub, (x))
             kept._get_profiling_future().wait()
         key = "rpc_sync#step(worker0 -> worker1)"
         call, inner = one(found, key), one(found, f"{key}{_REMOTE}aten::add")
@@ -293,6 +293,7 @@ def _many(rank: int, size: int, path: str) -> None:
         assert len([event for event in events_of(found) if event.name.endswith("aten::add_")]) == 4000
 
 
+@pytest.mark.slow
 def test_more_rows_than_a_header_takes(tmp_path: Path) -> None:
     run_group(_many, 2, str(tmp_path / "store"))
 

@@ -8,6 +8,8 @@ import os
 import sys
 import time
 
+import torch
+
 from tests.conformance import runner, table
 
 
@@ -25,7 +27,7 @@ def main() -> int:
     given = parser.parse_args()
     chosen = [
         each
-        for each in table.read()
+        for each in table.read(torch.cuda.device_count())
         if (not given.category or each.category in given.category)
         and (not given.test or any(part in each.test for part in given.test))
         and (not given.fast or each.fast)

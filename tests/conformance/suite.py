@@ -63,6 +63,7 @@ def _load() -> dict[str, type]:
     )
     fixture = fixtures.TensorPipeRpcAgentTestFixture
     tests = [*utils.GENERIC_TESTS, *utils.TENSORPIPE_TESTS]
+    tests += [*utils.GENERIC_CUDA_TESTS, *utils.TENSORPIPE_CUDA_TESTS]
     return {
         **utils.generate_tests(_PREFIX, fixture, tests, __name__),
         # As far as they can be made here: their own fixture registers a backend, which other tests would notice.

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,11 @@ NIGHTLY = os.environ.get("ACTORRPC_CONFORMANCE") == "nightly"
 ONE = Expectation("Class.test", "public-api", "passed", True, True, "")
 
 
-def wrong(chosen: list[Expectation], **how: float) -> list[str]:
+def wrong(chosen: list[Expectation], **how: Any) -> list[str]:
     """Run tests; return those that are not as the table says, with what their ranks wrote."""
     return [
         f"{each.test}: {found}\n{result['said']}"
-        for each, result in runner.run(chosen, jobs=2, **how)  # type: ignore[arg-type]
+        for each, result in runner.run(chosen, **{"jobs": 2, **how})
         if (found := runner.verdict(each, result))
     ]
 
@@ -42,6 +43,17 @@ def test_the_fast_part() -> None:
 @pytest.mark.limit(3600)
 def test_all() -> None:
     found = wrong(TABLE, limit_s=40.0)
+    assert not found, "\n\n".join(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.limit(540)
+def test_all_that_the_gpus_here_are_enough_for() -> None:
+    """In fresh processes: a server that has looked for GPUs cannot give them to processes that it forks."""
+    chosen = [
+        each for each in table.read(torch.cuda.device_count()) if each.gpus and each.outcome == "passed"
+    ]
+    found = wrong(chosen, jobs=min(6, max(2, (os.cpu_count() or 1) // 4)), limit_s=120.0, spawn=True)
     assert not found, "\n\n".join(found)
 
 
@@ -67,6 +79,17 @@ def test_the_table_is_in_order() -> None:
     assert {each.outcome for each in TABLE} <= {"passed", "fails", "skipped", "absent"}
     assert not [each.test for each in TABLE if (each.outcome == "passed") == bool(each.reason)]
     assert not [each.test for each in TABLE if each.fast and each.outcome != "passed"]
+
+
+def test_what_needs_gpus_is_expected_to_pass_where_they_are() -> None:
+    needed = [each.gpus for each in TABLE if each.category == "cuda"]
+    assert {0, 1, 2, 4} == set(needed)
+    for gpus in (1, 2, 4):
+        found = table.read(gpus)
+        assert [each.gpus for each in found] == [each.gpus for each in TABLE]
+        for each in found:
+            if each.gpus:
+                assert (each.outcome == "passed") == (each.gpus <= gpus) == (not each.reason)
 
 
 @pytest.mark.limit(120)

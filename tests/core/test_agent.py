@@ -52,6 +52,7 @@ def _later(agent: Agent, to: Any, function: Any, *args: Any, timeout: float = 0)
     return future
 
 
+@pytest.mark.slow
 def test_a_time_out_while_connecting_is_one(pair: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*_: Any) -> Any:
         _gate.wait(0.02)

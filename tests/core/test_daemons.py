@@ -33,6 +33,7 @@ _SCRIPT = """if True:
 """
 
 
+@pytest.mark.slow
 def test_the_end_of_the_interpreter_waits_for_threads_on_their_way_out(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, f"file://{tmp_path}/store"],

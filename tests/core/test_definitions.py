@@ -420,6 +420,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.limit(120)
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_the_main_module_of_multiprocessing_children(tmp_path: Any) -> None:

@@ -26,6 +26,7 @@ from actorrpc.core.identity import (
 from actorrpc.errors import ConfigError, RendezvousError
 
 _NAMES = st.text(string.ascii_letters + string.digits + "-_:", min_size=1, max_size=127)
+_DEVICES = st.sampled_from(["cpu", "cuda:0", "cuda:15", "meta"])
 _RECORDS = st.builds(
     WorkerRecord,
     name=_NAMES,
@@ -42,6 +43,9 @@ _RECORDS = st.builds(
         max_size=4,
     ).map(tuple),
     pid=st.integers(0, 2**31 - 1),
+    cuda_devices=st.integers(0, 16),
+    devices=st.lists(_DEVICES, max_size=3).map(tuple),
+    device_maps=st.lists(st.tuples(_NAMES, _DEVICES, _DEVICES), max_size=3).map(tuple),
 )
 
 
@@ -154,6 +158,7 @@ def test_incarnations_differ() -> None:
     assert all(_record(incarnation=each) for each in made)
 
 
+@pytest.mark.slow
 def test_the_host_identity_is_the_same_in_another_process() -> None:
     command = "import actorrpc.core.identity as i; print(i.host_identity())"
     other = subprocess.run(

@@ -196,6 +196,7 @@ def _storm(rank: int, world_size: int, storm: int, large: bool) -> int | None:
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.limit(120)
 @pytest.mark.parametrize(
     ("storm", "options"), [(10_000, {}), (1_500, {"transport": "tcp", "lane": False})], ids=["unix", "tcp"]

@@ -285,6 +285,7 @@ def test_when_a_process_was_started(dead_pid: int) -> None:
 # -- key files -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_made_key_is_read_by_the_others_of_this_user(directory: Path) -> None:
     umask = os.umask(0o777)
     try:

@@ -350,7 +350,7 @@ def test_missing_device_map_is_named() -> None:
         out.target(torch.device("cuda:2"))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_cuda() -> None:
     t = torch.arange(5000.0, device="cuda:0")
     with pytest.raises(SerializationError, match="argument 0: RPC only supports CPU"):

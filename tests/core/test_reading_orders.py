@@ -58,6 +58,7 @@ from actorrpc.futures import WAITING, Future
 from tests.core.agents import record
 from tests.core.other_end import Other
 from tests.core.steps import Condition, Lock, Steps
+from tests.layers import rest_is_slow
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 _FAR = 0.09  # seconds; a wait that long is a slice of one that has no end, or has a deadline
@@ -578,7 +579,7 @@ class _Spin:
 
 
 @pytest.mark.limit(60)
-@pytest.mark.parametrize("seed", range(2_000 if NIGHTLY else 25))
+@pytest.mark.parametrize("seed", rest_is_slow(range(2_000 if NIGHTLY else 25), 10))
 def test_nobody_is_forgotten(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with world(seed, monkeypatch) as there:
         for _ in range(4):

@@ -28,6 +28,7 @@ from actorrpc.errors import PeerDiedError, RpcError
 from actorrpc.futures import Future
 from actorrpc.testing import FaultProxy
 from tests.core.agents import KEY, record
+from tests.layers import rest_is_slow
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 _LIMIT_S = 60.0
@@ -96,7 +97,7 @@ KINDS: dict[str, Callable[..., testing.Disturbance]] = {
 
 
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rest_is_slow(KINDS))
 @pytest.mark.parametrize("seed", range(50 if NIGHTLY else 1))
 def test_calls_survive_whatever_ends_their_connection_at_whatever_byte(kind: str, seed: int) -> None:
     dice = random.Random(seed)

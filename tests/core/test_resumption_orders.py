@@ -28,6 +28,7 @@ from actorrpc.core.messages import Assembly
 from actorrpc.core.resumption import Resumption
 from actorrpc.core.seals import Seals
 from tests.core.steps import Lock, Steps
+from tests.layers import rest_is_slow
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 _ANSWER = b"come in"  # the last message of a handshake
@@ -324,7 +325,7 @@ def world(seed: int, sealed: bool) -> Iterator[_World]:
 
 
 @pytest.mark.limit(60)
-@pytest.mark.parametrize("seed", range(2_000 if NIGHTLY else 25))
+@pytest.mark.parametrize("seed", rest_is_slow(range(2_000 if NIGHTLY else 25), 5))
 def test_every_byte_comes_once_and_in_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The odd ones sealed, which notices each byte that is not the one that was sent."""
     # So small that acknowledgements come, and what is kept is forgotten, and full.

@@ -30,7 +30,6 @@ class _World:
             resolve=self.there.get,
             members=lambda: list(self.there.values()),
             replaced=self._replaced,
-            device_maps={},
         )
 
     def _replaced(self, peer: Peer) -> None:

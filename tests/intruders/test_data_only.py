@@ -38,6 +38,7 @@ from tests.core.agents import KEY, Stranger, agents
 from tests.group import rpc_group
 from tests.intruders import payloads, service
 from tests.intruders.payloads import FIRED, NONSENSE, PAYLOADS
+from tests.layers import rest_is_slow
 
 _WATCHED = (
     "exec",
@@ -480,7 +481,7 @@ def _serve(rank: int, world_size: int) -> Any:
     return found
 
 
-@pytest.mark.parametrize("lane", ["0", "1"])
+@pytest.mark.parametrize("lane", rest_is_slow(["0", "1"]))
 def test_a_group_of_data_only_workers(monkeypatch: pytest.MonkeyPatch, lane: str) -> None:
     monkeypatch.setenv("ACTORRPC_DATA_ONLY", "1")
     monkeypatch.setenv("ACTORRPC_LANE", lane)

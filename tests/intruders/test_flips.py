@@ -195,6 +195,7 @@ def test_no_flipped_bit_gives_another_value() -> None:
     assert sum(_log.ends.values()) > _log.ends["value"]
 
 
+@pytest.mark.slow
 @pytest.mark.limit(60)
 def test_a_connection_that_breaks_goes_on_sealed() -> None:
     """Cut in any place, also within tags and chunks: what is sent again carries the seals that it had."""

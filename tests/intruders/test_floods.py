@@ -262,6 +262,7 @@ def _hold() -> None:
     _free.wait(30)
 
 
+@pytest.mark.slow
 def test_who_comes_in_while_the_agent_ends_is_not_forgotten() -> None:
     """One thread is between the door and the table of guests while another closes what is in there."""
     _held.clear()

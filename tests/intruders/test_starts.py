@@ -145,6 +145,7 @@ def _starts(tmp_path: Path, count: int = 2, env: dict[str, str] | None = None, *
     return run_group(_start, count, f"file://{tmp_path}/store", options, env=env)
 
 
+@pytest.mark.slow
 def test_nothing_given(tmp_path: Path) -> None:
     """One host: Unix sockets, and a key that was made for the group."""
     for found in _starts(tmp_path):

@@ -12,10 +12,7 @@ import actorrpc.autograd as dist_autograd
 from actorrpc.nn import RemoteModule
 from tests.nn import things
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.usefixtures("here"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("here")]
 
 
 @pytest.fixture

@@ -239,6 +239,7 @@ def _product(factor: int) -> torch.Tensor:
     return weight(0, (2,)) * factor
 
 
+@pytest.mark.slow
 def test_a_failed_creation_leaves_nothing(workers: list[str], twins: Twins) -> None:
     with pytest.raises(LookupError, match="nothing for worker2") as one:
         DistributedOptimizer(FailingConstructor, twins.rrefs, on=["worker2"])
@@ -257,6 +258,7 @@ def _until_none(worker: str) -> None:
         threading.Event().wait(0.01)
 
 
+@pytest.mark.slow
 def test_local_optimizers_go_with_the_distributed_one(workers: list[str], twins: Twins) -> None:
     optimizer = DistributedOptimizer(SGD, twins.rrefs, lr=0.1)
     assert [local_optimizers(worker) for worker in workers] == [1, 1, 1]
@@ -573,6 +575,7 @@ def _with_a_death(rank: int, world_size: int) -> None:
             optimizer.state_dict()
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies() -> None:
     assert rpc_group(_with_a_death, 2, may_die=[1]) == [None, Died(7)]
 

@@ -433,6 +433,7 @@ def _theirs(rank: int, world_size: int, path: str) -> dict[tuple[str, str, int],
         torch_rpc.shutdown()
 
 
+@pytest.mark.slow
 def test_scenarios_agree_with_torch_and_with_a_local_call(tmp_path: Any) -> None:
     ours = rpc_group(_ours, 2)[0]
     theirs = run_group(_theirs, 2, unused_path("torch"), leak_wait=None)[0]

@@ -166,7 +166,7 @@ def _one_future_many_waiters() -> None:
     waiters = [threading.Thread(target=lambda: got.append(future.wait())) for _ in range(6)]
     for each in waiters:
         each.start()
-    rpc.rpc_sync("worker1", _await_entered, ("shared", 1))
+    rpc.rpc_sync("worker1", _await_entered, ("shared"))
     rpc.rpc_sync("worker1", _open, ("shared",))
     for each in waiters:
         each.join()
@@ -175,14 +175,14 @@ def _one_future_many_waiters() -> None:
 
 def _from_asyncio() -> None:
     async def main() -> list[int]:
-        one = await rpc.rpc_async("worker1", operator.add, (1, 1))
+        one = await rpc.rpc_async("worker1", operator.add, (1))
         many = await asyncio.gather(*(_add(i) for i in range(200)))
         with pytest.raises(ZeroDivisionError):
             await rpc.rpc_async("worker1", operator.truediv, (1, 0))
         return [one, *many]
 
     async def _add(i: int) -> int:
-        result: int = await rpc.rpc_async("worker1", operator.add, (i, 1))
+        result: int = await rpc.rpc_async("worker1", operator.add, (i))
         return result
 
     assert asyncio.run(main()) == [2, *range(1, 201)]
@@ -211,7 +211,7 @@ def _cancel_running() -> None:
     future = rpc.rpc_async("worker1", _record_nested, ("chain",))
     _count("chain").acquire()  # worker1 runs, and its nested call runs here
     assert future.cancel()
-    rpc.rpc_sync("worker1", _await_entered, ("chain caught", 1))
+    rpc.rpc_sync("worker1", _await_entered, ("chain caught"))
     assert rpc.rpc_sync("worker1", _caught) == ["CancelledError", "CancelledError"]
     _open("chain")
     assert not future.cancel()
@@ -244,6 +244,7 @@ def _scenarios(rank: int, world_size: int) -> None:
         _cancel_running()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_threads_callbacks_nesting_and_cancellation(transport: str) -> None:
     rpc_group(_scenarios, 2, options={"transport": transport, "heartbeat": 0.1})
@@ -279,6 +280,7 @@ def _exchange(rank: int, world_size: int) -> None:
     assert not wrong, wrong[:3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"lane": False}, {"transport": "tcp"}, {}])
 def test_large_tensors_in_both_directions_at_once(options: dict[str, Any]) -> None:
     rpc_group(_exchange, 2, options=options)
@@ -307,6 +309,7 @@ def _small_pool(rank: int, world_size: int, max_threads: int) -> None:
     assert [f.wait() for f in futures] == list(range(1, 201))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_threads", [2, 3, 4])
 def test_cycles_deeper_than_the_pools_end_with_an_error(max_threads: int) -> None:
     rpc_group(_small_pool, 2, max_threads, options={"max_threads": max_threads})
@@ -380,6 +383,7 @@ def _send_from_inside(ballast: torch.Tensor) -> None:
     rpc.rpc_async("worker1", operator.mul, (ballast, 1), timeout=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lane", [True, False])
 def test_back_pressure_and_what_is_queued_at_a_worker(tmp_path: Path, lane: bool) -> None:
     os.mkfifo(tmp_path / "gate")

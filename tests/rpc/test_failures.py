@@ -17,6 +17,7 @@ import torch
 from actorrpc import rpc
 from actorrpc.errors import NotInitializedError, PeerDiedError, RpcTimeoutError
 from tests.group import Died, rpc_group
+from tests.layers import rest_is_slow
 
 # -- what runs on workers ------------------------------------------------------------------------
 
@@ -114,19 +115,19 @@ def _running_there() -> None:
         with pytest.raises(PeerDiedError):
             each.wait()
     with pytest.raises(PeerDiedError) as caught:
-        rpc.rpc_sync("worker1", operator.add, (1, 1))
+        rpc.rpc_sync("worker1", operator.add, (1))
     assert caught.value.maybe_executed is False
     with pytest.raises(PeerDiedError):
-        rpc.rpc_async("worker1", operator.add, (1, 1))
+        rpc.rpc_async("worker1", operator.add, (1))
     with pytest.raises(PeerDiedError):
-        rpc.remote("worker1", operator.add, (1, 1))
+        rpc.remote("worker1", operator.add, (1))
 
 
 def _never_called() -> None:
     """A worker that died before there was any contact: the first call says so."""
     os.kill(_pid("worker2"), signal.SIGKILL)
     with pytest.raises(PeerDiedError) as caught:
-        rpc.rpc_sync("worker2", operator.add, (1, 1))
+        rpc.rpc_sync("worker2", operator.add, (1))
     assert caught.value.maybe_executed is False
 
 
@@ -201,7 +202,7 @@ def _fork(directory: str) -> int:
     try:
         words = "nothing"
         try:
-            rpc.rpc_sync("worker0", operator.add, (1, 1))
+            rpc.rpc_sync("worker0", operator.add, (1))
         except NotInitializedError as error:
             words = f"{type(error).__name__} {rpc.api.is_initialized()}"
         rpc.shutdown()
@@ -234,7 +235,7 @@ def _victims(rank: int, world_size: int, directory: str) -> str:
     return "arrived"
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", rest_is_slow(["unix", "tcp"]))
 def test_calls_to_killed_workers_end(tmp_path: Path, transport: str) -> None:
     os.mkfifo(tmp_path / "end")
     os.mkfifo(tmp_path / "said")
@@ -371,6 +372,7 @@ def _timeout_group(rank: int, world_size: int) -> None:
         _timeouts()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_time_outs(transport: str) -> None:
     rpc_group(_timeout_group, 3, options={"lane": False, "transport": transport, "heartbeat": 30.0})
@@ -391,5 +393,6 @@ def _striped_timeouts(rank: int, world_size: int) -> None:
     assert torch.equal(rpc.rpc_sync("worker1", torch.neg, (large,)), -large)
 
 
+@pytest.mark.slow
 def test_a_striped_message_that_is_given_up() -> None:
     rpc_group(_striped_timeouts, 2, options={"transport": "tcp", "heartbeat": 30.0})

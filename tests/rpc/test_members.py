@@ -245,6 +245,7 @@ def test_a_new_incarnation_gets_nothing_that_was_meant_for_the_old(tmp_path: Pat
 # -- the embedded cluster ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_processes_of_the_embedded_cluster() -> None:
     with actorrpc.init():
         heard = _Heard()
@@ -300,6 +301,7 @@ def _unreachable_leader(rank: int, world_size: int) -> None:
         _cut("worker0")
 
 
+@pytest.mark.slow
 def test_a_time_out_on_the_way_to_the_first_worker_is_not_its_death() -> None:
     rpc_group(_unreachable_leader, 3)
 
@@ -319,6 +321,7 @@ class _Warnings(logging.Handler):
         print(record.getMessage())
 
 
+@pytest.mark.slow
 def test_two_workers_that_cannot_reach_each_other_both_end() -> None:
     rpc_group(_apart, 3)
 
@@ -329,11 +332,12 @@ def _suspect_at_the_end(rank: int, world_size: int, name: str) -> bool | None:
     if f"worker{rank}" == name:
         _for_ever.wait()
     if rank == 1:
-        rpc.rpc_sync(name, operator.add, (1, 1))
+        rpc.rpc_sync(name, operator.add, (1))
         os.kill(_pid(name), signal.SIGSTOP)
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 2])
 def test_shutdown_does_not_wait_for_a_suspect_when_all_others_have_come(number: int) -> None:
     expected: list[Any] = [True, True, True]
@@ -358,8 +362,8 @@ def _others_still_work(rank: int, world_size: int, path: str) -> None:
     """A suspect is waited for while somebody else works; when it is back, it is a member like all others."""
     reach.PATIENCE_S = 0.2  # type: ignore[misc]
     if rank == 0:
-        rpc.rpc_sync("worker1", operator.add, (1, 1))
-        rpc.rpc_sync("worker2", operator.add, (1, 1))
+        rpc.rpc_sync("worker1", operator.add, (1))
+        rpc.rpc_sync("worker2", operator.add, (1))
     if rank == 2:
         # Worker1 waits in shutdown; worker0, whom it asks, is stopped for a while.
         heard = _Heard()
@@ -375,6 +379,7 @@ def _others_still_work(rank: int, world_size: int, path: str) -> None:
         assert rpc.rpc_sync("worker1", rpc.is_initialized)
 
 
+@pytest.mark.slow
 def test_a_suspect_comes_back_while_others_wait_for_all(tmp_path: Path) -> None:
     options = {"heartbeat": 0.1, "heartbeat_misses": 1000}
     assert rpc_group(_others_still_work, 3, str(tmp_path), options=options) == [None, None, None]

@@ -64,7 +64,7 @@ def test_gradients_go_the_same_way() -> None:
     assert _moved(t).grad_fn is not None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_packed_sequences() -> None:
     packed = pack_sequence([torch.ones(2, 1), torch.ones(1, 1)])
     moved = modules.relocate(packed, torch.device("cuda:0"))

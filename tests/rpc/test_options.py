@@ -114,7 +114,15 @@ def test_device_maps_are_merged_as_torchs() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [(3, {}), ("worker1", 3), ("worker1", ["cuda:0"]), ("worker1", {"cuda:0": 1.5})]
+    "arguments",
+    [
+        (3, {}),
+        ("worker1", 3),
+        ("worker1", ["cuda:0"]),
+        ("worker1", {"cuda:0": 1.5}),
+        ("worker1", {"cuda": "cuda:0"}),
+        ("worker1", {"cuda:0": "cuda"}),
+    ],
 )
 def test_wrong_device_maps(arguments: tuple[Any, Any]) -> None:
     with pytest.raises(errors.ConfigError):
@@ -335,7 +343,7 @@ def test_all_options_together() -> None:
         options={
             "rpc_timeout": 0,
             "num_worker_threads": 2,
-            "device_maps": {"worker1": {"cuda:0": "cuda:0"}},
+            "device_maps": {"worker1": {"cpu": "cpu"}},
             "transport": "tcp",
             "bind": "127.0.0.1",
             "port": 0,

@@ -20,6 +20,7 @@ from actorrpc import rpc
 from actorrpc.core import keys
 from actorrpc.errors import NotInitializedError, RpcTimeoutError, ShutdownError
 from tests.group import rpc_group, run_group
+from tests.layers import rest_is_slow
 
 _gates: dict[str, threading.Event] = {}
 _table = threading.Lock()
@@ -84,7 +85,7 @@ def _states(rank: int, world_size: int, store: str) -> None:
         rpc.shutdown()
         rpc.shutdown()
         with pytest.raises(NotInitializedError):
-            rpc.rpc_sync("worker0", operator.add, (1, 1))
+            rpc.rpc_sync("worker0", operator.add, (1))
 
     # Time-out of a graceful shutdown: the other one does not come, and this one is shut down all the same.
     _join(rank, world_size, f"{store}late")
@@ -148,7 +149,7 @@ def hold():
     threading.Event().wait()
 if rank == 0:
     assert rpc.rpc_sync("worker1", operator.add, (1, 1)) == 2
-    rref = rpc.remote("worker1", operator.add, (1, 1))
+    rref = rpc.remote("worker1", operator.add, (1))
     mine = rpc.RRef([1])
     future = rpc.rpc_async("worker1", hold, timeout=0)
     def wait():
@@ -168,7 +169,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("how", ["raise", "thread"])
+@pytest.mark.parametrize("how", rest_is_slow(["raise", "thread"]))
 def test_a_process_that_ends_without_shutdown_ends(tmp_path: Path, how: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(_SCRIPT))
@@ -291,6 +292,6 @@ def _first(name: str, _: torch.Tensor) -> str:
     return _hold(name)
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", rest_is_slow(["unix", "tcp"]))
 def test_ctrl_c_ends_every_wait(tmp_path: Path, transport: str) -> None:
     run_group(_interrupts, 2, str(tmp_path / "store"), env={"ACTORRPC_TRANSPORT": transport})

@@ -172,6 +172,7 @@ def test_others_overtake_and_those_held_up_keep_their_order(
     assert [future.wait() for future in held] == list(range(20))
 
 
+@pytest.mark.slow
 def test_the_time_of_a_call_runs_while_it_is_held_up(
     pair: list[Agent], gates: list[FaultGate], to: str
 ) -> None:

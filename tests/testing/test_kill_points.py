@@ -218,6 +218,7 @@ def restarted(rank: int, world_size: int) -> None:
         actorrpc.shutdown()
 
 
+@pytest.mark.slow
 def test_the_restart_of_an_actor_that_fails() -> None:
     run_group(restarted, 1)
 

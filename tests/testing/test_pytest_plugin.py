@@ -17,7 +17,9 @@ def _session(directory: Path, source: str, *options: str) -> tuple[int, str]:
     """Run tests in a pytest of their own; return its status and output."""
     file = directory / "test_inner.py"
     file.write_text(textwrap.dedent(source))
-    (directory / "pytest.ini").write_text("[pytest]\naddopts = -p no:timeout -p no:cacheprovider\n")
+    (directory / "pytest.ini").write_text(
+        "[pytest]\naddopts = -p no:timeout -p no:cacheprovider -p no:randomly\n"
+    )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "actorrpc.testing.pytest_plugin", str(file), *options],
         cwd=directory,
@@ -33,6 +35,7 @@ def _session(directory: Path, source: str, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_leaks_and_the_limit(tmp_path: Path) -> None:
     status, output = _session(
         tmp_path,
@@ -106,6 +109,7 @@ def test_leaks_and_the_limit(tmp_path: Path) -> None:
     assert "ERROR at teardown of test_tidy" not in output
 
 
+@pytest.mark.slow
 def test_it_is_not_there_unless_asked_for(tmp_path: Path) -> None:
     done = subprocess.run(
         [
@@ -129,6 +133,7 @@ def test_it_is_not_there_unless_asked_for(tmp_path: Path) -> None:
     assert "no_leaks" not in done.stdout
 
 
+@pytest.mark.slow
 def test_each_test_so_many_times(tmp_path: Path) -> None:
     status, output = _session(
         tmp_path,

@@ -293,6 +293,7 @@ def embedded(rank: int, world_size: int) -> None:
         actorrpc.shutdown()
 
 
+@pytest.mark.slow
 def test_processes_of_the_embedded_cluster_have_those_of_the_environment() -> None:
     run_group(embedded, 1)
 

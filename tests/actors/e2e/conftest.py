@@ -19,7 +19,7 @@ from tests.actors.e2e import kit
 _RAISED = pytest.StashKey[bool]()
 
 
-@pytest.fixture(scope="module", params=["embedded", "group"])
+@pytest.fixture(scope="module", params=["embedded", pytest.param("group", marks=pytest.mark.slow)])
 def place(request: pytest.FixtureRequest) -> Iterator[str]:
     """Where the module's tests run: ``"embedded"`` or ``"group"``."""
     with kit.running(request.param):

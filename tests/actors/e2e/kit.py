@@ -166,7 +166,7 @@ def _nothing(number: int) -> int:
 def running(where: str) -> Iterator[None]:
     """Run the body on an embedded cluster or in a group, whose processes for tasks are there already."""
     if where == "embedded":
-        with actorrpc.init(log_to_driver=False):
+        with actorrpc.init():
             assert len(set(actorrpc.get([_nothing.remote(n) for n in range(8)]))) >= 1
             yield
             gc.collect()

@@ -15,6 +15,7 @@ import torch
 import actorrpc
 from actorrpc import rpc
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
+from tests.layers import rest_is_slow
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
@@ -88,7 +89,10 @@ def _value(item: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "how", ["get", "refs", "wait", "as_completed", "rpc_async", "collect", "rpc_sync", "remote", "pool"]
+    "how",
+    rest_is_slow(
+        ["get", "refs", "wait", "as_completed", "rpc_async", "collect", "rpc_sync", "remote", "pool"], 3
+    ),
 )
 def test_agent_and_observers(how: str) -> None:
     observers = [Observer.remote(n) for n in range(3)]
@@ -228,6 +232,7 @@ def test_a_chain_that_never_ends_is_an_error_and_not_a_crash() -> None:
     assert actorrpc.get(node.note.remote("alive")) == "alive"
 
 
+@pytest.mark.slow
 def test_many_chains_at_a_time() -> None:
     a, b, c = Node.remote(), Node.remote(), Node.remote()
     refs = [a.visit.remote([b, a, b, c, a]) for _ in range(50)] + [
@@ -382,6 +387,7 @@ class Counting:
         return 1 + (int(actorrpc.get(way[0].visit.remote(way[1:]))) if way else 0)
 
 
+@pytest.mark.slow
 def test_chains_through_async_actors() -> None:
     a, b, s = AsyncNode.remote(), AsyncNode.options(max_concurrency=1).remote(), Counting.remote()
     assert actorrpc.get(a.visit.remote([b, a, b, a])) == 5

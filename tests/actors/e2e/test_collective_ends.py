@@ -79,15 +79,16 @@ def test_it_ends_with_its_maker() -> None:
     until(ended)
 
 
+@pytest.mark.slow
 @embedded
 def test_nothing_is_left() -> None:
     actors = [Member.remote() for _ in range(3)]
     once = actorrpc.collective(actors)  # whatever is made once in a process
-    get(once.call("train", 1))
+    get(once.call("train"))
     once.destroy()
     before = resources_of(actors)
     collective = actorrpc.collective(actors)
-    get(collective.call("train", 1))
+    get(collective.call("train"))
     collective.rebuild()
     get(collective.call("operations"))
     collective.destroy()

@@ -85,6 +85,7 @@ def test_beside_another_actor() -> None:
     assert actorrpc.get(first.step.remote()) == 1
 
 
+@pytest.mark.slow
 def test_many_kills_in_a_row() -> None:
     fragile = Fragile.options(max_restarts=-1, restart_backoff_s=0.0).remote()
     values = []

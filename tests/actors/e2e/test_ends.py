@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.actors.e2e.kit import alive, until
+from tests.layers import rest_is_slow
 
 pytestmark = pytest.mark.limit(40)
 
@@ -98,7 +99,7 @@ print("pids", *pids, flush=True)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", rest_is_slow([signal.SIGKILL, signal.SIGTERM]))
 def test_a_killed_driver_takes_everything_along(scripts: Any, how: int) -> None:
     script = scripts(_PIDS + "\nthreading.Event().wait()\n")
     pids = script.pids()
@@ -108,6 +109,7 @@ def test_a_killed_driver_takes_everything_along(scripts: Any, how: int) -> None:
     script.is_tidy(pids)
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_without_shutdown(scripts: Any) -> None:
     script = scripts(_PIDS)
     pids = script.pids()
@@ -131,12 +133,15 @@ def test_hooks_run_at_a_graceful_end(scripts: Any) -> None:
 
 @pytest.mark.parametrize(
     "wait",
-    [
-        "actorrpc.get(busy)",
-        "actorrpc.wait(busy)",
-        "workers[0].rpc_sync().wait()",
-        "__import__('asyncio').run(asyncio_main())",
-    ],
+    rest_is_slow(
+        [
+            "actorrpc.get(busy)",
+            "actorrpc.wait(busy)",
+            "workers[0].rpc_sync().wait()",
+            "__import__('asyncio').run(asyncio_main())",
+        ],
+        1,
+    ),
 )
 def test_ctrl_c_in_a_wait(scripts: Any, wait: str) -> None:
     script = scripts(f"""

@@ -219,6 +219,7 @@ def test_a_result_that_cannot_be_sent() -> None:
     assert actorrpc.get(actor.ping.remote()) == "pong"
 
 
+@pytest.mark.slow
 def test_a_huge_result() -> None:
     actor = Faulty.remote()
     count = 20_000_000  # 160 MB

@@ -229,6 +229,7 @@ def test_gradients(layers: tuple[Any, Any], way: str) -> None:
     check(way, *layers, (1, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["references", "from actor to actor", "a large result that stays"])
 def test_calls_that_are_made_before_the_actors_are_there(way: str) -> None:
     # What they carry waits as a copy.

@@ -401,6 +401,7 @@ class Swallows:
         gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(
     strict=True, reason="an error that get() raised leads by its traceback to the frame with its ObjectRef"
 )

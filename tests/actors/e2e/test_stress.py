@@ -73,6 +73,7 @@ def _plan(seed: random.Random, actors: list[Any], below: int, depth: int) -> tup
     return plan, size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_random_graphs(number: int) -> None:
     seed = random.Random(number)
@@ -86,6 +87,7 @@ def test_random_graphs(number: int) -> None:
     assert actorrpc.get(refs, timeout=_BOUND) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [11, 12])
 def test_random_graphs_with_cancels(number: int) -> None:
     seed = random.Random(number)
@@ -109,6 +111,7 @@ def test_random_graphs_with_cancels(number: int) -> None:
     assert actorrpc.get([each.run.remote([]) for each in actors], timeout=_BOUND) == [1] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [21, 22])
 def test_random_graphs_with_kills(number: int) -> None:
     seed = random.Random(number)
@@ -143,6 +146,7 @@ class Crossing:
         return "pong"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 def test_two_chains_that_want_each_others_actors(count: int) -> None:
     """As two threads with two locks: one of them is told."""

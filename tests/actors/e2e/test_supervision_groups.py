@@ -143,6 +143,7 @@ def test_strategies(tmp_path: Path, strategy: Any, others: list[str], born: list
     assert isinstance(_error(children[0].add.remote()), ActorDiedError)
 
 
+@pytest.mark.slow
 def test_handles_of_each_other_stay_valid(tmp_path: Path) -> None:
     path = tmp_path / "log"
     store = Saving.remote("s", str(path))
@@ -181,6 +182,7 @@ def test_a_group_gives_up(tmp_path: Path) -> None:
     assert "-b" in _lines(path)
 
 
+@pytest.mark.slow
 def test_a_group_in_a_group(tmp_path: Path) -> None:
     path = tmp_path / "log"
     a, b, c = _family(path, "abc")
@@ -192,6 +194,7 @@ def test_a_group_in_a_group(tmp_path: Path) -> None:
     assert actorrpc.get([each.add.remote() for each in (a, b, c)]) == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_constructor_that_raises_only_for_a_while(tmp_path: Path) -> None:
     path = tmp_path / "log"
     a, b = _family(path, "ab")
@@ -206,6 +209,7 @@ def test_a_constructor_that_raises_only_for_a_while(tmp_path: Path) -> None:
     assert _again(a.add.remote) == 1
 
 
+@pytest.mark.slow
 def test_a_sibling_that_is_being_made_is_ended_too(tmp_path: Path) -> None:
     path = tmp_path / "log"
     a, b = _family(path, "ab")
@@ -242,6 +246,7 @@ class Manager:
         return self.group.state, self.group.restarts
 
 
+@pytest.mark.slow
 def test_a_group_in_an_actor(tmp_path: Path) -> None:
     """A group lives where it was made: its children end with that process, and the next manager makes others."""
     path = tmp_path / "log"
@@ -260,6 +265,7 @@ def test_a_group_in_an_actor(tmp_path: Path) -> None:
         assert isinstance(_error(x.add.remote()), ActorDiedError)
 
 
+@pytest.mark.slow
 def test_the_members_of_an_actor_group(tmp_path: Path) -> None:
     path = tmp_path / "log"
     members = actorrpc.spawn(3, Child, "m", str(path), options={"max_restarts": -1})
@@ -272,6 +278,7 @@ def test_the_members_of_an_actor_group(tmp_path: Path) -> None:
     group.end()
 
 
+@pytest.mark.slow
 def test_restore_that_raises(tmp_path: Path) -> None:
     """Of an actor by itself it is the end, as with a constructor; in a group it is one more death."""
     path = tmp_path / "log"
@@ -289,6 +296,7 @@ def test_restore_that_raises(tmp_path: Path) -> None:
     assert row_of(alone).restarts == 1
 
 
+@pytest.mark.slow
 def test_one_that_leaves_or_is_busy(tmp_path: Path, gate: Path) -> None:
     path = tmp_path / "log"
     a, b, c = _family(path, "abc")
@@ -367,6 +375,7 @@ def _counts() -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_kill_cycles(place: str, tmp_path: Path) -> None:
     """Deaths one after the other leave nothing behind; each time, the first call is answered soon."""
     path = tmp_path / "log"

@@ -1,0 +1,183 @@
+"""Run the tests again and again, in portions, and remember how each run ended.
+
+    python -m tests.again                 # the default layer once, in an order drawn anew
+    python -m tests.again --runs 10       # ten times
+    python -m tests.again --beside 4      # beside four processes that spin
+    python -m tests.again --slow          # the slow layer, folder by folder; goes on where an earlier call ended
+    python -m tests.again --table         # only show what is remembered
+
+Each portion - a whole run of the default layer, or one folder of the slow one - adds a line to ``tests/runs.jsonl``: the
+commit, the seed of the order, how many tests passed and failed and which, the time by the clock and that of the processors
+(of all processes that were waited for). ``--for SECONDS`` begins no portion after that time. The status is 0 if none of
+this call's portions was red.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parent.parent
+_REMEMBERED = Path(__file__).with_name("runs.jsonl")
+_COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped|xfailed|xpassed|deselected)")
+_RED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_NOTHING = 5  # pytest's status where no test was selected
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m tests.again", description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=1, help="whole runs (with --slow: of the layer)")
+    parser.add_argument("--slow", action="store_true", help="the slow layer in place of the default one")
+    parser.add_argument("--beside", type=int, default=0, metavar="N", help="N processes spin meanwhile")
+    parser.add_argument(
+        "--for", type=float, default=float("inf"), dest="seconds", help="begin nothing after so long"
+    )
+    parser.add_argument("--seed", type=int, help="of the order, instead of one drawn")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("only", nargs="*", help="files or folders in place of all")
+    asked = parser.parse_args()
+    red = False
+    if not asked.table:
+        until = time.monotonic() + asked.seconds
+        with _spinning(asked.beside):
+            for portion in _portions(asked):
+                if time.monotonic() >= until:
+                    break
+                row = _run(portion, asked)
+                red = red or bool(row["red"])
+                with _REMEMBERED.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(_line(row), flush=True)
+    print(_table())
+    return int(red)
+
+
+def _portions(asked: argparse.Namespace) -> Iterator[list[str]]:
+    for number in range(1, asked.runs + 1):
+        if asked.only or not asked.slow:
+            yield asked.only
+            continue
+        commit = _commit()
+        for folder in _folders():
+            done = [
+                row
+                for row in _rows()
+                if row["layer"] == "slow" and row["commit"] == commit and row["what"] == folder
+            ]
+            if len(done) < number or "+" in commit:
+                yield [folder]
+
+
+def _folders() -> list[str]:
+    """The folders with tests, and the tests that are in none."""
+    folders = {path.parent for path in (_ROOT / "tests").rglob("test_*.py") if "programs" not in path.parts}
+    top = _ROOT / "tests"
+    named = sorted(str(folder.relative_to(_ROOT)) for folder in folders - {top})
+    # A folder within another one is a part of that one.
+    outer = [name for name in named if not any(name.startswith(other + "/") for other in named)]
+    return [*outer, *sorted(str(path.relative_to(_ROOT)) for path in top.glob("test_*.py"))]
+
+
+def _run(what: list[str], asked: argparse.Namespace) -> dict[str, Any]:
+    seed = asked.seed if asked.seed is not None else random.SystemRandom().randrange(1 << 31)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+        "-q",
+        f"--randomly-seed={seed}",
+    ]
+    command += ["-m", "slow and not gpu"] if asked.slow else []
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    done = subprocess.run(
+        [*command, *what], cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        check=False, text=True, errors="replace",
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    counts: dict[str, int] = {}
+    for number, kind in _COUNTS.findall(done.stdout.rstrip().rpartition("\n")[2]):
+        counts[kind.rstrip("s") if kind == "errors" else kind] = int(number)
+    red = sorted(set(_RED.findall(done.stdout)))
+    if done.returncode not in (0, _NOTHING) and not red:
+        red = [f"status {done.returncode}"]
+    if red:
+        log = Path(os.environ.get("TMPDIR", "/tmp")) / f"actorrpc-run-{seed}.log"
+        log.write_text(done.stdout)
+        print(f"{len(red)} red; what pytest printed: {log}", flush=True)
+    return {
+        "when": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+        "commit": _commit(),
+        "layer": "slow" if asked.slow else "default",
+        "what": " ".join(what),
+        "beside": asked.beside,
+        "seed": seed,
+        "passed": counts.get("passed", 0),
+        "skipped": counts.get("skipped", 0),
+        "red": red,
+        "seconds": round(time.monotonic() - began),
+        "processor_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime),
+    }
+
+
+@contextlib.contextmanager
+def _spinning(number: int) -> Iterator[None]:
+    spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
+
+
+def _commit() -> str:
+    """The commit that is checked out, with a ``+`` where tracked files differ from it (but for what is remembered)."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!tests/runs.jsonl")
+    return commit + ("+" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _rows() -> list[dict[str, Any]]:
+    if not _REMEMBERED.exists():
+        return []
+    return [json.loads(line) for line in _REMEMBERED.read_text().splitlines()]
+
+
+def _line(row: dict[str, Any]) -> str:
+    what = f"{row['layer']} {row['what']}".rstrip() + (f" beside {row['beside']}" if row["beside"] else "")
+    red = f" RED: {', '.join(row['red'])}" if row["red"] else ""
+    return (
+        f"{row['when']} {row['commit']:9} {what:32} {row['passed']:5} passed {row['seconds']:5} s"
+        f" {row['processor_seconds']:5} s of processors  seed {row['seed']}{red}"
+    )
+
+
+def _table() -> str:
+    rows = _rows()
+    red = sum(bool(row["red"]) for row in rows)
+    return "\n".join([*map(_line, rows), f"{len(rows)} portions, {red} of them red"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

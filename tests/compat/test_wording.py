@@ -1,0 +1,22 @@
+"""torch's words in errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from actorrpc.compat.wording import reword
+from actorrpc.core import layout
+from actorrpc.errors import SerializationError
+
+
+def test_a_device_that_is_in_no_map() -> None:
+    with pytest.raises(SerializationError) as caught:
+        layout.Outgoing(None).target(torch.device("cuda:0"))
+    for _ in range(2):  # on its way it may be looked at more than once
+        reword(caught.value, torch.add)
+    assert isinstance(caught.value, RuntimeError)
+    caught.match(
+        "^TensorPipe RPC backend only supports CPU tensors by default.*"
+        "`set_device_map` on `TensorPipeRpcBackendOptions`.*Response device mapping is not available"
+    )

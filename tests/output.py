@@ -1,0 +1,135 @@
+"""What is printed counts: a test fails for each line that it did not announce.
+
+    @pytest.mark.prints(r"worker 'w1' died", r"Traceback.*ValueError: wanted")
+
+What counts is all that reaches the standard error of the test's processes (their logs of level WARNING and above among it,
+as they have no other handler), log records of level WARNING and above of the test process itself, and tracebacks and
+ignored exceptions on standard output. Text is looked at by *entry*: a line, together with the traceback that follows it.
+A pattern is searched for in the whole entry, with ``.`` matching line ends. Announced entries may come or not; a test that
+is about them asserts that they come. What a test reads itself (``capfd``, a pipe of its own) does not count: :func:`unasked`
+and :func:`check` are for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Generator, Iterable
+from typing import Any
+
+import pytest
+
+__all__ = ["check", "entries", "unasked"]
+
+_MARK = "prints"
+_PREFIX = re.compile(r"^\([^()\n]* pid=\d+\) ")  # of lines that the driver shows for its workers
+_OUR_HEADERS = re.compile(r"^--- (errors|output) of rank \d+ ---$|^---$")
+_CONTINUES = re.compile(
+    r"^\s|^Traceback \(most recent call last\)|^Extension modules:|^The above exception was|^During handling of the above"
+    r"|^(Current thread|Thread) 0x|^\[repeated \d+x"
+)
+_ON_STDOUT = re.compile(
+    r"^Traceback \(most recent call last\)|^Exception ignored in|ResourceWarning", re.MULTILINE
+)
+_FORMAT = logging.Formatter("%(levelname)s %(name)s: %(message)s")
+
+
+def entries(text: str) -> list[str]:
+    """Cut a text into entries: each line, with the traceback or the indented lines behind it."""
+    found: list[list[str]] = []
+    in_traceback = False  # its last line, which names the exception, is not indented
+    for raw in text.splitlines():
+        line = _PREFIX.sub("", raw).rstrip()
+        if _OUR_HEADERS.match(line):
+            in_traceback = False
+            continue
+        if not line:
+            continue
+        continues = bool(_CONTINUES.match(line))
+        if found and (continues or in_traceback):
+            found[-1].append(line)
+        else:
+            found.append([line])
+        if line.startswith("Traceback (most recent call last)"):
+            in_traceback = True
+        elif not continues:
+            in_traceback = False
+    return ["\n".join(lines) for lines in found]
+
+
+def unasked(text: str, announced: Iterable[str] = ()) -> list[str]:
+    """Return the entries of a text that no pattern is found in."""
+    patterns = [re.compile(pattern, re.DOTALL) for pattern in announced]
+    return [entry for entry in entries(text) if not any(pattern.search(entry) for pattern in patterns)]
+
+
+def check(text: str, *announced: str, what: str = "a process") -> None:
+    """Fail if a process has written anything else to its standard error than what was announced."""
+    found = unasked(text, announced)
+    if found:
+        pytest.fail(f"{what} printed unasked:\n" + "\n".join(found), pytrace=False)
+
+
+class _Records(logging.Handler):
+    """Keeps the log records of the test that runs. ``emit`` runs on any thread, under the handler's own lock."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(_FORMAT)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(self.format(record))
+
+    def take(self) -> list[str]:
+        texts, self.texts = self.texts, []
+        return texts
+
+
+_records = _Records()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Add the marker, and the handler that hears of everything."""
+    config.addinivalue_line(
+        "markers", f"{_MARK}(*patterns): what the test's processes may write to stderr or log"
+    )
+    logging.getLogger().addHandler(_records)
+
+
+def pytest_unconfigure() -> None:
+    """Take the handler away."""
+    logging.getLogger().removeHandler(_records)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail a test, at its end, for what was printed and not announced."""
+    report = yield
+    if call.when != "teardown" or item.config.getoption("capture") == "no":
+        return report
+    announced = [pattern for mark in item.iter_markers(_MARK) for pattern in mark.args]
+    found = [f"log: {text}" for record in _records.take() for text in unasked(record, announced)]
+    for title, text in report.sections:
+        if title.startswith("Captured stderr"):
+            found += unasked(text, announced)
+        elif title.startswith("Captured stdout") and _ON_STDOUT.search(text):
+            found += [entry for entry in unasked(text, announced) if _ON_STDOUT.search(entry)]
+    if found and report.passed and not item.stash.get(_RAISED, False):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"printed unasked (announce it with @pytest.mark.{_MARK}, or mend it):\n" + "\n".join(found)
+        )
+    return report
+
+
+_RAISED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_exception_interact(node: Any) -> None:
+    """Note that a test has failed for another reason, which comes first."""
+    if isinstance(node, pytest.Item):
+        node.stash[_RAISED] = True

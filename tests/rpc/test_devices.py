@@ -1,0 +1,428 @@
+"""Tensors of GPUs in calls, RRefs and gradients, by a device map between two workers on one GPU.
+
+The same programs run on the CPU, where the maps are of the CPU: what they compute is right then.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import actorrpc.autograd as dist_autograd
+from actorrpc import errors, rpc
+from tests.actors.e2e.kit import open_gate, pass_gate
+from tests.devices import DEVICES, leak_wait
+from tests.group import rpc_group, run_group, unused_path
+
+pytestmark = pytest.mark.limit(120)
+
+_LONG = 200_000_000  # clock cycles of a GPU: a tenth of a second, which a copy that does not wait misses
+
+
+def between(device: str) -> dict[str, Any]:
+    """Options with which workers 0 and 1 send each other tensors of a device; only worker 0 has a map."""
+    return {"device_maps": {"worker1": {device: device}}}
+
+
+def run(program: Any, device: str, *args: Any, size: int = 2, options: Any = None) -> list[Any]:
+    return rpc_group(
+        _on_rank_0,
+        size,
+        program,
+        device,
+        *args,
+        timeout=100.0,
+        options=options if options is not None else between(device),
+        leak_wait=leak_wait(device),
+    )
+
+
+def _on_rank_0(rank: int, world_size: int, program: Any, *args: Any) -> Any:
+    return program(*args) if rank == 0 else None
+
+
+def delay(device: torch.device | str) -> None:
+    """Give a GPU so much to do on the current stream that what comes after it is late."""
+    if torch.device(device).type == "cuda":
+        torch.cuda._sleep(_LONG)
+
+
+# -- calls ---------------------------------------------------------------------------------------
+
+
+def _facts(tensor: torch.Tensor) -> tuple[str, float]:
+    return str(tensor.device), tensor.double().sum().item()
+
+
+def _echo(value: Any) -> Any:
+    return value
+
+
+def _various(device: str) -> list[tuple[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    found = [(f"of {n}", torch.randn(n, device=device)) for n in (0, 1, 1000, 100_000)]
+    base = torch.randn(300, 300, device=device)
+    found += [
+        ("transposed", base.t()),
+        ("strided", base[::3, 1::2]),
+        ("a column", base[:, 1]),
+        ("whole", base[1]),
+        ("half", base.half()),
+        ("bfloat16", base.bfloat16()),
+        ("bool", base > 0),
+        ("complex", torch.randn(9, dtype=torch.complex64, device=device).conj()),
+        ("sparse", (base * (base > 1)).to_sparse()),
+        ("empty sparse", (base * 0).to_sparse()),
+        ("csr", (base[:5] * (base[:5] > 1)).to_sparse_csr()),
+        ("parameter", torch.nn.Parameter(base[:2].clone())),
+        ("empty parameter", torch.nn.Parameter(base[:0].clone())),
+    ]
+    return found
+
+
+def _calls(device: str) -> None:
+    for name, tensor in _various(device):
+        back = rpc.rpc_sync("worker1", _echo, (tensor,))
+        assert str(back.device) == device, name
+        assert (back.dtype, back.layout, back.shape, type(back)) == (
+            tensor.dtype,
+            tensor.layout,
+            tensor.shape,
+            type(tensor),
+        ), name
+        assert torch.equal(back.detach().to_dense(), tensor.detach().to_dense()), name
+        if tensor.layout is torch.strided:
+            wanted = tensor.abs() if tensor.is_complex() else tensor
+            assert rpc.rpc_sync("worker1", _facts, (wanted.detach(),))[0] == device, name
+    whole = torch.arange(50_000.0, device=device)
+    first, second, on_cpu = rpc.rpc_sync("worker1", _echo, ((whole, whole[7:], torch.ones(3)),))
+    first[7] = -1.0
+    assert second[0].item() == -1.0  # they share memory, as they did
+    assert on_cpu.device.type == "cpu"
+    model = rpc.rpc_sync("worker1", _echo, (torch.nn.Linear(3, 3).to(device),))
+    assert {str(each.device) for each in model.parameters()} == {device}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_arrive_equal_in_both_directions(device: str) -> None:
+    run(_calls, device)
+
+
+def _many(device: str) -> None:
+    tensors = [torch.full((20_000,), float(n), device=device) for n in range(40)]
+    futures = [rpc.rpc_async("worker1", torch.add, (each, each)) for each in tensors]
+    for n, future in enumerate(futures):
+        assert torch.equal(future.wait(), torch.full((20_000,), 2.0 * n, device=device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_at_a_time(device: str) -> None:
+    run(_many, device)
+
+
+def _made_there(device: str) -> None:
+    # Made over there and sent back: only the caller has a map, which counts the other way for answers.
+    made = rpc.rpc_sync("worker1", torch.ones, (3,), {"device": device})
+    assert str(made.device) == device
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_callers_map_is_enough_for_the_answer(device: str) -> None:
+    run(_made_there, device)
+
+
+def _onto(there: str, tensor: torch.Tensor) -> None:
+    found = rpc.rpc_sync("worker1", _facts, (tensor,))
+    assert found == (there, tensor.sum().item())
+    back = rpc.rpc_sync("worker1", _echo, (tensor,))
+    assert back.device == tensor.device
+    assert torch.equal(back, tensor)
+
+
+def _from_gpu(there: str) -> None:
+    _onto(there, torch.ones(5000, device="cuda:0"))
+
+
+def _from_cpu(there: str) -> None:
+    _onto(there, torch.ones(5000))
+
+
+@pytest.mark.gpu
+def test_from_the_cpu_to_a_gpu_and_back() -> None:
+    run(_from_cpu, "cuda:0", options={"device_maps": {"worker1": {"cpu": "cuda:0"}}})
+
+
+@pytest.mark.gpu
+def test_from_a_gpu_to_the_cpu_and_back() -> None:
+    run(_from_gpu, "cpu", options={"device_maps": {"worker1": {"cuda:0": "cpu"}}})
+
+
+def _unmapped() -> None:
+    with pytest.raises(errors.SerializationError, match=r"only supports CPU tensors.*set_device_map.*cuda:0"):
+        rpc.rpc_sync("worker1", _echo, (torch.ones(1, device="cuda:0"),))
+    with pytest.raises(errors.SerializationError, match=r"set_device_map.*cuda:0"):
+        rpc.rpc_sync("worker1", torch.ones, (1,), {"device": "cuda:0"})
+    assert rpc.rpc_sync("worker1", _echo, (3,)) == 3
+
+
+def _without_map(rank: int, world_size: int) -> None:
+    if rank == 0:
+        _unmapped()
+
+
+@pytest.mark.gpu
+def test_without_a_map_they_do_not_travel() -> None:
+    rpc_group(_without_map, 2, timeout=100.0, leak_wait=None)
+
+
+def _pinned() -> None:
+    tensor = torch.arange(30_000.0).pin_memory()
+    back = rpc.rpc_sync("worker1", _echo, (tensor,))
+    assert torch.equal(back, tensor)
+    moved = back.pin_memory().to("cuda:0", non_blocking=True)
+    assert torch.equal(rpc.rpc_sync("worker1", _echo, (moved,)).cpu(), tensor)
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_memory_of_the_cpu() -> None:
+    run(_pinned_on, "cuda:0")
+
+
+def _pinned_on(device: str) -> None:
+    _pinned()
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+def _too_much(device: str) -> Any:
+    if device == "cpu":
+        raise torch.OutOfMemoryError("made up: out of memory")
+    return torch.empty(1 << 50, dtype=torch.uint8, device=device)
+
+
+def _out_of_memory(device: str) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory") as caught:
+        rpc.rpc_sync("worker1", _too_much, (device,))
+    assert isinstance(caught.value, errors.RemoteError)
+    assert rpc.rpc_sync("worker1", _facts, (torch.ones(2, device=device),)) == (device, 2.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_out_of_memory_is_raised_where_the_call_was_made(device: str) -> None:
+    run(_out_of_memory, device)
+
+
+# -- streams -------------------------------------------------------------------------------------
+
+
+def _slow_ones(device: str, size: int) -> torch.Tensor:
+    made = torch.zeros(size, device=device)
+    delay(device)
+    return made.add_(1.0)
+
+
+class _Side:
+    """A stream besides the default one, as the current one; on the CPU, nothing."""
+
+    def __init__(self, device: str) -> None:
+        self._context: Any = None
+        if torch.device(device).type == "cuda":
+            self._context = torch.cuda.stream(torch.cuda.Stream(device))
+
+    def __enter__(self) -> None:
+        if self._context is not None:
+            self._context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._context is not None:
+            self._context.__exit__(*error)
+
+
+def _slow_on_the_side(device: str, size: int) -> Any:
+    """Return a future that is complete before what it is for has been computed, on a stream of its own."""
+    future: Any = rpc.Future(devices=None if device == "cpu" else [device])
+    with _Side(device):
+        future.set_result(_slow_ones(device, size))
+    return future
+
+
+@rpc.functions.async_execution
+def _later(device: str, size: int) -> Any:
+    return _slow_on_the_side(device, size)
+
+
+@rpc.functions.async_execution
+def _later_on_a_thread(device: str, size: int) -> Any:
+    future: Any = rpc.Future(devices=None if device == "cpu" else [device])
+
+    def work() -> None:
+        with _Side(device):
+            future.set_result(_slow_ones(device, size))
+
+    threading.Thread(target=work).start()
+    return future
+
+
+def _ordered(device: str) -> None:
+    size = 300_000
+    ones = torch.ones(size, device=device)
+    for _ in range(3):
+        with _Side(device):
+            mine = _slow_ones(device, size)
+            assert rpc.rpc_sync("worker1", _facts, (mine,)) == (device, size)
+            future = rpc.rpc_async("worker1", _echo, (_slow_ones(device, size),))
+            assert torch.equal(future.wait(), ones)
+        assert torch.equal(rpc.rpc_sync("worker1", _slow_ones, (device, size)), ones)
+        for function in (_later, _later_on_a_thread):
+            assert torch.equal(rpc.rpc_sync("worker1", function, (device, size)), ones)
+        # An argument that is changed once the call has been made: what has arrived is what it was.
+        argument = _slow_ones(device, size)
+        future = rpc.rpc_async("worker1", _echo, (argument,))
+        argument.zero_()
+        if device != "cpu":  # memory of the CPU leaves as it is when it leaves
+            assert torch.equal(future.wait(), ones)
+        future.wait()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_still_being_computed_arrives_whole(device: str) -> None:
+    run(_ordered, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_who_waits_for_a_future_waits_for_the_stream_that_it_was_completed_on(device: str) -> None:
+    size = 300_000
+    wanted = torch.ones(size, device=device)
+    for _ in range(3):
+        future = _slow_on_the_side(device, size)
+        with _Side(device):
+            assert torch.equal(future.wait(), wanted)
+        chained = _slow_on_the_side(device, size).then(lambda done: done.value().clone() + 1)
+        with _Side(device):
+            assert torch.equal(chained.wait(), wanted + 1)
+
+
+# -- references ----------------------------------------------------------------------------------
+
+
+def _references(device: str) -> None:
+    rref = rpc.remote("worker1", torch.ones, (3, 4), {"device": device})
+    assert rpc.rpc_sync("worker1", _facts_of, (rref,)) == (device, 12.0)
+    assert str(rref.to_here().device) == device
+    assert rref.rpc_sync().sum().item() == 12.0
+    assert str(rref.rpc_sync().add(1).device) == device
+    for _ in range(3):
+        with _Side(device):
+            mine = rpc.RRef(_slow_ones(device, 300_000))
+        assert rpc.rpc_sync("worker1", _facts_of_fetched, (mine,)) == (device, 300_000.0)
+    del rref, mine
+
+
+def _facts_of(rref: Any) -> tuple[str, float]:
+    return _facts(rref.local_value())
+
+
+def _facts_of_fetched(rref: Any) -> tuple[str, float]:
+    return _facts(rref.to_here())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_references_to_tensors(device: str) -> None:
+    run(_references, device)
+
+
+# -- gradients -----------------------------------------------------------------------------------
+
+
+def _product(x: torch.Tensor, rref: Any) -> torch.Tensor:
+    return torch.tanh(x @ rref.local_value())
+
+
+def _weight(device: str) -> torch.Tensor:
+    torch.manual_seed(3)
+    return torch.randn(4, 4).to(device).requires_grad_()
+
+
+def _gradient_there(context: int, rref: Any) -> torch.Tensor:
+    return dist_autograd.get_gradients(context)[rref.local_value()]
+
+
+def _gradients(device: str) -> None:
+    torch.manual_seed(5)
+    x = torch.randn(6, 4).to(device).requires_grad_()
+    local_x, local_w = x.detach().clone().requires_grad_(), _weight(device).detach().requires_grad_()
+    torch.tanh(local_x @ local_w).mul(2).sum().backward()
+    rref = rpc.remote("worker1", _weight, (device,))
+    for _ in range(2):
+        with dist_autograd.context() as context:
+            out = rpc.rpc_sync("worker1", _product, (x, rref))
+            assert str(out.device) == device
+            dist_autograd.backward(context, [out.mul(2).sum()])
+            mine = dist_autograd.get_gradients(context)[x]
+            there = rpc.rpc_sync("worker1", _gradient_there, (context, rref))
+            assert str(mine.device) == str(there.device) == device
+            torch.testing.assert_close(mine, local_x.grad)
+            torch.testing.assert_close(there, local_w.grad)
+    del rref
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_go_back_the_way_that_tensors_came(device: str) -> None:
+    run(_gradients, device)
+
+
+def _squared(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+def _mixed(kind: str) -> None:
+    x = torch.ones(3, device=kind, requires_grad=True)
+    with dist_autograd.context() as context:
+        out = rpc.rpc_sync("worker1", _squared, (x,))
+        assert out.device == x.device
+        dist_autograd.backward(context, [out.sum()])
+        assert torch.equal(dist_autograd.get_gradients(context)[x], torch.full((3,), 2.0, device=kind))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("here", "there"), [("cuda:0", "cpu"), ("cpu", "cuda:0")])
+def test_gradients_between_a_cpu_and_a_gpu(here: str, there: str) -> None:
+    run(_mixed, here, options={"device_maps": {"worker1": {here: there}}})
+
+
+# -- groups that workers join at any time ----------------------------------------------------------
+
+
+def _dynamic(rank: int, world_size: int, device: str, path: str) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}")
+    if rank == 0:
+        options.set_device_map("worker1", {device: device})
+    rpc.init_rpc(f"worker{rank}", rank=rank, rpc_backend_options=options)
+    if rank == 0:
+        pass_gate(f"{path}.gate")
+        _made_there(device)
+        rpc.rpc_sync("worker1", _set_over)
+    else:
+        open_gate(Path(f"{path}.gate"))
+        assert _over.wait(90)
+    rpc.shutdown()
+
+
+_over = threading.Event()
+
+
+def _set_over() -> None:
+    _over.set()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_group_without_a_fixed_size(device: str) -> None:
+    path = unused_path("dynamic")
+    os.mkfifo(f"{path}.gate")
+    run_group(_dynamic, 2, device, path, timeout=100.0, leak_wait=leak_wait(device))
