@@ -11,7 +11,7 @@ search begins with the pause, when calls wait for the actor and all of its place
 is below the generator on the same thread. It goes on with what the reader waits for: a thread or a coroutine (see
 ``stalls.py``). If it comes to a call that waits for those places, and does so from each of them, that call fails; if it comes
 back to the generator itself, the stream does. A thread that has only made a stream may have given it to another, which is about
-to read it: where that cannot be excluded, the search goes on when nobody has asked for an item for ``_PATIENCE_S``.
+to read it: where that cannot be excluded, the search goes on when nobody has asked for an item for ``PATIENCE_S``.
 
 Runs on the clock's thread and on pool threads; takes no lock of its own.
 """
@@ -27,7 +27,7 @@ from actorrpc import moments
 from actorrpc.actors.letter_entry import LetterEntry
 from actorrpc.actors.mailbox import NEW, Lane
 from actorrpc.actors.runtime import current
-from actorrpc.actors.stalls import Stall, awaited, awaited_by
+from actorrpc.actors.stalls import PATIENCE_S, Reader, Stall, awaited, awaited_by
 from actorrpc.actors.streams import Producer
 from actorrpc.core.calls import CURRENT, Call, Execution
 from actorrpc.core.clock import Tick
@@ -46,7 +46,6 @@ __all__ = ["Deadlocks", "Probe"]
 _LOOK_S: Final = 1.0
 _MOST_HOPS: Final = 64
 _BRANCHES: Final = 4  # of the calls that one waits for at a time, so many are followed
-_PATIENCE_S: Final = 30.0
 _AGAIN_S: Final = 0.5  # what is on its way may undo a circle: it counts when it is seen twice, so far apart
 _MIB: Final = 1 << 20
 
@@ -76,7 +75,10 @@ class Deadlocks:
 
     def _look(self) -> bool:
         self._pauses = _look_at_streams(self._runtime, self._pauses)
-        busy = bool(self._pauses)
+        ends = [each for each in list(self._runtime.streams.consumers.values()) if each.awaits_end]
+        for consumer in ends:
+            consumer.look()
+        busy = bool(self._pauses or ends)
         seen, self._seen = self._seen, {}
         for resident in self._runtime.residents.all():
             station = _blocked(resident)
@@ -187,6 +189,11 @@ def _pursue_plain(runtime: Runtime, execution: Execution, probe: Probe) -> None:
         _send(runtime, left[0], Probe(probe.worker, probe.resident_id, probe.execution, trail))
 
 
+def _say_reader(reader: Reader) -> str:
+    call = reader.call
+    return _say(call) if isinstance(call, LetterEntry) else reader.name
+
+
 def _say_pause(producer: Producer) -> str:
     items, size = producer.ahead
     name = "a generator" if producer.entry is None else _say(producer.entry)
@@ -272,7 +279,7 @@ def _follow(runtime: Runtime, target: Any, probe: Probe) -> None:
             _end_stream(target, probe)
         else:
             _ask_consumer(runtime, target, replace(probe, trail=(*probe.trail, _say_pause(target))))
-    else:
+    elif hasattr(target, "waits_for"):  # the consumer of a stream
         source = target.waits_for
         if isinstance(source, Future):
             for call in awaited(source):
@@ -295,9 +302,9 @@ def _at_consumer(worker: WorkerKey, stream: int, probe: Probe) -> None:
     if runtime is None or consumer is None or consumer.over:
         return
     reader = consumer.reader
-    if not reader.alone and moments.now() - consumer.touched < _PATIENCE_S:
+    if not reader.alone and moments.now() - consumer.touched < PATIENCE_S:
         return
-    trail = (*probe.trail, f"its reader, {reader.name} on {runtime.agent.name!r}")
+    trail = (*probe.trail, f"its reader, {_say_reader(reader)} on {runtime.agent.name!r}")
     for target in reader.waits_for()[:_BRANCHES]:
         _follow(runtime, target, replace(probe, trail=trail))
 

@@ -19,13 +19,13 @@ from actorrpc import moments
 from actorrpc.actors.object_ref import ObjectRef
 from actorrpc.actors.runtime import runtime
 from actorrpc.actors.snapshot import Snapshot
-from actorrpc.actors.stalls import Reader, Stall
+from actorrpc.actors.stalls import PATIENCE_S, Reader, Stall
 from actorrpc.actors.streams import DONE, WINDOW_BYTES, Batch, StreamTicket, charge_of, close_stream, pull
 from actorrpc.actors.waits import deadline_of, time_left
 from actorrpc.core import codec, exceptions
 from actorrpc.core.calls import CURRENT, Execution
 from actorrpc.core.peer import Peer
-from actorrpc.errors import CancelledError, RpcTimeoutError, SerializationError
+from actorrpc.errors import CancelledError, DeadlockError, RpcTimeoutError, SerializationError
 from actorrpc.futures import Future
 from actorrpc.rpc import rref as rrefs
 
@@ -41,6 +41,15 @@ _INFINITE = float("inf")
 
 class _Over(Exception):
     """There are no more items."""
+
+
+class _End(Stall):
+    """Stands for the end of a stream, which may be waited for while nobody takes its items."""
+
+    __slots__ = ("consumer",)
+
+    def __init__(self, consumer: _Consumer) -> None:
+        self.consumer = consumer
 
 
 class _Consumer(Stall):
@@ -71,6 +80,7 @@ class _Consumer(Stall):
         self._error: BaseException | None = None  # what comes behind the items
         self.over = False  # and everything was taken
         self._closed = False
+        self._stuck: tuple[int, Reader | None] = -1, None
         self._signal: Future[None] | None = None  # for who waits until something changes
         self._finished: Future[None] | None = None
         # Pulls belong to the stream, not to the call in which somebody happens to take an item.
@@ -330,10 +340,42 @@ class _Consumer(Stall):
             if finished is None:
                 finished = self._finished = Future()
                 finished.label = f"the end of {self.label}"
+                finished.awaits = (_End(self),)
             ended = self._ended
-        if ended and finished._claim():
-            self._complete(finished)
+        if ended:
+            if finished._claim():
+                self._complete(finished)
+        else:
+            runtime().streams.poke()
         return finished
+
+    @property
+    def awaits_end(self) -> bool:
+        """Whether somebody may wait for the end of the stream."""
+        return self._finished is not None and not self._ended
+
+    def look(self) -> None:
+        """End the wait for the stream's end if who waits is who should take the items that are in the way of it."""
+        reader = self.reader
+        waits = any(isinstance(each, _End) and each.consumer is self for each in reader.waits_for())
+        patient = reader.alone or moments.now() - self.touched >= PATIENCE_S
+        finished: Future[None] | None = None
+        with self._lock:
+            full = not self._under_way and not self._ended and not self._wants()
+            stuck = (self._count if waits and patient and full else -1), reader
+            if stuck[0] >= 0 and stuck == self._stuck:  # as it was at the look before
+                finished, self._finished = self._finished, None
+            self._stuck = stuck
+        if finished is not None and finished._claim():
+            finished._finish(
+                None,
+                DeadlockError(
+                    f"the end of {self.label} can never come: {reader.name} waits for it, and is to take the items that "
+                    f"fill its buffer ({len(self._items)} of them are here). Take them first, or give a larger backpressure=",
+                    worker=self._agent.name,
+                    maybe_executed=True,
+                ),
+            )
 
     def _complete(self, finished: Future[None]) -> None:
         error = self._error

@@ -17,7 +17,10 @@ from actorrpc.core.calls import CURRENT, Call, Execution
 from actorrpc.core.daemons import Daemon
 from actorrpc.futures import WAITING, Future
 
-__all__ = ["Onlooker", "Reader", "Stall", "awaited", "awaited_by"]
+__all__ = ["PATIENCE_S", "Onlooker", "Reader", "Stall", "awaited", "awaited_by"]
+
+PATIENCE_S: Final = 30.0
+"""So long a stream is left alone that may have been handed to somebody who has not begun to read it."""
 
 _NOBODY: Final = (0, 0, 0)
 
@@ -134,7 +137,9 @@ class Reader:
         self._station = weakref.ref(station)
         self._key = key
         self._task = None if task is None else weakref.ref(task)
-        self.name = threading.current_thread().name if task is None else "a coroutine"
+        self.name = "a coroutine" if task is not None else threading.current_thread().name
+        if task is None and not isinstance(station, Onlooker):
+            self.name = "a thread of its actor"
         self.took = False
 
     @staticmethod
@@ -155,6 +160,13 @@ class Reader:
         ):
             return known
         return Reader(station, key, task)
+
+    @property
+    def call(self) -> Any:
+        """The entry of the call that reads the stream, where an actor's thread runs it now; else None."""
+        running = getattr(self._station(), "running", None)
+        execution = getattr(running, "execution", None)
+        return running if execution is not None and execution.chain == self._key[0] else None
 
     def waits_for(self) -> list[Call | Stall]:
         """Return what it waits for, all of it; nothing where it does not wait, or that is not known."""

@@ -211,8 +211,7 @@ class Producer(Stall):
                 room.label = "the consumer of a stream"
                 room.awaits = (self,)
                 self.pause = self._streams.new_number()
-        if self.entry is not None and self.entry.office is not None:
-            self.entry.office.runtime.residents.deadlocks.poke()
+        self._streams.poke()
         return room
 
     @property
@@ -412,6 +411,8 @@ class Streams:
         self.consumers: weakref.WeakValueDictionary[tuple[WorkerKey, int], Any] = (
             weakref.WeakValueDictionary()
         )
+        #: tells the search for deadlocks that somebody may wait
+        self.poke: Callable[[], None] = _nobody
         self._over = False
         agent.on_peer_end.append(self._peer_ended)
 
@@ -495,6 +496,10 @@ class Streams:
         for producer in list(self._producers.values()):
             if producer.peer is peer:
                 producer.close()
+
+
+def _nobody() -> None:
+    """Stand in for the search for deadlocks where there are no actors."""
 
 
 def _shut_down() -> ShutdownError:

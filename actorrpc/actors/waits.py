@@ -408,6 +408,8 @@ def wait(
     ):
         gate = _Gate(f"wait() for {num_returns} of {len(refs)}", num_returns, fails=False, values=fetch_local)
         watches = gate.watches
+        if num_returns == len(refs):
+            gate.future.awaits = watches
         for item, future in zip(refs, futures, strict=True):
             gate.add(item, future)
         _flush(futures)
