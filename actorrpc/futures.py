@@ -450,7 +450,11 @@ class Future(torch.futures.Future[T], Generic[T]):
         if source is not None:
             source.flush()
         self.add_done_callback(on_done)
-        yield from waiter
+        waiter.stands_for = self  # type: ignore[attr-defined]  # the search for deadlocks looks here
+        try:
+            yield from waiter
+        finally:
+            del waiter.stands_for  # type: ignore[attr-defined]
         return self._outcome()
 
     def __repr__(self) -> str:

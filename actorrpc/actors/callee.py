@@ -250,7 +250,9 @@ class Callee:
         return self._instance_rref
 
     def _stream(self, entry: LetterEntry, generator: Any) -> None:
-        producer = self.runtime.streams.open(int(entry.header.get("q", 16)), entry.peer, owner=self.resident)
+        producer = self.runtime.streams.open(
+            int(entry.header.get("q", 0)), entry.peer, owner=self.resident, entry=entry
+        )
         if not self.answer(entry, producer.ticket(), keep=False):
             producer.close()
             generator.close()
@@ -438,7 +440,7 @@ class Callee:
             call = intercepted(self.agent.interceptors, execution, method, args, kwargs)
             if kind != "async":
                 producer = self.runtime.streams.open(
-                    int(entry.header.get("q", 16)), entry.peer, owner=self.resident
+                    int(entry.header.get("q", 0)), entry.peer, owner=self.resident, entry=entry
                 )
                 generator = call() if kind == "async_generator" else _stepwise(call())
                 if self.answer(entry, producer.ticket(), keep=False):

@@ -24,16 +24,17 @@ import torch
 
 from actorrpc import moments
 from actorrpc.actors.mailbox import Entry, Lane, Todo
+from actorrpc.actors.stalls import Stall, awaited
 from actorrpc.core.calls import Call
 from actorrpc.core.daemons import Daemon
 from actorrpc.core.threads import follow_torch
-from actorrpc.futures import WAITING, Future
+from actorrpc.futures import WAITING
 
 if TYPE_CHECKING:
     from actorrpc.actors.resident import Resident
     from actorrpc.core.connection import Connection
 
-__all__ = ["MAX_STATIONS", "Interrupted", "Station", "Stations", "calls_of", "wake_all"]
+__all__ = ["MAX_STATIONS", "Interrupted", "Station", "Stations", "wake_all"]
 
 MAX_STATIONS: Final = 1024
 _AGAIN_S: Final = 0.02  # how soon an interruption is tried again on a thread that is in our own code
@@ -103,13 +104,16 @@ class Station:
         return bool(self._stirs)
 
     @property
-    def waits_for(self) -> list[Call]:
-        """The calls that the thread waits for, all of them; none where it does not wait, or for something else."""
+    def waits_for(self) -> list[Call | Stall]:
+        """What the thread waits for, all of it; nothing where it does not wait, or for something else."""
         try:
-            what = self._stirs[-1][1]
+            return awaited(self._stirs[-1][1])
         except IndexError:
             return []
-        return calls_of(what)
+
+    def runs(self, execution: int) -> bool:
+        """Whether an execution is under way here."""
+        return self._resident.mailbox.seat_of(execution) is self
 
     def wake(self) -> None:
         """Have the thread look for work, whether it is parked or waits for something."""
@@ -278,16 +282,6 @@ class Station:
         """Return what the thread is doing, as a traceback."""
         frame = sys._current_frames().get(self.ident)
         return "".join(traceback.format_stack(frame)) if frame is not None else "(the thread is gone)"
-
-
-def calls_of(what: object) -> list[Call]:
-    """Return the calls that somebody waits for who waits for ``what``: all of them, as far as they are calls."""
-    if isinstance(what, Future):
-        parts = [getattr(each, "future", each) for each in list(what.awaits)] or [what]
-        sources = [each._source for each in parts if not each.done()]
-    else:
-        sources = [what]
-    return [each for each in sources if isinstance(each, Call)]
 
 
 def wake_all(todo: Todo) -> None:

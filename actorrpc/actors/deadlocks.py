@@ -6,18 +6,29 @@ several), and a call that waits for the one method that a serial actor runs. If 
 began, twice in a row, none of them can ever go on: the call that closes the circle fails with DeadlockError, which
 names all of it. (Edge chasing, after Chandy, Misra and Haas.)
 
+A stream is in the way where its generator pauses and holds its actor, as its reader has not taken what is there. Then a
+search begins with the pause, when calls wait for the actor and all of its places are held by what waits, or where the reader
+is below the generator on the same thread. It goes on with what the reader waits for: a thread or a coroutine (see
+``stalls.py``). If it comes to a call that waits for those places, and does so from each of them, that call fails; if it comes
+back to the generator itself, the stream does. A thread that has only made a stream may have given it to another, which is about
+to read it: where that cannot be excluded, the search goes on when nobody has asked for an item for ``PATIENCE_S``.
+
 Runs on the clock's thread and on pool threads; takes no lock of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc import moments
 from actorrpc.actors.letter_entry import LetterEntry
-from actorrpc.actors.mailbox import NEW
+from actorrpc.actors.mailbox import NEW, Lane
 from actorrpc.actors.runtime import current
+from actorrpc.actors.stalls import PATIENCE_S, Reader, Stall, awaited, awaited_by
+from actorrpc.actors.streams import Producer
 from actorrpc.core.calls import CURRENT, Call, Execution
 from actorrpc.core.clock import Tick
 from actorrpc.errors import DeadlockError, RpcError
@@ -29,12 +40,15 @@ if TYPE_CHECKING:
     from actorrpc.actors.loop_station import LoopStation
     from actorrpc.actors.resident import Resident
     from actorrpc.actors.runtime import Runtime
+    from actorrpc.core.peer import Peer
 
 __all__ = ["Deadlocks", "Probe"]
 
 _LOOK_S: Final = 1.0
 _MOST_HOPS: Final = 64
 _BRANCHES: Final = 4  # of the calls that one waits for at a time, so many are followed
+_AGAIN_S: Final = 0.5  # what is on its way may undo a circle: it counts when it is seen twice, so far apart
+_MIB: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +67,23 @@ class Deadlocks:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._tick = Tick(runtime.agent.clock, _LOOK_S, self._look)
-        self._seen: dict[int, list[Call]] = {}  # station -> what it waited for when we looked last
+        self._pauses: set[int] = set()  # of streams, when we looked last
+        self._seen: dict[int, list[Call | Stall]] = {}  # station -> what it waited for when we looked last
 
     def poke(self) -> None:
         """See to it that somebody looks soon: an actor for which calls wait waits itself."""
         self._tick.poke()
 
     def _look(self) -> bool:
-        busy = False
+        self._pauses = _look_at_streams(self._runtime, self._pauses)
+        ends = [each for each in list(self._runtime.streams.consumers.values()) if each.awaits_end]
+        for consumer in ends:
+            consumer.look()
+        busy = bool(self._pauses or ends)
         seen, self._seen = self._seen, {}
         for resident in self._runtime.residents.all():
             for station in _blocked(resident):
-                calls = station.waits_for
+                calls = [each for each in station.waits_for if not isinstance(each, Producer)]
                 if not calls:
                     continue
                 busy = True
@@ -101,7 +120,11 @@ def _holder(entry: LetterEntry, resident: Resident) -> LetterEntry | None:
         # On a loop: what blocks that, unless this one runs inside of the wait.
         held = loop.station.running if loop is not None else None
         execution = held.execution if held is not None else None
-        if loop is None or execution is None or held is entry or loop.station.may_run(entry, execution):
+        if (
+            loop is None
+            or execution is None
+            or (held is not entry and loop.station.may_run(entry, execution))
+        ):
             return None
         return held
     if entry.state is not NEW:
@@ -119,10 +142,18 @@ def _say(entry: LetterEntry) -> str:
     return f"{resident.title}.{name}()" if resident is not None else f"{name}()"
 
 
-def _send(runtime: Runtime, call: Call, probe: Probe) -> None:
+def _send(runtime: Runtime, call: Call | Stall, probe: Probe) -> None:
     """Ask the worker of a call what the call waits for."""
+    if not isinstance(call, Call):
+        _follow(runtime, call, probe)
+        return
     if call.done or len(probe.trail) > _MOST_HOPS:
         return
+    _ask(runtime, call.peer, _pursue, call.id, probe)
+
+
+def _ask(runtime: Runtime, peer: Peer, function: Callable[..., None], *args: Any) -> None:
+    """Call a function of the search on another worker. Nobody waits for it."""
     answer: Future[None] = Future()
 
     def over(done: Future[None]) -> None:
@@ -131,7 +162,7 @@ def _send(runtime: Runtime, call: Call, probe: Probe) -> None:
     answer.add_done_callback(over)
     token = CURRENT.set(None)
     try:
-        runtime.agent.call(call.peer, _pursue, (call.id, probe), {}, 10.0, future=answer)
+        runtime.agent.call(peer, function, args, {}, 10.0, future=answer)
         runtime.agent.flush()
     except RpcError:
         pass
@@ -150,9 +181,14 @@ def _pursue(id: int, probe: Probe) -> None:
         return
     if not isinstance(entry, LetterEntry) or entry.office is None:
         return
+    if _closes(runtime, entry, probe):
+        return
     resident = entry.office
     running = _holder(entry, resident)
-    if running is None or running.execution is None:
+    if running is None:
+        _pursue_task(runtime, entry, probe)
+        return
+    if running.execution is None:
         return
     if running is not entry and (probe.worker, probe.resident_id, probe.execution) == (
         runtime.references.me,
@@ -177,6 +213,206 @@ def _pursue_plain(runtime: Runtime, execution: Execution, probe: Probe) -> None:
     if len(left) == 1 and (left[0].polling is not None or left[0].lock is not None):
         trail = (*probe.trail, f"a function on {runtime.agent.name!r}")
         _send(runtime, left[0], Probe(probe.worker, probe.resident_id, probe.execution, trail))
+
+
+def _say_reader(reader: Reader) -> str:
+    call = reader.call
+    return _say(call) if isinstance(call, LetterEntry) else reader.name
+
+
+def _say_pause(producer: Producer) -> str:
+    items, size = producer.ahead
+    name = "a generator" if producer.entry is None else _say(producer.entry)
+    bound = f"max_buffered_items={producer.limit}" if producer.limit and items >= producer.limit else "64 MiB"
+    return (
+        f"{name} (pauses until its reader takes some of {items} items, {size / _MIB:.1f} MiB; bound: {bound})"
+    )
+
+
+# -- streams: where a search begins -------------------------------------------------------------------------------------------
+
+
+def _look_at_streams(runtime: Runtime, before: set[int]) -> set[int]:
+    """Begin a search for each pause here that is in the way of something, and was there when we looked ``before``.
+
+    Returns:
+        The pauses there are now. Where there are none, there is no reason to look again.
+    """
+    found: set[int] = set()
+    looked: set[Lane] = set()
+    for producer in runtime.streams.pausing():
+        entry, pause = producer.entry, producer.pause
+        if entry is None or not pause or entry.office is None or entry.lane is None:
+            continue
+        found.add(pause)
+        if pause not in before:
+            continue
+        office, lane = entry.office, entry.lane
+        seat: Any = None if entry.execution is None else office.mailbox.seat_of(entry.execution.chain)
+        if seat is not None and seat.depth > 1:
+            _begin(runtime, office, pause, _say_pause(producer), [producer])
+        elif lane.waiting and lane not in looked:
+            looked.add(lane)
+            for token, (text, targets) in (_holders(runtime, office, lane) or {}).items():
+                _begin(runtime, office, token, text, targets)
+    return found
+
+
+def _begin(runtime: Runtime, office: Resident, token: int, text: str, targets: list[Call | Stall]) -> None:
+    probe = Probe(runtime.references.me, office.id, token, (text,))
+    for target in targets[:_BRANCHES]:
+        if isinstance(target, Producer):
+            runtime.agent.submit(partial(_ask_consumer, runtime, target, probe))
+        else:
+            runtime.agent.submit(partial(_follow, runtime, target, probe))
+
+
+def _holders(
+    runtime: Runtime, office: Resident, lane: Lane
+) -> dict[int, tuple[str, list[Call | Stall]]] | None:
+    """Return what the places of a lane are held by, and what that waits for; None unless all of it waits."""
+    found: dict[int, tuple[str, list[Call | Stall]]] = {}
+    if lane.yielding:
+        return None  # what waits holds no place
+    if lane.is_async:
+        for producer in runtime.streams.pausing():
+            if producer.entry is not None and producer.entry.lane is lane:
+                found[producer.pause] = _say_pause(producer), [producer]
+    else:
+        for station in list(office.crew):
+            running, targets = station.running, station.waits_for
+            if station.lane is not lane or not isinstance(running, LetterEntry) or running.execution is None:
+                continue
+            if not targets:
+                return None
+            first = targets[0]
+            if isinstance(first, Producer):
+                found[first.pause] = _say_pause(first), targets
+            else:
+                found[running.execution.chain] = _say(running), targets
+    return found if found and len(found) >= lane.running else None
+
+
+# -- streams: from one to the next --------------------------------------------------------------------------------------
+
+
+def _follow(runtime: Runtime, target: Any, probe: Probe) -> None:
+    """Ask what ``target`` waits for, for which something of the probe's trail waits."""
+    if isinstance(target, Call):
+        _send(runtime, target, probe)
+    elif isinstance(target, Producer):
+        if (probe.worker, probe.execution) == (runtime.references.me, target.pause):
+            _end_stream(target, probe)
+        else:
+            _ask_consumer(runtime, target, replace(probe, trail=(*probe.trail, _say_pause(target))))
+    elif hasattr(target, "waits_for"):  # the consumer of a stream
+        source = target.waits_for
+        if isinstance(source, Future):
+            for call in awaited(source):
+                if isinstance(call, Call):
+                    _follow(runtime, call, probe)
+        elif source is not None:
+            peer, stream = source
+            _ask(runtime, peer, _at_producer, stream, probe)
+
+
+def _ask_consumer(runtime: Runtime, producer: Producer, probe: Probe) -> None:
+    if producer.peer is not None and producer.pause:
+        _ask(runtime, producer.peer, _at_consumer, runtime.references.me, producer.stream, probe)
+
+
+def _at_consumer(worker: WorkerKey, stream: int, probe: Probe) -> None:
+    """Go on with what a stream's reader waits for. Called by RPC on the consumer's worker."""
+    runtime = current()
+    consumer = None if runtime is None else runtime.streams.consumers.get((worker, stream))
+    if runtime is None or consumer is None or consumer.over:
+        return
+    reader = consumer.reader
+    if not reader.alone and moments.now() - consumer.touched < PATIENCE_S:
+        return
+    trail = (*probe.trail, f"its reader, {_say_reader(reader)} on {runtime.agent.name!r}")
+    for target in reader.waits_for()[:_BRANCHES]:
+        _follow(runtime, target, replace(probe, trail=trail))
+
+
+def _at_producer(stream: int, probe: Probe) -> None:
+    """Go on with what a stream's generator waits for. Called by RPC on the producer's worker."""
+    runtime = current()
+    producer = None if runtime is None else runtime.streams.find(stream)
+    entry = None if producer is None else producer.entry
+    if (
+        runtime is None
+        or producer is None
+        or entry is None
+        or entry.execution is None
+        or entry.office is None
+    ):
+        return
+    if producer.pause:  # it has items
+        return
+    if _pursue_task(runtime, entry, probe):
+        return
+    seat: Any = entry.office.mailbox.seat_of(entry.execution.chain)
+    if seat is not None and seat.waiting:
+        for target in seat.waits_for[:_BRANCHES]:
+            _follow(runtime, target, replace(probe, trail=(*probe.trail, _say(entry))))
+
+
+def _pursue_task(runtime: Runtime, entry: LetterEntry, probe: Probe) -> bool:
+    """Go on with what the coroutine of a call awaits; False where it is none."""
+    task = entry.task
+    if task is None:
+        return False
+    for target in awaited_by(task)[:_BRANCHES]:
+        _follow(runtime, target, replace(probe, trail=(*probe.trail, _say(entry))))
+    return True
+
+
+# -- streams: where it ends ---------------------------------------------------------------------------------------------
+
+
+def _sighted(seen: dict[int, float], token: int) -> bool:
+    """Note that a circle was seen; say whether that was so before."""
+    now = moments.now()
+    return now - seen.setdefault(token, now) >= _AGAIN_S
+
+
+def _closes(runtime: Runtime, entry: LetterEntry, probe: Probe) -> bool:
+    """Say whether a call waits for the places from one of which the search began; break the circle if it is certain."""
+    office, lane = entry.office, entry.lane
+    if office is None or lane is None or entry.state is not NEW or entry.seat is not None:
+        return False
+    if (probe.worker, probe.resident_id) != (runtime.references.me, office.id):
+        return False
+    held = _holders(runtime, office, lane)
+    if held is None or probe.execution not in held:
+        return False
+    if not any(isinstance(targets[0], Producer) for _, targets in held.values()):
+        return False
+    if entry.circles is None:
+        entry.circles = {}
+    _sighted(entry.circles, probe.execution)
+    if all(token in entry.circles and _sighted(entry.circles, token) for token in held):
+        office.withdraw(entry, _error(office, f"{_say(entry)} can never run", (*probe.trail, _say(entry))))
+    return True
+
+
+def _end_stream(producer: Producer, probe: Probe) -> None:
+    """Break a circle whose generator pauses on top of its own consumer."""
+    entry = producer.entry
+    if entry is not None and entry.office is not None and _sighted(producer.suspected, probe.execution):
+        producer.abort(
+            _error(entry.office, f"the stream of {_say(entry)} can never go on", (*probe.trail, _say(entry)))
+        )
+
+
+def _error(office: Resident, what: str, trail: tuple[str, ...]) -> DeadlockError:
+    return DeadlockError(
+        f"{what}: {' -> '.join(trail)} wait for each other in a circle. Take the stream's items before "
+        "you wait for the actor, close the stream, give it a larger backpressure=, or the actor max_concurrency > 1",
+        maybe_executed=what.startswith("the stream"),
+        worker=office.agent.name,
+    )
 
 
 def _verdict(resident: Resident, entry: LetterEntry, probe: Probe) -> None:

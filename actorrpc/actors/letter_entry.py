@@ -33,6 +33,7 @@ class LetterEntry(Entry):
 
     __slots__ = (
         "arrived",
+        "circles",
         "conn",
         "deadline",
         "execution",
@@ -74,6 +75,7 @@ class LetterEntry(Entry):
         self.given_up = False  # it is not to run, if it does not yet
         self.stopped = False  # its coroutine has been told to end
         self.sole = False  # nobody but us has the result
+        self.circles: dict[int, float] | None = None  # see deadlocks
         self.suspected = 0  # the execution that seems to wait for this call, which waits for it
 
     def unseal(self) -> bool:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from actorrpc.actors.crew import calls_of
 from actorrpc.actors.letter_entry import LetterEntry
 from actorrpc.actors.mailbox import Entry
+from actorrpc.actors.stalls import Stall, awaited
 from actorrpc.core.calls import CURRENT, Call, Execution
 from actorrpc.errors import DeadlockError
 
@@ -98,13 +98,16 @@ class LoopStation:
         return None if execution is None else self.entries.get(execution.chain)
 
     @property
-    def waits_for(self) -> list[Call]:
-        """The calls that the thread waits for, all of them. Any thread may look."""
+    def waits_for(self) -> list[Call | Stall]:
+        """What the thread waits for, all of it; nothing where that is not known. Any thread may look."""
         try:
-            what = self._waits[-1][1]
+            return awaited(self._waits[-1][1])
         except IndexError:
             return []
-        return calls_of(what)
+
+    def runs(self, execution: int) -> bool:
+        """Whether an execution is under way here. Any thread may look."""
+        return execution in self.entries
 
     @property
     def work(self) -> bool:
@@ -185,7 +188,9 @@ class LoopStation:
         """Return the calls to this very actor, on this loop, that the thread waits for."""
         found = []
         for call in self.waits_for:
-            entry: Any = call.peer.running.get(call.id) if call.peer.is_self else None
+            if not isinstance(call, Call) or not call.peer.is_self:
+                continue
+            entry: Any = call.peer.running.get(call.id)
             if isinstance(entry, LetterEntry) and entry.office is self._resident:
                 lane = entry.lane
                 if lane is not None and lane.is_async:

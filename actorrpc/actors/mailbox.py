@@ -118,6 +118,7 @@ class Lane:
         self.yielding = yielding
         self.is_async = is_async
         self.running = 0
+        self.resting = 0  # have begun, and do not count as they wait
         self.seats = 0  # stations that exist, or are being started
         self.idle: list[Any] = []
         self._fresh: deque[Entry] = deque()
@@ -394,6 +395,10 @@ class Mailbox:
         """Note that an execution is over."""
         self._running.pop(execution, None)
 
+    def seat_of(self, execution: int) -> Seat | None:
+        """Return the station that an execution is under way on; None if there is none."""
+        return self._running.get(execution)
+
     def done(self, lane: Lane, seat: Seat | None = None) -> Todo:
         """Note that an entry which :meth:`take` gave is over: others may run. What was left for it goes back."""
         with self._lock:
@@ -416,6 +421,7 @@ class Mailbox:
         todo = Todo()
         with self._lock:
             lane.running -= 1
+            lane.resting += 1
             if lane.waiting:
                 self._look(lane, todo)
         return todo
@@ -423,6 +429,7 @@ class Mailbox:
     def resume(self, lane: Lane) -> None:
         """Note that an entry of a yielding lane goes on."""
         with self._lock:
+            lane.resting -= 1
             lane.running += 1
 
     def leave(self, lane: Lane, seat: Any) -> bool:
@@ -441,7 +448,9 @@ class Mailbox:
         with self._lock:
             lanes = [*self.lanes.values(), *self.async_lanes.values()]
             nested = sum(len(seat.work) for seat in set(self._running.values()) if seat is not None)
-            return sum(lane.waiting for lane in lanes) + nested, sum(lane.running for lane in lanes)
+            return sum(lane.waiting for lane in lanes) + nested, sum(
+                lane.running + lane.resting for lane in lanes
+            )
 
     def close(self) -> tuple[list[Entry], list[Any]]:
         """Take no more. Returns what was waiting, in order, and the idle stations."""

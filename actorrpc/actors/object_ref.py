@@ -139,6 +139,15 @@ class _Pursuit:
 
     # -- as the source of a future -----------------------------------------------------------------
 
+    @property
+    def behind(self) -> Future[Any] | None:
+        """What it follows now: the search for deadlocks looks here."""
+        claim = self._claim
+        try:
+            return claim[0]
+        except IndexError:
+            return None
+
     def drive(self, deadline: float | None) -> None:
         """Make progress until the future is complete, the deadline has passed or others are at it."""
         while not self.future._done:

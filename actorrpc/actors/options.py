@@ -238,7 +238,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "interrupt": _flag,
     "labels": _words,
     "lifetime": _lifetime,
-    "max_buffered_items": _integer(1, "an int of at least 1"),
+    "max_buffered_items": _integer(1, "an int of at least 1, or None (64 MiB)", none=True),
     "max_concurrency": _integer(1, "an int of at least 1, or None", none=True),
     "max_pending_calls": _max_pending,
     "max_restarts": _integer(-1, "an int of at least 0, or -1 (for ever)"),
@@ -280,6 +280,21 @@ _ELSEWHERE: Final[dict[str, str]] = {
 _PLACED: Final = ("host", "labels", "placement_timeout", "resources", "spread")
 
 
+_BACKPRESSURE: Final = ("backpressure", "_generator_backpressure_num_objects")
+
+
+def _buffered(given: dict[str, Any]) -> None:
+    """Put ``max_buffered_items`` in the place of its other names; the last one is Ray's, which says -1 for None."""
+    for name in _BACKPRESSURE:
+        if name in given:
+            if "max_buffered_items" in given:
+                raise ConfigError(
+                    f"{name} and max_buffered_items are two names for one thing: give one of them"
+                )
+            value = given.pop(name)
+            given["max_buffered_items"] = None if value == -1 and name == _BACKPRESSURE[1] else value
+
+
 def _check(cls: type[Any], given: dict[str, Any], what: str) -> dict[str, Any]:
     """Return the options that were given, each checked, in the form in which they are kept.
 
@@ -289,6 +304,7 @@ def _check(cls: type[Any], given: dict[str, Any], what: str) -> dict[str, Any]:
     allowed = _names(cls)
     if "env" in allowed:
         _environment(given)
+    _buffered(given)
     for name in given:
         if name not in allowed:
             raise _unknown(cls, name, allowed, what)
@@ -366,7 +382,8 @@ class CallOptions:
         max_task_retries: how often a call that the actor's death cut short is made again; -1: for ever; None: as
             the actor's options say.
         retry_exceptions: whether what the method raises is a reason to make the call again; or only these.
-        max_buffered_items: how many items of a stream are made ahead of its reader; default 16.
+        max_buffered_items: how many items of a stream are made ahead of its reader, whose generator then pauses, and holds
+            its actor; also called ``backpressure``. None: 64 MiB of them, which is the bound in any case.
         name: what the call is called in messages; default the method's name.
         allow_out_of_order: whether later calls may overtake this one while its arguments are fetched.
 
@@ -395,7 +412,7 @@ class CallOptions:
     concurrency_group: str | None = None
     max_task_retries: int | None = None
     retry_exceptions: bool | tuple[type[BaseException], ...] = False
-    max_buffered_items: int = 16
+    max_buffered_items: int | None = None
     name: str | None = None
     allow_out_of_order: bool = False
 
@@ -496,7 +513,7 @@ class ActorOptions:
     timeout: float | None = None
     priority: int = 0
     concurrency_group: str | None = None
-    max_buffered_items: int = 16
+    max_buffered_items: int | None = None
     yielding: bool = False
     place: Point | None = None
 
@@ -550,7 +567,7 @@ class ActorOptions:
             and self.concurrency_group is None
             and not self.max_task_retries
             and self.retry_exceptions is False
-            and self.max_buffered_items == 16
+            and self.max_buffered_items is None
             and not self.allow_out_of_order_execution
         ):
             return _DEFAULT_CALL
@@ -583,7 +600,7 @@ class TaskOptions:
     timeout: float | None = None
     interrupt: bool = False
     priority: int = 0
-    max_buffered_items: int = 16
+    max_buffered_items: int | None = None
     name: str | None = None
     max_retries: int = 3
     retry_exceptions: bool | tuple[type[BaseException], ...] = False

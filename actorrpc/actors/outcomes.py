@@ -42,6 +42,11 @@ class Whole:
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
 
+    @property
+    def behind(self) -> Future[Any]:
+        """The future that all of it waits for: the search for deadlocks looks here."""
+        return self._future
+
     def drive(self, deadline: float | None) -> None:
         """Make progress on the call."""
         source = self._future._source

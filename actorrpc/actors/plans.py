@@ -88,7 +88,7 @@ class Plan:
         if options.priority:
             header["y"] = options.priority
         if method.kind in _GENERATORS or options.num_returns == "streaming":
-            header["q"] = options.max_buffered_items
+            header["q"] = options.max_buffered_items or 0
         elif options.num_returns != 1:
             header["nr"] = options.num_returns
         if refs:

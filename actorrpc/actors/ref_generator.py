@@ -15,14 +15,17 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
+from actorrpc import moments
 from actorrpc.actors.object_ref import ObjectRef
+from actorrpc.actors.runtime import runtime
 from actorrpc.actors.snapshot import Snapshot
-from actorrpc.actors.streams import DONE, Batch, StreamTicket, close_stream, pull
+from actorrpc.actors.stalls import PATIENCE_S, Reader, Stall
+from actorrpc.actors.streams import DONE, WINDOW_BYTES, Batch, StreamTicket, charge_of, close_stream, pull
 from actorrpc.actors.waits import deadline_of, time_left
 from actorrpc.core import codec, exceptions
 from actorrpc.core.calls import CURRENT, Execution
 from actorrpc.core.peer import Peer
-from actorrpc.errors import CancelledError, RpcTimeoutError, SerializationError
+from actorrpc.errors import CancelledError, DeadlockError, RpcTimeoutError, SerializationError
 from actorrpc.futures import Future
 from actorrpc.rpc import rref as rrefs
 
@@ -40,7 +43,16 @@ class _Over(Exception):
     """There are no more items."""
 
 
-class _Consumer:
+class _End(Stall):
+    """Stands for the end of a stream, which may be waited for while nobody takes its items."""
+
+    __slots__ = ("consumer",)
+
+    def __init__(self, consumer: _Consumer) -> None:
+        self.consumer = consumer
+
+
+class _Consumer(Stall):
     """What a generator of ObjectRefs knows of its stream. Thread-safe.
 
     ``_lock`` guards everything that changes. It is re-entrant, as the collector may run under it; nothing is called,
@@ -60,11 +72,15 @@ class _Consumer:
         self._ticket: StreamTicket | None = None
         self._peer: Peer | None = None
         self._items: deque[Any] = deque()
+        self._charge = 0  # what they count, in bytes
+        self.reader = Reader.here(None)
+        self.touched = moments.now()  # when somebody last asked for an item
         self._count = 0  # of items that were taken
         self._ended = False  # nothing comes any more
         self._error: BaseException | None = None  # what comes behind the items
         self.over = False  # and everything was taken
         self._closed = False
+        self._stuck: tuple[int, Reader | None] = -1, None
         self._signal: Future[None] | None = None  # for who waits until something changes
         self._finished: Future[None] | None = None
         # Pulls belong to the stream, not to the call in which somebody happens to take an item.
@@ -113,6 +129,12 @@ class _Consumer:
         """Waits are not cancelled."""
         return False
 
+    @property
+    def waits_for(self) -> Future[Any] | tuple[Peer, int] | None:
+        """What the next item is waited for from: a call under way, or a stream and its worker."""
+        ticket, peer = self._ticket, self._peer
+        return self._call if ticket is None or peer is None else (peer, ticket.stream)
+
     def _called(self, call: Future[Any]) -> None:
         self._call = None
         ticket = call._value
@@ -128,6 +150,7 @@ class _Consumer:
                 return
             with self._lock:
                 self._ticket = ticket
+                runtime().streams.consumers[ticket.worker, ticket.stream] = self
                 self._under_way = False
                 closed = self._closed
             if closed:
@@ -143,12 +166,14 @@ class _Consumer:
             and not self._under_way
             and not self._ended
             and not self._closed
-            and len(self._items) <= ticket.limit // 2
+            and self._charge <= WINDOW_BYTES // 2
+            and (not ticket.limit or len(self._items) <= ticket.limit // 2)
         )
 
     def _pull(self) -> None:
         step: Future[Batch] = Future()
         step.label = f"the next items of {self.label}"
+        step.awaits = (self,)
         with self._lock:
             if not self._wants():
                 return
@@ -181,6 +206,7 @@ class _Consumer:
             if self._closed:
                 return
             self._items.extend(items)
+            self._charge += sum(map(charge_of, items))
             if error is None:
                 self._under_way = False
                 if end is not None:
@@ -230,6 +256,8 @@ class _Consumer:
         Raises:
             _Over: there are no more.
         """
+        self.reader = reader = Reader.here(self.reader)
+        self.touched = moments.now()
         with self._lock:
             if not self._items:
                 if self._ended or self._closed:
@@ -246,7 +274,9 @@ class _Consumer:
                     signal._source = self
                 return None, None, signal
             packed = self._items.popleft()
+            self._charge -= charge_of(packed)
             self._count += 1
+            reader.took = True
             wants = self._wants()
         if wants:
             self._pull()
@@ -272,6 +302,7 @@ class _Consumer:
             self._closed = self.over = True
             dropped = list(self._items)
             self._items.clear()
+            self._charge = 0
             ticket, call = self._ticket, self._call
             ended = self._ended
             if not ended:
@@ -309,10 +340,42 @@ class _Consumer:
             if finished is None:
                 finished = self._finished = Future()
                 finished.label = f"the end of {self.label}"
+                finished.awaits = (_End(self),)
             ended = self._ended
-        if ended and finished._claim():
-            self._complete(finished)
+        if ended:
+            if finished._claim():
+                self._complete(finished)
+        else:
+            runtime().streams.poke()
         return finished
+
+    @property
+    def awaits_end(self) -> bool:
+        """Whether somebody may wait for the end of the stream."""
+        return self._finished is not None and not self._ended
+
+    def look(self) -> None:
+        """End the wait for the stream's end if who waits is who should take the items that are in the way of it."""
+        reader = self.reader
+        waits = any(isinstance(each, _End) and each.consumer is self for each in reader.waits_for())
+        patient = reader.alone or moments.now() - self.touched >= PATIENCE_S
+        finished: Future[None] | None = None
+        with self._lock:
+            full = not self._under_way and not self._ended and not self._wants()
+            stuck = (self._count if waits and patient and full else -1), reader
+            if stuck[0] >= 0 and stuck == self._stuck:  # as it was at the look before
+                finished, self._finished = self._finished, None
+            self._stuck = stuck
+        if finished is not None and finished._claim():
+            finished._finish(
+                None,
+                DeadlockError(
+                    f"the end of {self.label} can never come: {reader.name} waits for it, and is to take the items that "
+                    f"fill its buffer ({len(self._items)} of them are here). Take them first, or give a larger backpressure=",
+                    worker=self._agent.name,
+                    maybe_executed=True,
+                ),
+            )
 
     def _complete(self, finished: Future[None]) -> None:
         error = self._error
@@ -331,8 +394,8 @@ class ObjectRefGenerator(Generic[T]):
 
     ``for ref in generator`` and ``async for ref in generator`` give ObjectRefs whose values are here already;
     ``generator.values()`` gives the values themselves. If the generator raises, the ObjectRef in that place raises it,
-    and the stream is over. At most ``max_buffered_items`` items are produced and not taken. Thread-safe: several threads
-    may take items, each item goes to one of them.
+    and the stream is over. At most 64 MiB, and ``max_buffered_items`` items if that is given, are produced and not taken: then
+    the generator pauses, and holds its actor. Thread-safe: several threads may take items, each item goes to one of them.
 
     The generator on the actor is closed (GeneratorExit at its yield) when this object is closed or dropped.
 

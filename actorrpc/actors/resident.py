@@ -321,6 +321,9 @@ class Resident:
         self.mailbox.configure(
             limits, async_limits, reentrant=options.reentrant, yielding=getattr(options, "yielding", False)
         )
+        if async_limits and most is None:
+            # Nobody counts on the default limit: streams that pause leave their places to others.
+            self.mailbox.async_lanes[""].yielding = True
         with self._lock:
             if self.state == "constructing":
                 self.state = "alive"

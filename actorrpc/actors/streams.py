@@ -1,9 +1,14 @@
 """Streams: what generator methods yield, on its way to whoever called them.
 
-The consumer pulls. A stream's :class:`Producer` lets its generator run at most ``limit`` items ahead of those that the
-consumer has taken; a pull says how many that are, and its answer brings what has been produced since. One pull is under
-way while the consumer works on what it has. An item is packed when it is yielded: changing the object afterwards changes
-nothing. Pulls are plain calls, served by pool threads, never behind the actor's work.
+The consumer pulls. A stream's :class:`Producer` lets its generator run ahead of the items that the consumer has taken, by
+at most ``WINDOW_BYTES``, and by ``limit`` items where there is a limit. Then the generator pauses, and holds its actor as
+any method that waits does: others that ran meanwhile would see the actor in the middle of the method. A pull says how many
+items were taken, and its answer brings what has been produced since. One pull is under way while the consumer works on
+what it has. An item is packed when it is yielded: changing the object afterwards changes nothing. Pulls are plain calls,
+served by pool threads, never behind the actor's work.
+
+An item counts, from when it is packed until the producer hears that it was taken, with its size and what an object takes
+besides, on whichever side it lies: what both sides keep of a stream is bounded by one window, and one item more.
 
 An :class:`ObjectRefGenerator` that is closed or dropped tells the producer, whose generator is then closed where it
 stands (GeneratorExit at its yield). The end of a consumer's worker has the same effect.
@@ -12,16 +17,20 @@ stands (GeneratorExit at its yield). The end of a consumer's worker has the same
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
+import sys
 import threading
+import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator
-from typing import Any, Final
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.actors.runtime import runtime
 from actorrpc.actors.snapshot import Snapshot
+from actorrpc.actors.stalls import Stall
 from actorrpc.core import codec, exceptions
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT
@@ -31,13 +40,18 @@ from actorrpc.errors import CancelledError, RpcError, ShutdownError
 from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import WorkerKey
 
+if TYPE_CHECKING:
+    from actorrpc.actors.letter_entry import LetterEntry
+
 __all__ = [
     "DONE",
+    "WINDOW_BYTES",
     "Batch",
     "Producer",
     "StreamTicket",
     "Streams",
     "aproduce",
+    "charge_of",
     "close_stream",
     "produce",
     "pull",
@@ -45,10 +59,15 @@ __all__ = [
 
 _log = logging.getLogger("actorrpc.actors")
 
+WINDOW_BYTES: Final = 64 << 20
+"""So much is produced ahead of the consumer at most, and then an item more."""
+
 _BATCH_BYTES: Final = 1 << 20  # one answer brings at least one item, and no more of them than this
 _INLINE_BYTES: Final = 64 << 10  # what the producing thread sends itself
 _PLAIN: Final = frozenset({int, float, bool, type(None), complex})
 _PLAIN_BYTES: Final = 4096
+_LEAST_BYTES: Final = 128  # what an item counts at least: an object, and its places in the queues
+_SNAPSHOT_BYTES: Final = 400  # what a snapshot takes besides what is in it
 
 DONE: Final = b""
 """The end of a stream whose generator has returned; other ends are packed errors."""
@@ -63,7 +82,7 @@ class StreamTicket:
     Attributes:
         worker: where.
         stream: names the stream there.
-        limit: so many items are produced ahead at most.
+        limit: so many items are produced ahead at most; 0: only their bytes are bounded.
     """
 
     __slots__ = ("limit", "stream", "worker")
@@ -77,38 +96,63 @@ class StreamTicket:
         return StreamTicket, (self.worker, self.stream, self.limit)
 
 
-class Producer:
+def charge_of(packed: Any) -> int:
+    """Return how many bytes an item counts, as it is packed; both sides find the same."""
+    if type(packed) is Snapshot:
+        return packed.nbytes + _SNAPSHOT_BYTES
+    return max(_LEAST_BYTES, sys.getsizeof(packed))
+
+
+class Producer(Stall):
     """The producing end of one stream. Thread-safe; one thread or coroutine puts items in.
 
     ``_lock`` guards all that changes here. It is re-entrant, as the collector may run under it; no user code runs under it,
     and futures are completed after it was released.
+
+    Attributes:
+        entry: the call in whose mailbox the generator runs; None where it runs in none.
+        pause: names the pause that the generator makes now, because its window is full; 0 where it makes none.
     """
 
     __slots__ = (
         "_agent",
         "_asked",
         "_call",
+        "_charge",
+        "_charges",
         "_closed",
         "_end",
         "_error",
         "_items",
         "_lock",
-        "_produced",
         "_room",
         "_stopped",
         "_streams",
         "_taken",
+        "entry",
         "limit",
         "on_close",
         "owner",
+        "pause",
         "peer",
         "stream",
+        "suspected",
     )
 
     def __init__(
-        self, streams: Streams, agent: Agent, stream: int, limit: int, peer: Peer | None, owner: object
+        self,
+        streams: Streams,
+        agent: Agent,
+        stream: int,
+        limit: int,
+        peer: Peer | None,
+        owner: object,
+        entry: LetterEntry | None,
     ) -> None:
         self.stream = stream
+        self.entry = entry
+        self.pause = 0
+        self.suspected: dict[int, float] = {}  # the searches that have come back to the pause
         self.limit = limit
         self.peer = peer
         self.owner = owner
@@ -116,8 +160,9 @@ class Producer:
         self._streams = streams
         self._agent = agent
         self._lock = threading.RLock()
-        self._items: deque[tuple[Any, int]] = deque()  # with their sizes
-        self._produced = 0
+        self._items: deque[tuple[Any, int]] = deque()  # with what they count
+        self._charges: deque[int] = deque()  # of all that were produced and not taken, wherever they are
+        self._charge = 0  # their sum
         self._taken = 0  # by the consumer, of all that were produced
         self._end: bytes | None = None
         self._stopped = False  # no more is to be produced
@@ -158,13 +203,43 @@ class Producer:
     def room(self) -> Future[None] | None:
         """Return None where another item may be produced (or nobody wants any), and else a future to wait for."""
         with self._lock:
-            if self._stopped or self._produced - self._taken < self.limit:
+            if self._stopped or self._has_room:
                 return None
             room = self._room
             if room is None or room._done:
                 room = self._room = Future()
                 room.label = "the consumer of a stream"
-            return room
+                room.awaits = (self,)
+                self.pause = self._streams.new_number()
+        self._streams.poke()
+        return room
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether another item may be produced. Under the lock."""
+        return self._charge < WINDOW_BYTES and (not self.limit or len(self._charges) < self.limit)
+
+    @property
+    def ahead(self) -> tuple[int, int]:
+        """How many items were produced and not taken, and what they count in bytes."""
+        with self._lock:
+            return len(self._charges), self._charge
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """For the pause of a coroutine: where the actor's limit is the default one, others may begin meanwhile."""
+        entry = self.entry
+        lane, office = (None, None) if entry is None else (entry.lane, entry.office)
+        if lane is None or office is None or not lane.yielding:
+            yield
+            return
+        todo = office.mailbox.rest(lane)
+        if todo is not None:
+            office.carry_out(todo)
+        try:
+            yield
+        finally:
+            office.mailbox.resume(lane)
 
     def put(self, item: Any) -> None:
         """Take an item as it is now. Where the stream is closed, nothing happens.
@@ -174,15 +249,16 @@ class Producer:
         """
         kind = type(item)
         if kind in _PLAIN or ((kind is str or kind is bytes) and len(item) <= _PLAIN_BYTES):
-            packed, size = item, 64
+            packed = item
         else:
             packed = Snapshot.of(item)
-            size = packed.nbytes
+        charge = charge_of(packed)
         with self._lock:
             if self._stopped or self._end is not None:
                 return
-            self._produced += 1
-            self._items.append((packed, size))
+            self._charges.append(charge)
+            self._charge += charge
+            self._items.append((packed, charge))
         self._answer()
 
     def end(self) -> None:
@@ -211,12 +287,19 @@ class Producer:
             if self._stopped:
                 return
             self._stopped = True
-            room, self._room = self._room, None
+            room = self._leave_pause()
             on_close, self.on_close = self.on_close, None
         if room is not None and room._claim():
             room._finish(None, None)
         if on_close is not None:
             on_close()
+
+    def _leave_pause(self) -> Future[None] | None:
+        """Return what the generator waits for, to be completed without the lock. Under it."""
+        room, self._room = self._room, None
+        self.pause = 0
+        self.suspected.clear()
+        return room
 
     def close(self, error: ShutdownError | None = None) -> None:
         """Want no more: items are dropped, and the generator is closed at its yield. Idempotent.
@@ -231,6 +314,8 @@ class Producer:
             self._error = error
             dropped = list(self._items)
             self._items.clear()
+            self._charges.clear()
+            self._charge = 0
             asked, self._asked = self._asked, None
         del dropped
         self._streams.forget(self)
@@ -259,10 +344,10 @@ class Producer:
         with self._lock:
             if self._closed:
                 raise self._error or _gone(self.stream)
-            self._taken = max(self._taken, taken)
-            room = None
-            if self._produced - self._taken < self.limit:
-                room, self._room = self._room, None
+            for _ in range(min(taken - self._taken, len(self._charges))):
+                self._charge -= self._charges.popleft()
+                self._taken += 1
+            room = self._leave_pause() if self._has_room else None
             batch, _ = self._batch()
             if batch is None:
                 waits = self._asked = Future()
@@ -308,6 +393,8 @@ class Producer:
         if batch[1] is not None:
             with self._lock:
                 self._closed = True
+                self._charges.clear()
+                self._charge = 0
             self._streams.forget(self)
             self._stop()
 
@@ -320,24 +407,38 @@ class Streams:
         self.me = WorkerKey(agent.record.rank, agent.record.incarnation)
         self._numbers = itertools.count(int.from_bytes(os.urandom(6), "big") << 16)
         self._producers: dict[int, Producer] = {}
+        #: what reads streams in this process, by where they are produced
+        self.consumers: weakref.WeakValueDictionary[tuple[WorkerKey, int], Any] = (
+            weakref.WeakValueDictionary()
+        )
+        #: tells the search for deadlocks that somebody may wait
+        self.poke: Callable[[], None] = _nobody
         self._over = False
         agent.on_peer_end.append(self._peer_ended)
 
     def __len__(self) -> int:
         return len(self._producers)
 
-    def open(self, limit: int, peer: Peer | None = None, *, owner: object = None) -> Producer:
+    def open(
+        self,
+        limit: int,
+        peer: Peer | None = None,
+        *,
+        owner: object = None,
+        entry: LetterEntry | None = None,
+    ) -> Producer:
         """Begin a stream.
 
         Args:
-            limit: how many items may be produced and not yet taken, at least 1.
+            limit: how many items may be produced and not yet taken; 0: as many as the window has room for.
             peer: whose it is: the stream ends with it. By default the caller of the call that is being executed.
             owner: whatever may :meth:`abort` it.
+            entry: the call that the generator runs in.
         """
         if peer is None:
             execution = CURRENT.get()
             peer = None if execution is None else execution.peer
-        producer = Producer(self, self._agent, next(self._numbers), max(1, limit), peer, owner)
+        producer = Producer(self, self._agent, self.new_number(), limit, peer, owner, entry)
         self._producers[producer.stream] = producer
         if self._over:
             producer.close(_shut_down())
@@ -359,6 +460,14 @@ class Streams:
     def find(self, stream: int) -> Producer | None:
         """Return a stream's producer, or None."""
         return self._producers.get(stream)
+
+    def pausing(self) -> list[Producer]:
+        """Return those whose generators pause, in mailboxes."""
+        return [each for each in list(self._producers.values()) if each.pause and each.entry is not None]
+
+    def new_number(self) -> int:
+        """Return a number that names one thing in this group."""
+        return next(self._numbers)
 
     def forget(self, producer: Producer) -> None:
         """Note that a stream is over."""
@@ -387,6 +496,10 @@ class Streams:
         for producer in list(self._producers.values()):
             if producer.peer is peer:
                 producer.close()
+
+
+def _nobody() -> None:
+    """Stand in for the search for deadlocks where there are no actors."""
 
 
 def _shut_down() -> ShutdownError:
@@ -478,7 +591,8 @@ async def aproduce(
         while True:
             room = producer.room()
             if room is not None:
-                await room
+                with producer.resting():
+                    await room
                 continue
             if producer.closed:
                 break

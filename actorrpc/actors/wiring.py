@@ -28,6 +28,7 @@ def start(agent: Agent, references: References) -> Callable[[bool], None]:
     made.names = Names(made, api.namespace())
     made.streams = Streams(agent)
     made.residents = Residents(made)
+    made.streams.poke = made.residents.deadlocks.poke
     made.routes = Routes(made)
     made.meetings = Meetings(made, collective_members.cut)
     made.members = collective_members.Members(made)

@@ -18,7 +18,7 @@ _KINDS = [ActorOptions(), CallOptions(), TaskOptions()]
 
 def test_the_defaults() -> None:
     call, actor, task = CallOptions(), ActorOptions(), TaskOptions()
-    assert (call.num_returns, call.timeout, call.priority, call.max_buffered_items) == (1, None, 0, 16)
+    assert (call.num_returns, call.timeout, call.priority, call.max_buffered_items) == (1, None, 0, None)
     assert (actor.max_restarts, actor.max_task_retries, actor.max_pending_calls) == (0, 0, -1)
     assert (actor.reentrant, actor.allow_out_of_order_execution, actor.lifetime) == (True, False, None)
     assert (task.max_retries, task.retry_exceptions) == (3, False)
@@ -136,6 +136,18 @@ _WRONG: list[tuple[Any, str, Any]] = [
     (CallOptions(), "max_buffered_items", 0),
     (TaskOptions(), "max_retries", -2),
 ]
+
+
+def test_the_bound_of_a_stream_has_three_names() -> None:
+    for options in (CallOptions(), ActorOptions(), TaskOptions()):
+        for name in ("max_buffered_items", "backpressure", "_generator_backpressure_num_objects"):
+            assert options.merged(**{name: 3}).max_buffered_items == 3
+            assert options.merged(**{name: None}).max_buffered_items is None
+        assert options.merged(_generator_backpressure_num_objects=-1).max_buffered_items is None
+        with pytest.raises(ConfigError, match="two names for one thing"):
+            options.merged(backpressure=2, max_buffered_items=2)
+        with pytest.raises(ConfigError, match="an int of at least 1"):
+            options.merged(backpressure=-1)
 
 
 @pytest.mark.parametrize(("options", "name", "value"), _WRONG)

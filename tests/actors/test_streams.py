@@ -16,10 +16,12 @@ import torch
 from hypothesis import given, settings
 
 from actorrpc import errors, rpc
+from actorrpc.actors import ref_generator, streams
 from actorrpc.actors.object_ref import ObjectRef
 from actorrpc.actors.ref_generator import ObjectRefGenerator
 from actorrpc.actors.runtime import Runtime, current
-from actorrpc.actors.streams import StreamTicket, aproduce, close_stream, produce, pull
+from actorrpc.actors.snapshot import Snapshot
+from actorrpc.actors.streams import StreamTicket, aproduce, charge_of, close_stream, produce, pull
 from actorrpc.actors.waits import get
 from actorrpc.core import codec
 from actorrpc.core.execution import Later
@@ -278,6 +280,79 @@ def test_nothing_is_produced_beyond_the_limit(runtime: Runtime) -> None:
         assert max(_log.lines) == number + 1
     stream.close()
     assert ended() == [None]
+
+
+def _held(runtime: Runtime, ticket: StreamTicket) -> tuple[int, int]:
+    return runtime.streams.get(ticket.stream).ahead
+
+
+def _until_it_pauses(runtime: Runtime, ticket: StreamTicket) -> None:
+    while not runtime.streams.get(ticket.stream).pause:
+        threading.Event().wait(0.001)
+
+
+def test_bytes_bound_it_where_no_number_does(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "WINDOW_BYTES", 1000)
+    ticket = begin(logged, 0, 50)
+    _until_it_pauses(runtime, ticket)
+    assert _held(runtime, ticket) == (8, 8 * 128)  # the eighth item is the one that goes beyond
+    assert pull(ticket.stream, 0) == (list(range(8)), None)
+    assert _held(runtime, ticket) == (8, 8 * 128)  # sent is not taken
+    later = pull(ticket.stream, 3)
+    assert later.future.wait()[0] == [8]
+    _until_it_pauses(runtime, ticket)
+    assert _held(runtime, ticket) == (8, 8 * 128)
+    producer = runtime.streams.get(ticket.stream)
+    close_stream(ticket.stream)
+    assert producer.ahead == (0, 0)
+    assert ended() == [None]
+
+
+def test_items_count_what_they_take(runtime: Runtime) -> None:
+    assert [charge_of(each) for each in (1, None, "a" * 50)] == [128] * 3
+    assert charge_of("a" * 4000) > 4000
+    assert charge_of(1 << 80_000) > 10_000
+    assert charge_of(Snapshot.of(torch.zeros(1000))) > 4000
+    assert charge_of(Snapshot.of((1, 2))) >= 400
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+def test_items_larger_than_the_window_come_one_by_one(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(streams, "WINDOW_BYTES", 1000)
+    monkeypatch.setattr(ref_generator, "WINDOW_BYTES", 1000)
+
+    def large() -> Iterator[bytes]:
+        for n in range(6):
+            _log.add(n)
+            yield bytes([n]) * 5000
+
+    _made.append(large)
+    stream = here(_next_made, limit)
+    values = stream.values()
+    for n in range(6):
+        assert next(values) == bytes([n]) * 5000
+        assert len(_log.lines) <= n + 3  # the one in hand, the next one, and the one that is being made
+        assert stream._consumer._charge <= 5500
+    assert list(values) == []
+    assert stream._consumer._charge == 0
+    assert ended() == [None]
+
+
+def test_what_lies_here_counts_until_it_is_taken(runtime: Runtime) -> None:
+    stream = here(count, 0, 1000)
+    end = stream.completed()
+    assert get(end) is None
+    consumer = stream._consumer
+    assert consumer._charge == 1000 * 128
+    assert list(stream.values()) == list(range(1000))
+    assert consumer._charge == 0
+    again = here(count, 0, 1000)
+    assert next(again.values()) == 0
+    again.close()
+    assert again._consumer._charge == 0
+    assert ended() == [None, None]
 
 
 def test_time_is_up_and_the_stream_goes_on(runtime: Runtime) -> None:

@@ -230,7 +230,7 @@ def test_dropped_before_they_begin(gate: Path) -> None:
     gc.collect()
     open_gate(gate)
     assert list(blocking.values()) == ["first", "go"]
-    assert actorrpc.get(source.logged.remote()) in ([], [*range(16), "finally"])
+    assert actorrpc.get(source.logged.remote())[-1:] in ([], ["finally"])
 
 
 def test_errors_in_mid_stream() -> None:

@@ -135,7 +135,7 @@ def test_back_pressure() -> None:
 def test_early_ends(cls: Any) -> None:
     actor = cls.remote()
     for n, how in enumerate(["close", "break", "drop"]):
-        stream = actor.numbers.remote(1_000_000)
+        stream = actor.numbers.options(backpressure=16).remote(1_000_000)
         assert actorrpc.get(next(stream)) == 0
         if how == "close":
             stream.close()
