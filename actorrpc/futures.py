@@ -23,7 +23,7 @@ import torch
 from actorrpc import moments
 from actorrpc.errors import CancelledError, RpcTimeoutError
 
-__all__ = ["WAITING", "Future", "Station", "collect_all", "hush", "wait_all"]
+__all__ = ["WAITING", "Future", "Station", "collect_all", "hush", "stand_by", "wait_all"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -50,6 +50,12 @@ class Station(Protocol):
     def end_wait(self) -> None:
         """Note that it waits no more."""
 
+    def begin_await(self) -> None:
+        """Note that a coroutine on the thread is about to wait, while others may go on."""
+
+    def end_await(self) -> None:
+        """Note that it goes on."""
+
     def serve(self) -> None:
         """Run what may run, on this thread."""
 
@@ -61,6 +67,11 @@ class _Waiting(threading.local):
 
 
 WAITING = _Waiting()
+
+
+def stand_by(station: Station | None) -> None:
+    """Have a station hear of the waits of all threads that have none of their own."""
+    _Waiting.station = station
 
 
 class _Unretrieved:
@@ -442,7 +453,15 @@ class Future(torch.futures.Future[T], Generic[T]):
         if source is not None:
             source.flush()
         self.add_done_callback(on_done)
-        yield from waiter
+        station = WAITING.station
+        if station is None:
+            yield from waiter
+            return self._outcome()
+        station.begin_await()
+        try:
+            yield from waiter
+        finally:
+            station.end_await()
         return self._outcome()
 
     def __repr__(self) -> str:

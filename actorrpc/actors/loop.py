@@ -11,7 +11,7 @@ from typing import Any
 
 from actorrpc.core.daemons import Daemon
 from actorrpc.core.threads import follow_torch
-from actorrpc.futures import Future
+from actorrpc.futures import WAITING, Future
 
 __all__ = ["EventLoop"]
 
@@ -44,6 +44,7 @@ class EventLoop:
 
     def _run(self) -> None:
         follow_torch()
+        WAITING.station = None  # its coroutines are no task's: those that wait make no room for one
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()

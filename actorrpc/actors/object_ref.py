@@ -124,6 +124,14 @@ class _Pursuit:
         else:
             self._finish(value, None)
 
+    @property
+    def step(self) -> Future[Any] | None:
+        """What it waits for now."""
+        try:
+            return self._claim[0]
+        except IndexError:
+            return None
+
     def _hop(self, rref: RRef[Any]) -> None:
         self._hops += 1
         if self._hops > _MAX_HOPS:
