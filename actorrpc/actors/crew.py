@@ -296,7 +296,7 @@ class Bystanders:
     their station. ``_lock`` guards the number and the table; it is a leaf, and re-entrant, as the collector may run there.
     """
 
-    work: Final = ()
+    work: Any = ()
 
     def __init__(self) -> None:
         self.waiting = 0

@@ -93,9 +93,7 @@ class Deadlocks:
             self._begin(seen, resident.id, calls, probe)
         return busy
 
-    def _begin(
-        self, seen: dict[object, list[Call]], who: object, calls: list[Call], probe: Probe
-    ) -> None:
+    def _begin(self, seen: dict[object, list[Call]], who: object, calls: list[Call], probe: Probe) -> None:
         """Ask about the calls that somebody waits for, if they have been waited for when we looked last."""
         self._seen[who] = calls
         before = seen.get(who, ())
@@ -227,9 +225,7 @@ def _pursue_plain(runtime: Runtime, execution: Execution, probe: Probe) -> None:
         _send(runtime, left[0], probe.past(f"a function on {runtime.agent.name!r}"))
 
 
-def _verdict(
-    resident: Resident, entry: LetterEntry, probe: Probe, behind: LetterEntry | None = None
-) -> None:
+def _verdict(resident: Resident, entry: LetterEntry, probe: Probe, behind: LetterEntry | None = None) -> None:
     """Break the circle, if it has been found for the second time: what is on its way may have undone the first.
 
     ``behind``: the earlier call of the same caller that the entry waits for.

@@ -144,7 +144,7 @@ class Lane:
         self._fresh: deque[Entry] = deque()
         self._heap: list[Entry] = []  # what is not in the plain order any more
         self._held: dict[tuple[object, int], deque[Entry]] = {}
-        self._parked: dict[int, Entry] = {}
+        self._parked: set[Entry] = set()
         self.waiting = 0  # entries in here that have neither been handed out nor cancelled
 
     @property
@@ -183,6 +183,8 @@ class Lane:
 
     def put_back(self, entry: Entry) -> None:
         """Put in an entry that came earlier than others which are here."""
+        if entry.again:
+            self._put_before(entry)
         entry.lane = self
         self.waiting += 1
         heapq.heappush(self._heap, entry)
@@ -210,7 +212,7 @@ class Lane:
                 return entry
             if entry.loose:
                 entry.parked = True  # comes back when it is ready
-                self._parked[entry.number] = entry
+                self._parked.add(entry)
             else:
                 # What comes again may be put before one that is held already, and holds that.
                 self._held.setdefault((entry.caller, entry.priority), deque()).appendleft(entry)
@@ -226,7 +228,7 @@ class Lane:
                     heapq.heappush(self._heap, each)
         elif entry.parked:
             entry.parked = False
-            del self._parked[entry.number]
+            self._parked.remove(entry)
             if entry.state is NEW:
                 heapq.heappush(self._heap, entry)
 
@@ -242,7 +244,7 @@ class Lane:
 
     def entries(self) -> list[Entry]:
         """Return what waits here, in order."""
-        everything = itertools.chain(self._fresh, self._heap, *self._held.values(), self._parked.values())
+        everything = itertools.chain(self._fresh, self._heap, *self._held.values(), self._parked)
         return sorted(entry for entry in everything if entry.state is NEW and entry.seat is None)
 
     def drain(self) -> list[Entry]:

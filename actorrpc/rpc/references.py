@@ -28,6 +28,7 @@ from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import (
     ChildAccept,
     Message,
+    RRefId,
     UserDelete,
     WorkerKey,
     pack_forks,

@@ -152,6 +152,7 @@ class FakeAgent:
         self.buffers = BufferPool(0)
         self.on_peer_end: list[Callable[[Any], None]] = []
         self.closed_down = False
+        self.next_chain = itertools.count(1).__next__
         self.peers: dict[int, FakePeer] = {}
 
     def check_process(self) -> None:
