@@ -23,7 +23,7 @@ import torch
 from actorrpc import moments
 from actorrpc.errors import CancelledError, RpcTimeoutError
 
-__all__ = ["WAITING", "Future", "Station", "collect_all", "hush", "wait_all"]
+__all__ = ["WAITING", "Future", "Station", "bystander", "collect_all", "hush", "stand_by", "wait_all"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -53,6 +53,12 @@ class Station(Protocol):
     def end_wait(self) -> None:
         """Note that it waits no more."""
 
+    def begin_await(self) -> None:
+        """Note that a coroutine on the thread is about to wait, while others may go on."""
+
+    def end_await(self) -> None:
+        """Note that it goes on."""
+
     def serve(self) -> None:
         """Run what may run, on this thread."""
 
@@ -64,6 +70,16 @@ class _Waiting(threading.local):
 
 
 WAITING = _Waiting()
+
+
+def stand_by(station: Station | None) -> None:
+    """Have a station hear of the waits of all threads that have none of their own."""
+    _Waiting.station = station
+
+
+def bystander() -> Station | None:
+    """Return the station that hears of the waits of threads that have none of their own."""
+    return _Waiting.station
 
 
 class _Unretrieved:
@@ -450,10 +466,15 @@ class Future(torch.futures.Future[T], Generic[T]):
         if source is not None:
             source.flush()
         self.add_done_callback(on_done)
+        station = WAITING.station
         waiter.stands_for = self  # type: ignore[attr-defined]  # the search for deadlocks looks here
+        if station is not None:
+            station.begin_await()
         try:
             yield from waiter
         finally:
+            if station is not None:
+                station.end_await()
             del waiter.stands_for  # type: ignore[attr-defined]
         return self._outcome()
 

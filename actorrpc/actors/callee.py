@@ -136,7 +136,7 @@ class Callee:
 
     def _begin(self, entry: LetterEntry, station: Station | None) -> Execution:
         """Begin the execution of a call: what descends from it may run within it from now on."""
-        id = self.runtime.residents.new_execution()
+        id = self.runtime.residents.new_execution(self.resident.caller)
         execution = entry.execution = Execution(entry.peer, entry.frame.id, entry.deadline, id)
         execution.path = (*entry.path, id)
         execution.actor = self.resident

@@ -16,9 +16,10 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -28,13 +29,13 @@ from actorrpc.actors.stalls import Stall, awaited
 from actorrpc.core.calls import Call
 from actorrpc.core.daemons import Daemon
 from actorrpc.core.threads import follow_torch
-from actorrpc.futures import WAITING
+from actorrpc.futures import WAITING, stand_by
 
 if TYPE_CHECKING:
     from actorrpc.actors.resident import Resident
     from actorrpc.core.connection import Connection
 
-__all__ = ["MAX_STATIONS", "Interrupted", "Station", "Stations", "wake_all"]
+__all__ = ["BYSTANDERS", "MAX_STATIONS", "Bystanders", "Interrupted", "Station", "Stations", "wake_all"]
 
 MAX_STATIONS: Final = 1024
 _AGAIN_S: Final = 0.02  # how soon an interruption is tried again on a thread that is in our own code
@@ -207,15 +208,23 @@ class Station:
         self._stirs.append((stir, what))
         if self.lane.waiting:
             self._resident.runtime.residents.deadlocks.poke()
-        if self.lane.yielding and len(self._stirs) == 1:
-            todo = self._resident.mailbox.rest(self.lane)
-            if todo is not None:
-                self._resident.carry_out(todo)
+        if len(self._stirs) == 1:
+            self.begin_await()
 
     def end_wait(self) -> None:
         """See futures.Station."""
         self._stirs.pop()
-        if self.lane.yielding and not self._stirs:
+        if not self._stirs:
+            self.end_await()
+
+    def begin_await(self) -> None:
+        """See futures.Station."""
+        if self.lane.yielding:
+            self._resident.carry_out(self._resident.mailbox.rest(self.lane))
+
+    def end_await(self) -> None:
+        """See futures.Station."""
+        if self.lane.yielding:
             self._resident.mailbox.resume(self.lane)
 
     def serve(self) -> None:
@@ -282,6 +291,63 @@ class Station:
         """Return what the thread is doing, as a traceback."""
         frame = sys._current_frames().get(self.ident)
         return "".join(traceback.format_stack(frame)) if frame is not None else "(the thread is gone)"
+
+
+class Bystanders:
+    """The threads of this process that are no station's, where tasks run: those that tasks have started.
+
+    Each of them that waits makes room for one more task, as a task does that waits itself: nobody knows whose it is. It is
+    their station. ``_lock`` guards the number and the table; it is a leaf, and re-entrant, as the collector may run there.
+    """
+
+    work: Any = ()
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self._lock = threading.RLock()
+        self._residents: weakref.WeakSet[Resident] = weakref.WeakSet()
+
+    def make_room_in(self, resident: Resident) -> None:
+        """Have them make room in an actor that executes tasks."""
+        with self._lock:
+            self._residents.add(resident)
+            for lane in resident.mailbox.lanes.values():
+                lane.bystanders = self
+            stand_by(self)
+
+    def leave(self, resident: Resident) -> None:
+        """Forget an actor that has ended; without one, waits are nobody's business here."""
+        with self._lock:
+            self._residents.discard(resident)
+            if not self._residents:
+                stand_by(None)
+
+    def begin_wait(self, stir: Callable[[], None], what: object) -> None:
+        """See futures.Station."""
+        self.begin_await()
+
+    def end_wait(self) -> None:
+        """See futures.Station."""
+        self.end_await()
+
+    def begin_await(self) -> None:
+        """See futures.Station."""
+        with self._lock:
+            self.waiting += 1
+            residents = list(self._residents)
+        for resident in residents:
+            resident.carry_out(resident.mailbox.look())
+
+    def end_await(self) -> None:
+        """See futures.Station."""
+        with self._lock:
+            self.waiting -= 1
+
+    def serve(self) -> None:
+        """See futures.Station."""
+
+
+BYSTANDERS: Final = Bystanders()
 
 
 def wake_all(todo: Todo) -> None:

@@ -1,8 +1,9 @@
-"""Deadlocks: serial actors, and event loops that are blocked, that wait for each other in a circle, found and broken.
+"""Deadlocks: actors that wait for each other in a circle, found and broken.
 
 Where calls wait for an actor, and the actor itself waits for a call for a second, its worker asks the worker of that
 call what *it* waits for, and so on. Only what is certain is followed: a method that waits for a call (or for all of
-several), and a call that waits for the one method that a serial actor runs. If the question comes back to where it
+several), and a call that waits for the one method that a serial actor runs, for an event loop that is blocked, for its
+arguments, or for an earlier call of its caller that waits for its arguments. If the question comes back to where it
 began, twice in a row, none of them can ever go on: the call that closes the circle fails with DeadlockError, which
 names all of it. (Edge chasing, after Chandy, Misra and Haas.)
 
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 from actorrpc import moments
 from actorrpc.actors.letter_entry import LetterEntry
 from actorrpc.actors.mailbox import NEW, Lane
+from actorrpc.actors.object_ref import ObjectRef
 from actorrpc.actors.runtime import current
 from actorrpc.actors.stalls import PATIENCE_S, Reader, Stall, awaited, awaited_by
 from actorrpc.actors.streams import Producer
@@ -33,7 +35,8 @@ from actorrpc.core.calls import CURRENT, Call, Execution
 from actorrpc.core.clock import Tick
 from actorrpc.errors import DeadlockError, RpcError
 from actorrpc.futures import Future
-from actorrpc.rpc.fork_messages import WorkerKey
+from actorrpc.rpc.fork_messages import RRefId, WorkerKey
+from actorrpc.rpc.rref import RRef
 
 if TYPE_CHECKING:
     from actorrpc.actors.crew import Station
@@ -53,12 +56,23 @@ _MIB: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A question on its way: who asked it, and whom it has passed."""
+    """A question on its way: who asked it, and whom it has passed.
+
+    ``execution`` is what waits where it began; of a call that waits for its arguments, its number, negative.
+    """
 
     worker: WorkerKey
     resident_id: int
     execution: int
     trail: tuple[str, ...]
+
+    def past(self, what: str) -> Probe:
+        """Return the question as it goes on."""
+        return replace(self, trail=(*self.trail, what))
+
+    def began(self, runtime: Runtime, resident: Resident, what: int) -> bool:
+        """Say whether it has come back to where it began."""
+        return (self.worker, self.resident_id, self.execution) == (runtime.references.me, resident.id, what)
 
 
 class Deadlocks:
@@ -68,7 +82,7 @@ class Deadlocks:
         self._runtime = runtime
         self._tick = Tick(runtime.agent.clock, _LOOK_S, self._look)
         self._pauses: set[int] = set()  # of streams, when we looked last
-        self._seen: dict[int, list[Call | Stall]] = {}  # station -> what it waited for when we looked last
+        self._seen: dict[object, list[Call | Stall]] = {}  # who waited, and for what, when we looked last
 
     def poke(self) -> None:
         """See to it that somebody looks soon: an actor for which calls wait waits itself."""
@@ -82,23 +96,48 @@ class Deadlocks:
         busy = bool(self._pauses or ends)
         seen, self._seen = self._seen, {}
         for resident in self._runtime.residents.all():
+            for head in _heads(resident):
+                busy = True
+                probe = Probe(self._runtime.references.me, resident.id, -head.number, (_say(head),))
+                self._inquire(seen, (resident.id, head.number), _awaited_arguments(head), probe)
             for station in _blocked(resident):
                 calls = [each for each in station.waits_for if not isinstance(each, Producer)]
                 if not calls:
                     continue
                 busy = True
-                before = seen.get(id(station), ())
-                self._seen[id(station)] = calls
                 running = station.running
                 if not isinstance(running, LetterEntry) or running.execution is None:
                     continue
                 probe = Probe(
                     self._runtime.references.me, resident.id, running.execution.chain, (_say(running),)
                 )
-                for call in calls[:_BRANCHES]:
-                    if any(call is each for each in before):  # otherwise it has only begun to wait
-                        self._runtime.agent.submit(partial(_send, self._runtime, call, probe))
+                self._inquire(seen, id(station), calls, probe)
         return busy
+
+    def _inquire(
+        self, seen: dict[object, list[Call | Stall]], who: object, calls: list[Call | Stall], probe: Probe
+    ) -> None:
+        """Ask about what somebody waits for, if it has been waited for when we looked last."""
+        self._seen[who] = calls
+        before = seen.get(who, ())
+        for call in calls[:_BRANCHES]:
+            if any(call is each for each in before):  # otherwise it has only begun to wait
+                self._runtime.agent.submit(partial(_send, self._runtime, call, probe))
+
+
+def _heads(resident: Resident) -> list[LetterEntry]:
+    """Return the calls that wait for their arguments, while later ones of their callers wait for them."""
+    lanes = (*resident.mailbox.lanes.values(), *resident.mailbox.async_lanes.values())
+    return [head for lane in lanes for head in lane.heads() if isinstance(head, LetterEntry)]
+
+
+def _awaited_arguments(entry: LetterEntry) -> list[Call | Stall]:
+    """Return what brings a call the arguments that are not here."""
+    if entry.ready or not isinstance(entry.opened, tuple):
+        return []
+    args, kwargs = entry.opened
+    refs = [each for each in (*args, *kwargs.values()) if type(each) is ObjectRef]
+    return [found for each in refs for found in awaited(each._fetched or each._future)]
 
 
 def _blocked(resident: Resident) -> list[Station | LoopStation]:
@@ -149,7 +188,10 @@ def _send(runtime: Runtime, call: Call | Stall, probe: Probe) -> None:
         return
     if call.done or len(probe.trail) > _MOST_HOPS:
         return
-    _ask(runtime, call.peer, _pursue, call.id, probe)
+    if isinstance(call.keep, RRef):  # it fetches what has been promised
+        _ask(runtime, call.peer, _pursue_promise, call.keep._handle.rref_id, probe)
+    else:
+        _ask(runtime, call.peer, _pursue, call.id, probe)
 
 
 def _ask(runtime: Runtime, peer: Peer, function: Callable[..., None], *args: Any) -> None:
@@ -183,36 +225,53 @@ def _pursue(id: int, probe: Probe) -> None:
         return
     if _closes(runtime, entry, probe):
         return
-    resident = entry.office
+    resident, lane = entry.office, entry.lane
+    if entry.state is NEW and lane is not None:
+        for call in _awaited_arguments(entry)[:_BRANCHES]:
+            _send(runtime, call, probe.past(_say(entry)))
+        first = lane.held_behind(entry)
+        if isinstance(first, LetterEntry):
+            if probe.began(runtime, resident, -first.number):
+                _verdict(resident, entry, probe, first)
+                return
+            for call in _awaited_arguments(first)[:_BRANCHES]:
+                _send(runtime, call, probe.past(_say(first)))
     running = _holder(entry, resident)
     if running is None:
         _pursue_task(runtime, entry, probe)
         return
-    if running.execution is None:
+    execution = running.execution
+    if execution is None:
         return
-    if running is not entry and (probe.worker, probe.resident_id, probe.execution) == (
-        runtime.references.me,
-        resident.id,
-        running.execution.chain,
-    ):
+    if running is not entry and probe.began(runtime, resident, execution.chain):
         _verdict(resident, entry, probe)
         return
-    loop = resident.loop
-    stations: list[Station | LoopStation] = [*resident.crew, *([loop.station] if loop is not None else ())]
-    for station in stations:
-        if station.running is running:
-            trail = (*probe.trail, _say(running))
-            for call in station.waits_for[:_BRANCHES]:
-                _send(runtime, call, Probe(probe.worker, probe.resident_id, probe.execution, trail))
-            return
+    on_loop, loop = lane is not None and lane.is_async, resident.loop
+    seat: Any = resident.mailbox.seat_of(execution.chain) if not on_loop else loop and loop.station
+    if seat is None:
+        return
+    # What runs within it, on the same thread, has to end before it.
+    inner = seat.running
+    probe = probe.past(_say(running))
+    if inner is not running and isinstance(inner, LetterEntry):
+        probe = probe.past(_say(inner))
+    for call in seat.waits_for[:_BRANCHES]:
+        _send(runtime, call, probe)
+
+
+def _pursue_promise(rref_id: RRefId, probe: Probe) -> None:
+    """Run on the worker that has promised a value: pass the question on to what is to bring it."""
+    runtime = current()
+    if runtime is not None:
+        for call in awaited(runtime.references.promised.get(rref_id))[:_BRANCHES]:
+            _send(runtime, call, probe)
 
 
 def _pursue_plain(runtime: Runtime, execution: Execution, probe: Probe) -> None:
     """Pass the question on for a plain function: it waits for a call if that is the only one that it has made."""
     left = [call for call in list(execution.nested or ()) if not call.done]
     if len(left) == 1 and (left[0].polling is not None or left[0].lock is not None):
-        trail = (*probe.trail, f"a function on {runtime.agent.name!r}")
-        _send(runtime, left[0], Probe(probe.worker, probe.resident_id, probe.execution, trail))
+        _send(runtime, left[0], probe.past(f"a function on {runtime.agent.name!r}"))
 
 
 def _say_reader(reader: Reader) -> str:
@@ -304,7 +363,7 @@ def _follow(runtime: Runtime, target: Any, probe: Probe) -> None:
         if (probe.worker, probe.execution) == (runtime.references.me, target.pause):
             _end_stream(target, probe)
         else:
-            _ask_consumer(runtime, target, replace(probe, trail=(*probe.trail, _say_pause(target))))
+            _ask_consumer(runtime, target, probe.past(_say_pause(target)))
     elif hasattr(target, "waits_for"):  # the consumer of a stream
         source = target.waits_for
         if isinstance(source, Future):
@@ -330,9 +389,8 @@ def _at_consumer(worker: WorkerKey, stream: int, probe: Probe) -> None:
     reader = consumer.reader
     if not reader.alone and moments.now() - consumer.touched < PATIENCE_S:
         return
-    trail = (*probe.trail, f"its reader, {_say_reader(reader)} on {runtime.agent.name!r}")
     for target in reader.waits_for()[:_BRANCHES]:
-        _follow(runtime, target, replace(probe, trail=trail))
+        _follow(runtime, target, probe.past(f"its reader, {_say_reader(reader)} on {runtime.agent.name!r}"))
 
 
 def _at_producer(stream: int, probe: Probe) -> None:
@@ -355,7 +413,7 @@ def _at_producer(stream: int, probe: Probe) -> None:
     seat: Any = entry.office.mailbox.seat_of(entry.execution.chain)
     if seat is not None and seat.waiting:
         for target in seat.waits_for[:_BRANCHES]:
-            _follow(runtime, target, replace(probe, trail=(*probe.trail, _say(entry))))
+            _follow(runtime, target, probe.past(_say(entry)))
 
 
 def _pursue_task(runtime: Runtime, entry: LetterEntry, probe: Probe) -> bool:
@@ -364,7 +422,7 @@ def _pursue_task(runtime: Runtime, entry: LetterEntry, probe: Probe) -> bool:
     if task is None:
         return False
     for target in awaited_by(task)[:_BRANCHES]:
-        _follow(runtime, target, replace(probe, trail=(*probe.trail, _say(entry))))
+        _follow(runtime, target, probe.past(_say(entry)))
     return True
 
 
@@ -415,8 +473,11 @@ def _error(office: Resident, what: str, trail: tuple[str, ...]) -> DeadlockError
     )
 
 
-def _verdict(resident: Resident, entry: LetterEntry, probe: Probe) -> None:
-    """Break the circle, if it has been found for the second time: what is on its way may have undone the first."""
+def _verdict(resident: Resident, entry: LetterEntry, probe: Probe, behind: LetterEntry | None = None) -> None:
+    """Break the circle, if it has been found for the second time: what is on its way may have undone the first.
+
+    ``behind``: the earlier call of the same caller that the entry waits for.
+    """
     if entry.suspected != probe.execution:
         entry.suspected = probe.execution
         return
@@ -425,11 +486,20 @@ def _verdict(resident: Resident, entry: LetterEntry, probe: Probe) -> None:
         "Let the first call go on without waiting (async def, or get() later), give the actor max_concurrency > 1, or leave it "
         "reentrant if the calls descend from each other"
     )
-    if entry.lane is not None and entry.lane.is_async:
+    on_loop = entry.lane is not None and entry.lane.is_async
+    if behind is not None:
+        advice = (
+            f"The last one stands behind {_say(behind)}, an earlier call of the same caller, whose argument is what it is to "
+            "help with. Give that actor allow_out_of_order_execution=True, or get() the argument before the earlier call"
+        )
+    elif on_loop:
         advice = f"get() blocks the event loop of {resident.title}: await there"
     error = DeadlockError(
         f"{_say(entry)} can never {'run' if entry.state is NEW else 'end'}: {circle} wait for each other in a circle. {advice}",
         maybe_executed=entry.execution is not None,
         worker=resident.agent.name,
     )
-    resident.deadlocked(entry, error)
+    if on_loop and behind is None:
+        resident.deadlocked(entry, error)
+    else:
+        resident.withdraw(entry, error)

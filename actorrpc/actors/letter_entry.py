@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import moments
 from actorrpc.actors.mailbox import Entry
-from actorrpc.core.calls import FRAME_BIT
+from actorrpc.core.calls import CALLER_BIT, FRAME_BIT
 from actorrpc.core.execution import path_of
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ __all__ = ["GRACE_S", "LetterEntry"]
 
 GRACE_S: Final = 5.0
 """How long a coroutine that is cancelled may take to clean up, and make calls for it."""
+
+_CALLER: Final = (1 << FRAME_BIT - CALLER_BIT) - 1
 
 
 class LetterEntry(Entry):
@@ -52,13 +54,17 @@ class LetterEntry(Entry):
     )
 
     def __init__(self, conn: Any, peer: Peer, frame: Frame, header: dict[str, Any], whole: bool) -> None:
+        chain = frame.chain
+        again = header.get("n")
         Entry.__init__(
             self,
-            peer,
-            path=path_of(header, frame.chain) if frame.chain >> FRAME_BIT else (),
+            (peer, chain >> CALLER_BIT & _CALLER),
+            path=path_of(header, chain) if chain >> FRAME_BIT else (),
             priority=int(header.get("y", 0)),
             ready=whole and "u" not in header,
             loose=bool(header.get("o")),
+            place=frame.id if again is None else int(again),
+            again=again is not None,
         )
         self.conn = conn
         self.peer = peer

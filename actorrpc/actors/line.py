@@ -285,6 +285,8 @@ class Line:
         trip = future._trip
         again = False
         if trip is not None:
+            if not lost and (trip.place is None or trip.place[1] != plan.epoch):
+                trip.place = future._source.id, plan.epoch
             if ran:
                 trip.may_have_run = True
                 if trip.tries:
@@ -431,7 +433,7 @@ class Line:
                 seconds,
                 future=future,
                 label=plan.label,
-                letter=plan.letter_for(trip.unresolved),
+                letter=plan.letter_for(trip.unresolved, trip.place),
             )
         except PeerDiedError:
             self.bounced(future)

@@ -147,6 +147,12 @@ class LoopStation:
         """See futures.Station."""
         self._waits.pop()
 
+    def begin_await(self) -> None:
+        """See futures.Station. Its coroutines are no task's: those that wait make no room for one."""
+
+    def end_await(self) -> None:
+        """See futures.Station."""
+
     def serve(self) -> None:
         """Run one plain method within the wait, or end what cannot go on because of it."""
         self._look = False

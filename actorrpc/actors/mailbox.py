@@ -6,8 +6,9 @@ A lane hands out its entries in order:
 
 * higher priority first; within a priority, in the order of arrival;
 * the calls of one caller (of one priority) never overtake each other, also where the arguments of one are still on
-  their way: then only that caller's calls wait;
-* at most ``limit`` at a time.
+  their way: then only that caller's calls wait. In a lane that runs several at a time, whatever is ready runs;
+* a call that is made again goes before those that its caller has made after it;
+* at most ``limit`` at a time. In a yielding lane each wait, of whichever thread, makes room for one more.
 
 **Descendants.** An entry that descends from an execution which is under way here (its id is in the entry's path)
 does not queue: it goes to the station that runs that execution, which runs it nested while it waits. What is left
@@ -40,11 +41,19 @@ class Seat(Protocol):
     work: deque[Entry]
 
 
+class Bystanders(Protocol):
+    """Threads that belong to none of the stations, as far as the mailbox knows them."""
+
+    waiting: int
+
+
 class Entry:
     """One call in a mailbox.
 
     Attributes:
         caller: who called; calls of equal callers keep their order.
+        place: grows with each call of a caller.
+        again: it is the repetition of the call that had its ``place``, and goes before its caller's later calls.
         path: the executions that it descends from.
         ready: its arguments are here.
         loose: it may overtake, and be overtaken by, other calls of its caller while its arguments are on their way.
@@ -52,6 +61,7 @@ class Entry:
     """
 
     __slots__ = (
+        "again",
         "caller",
         "lane",
         "loose",
@@ -59,6 +69,7 @@ class Entry:
         "parked",
         "path",
         "payload",
+        "place",
         "priority",
         "ready",
         "seat",
@@ -74,8 +85,12 @@ class Entry:
         priority: int = 0,
         ready: bool = True,
         loose: bool = False,
+        place: int = 0,
+        again: bool = False,
     ) -> None:
         self.caller = caller
+        self.place = place
+        self.again = again
         self.payload = payload
         self.path = path
         self.priority = priority
@@ -88,6 +103,8 @@ class Entry:
         self.seat: Seat | None = None
 
     def __lt__(self, other: Entry) -> bool:
+        if self.number == other.number and self.priority == other.priority:
+            return self.place < other.place  # one of them is a repetition
         return (-self.priority, self.number) < (-other.priority, other.number)
 
 
@@ -110,34 +127,66 @@ class Lane:
     Args:
         limit: how many of its calls run at a time.
         yielding: those that wait in one of our waits do not count.
+        loose: whatever is ready runs; calls of one caller are kept in order where it has several that are.
     """
 
-    def __init__(self, name: str, limit: int, *, yielding: bool = False, is_async: bool = False) -> None:
+    def __init__(
+        self, name: str, limit: int, *, yielding: bool = False, is_async: bool = False, loose: bool = False
+    ) -> None:
         self.name = name
         self.limit = limit
         self.yielding = yielding
         self.is_async = is_async
+        self.loose = loose
         self.running = 0
-        self.resting = 0  # have begun, and do not count as they wait
+        self.resting = 0  # threads and coroutines that wait, in a yielding lane
+        self.bystanders: Bystanders | None = None
         self.seats = 0  # stations that exist, or are being started
         self.idle: list[Any] = []
         self._fresh: deque[Entry] = deque()
         self._heap: list[Entry] = []  # what is not in the plain order any more
         self._held: dict[tuple[object, int], deque[Entry]] = {}
-        self._parked: dict[int, Entry] = {}
+        self._parked: set[Entry] = set()
         self.waiting = 0  # entries in here that have neither been handed out nor cancelled
+
+    @property
+    def full(self) -> bool:
+        """Whether as many run as may run at a time."""
+        running = self.running - self.resting
+        if self.bystanders is not None:
+            running -= self.bystanders.waiting
+        return running >= self.limit
 
     def put(self, entry: Entry) -> None:
         """Put in an entry that has just come."""
         entry.lane = self
+        if self.loose:
+            entry.loose = True
         self.waiting += 1
-        if entry.priority:
+        if entry.again:
+            self._put_before(entry)
+            heapq.heappush(self._heap, entry)
+        elif entry.priority:
             heapq.heappush(self._heap, entry)
         else:
             self._fresh.append(entry)
 
+    def _put_before(self, entry: Entry) -> None:
+        """Give an entry that came again the number of the first of its caller's later ones."""
+        for each in self.entries():
+            if (
+                each.caller == entry.caller
+                and each.priority == entry.priority
+                and each.place > entry.place
+                and each.number < entry.number
+            ):
+                entry.number = each.number
+                return
+
     def put_back(self, entry: Entry) -> None:
         """Put in an entry that came earlier than others which are here."""
+        if entry.again:
+            self._put_before(entry)
         entry.lane = self
         self.waiting += 1
         heapq.heappush(self._heap, entry)
@@ -156,7 +205,7 @@ class Lane:
                 continue  # over, or moved to a station
             if self._held and not entry.loose:
                 held = self._held.get((entry.caller, entry.priority))
-                if held is not None:
+                if held is not None and not (entry.again and entry < held[0]):
                     held.append(entry)
                     continue
             if entry.ready:
@@ -165,9 +214,10 @@ class Lane:
                 return entry
             if entry.loose:
                 entry.parked = True  # comes back when it is ready
-                self._parked[entry.number] = entry
+                self._parked.add(entry)
             else:
-                self._held[entry.caller, entry.priority] = deque((entry,))
+                # What comes again may be put before one that is held already, and holds that.
+                self._held.setdefault((entry.caller, entry.priority), deque()).appendleft(entry)
 
     def release(self, entry: Entry) -> None:
         """Note that an entry which was not ready now is, or is over: what waited for it goes on."""
@@ -180,13 +230,23 @@ class Lane:
                     heapq.heappush(self._heap, each)
         elif entry.parked:
             entry.parked = False
-            del self._parked[entry.number]
+            self._parked.remove(entry)
             if entry.state is NEW:
                 heapq.heappush(self._heap, entry)
 
+    def held_behind(self, entry: Entry) -> Entry | None:
+        """Return the earlier call of its caller that an entry waits for, whose arguments are not here."""
+        held = self._held.get((entry.caller, entry.priority))
+        first = held[0] if held else None
+        return None if first is entry or first is None or first.ready or entry.loose else first
+
+    def heads(self) -> list[Entry]:
+        """Return the entries that are not ready, for which later calls of their callers wait."""
+        return [held[0] for held in list(self._held.values()) if len(held) > 1 and not held[0].ready]
+
     def entries(self) -> list[Entry]:
         """Return what waits here, in order."""
-        everything = itertools.chain(self._fresh, self._heap, *self._held.values(), self._parked.values())
+        everything = itertools.chain(self._fresh, self._heap, *self._held.values(), self._parked)
         return sorted(entry for entry in everything if entry.state is NEW and entry.seat is None)
 
     def drain(self) -> list[Entry]:
@@ -227,16 +287,26 @@ class Mailbox:
         self._running: dict[int, Seat | None] = {}  # execution -> where; None: on the event loop
 
     def configure(
-        self, limits: dict[str, int], async_limits: dict[str, int], *, reentrant: bool, yielding: bool
+        self,
+        limits: dict[str, int],
+        async_limits: dict[str, int],
+        *,
+        reentrant: bool,
+        yielding: bool,
+        loose: bool | None = None,
     ) -> None:
-        """Set the lanes of an actor that has been constructed; the default lane stays the one that it is."""
+        """Set the lanes of an actor that has been constructed; the default lane stays the one that it is.
+
+        ``loose``: whether whatever is ready runs; None: in lanes that run several at a time.
+        """
         with self._lock:
             self.reentrant = reentrant
             for name, limit in limits.items():
                 lane = self.lanes.setdefault(name, Lane(name, limit))
                 lane.limit, lane.yielding = limit, yielding
+                lane.loose = limit > 1 if loose is None else loose
             for name, limit in async_limits.items():
-                self.async_lanes[name] = Lane(name, limit, is_async=True)
+                self.async_lanes[name] = Lane(name, limit, is_async=True, loose=loose is not False)
 
     # -- putting in --------------------------------------------------------------------------------
 
@@ -257,7 +327,7 @@ class Mailbox:
                     todo.wake.append(seat)
                     return todo
             lane.put(entry)
-            if lane.running >= lane.limit and not lane.is_async:
+            if lane.full and not lane.is_async:
                 return NOTHING
             todo = Todo()
             self._look(lane, todo)
@@ -315,7 +385,7 @@ class Mailbox:
 
     def _look(self, lane: Lane, todo: Todo) -> None:
         """See whether the lane could run more than it does, and whom that needs."""
-        if lane.running >= lane.limit and not (lane.is_async and self.reentrant and self._running):
+        if lane.full and not (lane.is_async and self.reentrant and self._running):
             return
         if lane.is_async:
             todo.start.append(lane)
@@ -332,7 +402,7 @@ class Mailbox:
         A station that gets nothing is idle from then on and is named in a later ``Todo.wake``.
         """
         with self._lock:
-            if lane.running < lane.limit:
+            if not lane.full:
                 entry = lane.next()
                 if entry is not None:
                     lane.running += 1
@@ -341,7 +411,7 @@ class Mailbox:
                         # must not be left to it, as it has something to do.
                         lane.idle.remove(seat)
                     todo = None
-                    if seat is not None and lane.waiting and lane.running < lane.limit:
+                    if seat is not None and lane.waiting and not lane.full:
                         todo = Todo()
                         self._look(lane, todo)
                     return entry, todo
@@ -387,6 +457,10 @@ class Mailbox:
                     return entry
         return None
 
+    def seat_of(self, execution: int) -> Seat | None:
+        """Return the station that runs an execution, or runs something else within it; None where none does."""
+        return self._running.get(execution)
+
     def begin(self, execution: int, seat: Seat | None) -> None:
         """Note that an execution has begun; what descends from it may run within it."""
         self._running[execution] = seat
@@ -394,10 +468,6 @@ class Mailbox:
     def end(self, execution: int) -> None:
         """Note that an execution is over."""
         self._running.pop(execution, None)
-
-    def seat_of(self, execution: int) -> Seat | None:
-        """Return the station that an execution is under way on; None if there is none."""
-        return self._running.get(execution)
 
     def done(self, lane: Lane, seat: Seat | None = None) -> Todo:
         """Note that an entry which :meth:`take` gave is over: others may run. What was left for it goes back."""
@@ -416,21 +486,28 @@ class Mailbox:
                         self._look(entry.lane, todo)
             return todo
 
-    def rest(self, lane: Lane) -> Todo | None:
-        """Note that an entry of a yielding lane waits: another one may run."""
+    def rest(self, lane: Lane) -> Todo:
+        """Note that a thread or coroutine of what runs in a yielding lane waits: another entry may run."""
         todo = Todo()
         with self._lock:
-            lane.running -= 1
             lane.resting += 1
             if lane.waiting:
                 self._look(lane, todo)
         return todo
 
+    def look(self) -> Todo:
+        """Note that there may be room for another entry: a bystander waits."""
+        todo = Todo()
+        with self._lock:
+            for lane in self.lanes.values():
+                if lane.waiting:
+                    self._look(lane, todo)
+        return todo
+
     def resume(self, lane: Lane) -> None:
-        """Note that an entry of a yielding lane goes on."""
+        """Note that it goes on."""
         with self._lock:
             lane.resting -= 1
-            lane.running += 1
 
     def leave(self, lane: Lane, seat: Any) -> bool:
         """Let an idle station end; False if it is wanted."""
@@ -448,9 +525,7 @@ class Mailbox:
         with self._lock:
             lanes = [*self.lanes.values(), *self.async_lanes.values()]
             nested = sum(len(seat.work) for seat in set(self._running.values()) if seat is not None)
-            return sum(lane.waiting for lane in lanes) + nested, sum(
-                lane.running + lane.resting for lane in lanes
-            )
+            return sum(lane.waiting for lane in lanes) + nested, sum(lane.running for lane in lanes)
 
     def close(self) -> tuple[list[Entry], list[Any]]:
         """Take no more. Returns what was waiting, in order, and the idle stations."""

@@ -76,6 +76,10 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
+def _flag_or_none(name: str, value: Any) -> bool | None:
+    return None if value is None else _flag(name, value)
+
+
 def _num_returns(name: str, value: Any) -> Any:
     right = 'an int of at least 0, or "streaming"'
     if value in ("streaming", "dynamic"):  # Ray's older word for nearly the same
@@ -228,7 +232,7 @@ def _environment(given: dict[str, Any]) -> None:
 
 _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "allow_out_of_order": _flag,
-    "allow_out_of_order_execution": _flag,
+    "allow_out_of_order_execution": _flag_or_none,
     "checkpoint_every": _integer(1, "an int of at least 1: after how many calls a checkpoint is made"),
     "concurrency_group": _text,
     "concurrency_groups": _groups,
@@ -473,7 +477,8 @@ class ActorOptions:
         env: environment variables of a process of its own; ``{"env_vars": ..., "working_dir": ...}`` is
             understood, too.
         working_dir: the directory that a process of its own runs in.
-        allow_out_of_order_execution: calls may overtake those whose arguments are still being fetched.
+        allow_out_of_order_execution: calls may overtake those of the same caller whose arguments are still being fetched. None:
+            where several run at a time (in threads, or as coroutines), and not in an actor that runs one after the other.
         reentrant: calls that descend from the one it is executing may run while that one waits.
         checkpoint_every: after how many calls that have not raised ``checkpoint()`` is called, where the class has it and
             ``restore(state)``. What it returns is copied, and given to ``restore`` of the next incarnation, behind the
@@ -507,7 +512,7 @@ class ActorOptions:
     resources: Mapping[str, float] | None = None
     spread: bool = False
     placement_timeout: float | None = None
-    allow_out_of_order_execution: bool = False
+    allow_out_of_order_execution: bool | None = None
     reentrant: bool = True
     checkpoint_every: int = 1
     timeout: float | None = None
@@ -578,7 +583,7 @@ class ActorOptions:
             max_task_retries=self.max_task_retries,
             retry_exceptions=self.retry_exceptions,
             max_buffered_items=self.max_buffered_items,
-            allow_out_of_order=self.allow_out_of_order_execution,
+            allow_out_of_order=bool(self.allow_out_of_order_execution),
         )
 
 

@@ -37,31 +37,26 @@ def shaped(
 class Whole:
     """The source of futures that another future completes: progress on any of them is progress on that call."""
 
-    __slots__ = ("_future",)
+    __slots__ = ("behind",)
 
     def __init__(self, future: Future[Any]) -> None:
-        self._future = future
-
-    @property
-    def behind(self) -> Future[Any]:
-        """The future that all of it waits for: the search for deadlocks looks here."""
-        return self._future
+        self.behind = future  # the search for deadlocks looks here
 
     def drive(self, deadline: float | None) -> None:
         """Make progress on the call."""
-        source = self._future._source
+        source = self.behind._source
         if source is not None:
             source.drive(deadline)
 
     def flush(self) -> None:
         """Send the call."""
-        source = self._future._source
+        source = self.behind._source
         if source is not None:
             source.flush()
 
     def cancel(self) -> bool:
         """Give the call up, and with it all that waits for it."""
-        return self._future.cancel()
+        return self.behind.cancel()
 
 
 def _split(future: Future[Any], count: int) -> list[Future[Any]]:

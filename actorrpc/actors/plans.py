@@ -120,8 +120,16 @@ class Plan:
             there = self._there = Plan(line, self.method, self.options, self.refs, location, peer)
         return there
 
-    def letter_for(self, unresolved: bool) -> Letter | None:
-        """Return the letter's header; ``unresolved``: there are ObjectRefs to be fetched over there."""
+    def letter_for(self, unresolved: bool, place: tuple[int, int] | None = None) -> Letter | None:
+        """Return the letter's header.
+
+        Args:
+            unresolved: there are ObjectRefs to be fetched over there.
+            place: the call has been made before: see ``Trip.place``.
+        """
+        if place is not None and place[1] == self.epoch and self.letter is not None:
+            held = self.letter_for(unresolved)
+            return held and Letter({**held.header, "n": place[0]})
         if not unresolved or self.letter is None:
             return self.letter
         if self._fetching is None:

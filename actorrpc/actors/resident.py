@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from actorrpc import moments
 from actorrpc.actors.arguments import resolve
 from actorrpc.actors.callee import Callee, died
-from actorrpc.actors.crew import Station, Stations, wake_all
+from actorrpc.actors.crew import BYSTANDERS, Station, Stations, wake_all
 from actorrpc.actors.exits import exit_text
 from actorrpc.actors.letter_entry import LetterEntry
 from actorrpc.actors.loop import EventLoop
@@ -55,6 +55,8 @@ class Resident:
         self.crew: list[Station] = []
         self.mailbox = Mailbox({"": 1})
         self.callee = Callee(self)
+        # Who its methods are to those whom they call, who keep the order of its calls; None: each execution is another.
+        self.caller: int | None = runtime.residents.new_caller()
         self.instance: Any = None
         self.spec: ActorSpec | None = None
         self.title = f"{resident_id & 0xFFFF:04x}"
@@ -177,7 +179,9 @@ class Resident:
             entry.opened = (args, kwargs)
             self.carry_out(self.mailbox.ready(entry))
         else:
+            entry.opened = (args, kwargs)  # to be seen by the search for deadlocks
             future.add_done_callback(ready)
+            self.runtime.residents.deadlocks.poke()
 
     def carry_out(self, todo: Todo) -> None:
         """Wake and start what a step of the mailbox has named. Starts nothing on this thread."""
@@ -318,12 +322,19 @@ class Resident:
                 info.is_async and not self._wound_up
             ):  # it may have been killed meanwhile: nobody would close the loop
                 self.loop = EventLoop(self.title, LoopStation(self), self._exited_aside, self.agent)
+        loose = options.allow_out_of_order_execution
+        if loose is None and (info.is_async or limits[""] > 1):
+            loose = True
         self.mailbox.configure(
-            limits, async_limits, reentrant=options.reentrant, yielding=getattr(options, "yielding", False)
+            limits, async_limits, reentrant=options.reentrant, yielding=options.yielding, loose=loose
         )
         if async_limits and most is None:
             # Nobody counts on the default limit: streams that pause leave their places to others.
             self.mailbox.async_lanes[""].yielding = True
+        if options.yielding:
+            self.caller = None
+            BYSTANDERS.make_room_in(self)
+            self.runtime.residents.tell_threads_apart()
         with self._lock:
             if self.state == "constructing":
                 self.state = "alive"
@@ -417,6 +428,7 @@ class Resident:
 
     def _close(self, state: str) -> list[LetterEntry]:
         """Refuse what waits, and everything from now on; return what is running."""
+        BYSTANDERS.leave(self)
         entries, stations = self.mailbox.close()
         with self._lock:
             self.state = state

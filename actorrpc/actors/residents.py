@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -20,7 +21,7 @@ from actorrpc.actors.letter_entry import LetterEntry
 from actorrpc.actors.resident import Resident
 from actorrpc.actors.runtime import current, runtime
 from actorrpc.actors.spec import ResidentGoneError
-from actorrpc.core.calls import FRAME_BIT
+from actorrpc.core.calls import CALLER_BIT, FRAME_BIT
 from actorrpc.core.execution import Later
 from actorrpc.core.frames import LETTER, Frame, unpack_extra
 from actorrpc.errors import ProtocolError
@@ -37,6 +38,7 @@ __all__ = ["ResidentState", "Residents", "end", "states"]
 _END_S: Final = 5.0
 _AT_LEAST_S: Final = 0.25
 
+_CALLERS: Final = (1 << FRAME_BIT - CALLER_BIT) - 1
 _HEADERS = 1024
 _SHORT = 128  # bytes; longer headers have something of their own
 _REMEMBERED = 1000  # residents that have ended, with the reason
@@ -69,7 +71,8 @@ class Residents:
         self._closed = False
         self._headers: dict[bytes, dict[str, Any]] = {}
         # Not at import: processes that were forked from one another would all begin with the same number.
-        self._executions = itertools.count(int.from_bytes(os.urandom(5), "little") << 22)
+        self._executions = itertools.count(int.from_bytes(os.urandom(5), "little"))
+        self._callers = itertools.count()
         self._agent.post = self
         self._agent.on_peer_end.append(self._peer_ended)
 
@@ -128,9 +131,38 @@ class Residents:
         if conn is not None:
             conn.flush()
 
-    def new_execution(self) -> int:
-        """Return a number for an execution that no other worker has."""
-        return next(self._executions) & ((1 << FRAME_BIT) - 1) | 1 << FRAME_BIT
+    def new_execution(self, caller: int | None) -> int:
+        """Return a number for an execution that no other worker has; ``caller``: see :meth:`new_caller`."""
+        if caller is None:
+            caller = self.new_caller()
+        return 1 << FRAME_BIT | caller << CALLER_BIT | next(self._executions) & ((1 << CALLER_BIT) - 1)
+
+    def new_caller(self) -> int:
+        """Return a number for one of those here who make calls, which are kept in order for each: an actor, or a task.
+
+        What runs in no execution of them is the process's; an actor that the embedded cluster has started the process for is
+        the same one, so that its own threads keep the order as well.
+        """
+        number = next(self._callers)
+        agent = self._agent
+        if number == 0 and self._runtime.spawner is not None and agent.record.rank != 0:
+            return agent.next_chain() >> CALLER_BIT
+        return (2 * number + 1) & _CALLERS  # the processes' are even
+
+    def tell_threads_apart(self) -> None:
+        """Have each thread of its own be somebody who makes calls: nobody knows to which task it belongs."""
+        # Not a `threading.local`: what is sent later by another thread is sent in the context of the call.
+        caller: ContextVar[int] = ContextVar("actorrpc_caller", default=0)
+        numbers = itertools.count()
+
+        def next_chain() -> int:
+            number = caller.get()
+            if not number:
+                number = self.new_caller()
+                caller.set(number)
+            return number << CALLER_BIT | next(numbers) & ((1 << CALLER_BIT) - 1)
+
+        self._agent.next_chain = next_chain
 
     # -- who is here -------------------------------------------------------------------------------
 

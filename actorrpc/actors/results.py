@@ -112,6 +112,8 @@ class Trip:
         deadline: on the monotonic clock; what is nested in a call inherits that call's.
         tries: how often it may be made again where it may have run; -1: for ever.
         may_have_run: an earlier try may have.
+        place: the number of the call, and the incarnation of its actor, when it was first made there: a repetition goes to the
+            place of the original, which others of its caller may wait for.
         context: what the caller's context variables were.
     """
 
@@ -122,6 +124,7 @@ class Trip:
         "deadline",
         "future",
         "may_have_run",
+        "place",
         "seconds",
         "timer",
         "tries",
@@ -138,11 +141,14 @@ class Trip:
         self.seconds = seconds
         self.tries = tries
         self.may_have_run = False
+        self.place: tuple[int, int] | None = None
         self.unwanted = False
         self.timer: Timer | None = None
-        self.context: Context = copy_context()
         current = CURRENT.get()
         route = future._route
+        if current is None and route is not None:
+            route._line.agent.next_chain()  # the context knows from now on for whom the call is made
+        self.context: Context = copy_context()
         now = moments.now() if route is None else route._line.agent.clock.now()
         deadline = now + seconds if seconds else INFINITE
         self.deadline = deadline if current is None else min(deadline, current.deadline)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from actorrpc.core.calls import CURRENT, Call, Execution
 from actorrpc.core.daemons import Daemon
-from actorrpc.futures import WAITING, Future
+from actorrpc.futures import WAITING, Future, Station, bystander
 
 __all__ = ["PATIENCE_S", "Onlooker", "Reader", "Stall", "awaited", "awaited_by"]
 
@@ -73,12 +73,16 @@ def _key(execution: Execution | None) -> tuple[int, int, int]:
 class Onlooker:
     """Stands in the place of a station for a thread that is no actor's. See futures.Station.
 
+    Args:
+        beside: hears of the waits as well.
+
     Attributes:
         key: of the execution in which the thread waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Station | None = None) -> None:
         self.work = ()
+        self._beside = beside
         self.ident = threading.get_ident()
         self.key = _NOBODY
         self._waits: list[object] = []
@@ -100,10 +104,24 @@ class Onlooker:
         """Note what the thread is about to wait for."""
         self.key = _key(CURRENT.get())
         self._waits.append(what)
+        if self._beside is not None:
+            self._beside.begin_wait(stir, what)
 
     def end_wait(self) -> None:
         """Note that it waits no more."""
         self._waits.pop()
+        if self._beside is not None:
+            self._beside.end_wait()
+
+    def begin_await(self) -> None:
+        """Note that a coroutine on the thread is about to wait, while others may go on."""
+        if self._beside is not None:
+            self._beside.begin_await()
+
+    def end_await(self) -> None:
+        """Note that it goes on."""
+        if self._beside is not None:
+            self._beside.end_await()
 
     def serve(self) -> None:
         """Do nothing: nothing is run here."""
@@ -146,8 +164,8 @@ class Reader:
     def here(known: Reader | None) -> Reader:
         """Return the one that calls this; ``known``, if that is it."""
         station: Any = WAITING.station
-        if station is None:
-            station = WAITING.station = Onlooker()
+        if station is None or station is bystander():
+            station = WAITING.station = Onlooker(station)
             _onlookers.add(station)
         loop = asyncio._get_running_loop()
         task = None if loop is None else asyncio.current_task(loop)

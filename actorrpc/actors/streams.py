@@ -233,9 +233,7 @@ class Producer(Stall):
         if lane is None or office is None or not lane.yielding:
             yield
             return
-        todo = office.mailbox.rest(lane)
-        if todo is not None:
-            office.carry_out(todo)
+        office.carry_out(office.mailbox.rest(lane))
         try:
             yield
         finally:

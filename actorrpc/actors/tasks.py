@@ -228,7 +228,11 @@ def _make(options: TaskOptions, **how: Any) -> ActorHandle[Any]:
         given["working_dir"] = options.working_dir
     yielding = how.pop("yielding")
     made = _RUNNER.options(max_restarts=-1, **given, **how)
-    made = made._with(replace(made._actorrpc_options, yielding=yielding), None)
+    # Each task has a thread of its own: one that ran within another, which waits, would keep that from going on.
+    how_run = replace(
+        made._actorrpc_options, yielding=yielding, reentrant=False, allow_out_of_order_execution=True
+    )
+    made = made._with(how_run, None)
     handle: ActorHandle[Any] = made.remote()
     return handle
 

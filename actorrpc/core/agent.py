@@ -131,7 +131,8 @@ class Agent:
         self.peer = self.roster.peer
         self.peers = self.roster.peers
         self.adopt = self.roster.adopt
-        self._chains = itertools.count((record.rank & 0xFFFF) << 48 | 1)
+        #: numbers what is called outside of executions; from ``CALLER_BIT`` on it says by whom
+        self.next_chain: Callable[[], int] = itertools.count((record.rank & 0xFFFF) << 48 | 1).__next__
         self.self_peer = self.roster.own
         messages.restrict(settings.data_only)
 
@@ -197,7 +198,7 @@ class Agent:
                     "the call that this one is nested in was cancelled", maybe_executed=False
                 )
         else:
-            chain = next(self._chains)
+            chain = self.next_chain()
         if label is None:
             label = getattr(function, "__qualname__", None) or repr(function)
         if peer.state != "alive":

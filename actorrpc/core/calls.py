@@ -32,11 +32,14 @@ if TYPE_CHECKING:
     from actorrpc.core.peer import Peer
     from actorrpc.futures import Future, Station
 
-__all__ = ["CURRENT", "FRAME_BIT", "Call", "Execution"]
+__all__ = ["CALLER_BIT", "CURRENT", "FRAME_BIT", "Call", "Execution"]
 
 _log = logging.getLogger("actorrpc.calls")
 INFINITE: Final = float("inf")
 FRAME_BIT: Final = 63  # set in the chain of what descends from an execution that holds a mailbox
+CALLER_BIT: Final = (
+    39  # from here up to that one a chain says for whom the call was made: calls keep their order for each
+)
 
 
 class Execution:

@@ -28,6 +28,7 @@ from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import (
     ChildAccept,
     Message,
+    RRefId,
     UserDelete,
     WorkerKey,
     pack_forks,
@@ -68,6 +69,8 @@ class References:
         self.default_timeout = default_timeout
         self.me = WorkerKey(agent.record.rank, agent.record.incarnation)
         self.table = RRefTable(self.me)
+        #: what has been promised and is not here: it says what the promise waits for
+        self.promised: dict[RRefId, Future[Any]] = {}
         self._collecting = False
         agent.on_notice[RECEIPT] = self._noticed
         agent.on_notice[_GIVEN_UP] = self._creation_given_up
@@ -258,8 +261,10 @@ class References:
         self.carry_out(self.table.confirmed(handle))
         rref = self._wrap(self, handle)
         rref_id = handle.rref_id
+        self.promised[rref_id] = future
 
         def fulfil(done: Future[Any]) -> None:
+            self.promised.pop(rref_id, None)
             error = done._error
             if error is None:
                 self.carry_out(self.table.set_value(rref_id, done._value))

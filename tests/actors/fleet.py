@@ -18,6 +18,7 @@ from typing import Any
 from actorrpc.actors import asking
 from actorrpc.actors import residents as real_residents
 from actorrpc.actors import supervisor as supervisors
+from actorrpc.actors.mailbox import Entry, Mailbox
 from actorrpc.actors.methods import ClassInfo
 from actorrpc.actors.names import Names
 from actorrpc.actors.options import ActorOptions, CallOptions
@@ -152,6 +153,7 @@ class FakeAgent:
         self.buffers = BufferPool(0)
         self.on_peer_end: list[Callable[[Any], None]] = []
         self.closed_down = False
+        self.next_chain = itertools.count(1).__next__
         self.peers: dict[int, FakePeer] = {}
 
     def check_process(self) -> None:
@@ -230,7 +232,7 @@ class FakeAgent:
             back.out.append(partial(self._answered, peer, call, value, error))
 
         if letter is not None:
-            there.take(self.worker, letter.header, args, kwargs, answer)
+            there.take(self.worker, letter.header, args, kwargs, answer, call.id)
         else:
             self.world.tasks.append((there, partial(self._execute, back, function, args, kwargs, answer)))
 
@@ -261,6 +263,9 @@ class FakeAgent:
         if call.future._claim():
             call.future._finish(value, error, self.submit)
         call.done = True
+        for worker in self.world.workers:  # it may be what arguments are waited for
+            for resident in worker.residents_here.values():
+                self.world.tasks.append((worker, resident.work))
 
     def peer_ended(self, peer: FakePeer) -> None:
         if peer.state != "alive":
@@ -283,14 +288,39 @@ class Resident:
     def __init__(self, worker: Worker, spec: Any) -> None:
         self.worker = worker
         self.spec = spec
-        self.queue: deque[tuple[Worker, dict[str, Any], Any, Any]] = deque()
+        self.mailbox = Mailbox({"": 1})
+        self.lane = self.mailbox.lanes[""]
         self.ended = False
 
+    @property
+    def queue(self) -> list[Entry]:
+        """The calls that wait."""
+        return self.lane.entries()
+
+    def post(self, caller: Worker, header: dict[str, Any], args: Any, answer: Any, id: int) -> None:
+        """Take a call."""
+        entry = Entry(
+            caller,
+            (caller, header, args, answer),
+            place=header.get("n", id),
+            again="n" in header,
+            ready=self.worker.world.is_there(args),
+        )
+        self.mailbox.put(entry, self.lane)
+
     def work(self) -> None:
-        if self.ended or not self.queue or self.worker.dead:
+        if self.ended or self.worker.dead:
             return
-        caller, header, args, answer = self.queue.popleft()
         world = self.worker.world
+        for each in self.queue:
+            if not each.ready and world.is_there(each.payload[2]):
+                self.mailbox.ready(each)
+                world.tasks.append((self.worker, self.work))
+        entry, _ = self.mailbox.take(self.lane)
+        if entry is None:
+            return
+        caller, header, args, answer = entry.payload
+        self.mailbox.done(self.lane)
         world.log.append((self.spec.actor_id, self.spec.epoch, caller.record.name, args[0] if args else None))
         outcome = world.behaviour(self, header, args)
         if isinstance(outcome, BaseException):
@@ -301,9 +331,9 @@ class Resident:
     def end(self) -> None:
         self.ended = True
         self.worker.residents_here.pop(self.spec.resident_id, None)
-        for _, _, _, answer in self.queue:
+        for entry in self.mailbox.close()[0]:
+            _, _, _, answer = entry.payload
             answer(None, ResidentGoneError(self.spec.resident_id, "ended"), False)
-        self.queue.clear()
 
 
 class Worker:
@@ -328,7 +358,9 @@ class Worker:
         self.runtime.routes = Routes(self.runtime)
         self.runtime.supervisor = Supervisor(self.runtime, lambda: world.jitter)
 
-    def take(self, caller: Worker, header: dict[str, Any], args: Any, kwargs: Any, answer: Any) -> None:
+    def take(
+        self, caller: Worker, header: dict[str, Any], args: Any, kwargs: Any, answer: Any, id: int
+    ) -> None:
         if header.get("c"):
             (spec,) = args
             self.making[spec.resident_id] = answer
@@ -339,7 +371,7 @@ class Worker:
             gone = ResidentGoneError(header["a"])
             self.world.tasks.append((self, partial(answer, None, gone, False)))
             return
-        resident.queue.append((caller, header, args, answer))
+        resident.post(caller, header, args, answer, id)
         self.world.tasks.append((self, resident.work))
 
     def _construct(self, spec: Any, answer: Any) -> None:
@@ -461,6 +493,7 @@ class World:
     Attributes:
         log: ``(actor_id, epoch, caller, first argument)`` of each call that was executed, in order.
         behaviour: gives what a method returns, or the exception that it raises.
+        is_there: says whether the arguments of a call are there.
         constructor: gives the exception that a constructor raises, or None.
         jitter: what restarts draw, from 0 to 1.
     """
@@ -473,6 +506,7 @@ class World:
         self.clock = Clock(self)
         self.log: list[tuple[int, int, str, Any]] = []
         self.reports: dict[str, Future[DeathReport]] = {}
+        self.is_there: Callable[[Any], bool] = lambda args: True
         self.behaviour: Callable[[Resident, dict[str, Any], Any], Any] = lambda resident, header, args: args[
             0
         ]

@@ -1,4 +1,4 @@
-"""The mailbox, driven by a seeded simulator: order, limits, descendants and cancellation, without a thread."""
+"""The mailbox, driven by a seeded simulator: order, limits, descendants, repetitions and cancellation, without a thread."""
 
 from __future__ import annotations
 
@@ -20,9 +20,14 @@ class Seat:
         self.work: deque[Entry] = deque()
         self.frames: list[tuple[Entry, int]] = []  # what it runs, innermost last
         self.parked = False
+        self.resting = False
 
     def step(self) -> None:
         world, mailbox = self.world, self.world.mailbox
+        if self.resting:
+            mailbox.resume(self.lane)
+            self.resting = False
+            return
         if not self.frames:
             if self.parked:
                 return
@@ -34,7 +39,10 @@ class Seat:
             self.begin(entry)
             return
         choice = world.random.random()
-        if choice < 0.35 and len(self.frames) < 6:
+        if choice < 0.35 and self.lane.yielding:
+            self.resting = True
+            world.do(mailbox.rest(self.lane))
+        elif choice < 0.35 and len(self.frames) < 6:
             # It waits: what descends from it may run.
             nested = mailbox.take_nested(self)
             if nested is not None:
@@ -46,6 +54,8 @@ class Seat:
             entry, execution = self.frames.pop()
             mailbox.end(execution)
             world.finished.append(entry)
+            if world.random.random() < world.fails:
+                world.again(entry)
             if not self.frames:
                 world.do(mailbox.done(self.lane, self))
 
@@ -63,7 +73,8 @@ class Seat:
         world.executions += 1
         self.frames.append((entry, world.executions))
         world.mailbox.begin(world.executions, self)
-        top = sum(1 for seat in world.seats if seat.lane is self.lane and seat.frames)
+        seats = [seat for seat in world.seats if seat.lane is self.lane and not seat.resting]
+        top = sum(1 for seat in seats if seat.frames) - world.waiting * self.lane.yielding
         assert top <= self.lane.limit, "more at a time than the limit allows"
 
 
@@ -73,15 +84,28 @@ class World:
     def __init__(self, seed: int, limits: dict[str, int]) -> None:
         self.random = random.Random(seed)
         self.mailbox = Mailbox({"": 1})
-        self.mailbox.configure(limits, {}, reentrant=self.random.random() < 0.8, yielding=False)
+        yielding = self.random.random() < 0.3
+        self.mailbox.configure(
+            limits,
+            {},
+            reentrant=not yielding and self.random.random() < 0.8,
+            yielding=yielding,
+            loose=self.random.choice([None, True, False]),
+        )
+        self.waiting = 0  # bystanders
+        for lane in self.mailbox.lanes.values():
+            lane.bystanders = self
         self.seats: list[Seat] = []
         self.entries: list[Entry] = []
         self.started: list[Entry] = []
         self.finished: list[Entry] = []
         self.cancelled: list[Entry] = []
         self.unready: list[Entry] = []
+        self.needs: dict[Entry, Entry] = {}  # whose result is an argument of it, where that is tried again
+        self.put_at: dict[Entry, int] = {}
         self.executions = 0
         self.most = 40
+        self.fails = 0.15
 
     def do(self, todo: Todo | None) -> None:
         if todo is None:
@@ -100,20 +124,61 @@ class World:
             priority=pick.choice([0, 0, 0, 5, -1]),
             ready=ready,
             loose=pick.random() < 0.15,
+            place=len(self.entries),
         )
         lane = self.mailbox.lanes[pick.choice(list(self.mailbox.lanes))]
         self.entries.append(entry)
         if not ready:
             self.unready.append(entry)
+        self.put(entry, lane)
+
+    def put(self, entry: Entry, lane: Lane) -> None:
+        self.put_at[entry] = len(self.started)
         self.do(self.mailbox.put(entry, lane))
+
+    def again(self, failed: Entry) -> None:
+        """Make a call again. What waits for its arguments waits for this one from now on, where it is of the same caller."""
+        assert failed.lane is not None
+        ready = self.random.random() < 0.8
+        entry = Entry(
+            failed.caller,
+            priority=failed.priority,
+            ready=ready,
+            loose=failed.loose,
+            place=failed.place,
+            again=True,
+        )
+        for each in self.unready:
+            if each.caller == entry.caller and each.place > entry.place:
+                self.needs[each] = entry
+        self.entries.append(entry)
+        if not ready:
+            self.unready.append(entry)
+        self.put(entry, failed.lane)
+
+    def can_be_ready(self, entry: Entry) -> bool:
+        needed = self.needs.get(entry)
+        return needed is None or needed in self.finished or needed in self.cancelled
+
+    def look(self) -> None:
+        """A bystander begins to wait, or ends."""
+        if self.waiting and self.random.random() < 0.5:
+            self.waiting -= 1
+        else:
+            self.waiting += 1
+            self.do(self.mailbox.look())
 
     def step(self) -> None:
         choice = self.random.random()
         if choice < 0.2 and len(self.entries) < self.most:
             self.make()
+        elif choice < 0.22:
+            self.look()
         elif choice < 0.3 and self.unready:
-            entry = self.unready.pop(self.random.randrange(len(self.unready)))
-            self.do(self.mailbox.ready(entry))
+            entry = self.random.choice(self.unready)
+            if self.can_be_ready(entry):
+                self.unready.remove(entry)
+                self.do(self.mailbox.ready(entry))
         elif choice < 0.35 and self.entries:
             entry = self.random.choice(self.entries)
             todo = self.mailbox.cancel(entry)
@@ -129,10 +194,12 @@ class World:
     def run(self) -> None:
         for _ in range(600):
             self.step()
-        self.most = 0
-        while self.unready:
-            self.do(self.mailbox.ready(self.unready.pop()))
+        self.most = self.waiting = 0
+        self.fails = 0.0
         for _ in range(20_000):
+            for entry in [each for each in self.unready if self.can_be_ready(each)]:
+                self.unready.remove(entry)
+                self.do(self.mailbox.ready(entry))
             if len(self.finished) + len(self.cancelled) == len(self.entries):
                 break
             for seat in list(self.seats):
@@ -149,7 +216,8 @@ def _overtaken(world: World) -> list[tuple[Entry, Entry]]:
             )
             if (
                 same
-                and other.number < entry.number
+                and other.place < entry.place
+                and later >= world.put_at[other]
                 and not entry.path
                 and not other.path
                 and not (other.loose or entry.loose)
@@ -161,7 +229,7 @@ def _overtaken(world: World) -> list[tuple[Entry, Entry]]:
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("limits", [{"": 1}, {"": 3}, {"": 1, "io": 2}], ids=str)
 def test_every_entry_runs_once_in_order_within_the_limit(limits: dict[str, int]) -> None:
-    for seed in range(150):
+    for seed in range(300):
         world = World(seed, limits)
         world.run()
         assert len(world.finished) + len(world.cancelled) == len(world.entries), (
@@ -203,6 +271,47 @@ def test_a_cancelled_call_lets_those_behind_it_go() -> None:
     assert mailbox.cancel(slow) is not None
     assert mailbox.cancel(slow) is None
     assert _run_all(mailbox, lane) == ["a2"]
+
+
+def test_a_call_that_is_made_again_goes_before_those_that_wait_for_it() -> None:
+    mailbox = Mailbox({"": 1})
+    lane = mailbox.lanes[""]
+    mailbox.put(Entry("a", "a1", place=1), lane)
+    user = Entry("a", "a2", place=2, ready=False)
+    for entry in (user, Entry("b", "b1", place=7), Entry("a", "a3", place=3)):
+        mailbox.put(entry, lane)
+    assert _run_all(mailbox, lane) == ["a1", "b1"]
+    assert lane.heads() == [user]
+    slow = Entry("a", "a1 again", place=1, again=True, ready=False)
+    mailbox.put(slow, lane)
+    mailbox.put(Entry("b", "b2", place=8), lane)
+    assert _run_all(mailbox, lane) == ["b2"]
+    mailbox.ready(slow)
+    assert _run_all(mailbox, lane) == ["a1 again"]
+    mailbox.ready(user)
+    assert _run_all(mailbox, lane) == ["a2", "a3"]
+    # Two of them keep the order of the originals, whichever comes first.
+    for place in (5, 4, 6):
+        mailbox.put(Entry("a", place, place=place, again=place < 6), lane)
+    assert _run_all(mailbox, lane) == [4, 5, 6]
+
+
+def test_where_several_run_at_a_time_whatever_is_ready_runs() -> None:
+    mailbox = Mailbox({"": 1})
+    mailbox.configure({"": 2, "one": 1}, {"": 5}, reentrant=True, yielding=False)
+    for lane, ran in (
+        (mailbox.lanes[""], ["a2"]),
+        (mailbox.lanes["one"], []),
+        (mailbox.async_lanes[""], ["a2"]),
+    ):
+        mailbox.put(Entry("a", "a1", ready=False), lane)
+        mailbox.put(Entry("a", "a2"), lane)
+        assert _run_all(mailbox, lane) == ran
+    mailbox.configure({"": 2}, {}, reentrant=True, yielding=False, loose=False)
+    mailbox.put(Entry("a", "a3"), mailbox.lanes[""])
+    mailbox.put(Entry("b", "b1", ready=False), mailbox.lanes[""])
+    mailbox.put(Entry("b", "b2"), mailbox.lanes[""])
+    assert _run_all(mailbox, mailbox.lanes[""]) == ["a3"]
 
 
 def test_loose_calls_overtake() -> None:
@@ -279,8 +388,8 @@ def test_a_yielding_lane_lets_another_one_in_while_one_waits() -> None:
     assert first is not None
     assert mailbox.take(lane)[0] is None
     todo = mailbox.rest(lane)
-    assert todo is not None
     assert todo.start == [lane]
+    assert mailbox.counts() == (1, 1)  # what waits is not over
     second, _ = mailbox.take(lane)
     assert second is not None
     assert second.payload == 2

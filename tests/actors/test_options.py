@@ -20,7 +20,7 @@ def test_the_defaults() -> None:
     call, actor, task = CallOptions(), ActorOptions(), TaskOptions()
     assert (call.num_returns, call.timeout, call.priority, call.max_buffered_items) == (1, None, 0, None)
     assert (actor.max_restarts, actor.max_task_retries, actor.max_pending_calls) == (0, 0, -1)
-    assert (actor.reentrant, actor.allow_out_of_order_execution, actor.lifetime) == (True, False, None)
+    assert (actor.reentrant, actor.allow_out_of_order_execution, actor.lifetime) == (True, None, None)
     assert (task.max_retries, task.retry_exceptions) == (3, False)
 
 
@@ -61,6 +61,8 @@ def test_options_that_only_make_sense_in_ray_say_what_to_do(options: Any, name: 
 
 _RIGHT: list[tuple[Any, str, Any, Any]] = [
     (ActorOptions(), "name", "x", "x"),
+    (ActorOptions(), "allow_out_of_order_execution", None, None),
+    (ActorOptions(), "allow_out_of_order_execution", False, False),
     (ActorOptions(), "name", None, None),
     (ActorOptions(), "lifetime", "detached", "detached"),
     (ActorOptions(), "lifetime", "owned", None),

@@ -385,6 +385,28 @@ def test_application_errors_are_retried_where_that_is_allowed(monkeypatch: pytes
     assert [attempts.count(number) for number in (1, 2, 3, 4)] == [1, 3, 1, 2]
 
 
+def test_a_call_that_is_made_again_goes_before_what_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 13)
+    driver = world.workers[0]
+    route = world.create(driver, max_restarts=1)
+    route.located()
+    world.settle()
+    ran: list[Any] = []
+
+    def behaviour(resident: Any, header: Any, args: Any) -> Any:
+        ran.append(args[0])
+        return KeyError("x") if ran.count("tries") < 3 else args[0]
+
+    world.behaviour = behaviour
+    tries = world.call(driver, route, "tries", max_task_retries=-1, retry_exceptions=True)
+    world.is_there = lambda args: args[0] != "uses" or tries.done()
+    uses = world.call(driver, route, "uses")
+    after = world.call(driver, route, "after")
+    world.settle()
+    assert [_outcome(each) for each in (tries, uses, after)] == ["tries", "uses", "after"]
+    assert ran == ["tries", "tries", "tries", "uses", "after"]
+
+
 # -- thousands of interleavings --------------------------------------------------------------------------------
 
 
@@ -405,17 +427,31 @@ def _play(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     futures: list[tuple[str, int, Future[Any]]] = []
     ends: dict[int, int] = {}
     given_up: set[int] = set()
-    options = CallOptions().merged(max_task_retries=retries)
+    fails = chance.choice([0.0, 0.3])
+    options = CallOptions().merged(max_task_retries=retries, retry_exceptions=True)
+    results: dict[int, Future[Any]] = {}
     number = 0
     deaths = 0
     watched = route.watch()
+
+    def behaviour(resident: Any, header: Any, args: Any) -> Any:
+        return KeyError("x") if chance.random() < fails else args[0]
+
+    def is_there(args: Any) -> bool:
+        """A list names the call whose result it needs."""
+        return not args or not isinstance(args[0], list) or len(args[0]) < 2 or results[args[0][1]].done()
+
+    world.behaviour, world.is_there = behaviour, is_there
     for _ in range(chance.randrange(20, 60)):
         what = chance.random()
         if what < 0.45:
             name = chance.choice(list(routes))
             worker, way = routes[name]
             world.on(worker)
-            argument: Any = number if chance.random() < 0.7 else [number]
+            argument: Any = number if chance.random() < 0.6 else [number]
+            mine = [which for maker, which, _ in futures if maker == name]
+            if mine and chance.random() < 0.2:
+                argument = [number, chance.choice(mine)]
             future = way.call(
                 INFO.methods["step"],
                 options,
@@ -431,6 +467,7 @@ def _play(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 
             future.add_done_callback(count)
             futures.append((name, number, future))
+            results[number] = future
             number += 1
         elif what < 0.5 and deaths < 3:
             homes = [each for each in world.workers if each.residents_here and each not in (driver, other)]
@@ -451,12 +488,15 @@ def _play(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
             for _ in range(chance.randrange(1, 12)):
                 world.step()
     world.settle(100)
+    fails = 0.0
     executed: dict[int, int] = {}
     order: dict[tuple[int, str], list[int]] = {}
     for _, epoch, caller, argument in world.log:
         value = argument[0] if isinstance(argument, list) else argument
         executed[value] = executed.get(value, 0) + 1
-        order.setdefault((epoch, caller), []).append(value)
+        values = order.setdefault((epoch, caller), [])
+        if value not in values:  # what is made again comes later
+            values.append(value)
     for name, which, future in futures:
         context = f"seed {seed}, call {which} of {name}"
         assert future.done(), f"{context} never ended"
@@ -468,8 +508,11 @@ def _play(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
             assert times >= 1, context
         else:
             assert isinstance(
-                outcome, (ActorDiedError, ActorUnavailableError, CancelledError, RpcTimeoutError)
+                outcome,
+                (ActorDiedError, ActorUnavailableError, CancelledError, RpcTimeoutError, KeyError),
             ), f"{context}: {outcome!r}"
+            if isinstance(outcome, KeyError):
+                continue
             assert isinstance(outcome, CancelledError) == (which in given_up), context
             if outcome.maybe_executed is False:
                 assert times == 0, f"{context} was executed: {outcome!r}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +168,126 @@ def test_the_first_one_starts_the_cluster() -> None:
         assert get(things.add.remote(2)) == 4
     finally:
         actorrpc.shutdown()
+
+
+# -- tasks that share a process --------------------------------------------------------------------------------------
+
+
+@Remote
+class Plain:
+    def add(self, number: int) -> int:
+        return number + 1
+
+
+@Remote
+class Letters:
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+
+    async def put(self) -> None:
+        self.event.set()
+
+    async def take(self) -> str:
+        await self.event.wait()
+        return "taken"
+
+
+@Remote
+def _inner(actor: Any) -> Any:
+    return get(actor.add.remote(1))
+
+
+@Remote
+def _outer(actor: Any) -> Any:
+    return get(actor.add.remote(_inner.remote(actor)))
+
+
+@Remote
+def _inner_in_a_thread(actor: Any) -> Any:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(lambda: get(actor.add.remote(1))).result()
+
+
+@Remote
+def _outer_in_a_thread(actor: Any) -> Any:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(lambda: get(actor.add.remote(_inner_in_a_thread.remote(actor)))).result()
+
+
+@Remote
+def _fib(n: int) -> Any:
+    return n if n < 2 else get(things.add.remote(_fib.remote(n - 1), b=_fib.remote(n - 2)))
+
+
+@Remote
+def _depth(n: int) -> Any:
+    return 1 + get(_depth.remote(n - 1)) if n else 0
+
+
+@Remote
+def _in_threads(n: int) -> Any:
+    with ThreadPoolExecutor(3) as threads:
+        return sum(threads.map(lambda each: get(things.add.remote(each)), range(n)))
+
+
+@Remote
+async def _in_coroutines(n: int) -> Any:
+    async def one(each: int) -> Any:
+        return await things.add.remote(each)
+
+    return sum(await asyncio.gather(*map(one, range(n))))
+
+
+@Remote
+def _in_its_own_loop() -> Any:
+    async def go() -> Any:
+        return await things.add.remote(1)
+
+    return asyncio.run(go())
+
+
+@Remote
+def _from_a_stream(n: int) -> Any:
+    return sum(get(each) for each in things.count_to.remote(n))
+
+
+@Remote
+def _receive(letters: Any) -> Any:
+    return get(letters.take.remote())
+
+
+@Remote
+def _correspond(letters: Any) -> Any:
+    """The task that is made first cannot end before this one has gone on."""
+    received = _receive.remote(letters)
+    get(things.add.remote(1))
+    get(letters.put.remote())
+    return get(received)
+
+
+@pytest.mark.limit(60)
+def test_with_one_process_tasks_do_not_stand_in_each_others_way() -> None:
+    with actorrpc.init(num_cpus=1):
+        plain, letters = Plain.remote(), Letters.remote()
+        assert get(_outer.remote(plain)) == 3
+        assert get(_outer_in_a_thread.remote(plain)) == 3
+        assert get(_fib.remote(4)) == 3
+        assert get(_depth.remote(70)) == 70
+        assert get(_in_threads.remote(4)) == 14
+        assert get(_in_coroutines.remote(4)) == 14
+        assert get(_in_its_own_loop.remote()) == 3
+        assert get(_from_a_stream.remote(40)) == 780
+        assert get(_correspond.remote(letters)) == "taken"
+        # One whose argument is not there does not hold those that have come after it.
+        assert get(things.add.remote(_after.remote(plain, _release.remote(letters)))) == 4
+        del plain, letters
+
+
+@Remote
+def _after(actor: Any, _: Any) -> Any:
+    return get(actor.add.remote(1))
+
+
+@Remote
+def _release(letters: Any) -> Any:
+    get(letters.put.remote())

@@ -179,6 +179,116 @@ def test_out_of_order_execution(gate: Path) -> None:
     assert actorrpc.get(recorder.all.remote()) == [*range(10), "slow"]
 
 
+@pytest.mark.parametrize("kind", ["threads", "async"])
+def test_where_several_run_at_a_time_whatever_is_ready_runs(gate: Path, kind: str) -> None:
+    actor: Any = Recorder.options(max_concurrency=2).remote() if kind == "threads" else AsyncRecorder.remote()
+    slow = actor.note.remote(later.remote(str(gate), "slow"))
+    assert actorrpc.get([actor.note.remote(n) for n in range(10)]) == list(range(10))
+    open_gate(gate)
+    assert actorrpc.get(slow) == "slow"
+
+
+@actorrpc.remote
+class AsyncRecorder:
+    async def note(self, number: Any) -> Any:
+        return number
+
+
+def test_several_at_a_time_are_kept_in_order_where_that_is_wanted(gate: Path) -> None:
+    recorder = Recorder.options(max_concurrency=2, allow_out_of_order_execution=False).remote()
+    slow = recorder.note.remote(later.remote(str(gate), "slow"))
+    fast = recorder.note.remote("fast")
+    until(lambda: row_of(recorder).state == "ALIVE" and row_of(recorder).pending_calls == 2)
+    open_gate(gate)
+    assert actorrpc.get([slow, fast]) == ["slow", "fast"]
+
+
+# -- who keeps an order ------------------------------------------------------------------------------------------
+
+
+@actorrpc.remote
+class Caller:
+    """Calls another one."""
+
+    def inner(self, to: Any) -> Any:
+        return actorrpc.get(to.note.remote("inner"))
+
+    def outer(self, to: Any, through: Any) -> Any:
+        return actorrpc.get(to.note.remote(through.inner.remote(to)))
+
+    def leave(self, to: Any, path: str) -> Any:
+        """Make a call whose argument comes later, and do not wait for it."""
+        return [to.note.remote(later.remote(path, "first"))]
+
+    def follow(self, to: Any) -> Any:
+        return actorrpc.get(to.note.remote("second"))
+
+
+def test_actors_that_share_a_worker_do_not_stand_in_each_others_way() -> None:
+    recorder, first = Recorder.remote(), Caller.remote()
+    second = Caller.options(worker=first).remote()
+    assert actorrpc.get(first.outer.remote(recorder, second)) == "inner"
+    assert actorrpc.get(second.outer.remote(recorder, first)) == "inner"
+
+
+def test_the_calls_of_one_actor_keep_their_order_from_method_to_method(gate: Path) -> None:
+    recorder, caller = Recorder.remote(), Caller.remote()
+    (left,) = actorrpc.get(caller.leave.remote(recorder, str(gate)))
+    second = caller.follow.remote(recorder)
+    until(lambda: row_of(recorder).pending_calls == 2)
+    open_gate(gate)
+    assert actorrpc.get([left, second]) == ["first", "second"]
+    assert actorrpc.get(recorder.all.remote()) == ["first", "second"]
+
+
+def test_a_call_behind_one_that_waits_for_it_is_a_deadlock_and_said_so() -> None:
+    """``inner`` runs within ``outer``: what it calls comes after what ``outer`` has called, which needs its result."""
+    recorder, caller = Recorder.options(name="the_recorder").remote(), Caller.remote()
+    with pytest.raises(actorrpc.DeadlockError, match=r"note\(\).*inner\(\).*earlier call of the same caller"):
+        actorrpc.get(caller.outer.remote(recorder, caller))
+    assert actorrpc.get(recorder.note.remote("alive")) == "alive"
+    free = Recorder.options(allow_out_of_order_execution=True).remote()
+    assert actorrpc.get(caller.outer.remote(free, caller)) == "inner"
+
+
+# -- calls that are made again -------------------------------------------------------------------------------------
+
+
+@actorrpc.remote
+class Moody:
+    def __init__(self) -> None:
+        self.tries = 0
+
+    def work(self) -> int:
+        self.tries += 1
+        if self.tries % 3:
+            raise ValueError("not yet")
+        return self.tries
+
+    def use(self, number: int) -> int:
+        return 10 * number
+
+    def wait_for(self, refs: list[Any]) -> Any:
+        return actorrpc.get(refs[0])
+
+
+@pytest.mark.parametrize("how", [{}, {"max_concurrency": 2}], ids=str)
+def test_a_call_that_is_made_again_goes_before_what_waits_for_it(how: dict[str, Any]) -> None:
+    moody = Moody.options(**how).remote()
+    for turn in (30, 60):
+        work = moody.work.options(retry_exceptions=True, max_task_retries=5).remote()
+        uses = [moody.use.remote(work) for _ in range(3)]
+        assert actorrpc.get(uses) == [turn] * 3
+
+
+def test_a_call_that_is_to_be_made_again_within_one_that_waits_for_it_is_a_deadlock() -> None:
+    moody = Moody.remote()
+    actorrpc.get(actorrpc.ready(moody))
+    work = moody.work.options(retry_exceptions=True, max_task_retries=5).remote()
+    with pytest.raises(actorrpc.DeadlockError, match="wait_for"):
+        actorrpc.get(moody.wait_for.remote([work]))
+
+
 # -- threads and groups --------------------------------------------------------------------------------------------
 
 
