@@ -406,7 +406,8 @@ def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
     if error is not None:
         future.acknowledge()  # whoever gets it will see
         worker = rrefs.runtime().agent.name
-        return _arrive_failed, (*known, exceptions.dump(error, worker=worker, dumps=codec.dumps))
+        dumps = codec.dumper(context.peer.same_main)
+        return _arrive_failed, (*known, exceptions.dump(error, worker=worker, dumps=dumps))
     return _arrive, (*known, value)
 
 

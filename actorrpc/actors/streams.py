@@ -191,7 +191,8 @@ class Producer:
 
     def fail(self, error: BaseException) -> None:
         """End the stream with an error, which the consumer gets behind the items that are there."""
-        self._finish(exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps))
+        dumps = codec.dumper(self.peer is None or self.peer.same_main)
+        self._finish(exceptions.dump(error, worker=self._agent.name, dumps=dumps))
 
     def abort(self, error: BaseException) -> None:
         """End the stream from outside: as :meth:`fail`, and the generator is closed at its yield."""

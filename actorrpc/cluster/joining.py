@@ -285,9 +285,7 @@ def join(
     directory = RemoteDirectory(driver)
     shown = made.advertise or found.own
     facts = (means or Means()).facts(sorted({socket.gethostname(), shown, found.own}))
-    entered = group.enter(
-        own_name, answer["rank"], directory, settings=made, key=found_key, serves=serves
-    )
+    entered = group.enter(own_name, answer["rank"], directory, settings=made, key=found_key, serves=serves)
     try:
         return enter(
             entered,

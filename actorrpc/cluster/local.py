@@ -279,9 +279,7 @@ def _launched(
             raise
         return context
     _known(settings)
-    member, where = _join_rank_0(
-        launched, meeting, means, timeout, settings, given["name"], serves=not spmd
-    )
+    member, where = _join_rank_0(launched, meeting, means, timeout, settings, given["name"], serves=not spmd)
     if spmd:
         return Context(member.agent.name, api.namespace(), owned=True, address=where)
     try:

@@ -48,6 +48,7 @@ __all__ = [
     "current_decoding",
     "current_encoding",
     "decode",
+    "dumper",
     "dumps",
     "encode",
     "encode_body",
@@ -595,6 +596,15 @@ def dumps(obj: object, *, remote_main: bool = True) -> bytes:
         SerializationError: a part cannot be sent.
     """
     return _encode(obj, Encoded(None, None, True), remote_main, (), _MAX_BUFFERS).body
+
+
+def _dumps_main(obj: object) -> bytes:
+    return dumps(obj, remote_main=False)
+
+
+def dumper(remote_main: bool) -> Callable[[object], bytes]:
+    """Return :func:`dumps` for a peer that runs the same program, or that does not."""
+    return dumps if remote_main else _dumps_main
 
 
 def loads(data: bytes | memoryview) -> Any:

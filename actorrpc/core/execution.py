@@ -264,7 +264,8 @@ class Executor:
 
     def fail(self, conn: Any, id: int, error: BaseException, execution: Execution) -> None:
         """Send an error back. Never raises."""
-        data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps)
+        dumps = codec.dumper(execution.peer.same_main)
+        data = exceptions.dump(error, worker=self._agent.name, dumps=dumps)
         let_frames_go(error)
         self._send(conn, FAILURE, id, messages.Plain(data), _with_receipt(execution, None), execution)
 

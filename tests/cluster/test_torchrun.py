@@ -211,6 +211,21 @@ class A:
     def refuse(self):
         raise Refused("no")
 
+    def knows(self, refs):
+        try:
+            actorrpc.get(refs)
+        except Refused:
+            return True
+
+    def is_refused(self, function):
+        try:
+            rpc.rpc_sync("driver", function)
+        except Refused:
+            return True
+
+def refuse():
+    raise Refused("no")
+
 @actorrpc.remote
 def task(x):
     return twice(x)
@@ -221,8 +236,10 @@ assert (type(early), early.value, type(late), late.value) == (Early, 2, Late, 4)
 assert list(a.stream.remote().values()) == [0, 2, 4]
 assert actorrpc.get(task.remote(3)) == 6
 assert rpc.rpc_sync("rank1", twice, args=(4,)) == 8
+refused = a.refuse.remote()
+assert actorrpc.get(a.knows.remote([refused])) and actorrpc.get(a.is_refused.remote(refuse))
 try:
-    actorrpc.get(a.refuse.remote())
+    actorrpc.get(refused)
 except Refused as error:
     print("refused", error, flush=True)
 """
