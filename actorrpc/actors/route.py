@@ -173,6 +173,7 @@ class Route:
                 "higher limit",
                 maybe_executed=False,
                 actor=self.title,
+                actor_id=self.actor_id,
                 method=method.name,
             )
         number = line.next_number()

@@ -335,7 +335,7 @@ class Supervisor:
             process, actor.process = actor.process, None
             actor.location = None
             if verdict.again:
-                actor.lose(Restarting(text=text, report=report))
+                actor.lose(Restarting(text=text, report=report, moved=actor.moving))
                 answers = actor.take_answered()
                 if family is not None:
                     deeds = family.died(actor, text)
@@ -504,7 +504,10 @@ class Supervisor:
             late = [entry for entry in actor.waiters if entry[0] >= after]
             actor.waiters = [entry for entry in actor.waiters if entry[0] < after]
         for _, _, future in late:
-            _complete(future, None, obituaries.unreachable(actor.title, actor.worker_name, self._agent.name))
+            error = obituaries.unreachable(
+                actor.title, actor.card.actor_id, actor.worker_name, self._agent.name
+            )
+            _complete(future, None, error)
 
     def death_of(self, actor_id: int) -> ActorDiedError:
         """Return how an actor died that is not looked after here any more."""
