@@ -275,7 +275,9 @@ class Line:
             ran, lost = error.maybe_executed is not False, True  # type: ignore[attr-defined]
         elif isinstance(error, ResidentGoneError):
             ran, lost = getattr(exceptions.original(error), "maybe_executed", False) is not False, True
-        elif plan.retried and plan.tries and future._trip is not None and self._is_retried(plan, error):
+        elif (
+            plan.retried and plan.tries and future._trip is not None and self.is_retried(plan.retried, error)
+        ):
             if future._trip.tries == 0:
                 return False
             ran, lost = True, False
@@ -285,10 +287,11 @@ class Line:
         return True
 
     @staticmethod
-    def _is_retried(plan: Plan, error: BaseException) -> bool:
-        if not isinstance(error, RemoteError) or isinstance(error, _FINAL):
+    def is_retried(retried: bool | tuple[type[BaseException], ...], error: BaseException) -> bool:
+        """Say whether what a method has raised is a reason to call it again, where ``retry_exceptions`` is ``retried``."""
+        if not isinstance(error, RemoteError) or isinstance(error, (*_FINAL, ResidentGoneError)):
             return False
-        return plan.retried is True or isinstance(error, plan.retried)  # type: ignore[arg-type]
+        return retried is True or (retried is not False and isinstance(error, retried))
 
     def _take_back(self, future: ResultFuture, plan: Plan, ran: bool, lost: bool) -> None:
         """Put a call, whose future is claimed, back into the queue or among those that wait for the verdict."""

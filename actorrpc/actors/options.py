@@ -352,7 +352,9 @@ class CallOptions:
         max_task_retries: how often a call that the actor's death cut short is made again; -1: for ever; 0: never, and while
             the actor is being restarted it fails at once with ActorUnavailableError; None: as the actor's options say, and
             if they say nothing, it is not made again, but waits for an actor that is being restarted.
-        retry_exceptions: whether what the method raises is a reason to make the call again; or only these.
+        retry_exceptions: whether what the method raises is a reason to make the call again; or only these. A generator is
+            called again that has given nothing yet; where ``@method(retry_exceptions=...)`` says so also a later one: from the
+            start, and its reader gets no item twice.
         max_buffered_items: how many items of a stream are made ahead of its reader; default 16.
         name: what the call is called in messages; default the method's name.
         allow_out_of_order: whether later calls may overtake this one while its arguments are fetched.

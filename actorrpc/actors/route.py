@@ -10,8 +10,10 @@ takes no lock and costs a fraction of what sending the call does.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -200,6 +202,35 @@ class Route:
         else:
             line.launch(future, plan, args, kwargs, seconds, unresolved)
         return future
+
+    def again(
+        self, method: MethodInfo, options: CallOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[BaseException, int], Future[Any] | None] | None:
+        """Return what makes a call again whose stream has failed with an error, after so many items; None: nobody is to.
+
+        It is made again as long as it has given nothing; later only where the method itself says that its exceptions are a
+        reason for that, since what it gives is then made a second time.
+
+        Raises:
+            SerializationError: an argument cannot be sent.
+        """
+        left = options.max_task_retries
+        streams = method.streams or options.num_returns == "streaming"
+        if not left or not options.retry_exceptions or not streams:
+            return None
+        held = Trip.hold(args, kwargs)
+        tries = itertools.count() if left < 0 else iter(range(left))
+        line = self._line
+
+        def again(error: BaseException, given: int) -> Future[Any] | None:
+            if given and not method.given.get("retry_exceptions"):
+                return None
+            if not line.is_retried(options.retry_exceptions, error) or next(tries, None) is None:
+                return None
+            args, kwargs = held if type(held) is tuple else held.open()
+            return self.call(method, options, args, kwargs, refs=True)
+
+        return again
 
     def explain(
         self, method: MethodInfo, options: CallOptions, error: BaseException

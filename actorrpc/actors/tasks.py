@@ -372,15 +372,15 @@ class RemoteFunction(Generic[P, Out]):
             self._signature.check(args, kwargs)
             crews = _crews_of(runtime(start=True))
             runner = crews.take(self._options)
+            given = (self._travels, *args)
             try:
-                future = runner.route.call(
-                    self._method, self._call, (self._travels, *args), kwargs, refs=True
-                )
+                again = runner.route.again(self._method, self._call, given, kwargs)
+                future = runner.route.call(self._method, self._call, given, kwargs, refs=True)
             except BaseException:
                 crews.give_back(runner)
                 raise
             task = TaskFuture(future, crews, runner, self._title)
-            return shaped(task, self._method, self._shape, label=self._title, route=runner.route)
+            return shaped(task, self._method, self._shape, label=self._title, route=runner.route, again=again)
 
     @overload
     def options(self, *, num_returns: int | str, **options: Any) -> RemoteFunction[P, Any]: ...

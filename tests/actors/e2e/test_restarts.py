@@ -151,7 +151,7 @@ def test_calls_that_do_not_wait_for_a_restart(tmp_path: Path, gate: Path) -> Non
     with pytest.raises(actorrpc.ActorUnavailableError):
         actorrpc.get(actor.die.remote())
     with pytest.raises(
-        actorrpc.ActorUnavailableError, match="it was not executed.*is being restarted"
+        actorrpc.ActorUnavailableError, match=r"it was not executed.*is being restarted"
     ) as caught:
         actorrpc.get(now.remote())
     assert (caught.value.actor_id, caught.value.maybe_executed) == (actor.actor_id, False)
