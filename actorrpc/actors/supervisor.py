@@ -540,6 +540,22 @@ class Supervisor:
         future.set_result(found)
         return future
 
+    def ends(self, actor_id: int) -> Future[bool]:
+        """Return a future that says False where an actor lives on, and True where it does not, when it is dead."""
+        # What has let go of it a moment ago counts.
+        self._runtime.references.collect()
+        self._sweep()
+        over: Future[bool] = Future()
+        over.label = "the end of an actor"
+        with self.lock:
+            actor = self._actors.get(actor_id)
+            stays = actor is not None and not (actor.orphaned or actor.unwanted)
+        if stays:
+            over.set_result(False)
+        else:
+            self.watch(actor_id).add_done_callback(lambda _: over.set_result(True))
+        return over
+
     def note_ended(
         self, actor_id: int, epoch: int, kind: str, text: str, error: BaseException | None = None
     ) -> None:
