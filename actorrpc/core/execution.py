@@ -265,7 +265,9 @@ class Executor:
     def fail(self, conn: Any, id: int, error: BaseException, execution: Execution) -> None:
         """Send an error back. Never raises."""
         dumps = codec.dumper(execution.peer.same_main)
-        data = exceptions.dump(error, worker=self._agent.name, dumps=dumps)
+        name, shown = self._agent.name, getattr(execution.actor, "shown", "")
+        where = f"{name}, actor {shown}" if shown else name
+        data = exceptions.dump(error, worker=name, dumps=dumps, where=where)
         let_frames_go(error)
         self._send(conn, FAILURE, id, messages.Plain(data), _with_receipt(execution, None), execution)
 

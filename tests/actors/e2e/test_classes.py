@@ -196,6 +196,43 @@ def test_an_attribute_that_has_the_name_of_a_method() -> None:
     assert list(actor.items.remote().values()) == [1]
 
 
+@dataclass
+@actorrpc.remote
+class Shown:
+    number: int
+
+    def fail(self) -> None:
+        raise ValueError("no")
+
+
+@actorrpc.remote
+class Unshown(nn.Linear):
+    def fail(self) -> None:
+        raise ValueError("no")
+
+
+@actorrpc.remote
+class Unsayable:
+    def __repr__(self) -> str:
+        raise SystemExit(3)
+
+    def fail(self) -> None:
+        raise ValueError("no")
+
+
+def test_the_repr_of_an_actor_is_in_its_tracebacks() -> None:
+    for actor, said in (
+        (Shown.remote(3), ", actor Shown(number=3):\n"),
+        (Unshown.remote(2, 2), ":\nTraceback"),
+        (Unsayable.remote(), ":\nTraceback"),
+    ):
+        with pytest.raises(ValueError, match="no") as caught:
+            actorrpc.get(actor.fail.remote())
+        assert isinstance(caught.value, actorrpc.RemoteError)
+        assert caught.value.traceback.startswith(f"On worker {caught.value.worker}{said}")
+        del caught
+
+
 def test_attributes_and_functions_inside() -> None:
     actor = Derived.remote("x")
     assert actorrpc.get(actorrpc.call(actor, getattr, "upper")) == "X!"
