@@ -138,6 +138,7 @@ class Callee:
         execution.path = (*entry.path, id)
         execution.actor = self.resident
         execution.header = entry.header
+        execution.what = entry.header.get("m")
         self.mailbox.begin(id, station)
         return execution
 

@@ -77,7 +77,7 @@ class Line:
         self.send = runtime.agent.call
         self.actor_id = card.actor_id
         self.title = card.title
-        self.class_name = card.info.name
+        self.prefix = card.info.prefix  # of what messages call a method
         self.supervisor = card.supervisor
         self.supervisor_name = card.supervisor_name
         self.options = card.options

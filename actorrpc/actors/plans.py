@@ -60,7 +60,7 @@ class Plan:
         self.method = method
         self.options = options
         self.refs = refs
-        self.label = f"{line.class_name}.{options.name or method.name}"
+        self.label = line.prefix + (options.name or method.name.strip("<>"))
         self.peer: Any = peer
         self.epoch = -1 if location is None else location.epoch
         general = line.options

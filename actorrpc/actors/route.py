@@ -24,7 +24,7 @@ from actorrpc.actors.results import ResultFuture, Trip
 from actorrpc.actors.spec import Card, Location, ResidentGoneError
 from actorrpc.core import exceptions
 from actorrpc.core.calls import CURRENT
-from actorrpc.errors import ActorDiedError, PeerDiedError, PendingCallsLimitExceeded
+from actorrpc.errors import ActorDiedError, PeerDiedError, PendingCallsLimitExceeded, SerializationError
 from actorrpc.futures import Future
 from actorrpc.rpc.profiling import Span, modern, profiled
 
@@ -129,9 +129,11 @@ class Route:
         except PeerDiedError:
             # Its actor cannot come back (else the plan were not plain): this is for the line to put into words.
             line.bounced(future)
-        except BaseException:
+        except BaseException as error:
             line.dropped(future)
             line.agent.check_process()  # in a fork, that is what is wrong
+            if isinstance(error, SerializationError):
+                method.signature.name_argument(error)
             raise
         return future
 
@@ -146,7 +148,7 @@ class Route:
     ) -> ResultFuture:
         # Where the actor lives may not be known, and change before the call gets there: its name says it for the profile.
         line = self._line
-        name = f"{line.class_name}.{options.name or method.name}"
+        name = line.prefix + (options.name or method.name)
         span = Span(f"actor#{name}({line.agent.name} -> {self.title})")
         try:
             future = self._call_carefully(method, options, args, kwargs, refs, timeout)
@@ -193,14 +195,18 @@ class Route:
             return future
         seconds = plan.seconds if timeout is None else timeout
         waits = plan.peer is None
-        if waits or plan.tries or line.restarts:
-            held = Trip.hold(args, kwargs, cheaply=not waits and not plan.tries)
-            if held is not None:
-                Trip(future, held, unresolved, seconds, plan.tries)
-        if waits:
-            line.enqueue(future)
-        else:
-            line.launch(future, plan, args, kwargs, seconds, unresolved)
+        try:
+            if waits or plan.tries or line.restarts:
+                held = Trip.hold(args, kwargs, cheaply=not waits and not plan.tries)
+                if held is not None:
+                    Trip(future, held, unresolved, seconds, plan.tries)
+            if waits:
+                line.enqueue(future)
+            else:
+                line.launch(future, plan, args, kwargs, seconds, unresolved)
+        except SerializationError as error:
+            method.signature.name_argument(error)
+            raise
         return future
 
     def again(

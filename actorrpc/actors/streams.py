@@ -27,7 +27,7 @@ from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT
 from actorrpc.core.execution import Later
 from actorrpc.core.peer import Peer
-from actorrpc.errors import CancelledError, RpcError, ShutdownError
+from actorrpc.errors import CancelledError, RpcError, SerializationError, ShutdownError
 from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import WorkerKey
 
@@ -176,7 +176,11 @@ class Producer:
         if kind in _PLAIN or ((kind is str or kind is bytes) and len(item) <= _PLAIN_BYTES):
             packed, size = item, 64
         else:
-            packed = Snapshot.of(item)
+            try:
+                packed = Snapshot.of(item)
+            except SerializationError as error:
+                error.args = (f"item {self._produced} of the stream cannot be sent: {error}",)
+                raise
             size = packed.nbytes
         with self._lock:
             if self._stopped or self._end is not None:
