@@ -358,6 +358,7 @@ class CallOptions:
         max_buffered_items: how many items of a stream are made ahead of its reader; default 16.
         name: what the call is called in messages; default the method's name.
         allow_out_of_order: whether later calls may overtake this one while its arguments are fetched.
+        patient: internal: it waits for an actor that is being restarted, also with ``max_task_retries=0``.
     """
 
     num_returns: int | Literal["streaming"] = 1
@@ -369,6 +370,7 @@ class CallOptions:
     max_buffered_items: int = 16
     name: str | None = None
     allow_out_of_order: bool = False
+    patient: bool = False
 
     @staticmethod
     def check(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Plan:
         tries = options.max_task_retries
         if tries is None:
             tries = general.max_task_retries if general is not None else None
-        self.impatient = tries == 0
+        self.impatient = tries == 0 and not options.patient
         self.tries = tries or 0
         self.retried = options.retry_exceptions or (
             general.retry_exceptions if general is not None else False
