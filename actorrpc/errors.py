@@ -149,6 +149,7 @@ class ActorError(_CallEnded):
 
     Attributes:
         actor: how the actor is called in messages: its class and its name.
+        actor_id: ``handle.actor_id`` of the actor, where it is known which one.
         method: the method that was called, where there was one.
         report: what is known of the end of its process (exit code or signal, last lines of stderr, peak
             memory, uptime), or ``None``.
@@ -157,6 +158,7 @@ class ActorError(_CallEnded):
     """
 
     actor: str | None = None
+    actor_id: int | None = None
     method: str | None = None
     report: object = None
     cause: BaseException | None = None
@@ -168,6 +170,7 @@ class ActorError(_CallEnded):
         maybe_executed: bool | None = None,
         worker: str | None = None,
         actor: str | None = None,
+        actor_id: int | None = None,
         method: str | None = None,
         report: object = None,
         cause: BaseException | None = None,
@@ -175,6 +178,8 @@ class ActorError(_CallEnded):
         super().__init__(message, maybe_executed=maybe_executed, worker=worker)
         if actor is not None:
             self.actor = actor
+        if actor_id is not None:
+            self.actor_id = actor_id
         if method is not None:
             self.method = method
         if report is not None:
@@ -189,6 +194,7 @@ class ActorError(_CallEnded):
             "maybe_executed": self.maybe_executed,
             "worker": self.worker,
             "actor": self.actor,
+            "actor_id": self.actor_id,
             "method": self.method,
             "report": self.report,
             "cause": cause,

@@ -14,7 +14,7 @@ from actorrpc.actors.options import ActorOptions
 from actorrpc.actors.runtime import runtime
 from actorrpc.actors.snapshot import Snapshot
 from actorrpc.core.by_value import goes_by_value
-from actorrpc.errors import ConfigError
+from actorrpc.errors import ConfigError, SerializationError
 
 __all__ = ["ActorClass", "is_importable", "offer_class"]
 
@@ -161,7 +161,11 @@ class ActorClass(Generic[P, C], metaclass=_Making):
             info.constructor.check(args, kwargs)
             self._check(actor, info, options)
             in_force = runtime(start=True)
-            card = in_force.supervisor.create(self._snapshot(), info, options, args, kwargs)
+            try:
+                card = in_force.supervisor.create(self._snapshot(), info, options, args, kwargs)
+            except SerializationError as error:
+                info.constructor.signature.name_argument(error)
+                raise
             return ActorHandle(card, in_force.routes.of(card))
 
     def options(self, **options: Any) -> ActorClass[P, C]:

@@ -55,6 +55,14 @@ def died(resident: Resident, why: str) -> ResidentGoneError:
     return error
 
 
+def _method_of(instance: Any, name: str) -> Any:
+    """Return a method, bound; an attribute of the instance stands for it only where it can be called in its place."""
+    found = getattr(instance, name)
+    if callable(found):
+        return found
+    return inspect.getattr_static(type(instance), name).__get__(instance, type(instance))
+
+
 class Callee:
     """Runs the calls of one resident. Thread-safe: what it keeps belongs to the resident."""
 
@@ -141,6 +149,7 @@ class Callee:
         execution.path = (*entry.path, id)
         execution.actor = self.resident
         execution.header = entry.header
+        execution.what = entry.header.get("m")
         self.mailbox.begin(id, station)
         return execution
 
@@ -229,7 +238,7 @@ class Callee:
         assert self.resident.spec is not None
         info = self.resident.spec.info.methods.get(name)
         if info is not None:
-            return getattr(self.resident.instance, name), info.kind
+            return _method_of(self.resident.instance, name), info.kind
         if name == "<call>":
             return self._call_function, "sync"
         if name == "<getattr>":

@@ -406,7 +406,7 @@ class Collective:
                 _settle(future, max(until, moments.now() + 1.0))
 
 
-_OPTIONS: Final = CallOptions(max_task_retries=0, name="collective")
+_OPTIONS: Final = CallOptions(max_task_retries=0, patient=True, name="collective")
 # Those that somebody here refers to, for their names. `_lock` guards it, and nothing is called under it that waits; it is
 # re-entrant, as the collector may run there.
 _all: Final[weakref.WeakSet[Collective]] = weakref.WeakSet()

@@ -122,7 +122,8 @@ def _only(given: tuple[Any, ...], options: dict[str, Any]) -> Any:
 def _not_remote(first: Any, options: dict[str, Any]) -> None:
     if isinstance(first, (str, int, WorkerInfo)) or (options and set(options) <= {*_TORCH}):
         raise TypeError(
-            f"remote({first!r}, ...) is given a worker, but no function to call there: give func="
+            f"remote() makes actors of classes and tasks of functions, and {first!r} is neither. As torch's remote() it calls a "
+            f"function on a worker, whose name or rank {first!r} would be: then say which one, remote({first!r}, func)"
         )
     raise TypeError(f"@remote is for classes and functions, not for {first!r}")
 

@@ -16,10 +16,12 @@ class Restarting:
     Attributes:
         text: how it ended, in words.
         report: what is known of the end of its process.
+        moved: it has not died, but is handed over to another worker.
     """
 
     text: str
     report: DeathReport | None = None
+    moved: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

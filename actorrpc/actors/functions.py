@@ -15,11 +15,11 @@ from actorrpc.actors.asking import call_quietly, gather_states, peer_of
 from actorrpc.actors.exits import ActorExit
 from actorrpc.actors.fates import ActorState
 from actorrpc.actors.handle import ActorHandle, ActorMethod, call_function, offer
-from actorrpc.actors.methods import kind_of, method
+from actorrpc.actors.methods import TASKS, kind_of, method
 from actorrpc.actors.object_ref import ObjectRef
 from actorrpc.actors.residents import ResidentState, states
 from actorrpc.actors.runtime import runtime
-from actorrpc.actors.tasks import TaskFuture, TaskRunner
+from actorrpc.actors.tasks import TaskFuture
 from actorrpc.core.calls import CURRENT
 from actorrpc.core.identity import WorkerInfo
 from actorrpc.errors import ActorDiedError, ConfigError, RpcError, RpcTimeoutError
@@ -127,11 +127,7 @@ def list_actors(timeout: float = 10.0) -> list[ActorInfo]:
     lives: dict[int, ResidentState] = {}
     for future in asked:
         lives.update((each.resident_id, each) for each in _answer(future, until))
-    rows = [
-        _row(each, lives.get(each.resident_id))
-        for each in known
-        if each.class_name != TaskRunner.__qualname__
-    ]
+    rows = [_row(each, lives.get(each.resident_id)) for each in known if each.class_name != TASKS]
     return sorted(rows, key=lambda row: row.actor_id)
 
 
@@ -367,7 +363,7 @@ def _spec() -> Any:
     resident = None if execution is None else execution.actor
     spec = None if resident is None else resident.spec
     # A task is executed by an actor of ours, of which its code knows nothing.
-    return None if spec is None or spec.info.name == TaskRunner.__qualname__ else spec
+    return None if spec is None or spec.info.name == TASKS else spec
 
 
 def get_runtime_context() -> RuntimeContext:

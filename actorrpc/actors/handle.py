@@ -95,10 +95,11 @@ class ActorMethod(Generic[P, Out]):
             """
             info = self._info
             info.check(args, kwargs)
+            again = None if self._simple else self._route.again(info, self._sent, args, kwargs)
             future = self._route.call(info, self._sent, args, kwargs, refs=True)
             if self._simple:
                 return ObjectRef(future)
-            return shaped(future, info, self._options, route=self._route)
+            return shaped(future, info, self._options, route=self._route, again=again)
 
     @overload
     def options(self, *, num_returns: int | str, **options: Any) -> ActorMethod[P, Any]: ...
@@ -477,8 +478,9 @@ def _send(
     options = known._options if known is not None else _options_of(card, info, state["_actorrpc_given"])
     seconds = None if timeout == UNSET_RPC_TIMEOUT else timeout
     if style == "remote" or info.streams or options.num_returns == "streaming":
+        again = route.again(info, options, args, kwargs)
         future = route.call(info, options, args, kwargs, refs=True, timeout=seconds)
-        return shaped(future, info, options, route=route)
+        return shaped(future, info, options, route=route, again=again)
     if options.num_returns != 1:
         options = options.merged(num_returns=1)  # torch knows no such thing: the value is what it returns
     future = route.call(info, options, args, kwargs, refs=False, timeout=seconds)

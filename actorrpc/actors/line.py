@@ -77,7 +77,7 @@ class Line:
         self.send = runtime.agent.call
         self.actor_id = card.actor_id
         self.title = card.title
-        self.class_name = card.info.name
+        self.prefix = card.info.prefix  # of what messages call a method
         self.supervisor = card.supervisor
         self.supervisor_name = card.supervisor_name
         self.options = card.options
@@ -116,7 +116,7 @@ class Line:
 
     def waits_for(self) -> str:
         """Say, for messages, what the calls in the queue wait for."""
-        if self._after < 0:
+        if self._verdict is None and self._after < 0:
             return f"{self.title} to be created"
         if self._verdict is None:
             return f"news of {self.title}, which cannot be reached"
@@ -216,7 +216,9 @@ class Line:
         crowd: Future[None] | None = None
         with self._lock:
             death = self.death
-            if death is None:
+            plan = future._plan
+            refused = death is None and plan is not None and plan.impatient and self._restarting
+            if death is None and not refused:
                 trip.rest()
                 heapq.heappush(self._queue, (future._number, future))
                 if self._peer is None:
@@ -227,14 +229,22 @@ class Line:
                 else:
                     self._go()
         if death is not None:
-            assert future._plan is not None
-            future.conclude(None, self.died(future._plan, maybe_executed=False), self.agent.submit)
+            assert plan is not None
+            future.conclude(None, self.died(plan, maybe_executed=False), self.agent.submit)
+        elif refused:
+            future.conclude(None, self.unavailable(plan, trip.may_have_run), self.agent.submit)
         elif crowd is not None and asyncio._get_running_loop() is None:
             # One thread sends what waits, and would never catch up with many that add to it.
             try:
                 crowd.wait(_HOLD_UP_S)
             except RpcError:
                 pass
+
+    @property
+    def _restarting(self) -> bool:
+        """Whether the actor is known to be dead and to be restarted, and not yet to live again; the lock is held."""
+        verdict = self._verdict
+        return verdict is not None and not verdict.moved and self._peer is None
 
     def _arm(self, trip: Trip) -> None:
         if trip.deadline != INFINITE and trip.timer is None:
@@ -265,7 +275,9 @@ class Line:
             ran, lost = error.maybe_executed is not False, True  # type: ignore[attr-defined]
         elif isinstance(error, ResidentGoneError):
             ran, lost = getattr(exceptions.original(error), "maybe_executed", False) is not False, True
-        elif plan.retried and plan.tries and future._trip is not None and self._is_retried(plan, error):
+        elif (
+            plan.retried and plan.tries and future._trip is not None and self.is_retried(plan.retried, error)
+        ):
             if future._trip.tries == 0:
                 return False
             ran, lost = True, False
@@ -275,10 +287,11 @@ class Line:
         return True
 
     @staticmethod
-    def _is_retried(plan: Plan, error: BaseException) -> bool:
-        if not isinstance(error, RemoteError) or isinstance(error, _FINAL):
+    def is_retried(retried: bool | tuple[type[BaseException], ...], error: BaseException) -> bool:
+        """Say whether what a method has raised is a reason to call it again, where ``retry_exceptions`` is ``retried``."""
+        if not isinstance(error, RemoteError) or isinstance(error, (*_FINAL, ResidentGoneError)):
             return False
-        return plan.retried is True or isinstance(error, plan.retried)  # type: ignore[arg-type]
+        return retried is True or (retried is not False and isinstance(error, retried))
 
     def _take_back(self, future: ResultFuture, plan: Plan, ran: bool, lost: bool) -> None:
         """Put a call, whose future is claimed, back into the queue or among those that wait for the verdict."""
@@ -470,7 +483,7 @@ class Line:
         """See to it that the supervisor is asked; the lock is held."""
         if not self._asking:
             self._asking = True
-            self.agent.submit(partial(self._ask, self._after < 0))
+            self.agent.submit(partial(self._ask, False))
 
     def _ask(self, wait: bool) -> None:
         asked = ask(
@@ -493,6 +506,7 @@ class Line:
             else:
                 with self._lock:
                     self._verdict = value
+                    self._turn_away()
                 self._fail()
                 self._ask(True)
             return
@@ -533,7 +547,7 @@ class Line:
 
     def orphaned(self, error: BaseException) -> ActorDiedError:
         """Return the death of an actor whose supervisor cannot be asked."""
-        return obituaries.orphaned(self.title, self.supervisor_name, error)
+        return obituaries.orphaned(self.title, self.actor_id, self.supervisor_name, error)
 
     # -- the ends of calls ------------------------------------------------------------------------------------
 
@@ -548,6 +562,22 @@ class Line:
         for limbo in failing:
             plan, ran = limbo.plan, limbo.ran
             limbo.end(self.died(plan, maybe_executed=ran) if dead else self.unavailable(plan, ran, ""))
+
+    def _turn_away(self) -> None:
+        """Take those calls out of the queue that do not wait for a restart, to be failed; the lock is held."""
+        if not self._restarting:
+            return
+        kept = []
+        for entry in self._queue:
+            _, future = entry
+            plan, trip = future._plan, future._trip
+            if plan is None or trip is None or not plan.impatient or not trip.take():
+                kept.append(entry)
+                continue
+            future._source = limbo = Limbo(future, plan, trip.may_have_run, self.agent.submit)
+            self._failing.append(limbo)
+        heapq.heapify(kept)
+        self._queue = kept
 
     def _die(self, death: ActorDiedError) -> None:
         self._give_up(lambda plan, ran: self.died(plan, maybe_executed=ran), death)
@@ -598,4 +628,4 @@ class Line:
         """Return the error of a call that is not made again; ``why``: by default what the supervisor has said."""
         if not why:
             why = "it is being restarted" if self.location is None else "it has been restarted"
-        return obituaries.unavailable(self.title, self._verdict, plan, ran, why)
+        return obituaries.unavailable(self.title, self.actor_id, self._verdict, plan, ran, why)

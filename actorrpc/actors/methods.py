@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
+import re
 import types
 import weakref
 import zlib
@@ -20,7 +21,7 @@ from typing import Any, Final, Literal, TypeVar, overload
 from torch import nn
 
 from actorrpc.actors.options import CallOptions
-from actorrpc.errors import ConfigError, WrongTypeError
+from actorrpc.errors import ConfigError, SerializationError, WrongTypeError
 
 __all__ = ["ClassInfo", "Kind", "MethodInfo", "Signature", "kind_of", "method"]
 
@@ -29,6 +30,11 @@ Kind = Literal["sync", "async", "generator", "async_generator"]
 
 _MARK: Final = "__actorrpc_method__"
 _THREADED: Final = "__actorrpc_threaded__"
+_ARGUMENT: Final = re.compile(r"argument (?:(\d+)|'([^']*)')(.*)", re.DOTALL).fullmatch
+#: The name of the class that runs tasks: no user's class can have one with a space.
+TASKS: Final = "task worker"
+#: What errors call the first argument of the method that runs a task.
+THE_FUNCTION: Final = "the function"
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -189,6 +195,21 @@ class Signature:
         missing = [name for name, must in self.keyword if must and name not in kwargs]
         if missing:
             raise TypeError(self._missing("keyword-only", missing))
+
+    def name_argument(self, error: SerializationError) -> None:
+        """Have an error that names an argument by its number name it as the function does."""
+        found = _ARGUMENT(str(error))
+        if found is None:
+            return
+        number, name, rest = found.groups()
+        if number is not None:
+            at = int(number)
+            name = self.positional[at] if at < len(self.positional) else f"number {at + 1}"
+        if name == THE_FUNCTION:
+            error.args = (f"{name} {self.title}{rest}",)
+        else:
+            shown = name if name.startswith("number ") else repr(name)
+            error.args = (f"argument {shown} of {self.title}(){rest}",)
 
     def _missing(self, kind: str, names: list[str]) -> str:
         quoted = [f"'{name}'" for name in names]
@@ -403,6 +424,11 @@ class ClassInfo:
             issubclass(actor, nn.Module),
         )
         return _known.setdefault(actor, info)
+
+    @property
+    def prefix(self) -> str:
+        """What messages put before the name of a method; before that of a task's function, where the class runs tasks."""
+        return "task " if self.name == TASKS else f"{self.name}."
 
     def __reduce__(self) -> tuple[Any, ...]:
         blob = self._blob

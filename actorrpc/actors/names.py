@@ -2,7 +2,7 @@
 
 Who gets a name is decided in one step there, under one lock: of many who ask for a name at the same time one gets
 it, and with ``get_if_exists`` the others get the winner's card. A name is free again when its actor is dead for
-good.
+good; who asks for the name of one that is about to end waits for that.
 """
 
 from __future__ import annotations
@@ -12,11 +12,21 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from actorrpc import moments
+from actorrpc.actors.asking import peer_of
 from actorrpc.actors.runtime import runtime
 from actorrpc.actors.spec import Card
 from actorrpc.core import exceptions
 from actorrpc.core.calls import CURRENT
-from actorrpc.errors import NameTakenError, PeerDiedError, RpcError, UnknownActorError
+from actorrpc.core.execution import Later
+from actorrpc.errors import (
+    NameTakenError,
+    PeerDiedError,
+    RpcError,
+    RpcTimeoutError,
+    UnknownActorError,
+    UnknownWorkerError,
+)
 from actorrpc.rpc.fork_messages import WorkerKey
 
 if TYPE_CHECKING:
@@ -58,6 +68,9 @@ class Names:
     def register(self, card: Card, *, get_if_exists: bool = False) -> Card | None:
         """Give ``card.name`` in ``card.namespace`` to the actor; waits for rank 0, at most 30 s.
 
+        If an actor has the name that is about to end (nobody has a handle of it any more, or it was killed), this waits for
+        that, at most as long.
+
         Returns:
             None if the actor has the name now; the card (weak) of the one that has it, with ``get_if_exists``.
 
@@ -65,9 +78,40 @@ class Names:
             NameTakenError: another actor has the name.
             PeerDiedError, RpcTimeoutError: rank 0 cannot be asked.
         """
-        found = self._ask(_register, card, get_if_exists)
-        assert found is None or isinstance(found, Card)
-        return found
+        assert card.name is not None
+        until = moments.now() + _ASK_S
+        while True:
+            known = self._ask(_register, card)
+            if known is None:
+                return None
+            assert isinstance(known, Card)
+            if not self._ends(known, until):
+                break
+            self._ask(_unregister, card.name, card.namespace, known.actor_id)
+        if get_if_exists:
+            return known
+        raise NameTakenError(
+            f"there is an actor {card.name!r} in {_shown(card.namespace)} already, a {known.info.name}; give another "
+            "name=, or get_if_exists=True to get a handle to that one",
+            maybe_executed=False,
+            actor=known.title,
+            actor_id=known.actor_id,
+        )
+
+    def _ends(self, known: Card, until: float) -> bool:
+        """Say whether an actor is dead, or was about to die, and is dead now."""
+        self._runtime.references.collect()  # a handle that was dropped a moment ago does not keep it
+        left = max(0.1, until - moments.now())
+        try:
+            if known.supervisor == self._runtime.references.me:
+                return self._runtime.supervisor.ends(known.actor_id).wait(left)
+            agent = self._runtime.agent
+            peer = peer_of(agent, known.supervisor)
+            return bool(agent.call(peer, _ends, (known.actor_id,), {}, left).result())
+        except (PeerDiedError, UnknownWorkerError):  # it was the supervisor's, and has ended with it
+            return True
+        except RpcTimeoutError:
+            return False
 
     def unregister(self, name: str, namespace: str, actor_id: int) -> None:
         """Free a name, if that actor has it. Does not wait, and does not mind a rank 0 that is gone."""
@@ -111,7 +155,7 @@ class Names:
         agent = self._runtime.agent
         try:
             return agent.call(self._registrar(), function, args, {}, _ASK_S).result()
-        except (NameTakenError, UnknownActorError) as error:
+        except UnknownActorError as error:
             # As it would be raised on rank 0: where it was found out is of no interest to anybody.
             raise exceptions.original(error) from None
         except PeerDiedError as error:
@@ -123,22 +167,13 @@ class Names:
 
     # -- on rank 0 ----------------------------------------------------------------------------------------
 
-    def put_in(self, card: Card, get_if_exists: bool) -> Card | None:
-        """Do as :meth:`register` does, on rank 0."""
+    def put_in(self, card: Card) -> Card | None:
+        """Give a name to an actor, on rank 0, unless another one has it: return the card of that one."""
         assert card.name is not None
         key = (card.namespace, card.name)
         with self._lock:
             known = self._cards.setdefault(key, card)
-        if known is card or known.actor_id == card.actor_id:
-            return None
-        if get_if_exists:
-            return known
-        raise NameTakenError(
-            f"there is an actor {card.name!r} in {_shown(card.namespace)} already, a {known.info.name}; give another "
-            "name=, or get_if_exists=True to get a handle to that one",
-            maybe_executed=False,
-            actor=known.title,
-        )
+        return None if known is card or known.actor_id == card.actor_id else known
 
     def take_out(self, name: str, namespace: str, actor_id: int) -> None:
         """Do as :meth:`unregister` does, on rank 0."""
@@ -189,9 +224,9 @@ def _shown(namespace: str) -> str:
 # -- called by RPC on rank 0 (``names`` is given where that is this process) ---------------------------------
 
 
-def _register(card: Card, get_if_exists: bool, names: Names | None = None) -> Card | None:
+def _register(card: Card, names: Names | None = None) -> Card | None:
     found = names if names is not None else runtime().names
-    known = found.put_in(card, get_if_exists)
+    known = found.put_in(card)
     current = CURRENT.get()
     if known is None and names is None and current is not None and current.peer.state != "alive":
         # It has died while it asked: nobody else will free the name.
@@ -199,8 +234,13 @@ def _register(card: Card, get_if_exists: bool, names: Names | None = None) -> Ca
     return known
 
 
-def _unregister(name: str, namespace: str, actor_id: int) -> None:
-    runtime().names.take_out(name, namespace, actor_id)
+def _unregister(name: str, namespace: str, actor_id: int, names: Names | None = None) -> None:
+    (names if names is not None else runtime().names).take_out(name, namespace, actor_id)
+
+
+def _ends(actor_id: int) -> Later:
+    """On the worker that looks after an actor: whether that is dead, as ``Supervisor.ends`` says it."""
+    return Later(runtime().supervisor.ends(actor_id))
 
 
 def _lookup(name: str, namespace: str, names: Names | None = None) -> Card:

@@ -56,7 +56,14 @@ def dead(
         text += "\n  before that, it had died like this:"
         text += "".join(f"\n    {number}. {each}" for number, each in enumerate(verdict.before, 1))
     kind = UnplacedActorError if isinstance(cause, PlacementError) else ActorDiedError
-    return kind(text, worker=actor.worker_name or None, actor=actor.title, report=report, cause=cause)
+    return kind(
+        text,
+        worker=actor.worker_name or None,
+        actor=actor.title,
+        actor_id=actor.card.actor_id,
+        report=report,
+        cause=cause,
+    )
 
 
 def died(
@@ -80,6 +87,7 @@ def died(
         maybe_executed=maybe_executed,
         worker=death.worker,
         actor=title,
+        actor_id=death.actor_id,
         method=None if plan is None else plan.method.name,
         report=death.report,
         cause=death.cause,
@@ -87,7 +95,7 @@ def died(
 
 
 def unavailable(
-    title: str, verdict: Restarting | None, plan: Plan | None, ran: bool | None, why: str
+    title: str, actor_id: int, verdict: Restarting | None, plan: Plan | None, ran: bool | None, why: str
 ) -> ActorUnavailableError:
     """Return the error of a call that an actor's death cut short which comes back to life, or is out of reach."""
     if verdict is not None:
@@ -99,6 +107,7 @@ def unavailable(
         "max_task_retries= if it may be made twice",
         maybe_executed=ran,
         actor=title,
+        actor_id=actor_id,
         method=None if plan is None else plan.method.name,
         report=None if verdict is None else verdict.report,
     )
@@ -107,25 +116,29 @@ def unavailable(
 def forgotten(actor_id: int, supervisor: str) -> ActorDiedError:
     """Return the death of an actor of which its supervisor knows nothing (any more)."""
     return ActorDiedError(
-        f"actor {actor_id:016x} is dead: worker {supervisor!r} does not know it any more", worker=supervisor
+        f"actor {actor_id:016x} is dead: worker {supervisor!r} does not know it any more",
+        worker=supervisor,
+        actor_id=actor_id,
     )
 
 
-def unreachable(title: str, worker: str, supervisor: str) -> ActorUnavailableError:
+def unreachable(title: str, actor_id: int, worker: str, supervisor: str) -> ActorUnavailableError:
     """Return the error of a call to an actor that its supervisor can reach, and the caller cannot."""
     return ActorUnavailableError(
         f"{title} lives on worker {worker!r}, which can be reached from worker {supervisor!r} but not from the caller's",
         worker=worker,
         actor=title,
+        actor_id=actor_id,
     )
 
 
-def orphaned(title: str, supervisor: str, error: BaseException) -> ActorDiedError:
+def orphaned(title: str, actor_id: int, supervisor: str, error: BaseException) -> ActorDiedError:
     """Return the death of an actor whose supervisor cannot be asked: owned actors end with their creator."""
     return ActorDiedError(
         f"{title} is dead, or out of reach for good: worker {supervisor!r}, which looked after it, is gone "
         f"({exceptions.original(error)})",
         actor=title,
+        actor_id=actor_id,
         worker=supervisor,
     )
 

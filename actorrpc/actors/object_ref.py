@@ -17,7 +17,7 @@ from actorrpc.actors.snapshot import Snapshot
 from actorrpc.core import codec, exceptions
 from actorrpc.core.holder import Holder
 from actorrpc.core.messages import Parcel
-from actorrpc.errors import CancelledError, RpcTimeoutError, RRefError, SerializationError
+from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, RRefError, SerializationError
 from actorrpc.futures import Future
 from actorrpc.rpc import rref as rrefs
 from actorrpc.rpc.rref import RRef
@@ -77,6 +77,19 @@ def keep_large(value: Any, nbytes: int) -> Any:
     return Kept(RRef(Snapshot.of(value)))
 
 
+def _lost(label: object, error: PeerDiedError) -> PeerDiedError:
+    """Return what it means that a worker has ended which has kept a result."""
+    what = str(label).removeprefix("the result of ").removeprefix("the call of ")
+    lost = PeerDiedError(
+        f"the result of {what} is lost: the call was executed, and its large result stayed on worker {error.worker!r}, "
+        "which has ended before it was fetched. Call again, and fetch such results, or hand them on, while their actor lives",
+        maybe_executed=True,
+        worker=error.worker,
+    )
+    lost.__cause__ = error
+    return lost
+
+
 class _Pursuit:
     """Follows a result to where its value is, and completes a future with that.
 
@@ -107,6 +120,8 @@ class _Pursuit:
         error, value = step._error, step._value
         if error is not None:
             step.acknowledge()  # it goes on in ours
+            if type(error) is PeerDiedError and self._rref is not None:
+                error = _lost(self.future.label, error)
             self._finish(None, error)
         elif type(value) is Kept:
             self._hop(value.rref)
@@ -254,7 +269,7 @@ class ObjectRef(Generic[T_co]):
             return future
         found = self._fetched
         if found is None or _worth_another_try(found):
-            pursuit = _Pursuit(f"the value of {self!r}")
+            pursuit = _Pursuit(f"the result of {self._name()}")
             with _lock:
                 if self._fetched is found:
                     self._fetched = pursuit.future
@@ -412,10 +427,13 @@ def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
     if error is None and type(value) is Kept:
         rref = value.rref
         error = rref._references.table.failure(rref._handle)
+        if type(error) is PeerDiedError:
+            error = _lost(ref._name(), error)
     if error is not None:
         future.acknowledge()  # whoever gets it will see
         worker = rrefs.runtime().agent.name
-        return _arrive_failed, (*known, exceptions.dump(error, worker=worker, dumps=codec.dumps))
+        dumps = codec.dumper(context.peer.same_main)
+        return _arrive_failed, (*known, exceptions.dump(error, worker=worker, dumps=dumps))
     return _arrive, (*known, value)
 
 

@@ -383,13 +383,17 @@ class CallOptions:
             its state half changed: that is why no default does this.
         priority: higher goes first among the calls that wait; default 0.
         concurrency_group: one of the actor's ``concurrency_groups``.
-        max_task_retries: how often a call that the actor's death cut short is made again; -1: for ever; None: as
-            the actor's options say.
-        retry_exceptions: whether what the method raises is a reason to make the call again; or only these.
+        max_task_retries: how often a call that the actor's death cut short is made again; -1: for ever; 0: never, and while
+            the actor is being restarted it fails at once with ActorUnavailableError; None: as the actor's options say, and
+            if they say nothing, it is not made again, but waits for an actor that is being restarted.
+        retry_exceptions: whether what the method raises is a reason to make the call again; or only these. A generator is
+            called again that has given nothing yet; where ``@method(retry_exceptions=...)`` says so also a later one: from the
+            start, and its reader gets no item twice.
         max_buffered_items: how many items of a stream are made ahead of its reader, whose generator then pauses, and holds
             its actor; also called ``backpressure``. None: 64 MiB of them, which is the bound in any case.
         name: what the call is called in messages; default the method's name.
         allow_out_of_order: whether later calls may overtake this one while its arguments are fetched.
+        patient: internal: it waits for an actor that is being restarted, also with ``max_task_retries=0``.
 
     What time-outs do to a call that has begun; one that waits for its turn is taken out by all of them but the first two:
 
@@ -419,6 +423,7 @@ class CallOptions:
     max_buffered_items: int | None = None
     name: str | None = None
     allow_out_of_order: bool = False
+    patient: bool = False
 
     @staticmethod
     def check(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -501,7 +506,7 @@ class ActorOptions:
     max_restarts: int = 0
     restart_window_s: float | None = None
     restart_backoff_s: float = 0.1
-    max_task_retries: int = 0
+    max_task_retries: int | None = None
     retry_exceptions: bool | tuple[type[BaseException], ...] = False
     num_cpus: float | None = None
     num_gpus: float | None = None
@@ -530,10 +535,7 @@ class ActorOptions:
         """
         if not given:
             return self
-        checked = _check(type(self), given, "an actor")
-        if "max_task_retries" in checked and checked["max_task_retries"] is None:
-            checked["max_task_retries"] = 0
-        return replace(self, **checked)
+        return replace(self, **_check(type(self), given, "an actor"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reduce(self)
@@ -570,7 +572,7 @@ class ActorOptions:
             self.timeout is None
             and not self.priority
             and self.concurrency_group is None
-            and not self.max_task_retries
+            and self.max_task_retries is None
             and self.retry_exceptions is False
             and self.max_buffered_items is None
             and not self.allow_out_of_order_execution
@@ -640,7 +642,8 @@ class TaskOptions:
             max_buffered_items=self.max_buffered_items,
             name=self.name,
             retry_exceptions=self.retry_exceptions,
-            max_task_retries=self.max_retries,
+            # That of the processes that run tasks is nothing that a task has to know of: it waits for one.
+            max_task_retries=self.max_retries or None,
         )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from actorrpc.actors.methods import MethodInfo
 from actorrpc.actors.object_ref import ObjectRef
 from actorrpc.actors.options import CallOptions
-from actorrpc.actors.ref_generator import ObjectRefGenerator
+from actorrpc.actors.ref_generator import Again, ObjectRefGenerator
 from actorrpc.futures import Future
 
 if TYPE_CHECKING:
@@ -23,12 +23,17 @@ def shaped(
     options: CallOptions,
     label: object = None,
     route: Route | None = None,
+    again: Again | None = None,
 ) -> Any:
-    """Return what ``remote`` gives for a call: an ObjectRef, several, none, or a stream."""
+    """Return what ``remote`` gives for a call: an ObjectRef, several, none, or a stream.
+
+    Args:
+        again: makes a call again that gives a stream.
+    """
     count = options.num_returns
     if count == "streaming" or info.streams:
         translate = None if route is None else partial(route.explain, info, options)
-        return ObjectRefGenerator(future, translate=translate)
+        return ObjectRefGenerator(future, translate=translate, again=again)
     if count == 1:
         return ObjectRef(future, label=label)
     return [ObjectRef(each, label=label) for each in _split(future, count)] if count else None

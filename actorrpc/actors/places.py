@@ -53,7 +53,7 @@ class Places:
                 return None
             if options.host or options.labels or options.resources:
                 raise ConfigError(
-                    "host=, labels= and resources= need a cluster that keeps books (actorrpc.init()): in an init_rpc group, "
+                    "host=, labels= and resources= need a cluster (actorrpc.init()): in an init_rpc group, "
                     "name a worker with worker="
                 )
             if wanted is None:
@@ -67,7 +67,7 @@ class Places:
         peer = self._agent.peer(wanted)
         peer.check_alive("an actor cannot be made there")
         if options.resources and self._runtime.spawner is None:
-            raise ConfigError("resources= needs a cluster that keeps books (actorrpc.init())")
+            raise ConfigError("resources= needs a cluster (actorrpc.init())")
         place = WorkerKey(peer.rank, peer.record.incarnation)
         self._check(self.wish(label, options, 0, place))
         return place

@@ -26,12 +26,14 @@ class Plan:
         peer: where it lives; None where that is not known yet.
         plain: nothing has to be kept of a call once it is sent.
         tries: how often a call that may have run is made again; -1: for ever.
+        impatient: a call fails, rather than waits, while the actor is being restarted.
     """
 
     __slots__ = (
         "_fetching",
         "_there",
         "epoch",
+        "impatient",
         "inlines",
         "kept_letter",
         "label",
@@ -58,14 +60,15 @@ class Plan:
         self.method = method
         self.options = options
         self.refs = refs
-        self.label = f"{line.class_name}.{options.name or method.name}"
+        self.label = line.prefix + (options.name or method.name.strip("<>"))
         self.peer: Any = peer
         self.epoch = -1 if location is None else location.epoch
         general = line.options
         tries = options.max_task_retries
         if tries is None:
-            tries = general.max_task_retries if general is not None else 0
-        self.tries = tries
+            tries = general.max_task_retries if general is not None else None
+        self.impatient = tries == 0 and not options.patient
+        self.tries = tries or 0
         self.retried = options.retry_exceptions or (
             general.retry_exceptions if general is not None else False
         )

@@ -29,12 +29,15 @@ from actorrpc.errors import CancelledError, DeadlockError, RpcTimeoutError, Seri
 from actorrpc.futures import Future
 from actorrpc.rpc import rref as rrefs
 
-__all__ = ["ObjectRefGenerator", "Translate"]
+__all__ = ["Again", "ObjectRefGenerator", "Translate"]
 
 T = TypeVar("T")
 
 #: Says what an error that ended a pull means for the actor: an error, or a future that fails with one.
 Translate = Callable[[BaseException], "BaseException | Future[Any]"]
+
+#: Makes the call again that an error has ended, which has given so many items; None where it is not to be made again.
+Again = Callable[[BaseException, int], "Future[Any] | None"]
 
 _INFINITE = float("inf")
 
@@ -60,10 +63,13 @@ class _Consumer(Stall):
     callback or by the thread that waits: one of them pops it from the list ``_claim``.
     """
 
-    def __init__(self, call: Future[Any], label: str, translate: Translate | None) -> None:
+    def __init__(
+        self, call: Future[Any], label: str, translate: Translate | None, again: Again | None
+    ) -> None:
         self._references = rrefs.runtime()
         self._agent = self._references.agent
         self._translate = translate
+        self._again = again
         self.label = label
         self._lock = threading.RLock()
         self._call: Future[Any] | None = call
@@ -76,6 +82,8 @@ class _Consumer(Stall):
         self.reader = Reader.here(None)
         self.touched = moments.now()  # when somebody last asked for an item
         self._count = 0  # of items that were taken
+        self._given = 0  # items that have come
+        self._skipped = 0  # of those that come again, where the call is made again
         self._ended = False  # nothing comes any more
         self._error: BaseException | None = None  # what comes behind the items
         self.over = False  # and everything was taken
@@ -205,13 +213,17 @@ class _Consumer(Stall):
         with self._lock:
             if self._closed:
                 return
-            self._items.extend(items)
-            self._charge += sum(map(charge_of, items))
+            known = min(self._skipped, len(items))
+            self._skipped -= known
+            self._given += len(items) - known
+            fresh = items[known:]
+            self._items.extend(fresh)
+            self._charge += sum(map(charge_of, fresh))
             if error is None:
                 self._under_way = False
                 if end is not None:
                     self._ended = True
-                    self._translate = None  # it may keep the actor alive
+                    self._translate = self._again = None  # they may keep the actor alive
         if error is not None:
             self._failed(error)
         else:
@@ -219,7 +231,19 @@ class _Consumer(Stall):
             self._pull()
 
     def _failed(self, error: BaseException) -> None:
-        """End with an error, once it is known what that means."""
+        """End with an error, once it is known what that means; or begin anew."""
+        again = self._again
+        if again is not None:
+            token = CURRENT.set(self._apart)
+            try:
+                call = again(error, self._given)
+            except Exception as wrong:
+                call, error = None, wrong
+            finally:
+                CURRENT.reset(token)
+            if call is not None:
+                self._begin_anew(call)
+                return
         translate = self._translate
         if translate is not None:
             try:
@@ -232,12 +256,24 @@ class _Consumer(Stall):
             error = meaning
         self._fail(error)
 
+    def _begin_anew(self, call: Future[Any]) -> None:
+        """Follow a call that gives the same items from the first on: those that are here are not given twice."""
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._call, self._ticket, self._under_way = call, None, True
+                self._skipped = self._given
+        if closed:
+            call.cancel()
+        else:
+            self._follow(call, self._called)
+
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             if not self._ended:
                 self._ended = True
                 self._error = error
-            self._translate = None
+            self._translate = self._again = None
 
     def _wake(self) -> None:
         with self._lock:
@@ -308,7 +344,7 @@ class _Consumer(Stall):
             if not ended:
                 self._ended = True
             self._error = None
-            self._translate = None
+            self._translate = self._again = None
         del dropped
         if not ended:
             if ticket is not None:
@@ -403,14 +439,20 @@ class ObjectRefGenerator(Generic[T]):
         future: the call; completes with a StreamTicket.
         label: how messages call the stream; default: as the call.
         translate: says what the end of the producer's worker means; default: it is raised as it is.
+        again: makes the call again when it has failed; default: nobody does.
     """
 
     __slots__ = ("__weakref__", "_consumer")
 
     def __init__(
-        self, future: Future[Any], *, label: str | None = None, translate: Translate | None = None
+        self,
+        future: Future[Any],
+        *,
+        label: str | None = None,
+        translate: Translate | None = None,
+        again: Again | None = None,
     ) -> None:
-        self._consumer = _Consumer(future, str(future.label) if label is None else label, translate)
+        self._consumer = _Consumer(future, str(future.label) if label is None else label, translate, again)
 
     def __del__(self) -> None:
         try:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from actorrpc import moments
 from actorrpc.actors.arguments import resolve
@@ -37,7 +37,20 @@ __all__ = ["Resident"]
 
 _log = logging.getLogger("actorrpc.actors")
 _BLOCKED_S: Final = 5.0
+_MOST_SHOWN: Final = 100
+_NOT_THEIR_OWN: Final = frozenset({"builtins", "collections", "torch", "typing"})  # says all that is in it
 _ASYNC_LIMIT: Final = 1000  # coroutines of one actor at a time, by default (as Ray's)
+
+
+def _shown(instance: Any) -> str:
+    """Return what the class's own ``__repr__`` says, in one short line; empty where it has none, or says nothing of use."""
+    owner = next((each for each in type(instance).__mro__ if "__repr__" in vars(each)), object)
+    if owner.__module__.partition(".")[0] in _NOT_THEIR_OWN:
+        return ""
+    try:
+        return " ".join(str(repr(instance)).split())[:_MOST_SHOWN]
+    except BaseException:
+        return ""
 
 
 class Resident:
@@ -45,7 +58,12 @@ class Resident:
 
     ``_lock`` guards the state and the letters that came before the actor was there; the mailbox's lock is taken
     under it, nothing else.
+
+    Attributes:
+        on_shown: is told the ``repr`` of an actor that has its process to itself, where its class has one of its own.
     """
+
+    on_shown: ClassVar[Callable[[str], None] | None] = None
 
     def __init__(self, runtime: Runtime, resident_id: int, stations: Stations) -> None:
         self.runtime = runtime
@@ -60,6 +78,7 @@ class Resident:
         self.instance: Any = None
         self.spec: ActorSpec | None = None
         self.title = f"{resident_id & 0xFFFF:04x}"
+        self.shown = ""  # what its own __repr__ has said when it was made
         self.state = "constructing"  # -> alive -> ending -> over
         self.why = ""
         self.moving = False
@@ -306,6 +325,9 @@ class Resident:
             self._close("over")
             raise
         self.instance = instance
+        self.shown = _shown(instance)
+        if self.shown and spec.alone and Resident.on_shown is not None:
+            Resident.on_shown(self.shown)
         # What came with the order to make it is not kept alive by having been an argument.
         self.spec = spec = replace(spec, cls=None, arguments=None, state=None)
         self._open_mailbox(spec)

@@ -10,8 +10,10 @@ takes no lock and costs a fraction of what sending the call does.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +24,7 @@ from actorrpc.actors.results import ResultFuture, Trip
 from actorrpc.actors.spec import Card, Location, ResidentGoneError
 from actorrpc.core import exceptions
 from actorrpc.core.calls import CURRENT
-from actorrpc.errors import ActorDiedError, PeerDiedError, PendingCallsLimitExceeded
+from actorrpc.errors import ActorDiedError, PeerDiedError, PendingCallsLimitExceeded, SerializationError
 from actorrpc.futures import Future
 from actorrpc.rpc.profiling import Span, modern, profiled
 
@@ -127,9 +129,11 @@ class Route:
         except PeerDiedError:
             # Its actor cannot come back (else the plan were not plain): this is for the line to put into words.
             line.bounced(future)
-        except BaseException:
+        except BaseException as error:
             line.dropped(future)
             line.agent.check_process()  # in a fork, that is what is wrong
+            if isinstance(error, SerializationError):
+                method.signature.name_argument(error)
             raise
         return future
 
@@ -144,7 +148,7 @@ class Route:
     ) -> ResultFuture:
         # Where the actor lives may not be known, and change before the call gets there: its name says it for the profile.
         line = self._line
-        name = f"{line.class_name}.{options.name or method.name}"
+        name = line.prefix + (options.name or method.name)
         span = Span(f"actor#{name}({line.agent.name} -> {self.title})")
         try:
             future = self._call_carefully(method, options, args, kwargs, refs, timeout)
@@ -173,6 +177,7 @@ class Route:
                 "higher limit",
                 maybe_executed=False,
                 actor=self.title,
+                actor_id=self.actor_id,
                 method=method.name,
             )
         number = line.next_number()
@@ -190,15 +195,48 @@ class Route:
             return future
         seconds = plan.seconds if timeout is None else timeout
         waits = plan.peer is None
-        if waits or plan.tries or line.restarts:
-            held = Trip.hold(args, kwargs, cheaply=not waits and not plan.tries)
-            if held is not None:
-                Trip(future, held, unresolved, seconds, plan.tries)
-        if waits:
-            line.enqueue(future)
-        else:
-            line.launch(future, plan, args, kwargs, seconds, unresolved)
+        try:
+            if waits or plan.tries or line.restarts:
+                held = Trip.hold(args, kwargs, cheaply=not waits and not plan.tries)
+                if held is not None:
+                    Trip(future, held, unresolved, seconds, plan.tries)
+            if waits:
+                line.enqueue(future)
+            else:
+                line.launch(future, plan, args, kwargs, seconds, unresolved)
+        except SerializationError as error:
+            method.signature.name_argument(error)
+            raise
         return future
+
+    def again(
+        self, method: MethodInfo, options: CallOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[BaseException, int], Future[Any] | None] | None:
+        """Return what makes a call again whose stream has failed with an error, after so many items; None: nobody is to.
+
+        It is made again as long as it has given nothing; later only where the method itself says that its exceptions are a
+        reason for that, since what it gives is then made a second time.
+
+        Raises:
+            SerializationError: an argument cannot be sent.
+        """
+        left = options.max_task_retries
+        streams = method.streams or options.num_returns == "streaming"
+        if not left or not options.retry_exceptions or not streams:
+            return None
+        held = Trip.hold(args, kwargs)
+        tries = itertools.count() if left < 0 else iter(range(left))
+        line = self._line
+
+        def again(error: BaseException, given: int) -> Future[Any] | None:
+            if given and not method.given.get("retry_exceptions"):
+                return None
+            if not line.is_retried(options.retry_exceptions, error) or next(tries, None) is None:
+                return None
+            args, kwargs = held if type(held) is tuple else held.open()
+            return self.call(method, options, args, kwargs, refs=True)
+
+        return again
 
     def explain(
         self, method: MethodInfo, options: CallOptions, error: BaseException

@@ -130,7 +130,9 @@ class Snapshot:
                 return self._recorded(opened, tensors)
             except codec.UnknownDefinitionError:
                 pass  # pushed out by others since; nothing has been unpickled yet
-        raise RpcError("the definitions in a snapshot do not stay loaded: it has more than can be kept")
+        raise RpcError(
+            "a value with so many functions and classes that no module has cannot be opened: define them in a module"
+        )
 
     def _recorded(self, opened: Any, tensors: list[Any]) -> Any:
         runtime = current()

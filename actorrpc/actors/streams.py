@@ -36,7 +36,7 @@ from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT
 from actorrpc.core.execution import Later
 from actorrpc.core.peer import Peer
-from actorrpc.errors import CancelledError, RpcError, ShutdownError
+from actorrpc.errors import CancelledError, RpcError, SerializationError, ShutdownError
 from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import WorkerKey
 
@@ -249,7 +249,13 @@ class Producer(Stall):
         if kind in _PLAIN or ((kind is str or kind is bytes) and len(item) <= _PLAIN_BYTES):
             packed = item
         else:
-            packed = Snapshot.of(item)
+            try:
+                packed = Snapshot.of(item)
+            except SerializationError as error:
+                with self._lock:
+                    number = self._taken + len(self._charges)
+                error.args = (f"item {number} of the stream cannot be sent: {error}",)
+                raise
         charge = charge_of(packed)
         with self._lock:
             if self._stopped or self._end is not None:
@@ -265,7 +271,8 @@ class Producer(Stall):
 
     def fail(self, error: BaseException) -> None:
         """End the stream with an error, which the consumer gets behind the items that are there."""
-        self._finish(exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps))
+        dumps = codec.dumper(self.peer is None or self.peer.same_main)
+        self._finish(exceptions.dump(error, worker=self._agent.name, dumps=dumps))
 
     def abort(self, error: BaseException) -> None:
         """End the stream from outside: as :meth:`fail`, and the generator is closed at its yield."""

@@ -335,7 +335,7 @@ class Supervisor:
             process, actor.process = actor.process, None
             actor.location = None
             if verdict.again:
-                actor.lose(Restarting(text=text, report=report))
+                actor.lose(Restarting(text=text, report=report, moved=actor.moving))
                 answers = actor.take_answered()
                 if family is not None:
                     deeds = family.died(actor, text)
@@ -504,7 +504,10 @@ class Supervisor:
             late = [entry for entry in actor.waiters if entry[0] >= after]
             actor.waiters = [entry for entry in actor.waiters if entry[0] < after]
         for _, _, future in late:
-            _complete(future, None, obituaries.unreachable(actor.title, actor.worker_name, self._agent.name))
+            error = obituaries.unreachable(
+                actor.title, actor.card.actor_id, actor.worker_name, self._agent.name
+            )
+            _complete(future, None, error)
 
     def death_of(self, actor_id: int) -> ActorDiedError:
         """Return how an actor died that is not looked after here any more."""
@@ -536,6 +539,22 @@ class Supervisor:
             found = actor_id in self._actors
         future.set_result(found)
         return future
+
+    def ends(self, actor_id: int) -> Future[bool]:
+        """Return a future that says False where an actor lives on, and True where it does not, when it is dead."""
+        # What has let go of it a moment ago counts.
+        self._runtime.references.collect()
+        self._sweep()
+        over: Future[bool] = Future()
+        over.label = "the end of an actor"
+        with self.lock:
+            actor = self._actors.get(actor_id)
+            stays = actor is not None and not (actor.orphaned or actor.unwanted)
+        if stays:
+            over.set_result(False)
+        else:
+            self.watch(actor_id).add_done_callback(lambda _: over.set_result(True))
+        return over
 
     def note_ended(
         self, actor_id: int, epoch: int, kind: str, text: str, error: BaseException | None = None

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, Type
 
 from actorrpc.actors.actor_class import ActorClass, is_importable
 from actorrpc.actors.handle import ActorHandle
-from actorrpc.actors.methods import ClassInfo, MethodInfo, Signature, kind_of
+from actorrpc.actors.methods import TASKS, THE_FUNCTION, ClassInfo, MethodInfo, Signature, kind_of
 from actorrpc.actors.options import CallOptions, TaskOptions
 from actorrpc.actors.outcomes import Whole, shaped
 from actorrpc.actors.runtime import Runtime, runtime
+from actorrpc.core.calls import CURRENT
 from actorrpc.errors import ActorDiedError, ActorUnavailableError, PeerDiedError
 from actorrpc.futures import Future
 
@@ -44,13 +45,22 @@ class TaskRunner:
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Execute a function; a coroutine is run to its end."""
+        _say(function)
         result = function(*args, **kwargs)
         return asyncio.run(_finish(result)) if asyncio.iscoroutine(result) else result
 
     def stream(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Execute a generator function, also an asynchronous one, and pass on what it yields."""
+        _say(function)
         found = function(*args, **kwargs)
         yield from _steps(found) if hasattr(found, "__aiter__") else found
+
+
+def _say(function: Callable[..., Any]) -> None:
+    """Have errors about the result name the function."""
+    current = CURRENT.get()
+    if current is not None:
+        current.what = function
 
 
 async def _finish(coroutine: Any) -> Any:
@@ -79,6 +89,7 @@ async def _next(source: AsyncIterator[Any]) -> Any:
 
 _RUNNER: Final[ActorClass[[], TaskRunner]] = ActorClass(TaskRunner)
 _INFO: Final = ClassInfo.of(TaskRunner)
+_INFO.name = TASKS  # what users read
 _RUN: Final = _INFO.methods["run"]
 _STREAM: Final = _INFO.methods["stream"]
 
@@ -347,8 +358,12 @@ class RemoteFunction(Generic[P, Out]):
         self._title = getattr(function, "__qualname__", None) or repr(function)
         self._signature = Signature.of(function, self._title.rpartition("<locals>.")[2], 0)
         streams = kind_of(function) in ("generator", "async_generator")
-        self._method: MethodInfo = _STREAM if streams or self._options.num_returns == "streaming" else _RUN
+        runs = _STREAM if streams or self._options.num_returns == "streaming" else _RUN
+        name = self._signature.title
+        says = Signature(name, (THE_FUNCTION, *self._signature.positional), varargs=True, varkw=True)
+        self._method = MethodInfo(runs.name, runs.kind, says)
         call = self._options.for_calls()
+        call = replace(call, name=call.name or name)
         self._shape = call
         self._call = _intern(call if call.num_returns else replace(call, num_returns=1))
         self._travels = _FunctionItself(self)
@@ -376,15 +391,15 @@ class RemoteFunction(Generic[P, Out]):
             self._signature.check(args, kwargs)
             crews = _crews_of(runtime(start=True))
             runner = crews.take(self._options)
+            given = (self._travels, *args)
             try:
-                future = runner.route.call(
-                    self._method, self._call, (self._travels, *args), kwargs, refs=True
-                )
+                again = runner.route.again(self._method, self._call, given, kwargs)
+                future = runner.route.call(self._method, self._call, given, kwargs, refs=True)
             except BaseException:
                 crews.give_back(runner)
                 raise
             task = TaskFuture(future, crews, runner, self._title)
-            return shaped(task, self._method, self._shape, label=self._title, route=runner.route)
+            return shaped(task, self._method, self._shape, label=self._title, route=runner.route, again=again)
 
     @overload
     def options(self, *, num_returns: int | str, **options: Any) -> RemoteFunction[P, Any]: ...

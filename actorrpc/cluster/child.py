@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from actorrpc.actors.resident import Resident
+from actorrpc.cluster import logs
 from actorrpc.cluster.member import enter
 from actorrpc.cluster.remote import RemoteDirectory
 from actorrpc.config import Settings
@@ -38,6 +40,7 @@ def main(job: dict[str, Any]) -> NoReturn:
         atexit._clear()
         atexit.register(logging.shutdown)
         atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+        Resident.on_shown = logs.Labels().change
         _work(job)
         code = 0
     except KeyboardInterrupt:

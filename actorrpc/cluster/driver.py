@@ -138,7 +138,8 @@ class Cluster:
             self._take_seat(there, spec, spec.rank, 0)
             return there
         plain = not spec.is_picky and not needs_of(spec) and not self.seats_first
-        if plain or (not self.book.workers and not spec.is_picky and not spec.wait_s and self._is_local):
+        simple = not self.book.workers and not spec.is_picky and not spec.wait_s and self._is_local
+        if plain or (simple and self._is_possible(spec)):
             return self._start(spec, creator)
         wish = _Wish(spec, creator or self.agent.name, Future())
         wish.future.label = f"the placement of {spec.label}"
@@ -323,14 +324,20 @@ class Cluster:
         Raises:
             PlacementError: nobody has what it needs, and it does not want to wait for one who has.
         """
-        if spec.wait_s or not (spec.is_picky or self.book.workers):
+        asks = spec.is_picky or self.book.workers or (self._is_local and needs_of(spec))
+        if spec.wait_s or not asks:
             return
         with self._lock:
-            self._refresh()
             if spec.rank is not None and not spec.resources and not self._keeps(spec.rank):
                 return
-            if not self.book.candidates(spec):
+            if not self._is_possible(spec):
                 raise self._lacking(spec, 0.0)
+
+    def _is_possible(self, spec: ProcessSpec) -> bool:
+        """Say whether anybody could ever hold this."""
+        with self._lock:
+            self._refresh()
+            return bool(self.book.candidates(spec))
 
     # -- those who join --------------------------------------------------------------------------------------
 

@@ -231,6 +231,7 @@ def join(
     key: Key | None = None,
     timeout: float = _TIMEOUT_S,
     settings: Mapping[str, Any] | None = None,
+    serves: bool = False,
 ) -> Member:
     """Become a worker of the cluster whose driver listens at an address; returns when the driver has taken it up.
 
@@ -241,6 +242,7 @@ def join(
         key: default that of the environment, or of a driver on this host.
         timeout: for all of it, in seconds.
         settings: fields of :class:`actorrpc.config.Settings`, over the environment's and the driver's.
+        serves: this process serves from here on, and does not go on with its script.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -283,7 +285,7 @@ def join(
     directory = RemoteDirectory(driver)
     shown = made.advertise or found.own
     facts = (means or Means()).facts(sorted({socket.gethostname(), shown, found.own}))
-    entered = group.enter(own_name, answer["rank"], directory, settings=made, key=found_key)
+    entered = group.enter(own_name, answer["rank"], directory, settings=made, key=found_key, serves=serves)
     try:
         return enter(
             entered,
@@ -351,7 +353,7 @@ def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             before[number] = signal.signal(number, stop)
     try:
-        member = join(address, name=name, means=means, timeout=timeout)
+        member = join(address, name=name, means=means, timeout=timeout, serves=True)
         members.append(member)
         sys.stderr.write(f"worker {member.agent.name!r} has joined {address}\n")
         sys.stderr.flush()

@@ -279,7 +279,7 @@ def _launched(
             raise
         return context
     _known(settings)
-    member, where = _join_rank_0(launched, meeting, means, timeout, settings, given["name"])
+    member, where = _join_rank_0(launched, meeting, means, timeout, settings, given["name"], serves=not spmd)
     if spmd:
         return Context(member.agent.name, api.namespace(), owned=True, address=where)
     try:
@@ -301,6 +301,7 @@ def _join_rank_0(
     timeout: float,
     settings: dict[str, Any],
     name: str | None,
+    serves: bool,
 ) -> tuple[Member, str]:
     """Join the cluster of rank 0; what an earlier start of the job has left in the store is tried in vain, and then again."""
     deadline = moments.now() + timeout
@@ -315,6 +316,7 @@ def _join_rank_0(
                 key=Key.from_text(meeting.secret),
                 timeout=max(0.1, min(left, _TRY_S)),
                 settings=settings,
+                serves=serves,
             )
         except (RendezvousError, AuthenticationError):
             if deadline - moments.now() <= 0:

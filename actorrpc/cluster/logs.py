@@ -1,6 +1,7 @@
 """What processes print: taken from their pipes, marked, folded, and shown on the driver's own output.
 
-One thread, ``actorrpc-logs``, reads all pipes. Each line is shown as ``(Counter pid=123) line``. A line that another
+One thread, ``actorrpc-logs``, reads all pipes. Each line is shown as ``(Counter pid=123) line``; a process may change what
+stands for ``Counter``, by what it writes itself (:class:`Labels`). A line that another
 process has shown within the last second is counted instead, and shown once more with ``[repeated 7x across
 processes]``. The last lines that each process wrote to its standard error are kept for its death report.
 
@@ -21,8 +22,9 @@ from typing import Any, Final
 
 from actorrpc.core import descriptors
 
-__all__ = ["Logs", "Output", "pipes"]
+__all__ = ["Labels", "Logs", "Output", "pipes"]
 
+_LABEL: Final = b"\x1eactorrpc label:"  # followed by the new label, up to the end of the line
 _TAIL: Final = 20  # lines of standard error that are kept of each process
 _TAIL_LINE: Final = 500
 _LINE: Final = 16 << 10  # bytes of one line that are shown
@@ -51,6 +53,32 @@ def pipes() -> tuple[int, int, int, int]:
     return *first, *second
 
 
+class Labels:
+    """Changes the label under which is shown what this process writes. Made while its output still goes to the pipes."""
+
+    def __init__(self) -> None:
+        self._pipes = {fd: _identity(fd) for fd in (1, 2)}
+
+    def change(self, label: str) -> None:
+        """Have what is written from now on shown under another label. What the program has redirected is left alone."""
+        data = _LABEL + label.encode("utf-8", "replace") + b"\n"
+        for fd, stream in ((1, sys.stdout), (2, sys.stderr)):
+            try:
+                stream.flush()
+                if _identity(fd) == self._pipes[fd]:
+                    os.write(fd, data)
+            except (OSError, ValueError, AttributeError):  # closed, or somebody's own object
+                pass
+
+
+def _identity(fd: int) -> tuple[int, int] | None:
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 class Output:
     """The two pipes of one process.
 
@@ -70,22 +98,29 @@ class Output:
 class _Pipe:
     """What has been read of one stream and is no whole line yet."""
 
-    __slots__ = ("cut", "is_error", "output", "rest")
+    __slots__ = ("cut", "is_error", "label", "output", "rest")
 
     def __init__(self, output: Output, is_error: bool) -> None:
         self.output = output
+        self.label = output.label
         self.is_error = is_error
         self.rest = b""
         self.cut = 0
 
-    def take(self, data: bytes) -> list[str]:
-        """Return the lines that are whole now."""
+    def take(self, data: bytes) -> list[tuple[str, str]]:
+        """Return the lines that are whole now, each behind its label."""
         lines = (self.rest + data).split(b"\n")
         self.rest = lines.pop()
         whole = []
+        begun = b""
         for line in lines:
-            whole.append(_text(line, self.cut))
-            self.cut = 0
+            begun, found, label = (begun + line).partition(_LABEL)
+            if found:  # what stands before it is the beginning of the next line
+                self.label = label.decode("utf-8", "replace")
+                continue
+            whole.append((self.label, _text(begun, self.cut)))
+            begun, self.cut = b"", 0
+        self.rest = begun + self.rest
         if len(self.rest) > _LINE:
             # A progress bar writes over its line again and again: only what would be seen is kept.
             self.rest = self.rest[self.rest.rfind(b"\r") + 1 :]
@@ -93,10 +128,10 @@ class _Pipe:
             self.rest = self.rest[:_LINE]
         return whole
 
-    def last(self) -> list[str]:
-        """Return what is left, at the end of the stream."""
+    def last(self) -> list[tuple[str, str]]:
+        """Return what is left, at the end of the stream, behind its label."""
         rest, self.rest = self.rest, b""
-        return [_text(rest, self.cut)] if rest else []
+        return [(self.label, _text(rest, self.cut))] if rest else []
 
 
 def _text(line: bytes, cut: int) -> str:
@@ -269,22 +304,22 @@ class Logs:
             if done is not None:
                 done()
 
-    def _write(self, pipe: _Pipe, lines: list[str]) -> None:
+    def _write(self, pipe: _Pipe, lines: list[tuple[str, str]]) -> None:
         output = pipe.output
         if pipe.is_error:
-            output.tail.extend(line[:_TAIL_LINE] for line in lines)
+            output.tail.extend(line[:_TAIL_LINE] for _, line in lines)
         if not self._show or not lines:
             return
         shown = []
         now = time.monotonic()
-        for line in lines:
+        for label, line in lines:
             if not line:
                 continue
-            key = (pipe.is_error, output.label, line)
+            key = (pipe.is_error, label, line)
             fold = self._folds.get(key)
             if fold is not None and now < fold.due:
                 if fold.pid == output.pid:  # one process that says something twice means it
-                    shown.append(_marked(output.label, output.pid, line))
+                    shown.append(_marked(label, output.pid, line))
                 else:
                     fold.count += 1
                     fold.last = output.pid
@@ -293,8 +328,8 @@ class Logs:
                 del self._folds[key]  # put in again at the end: the oldest come first
                 if fold.count:
                     shown.append(_repeated(key, fold))
-            self._folds[key] = _Fold(output.label, output.pid, now + _WINDOW_S)
-            shown.append(_marked(output.label, output.pid, line))
+            self._folds[key] = _Fold(label, output.pid, now + _WINDOW_S)
+            shown.append(_marked(label, output.pid, line))
         self._emit(pipe.is_error, shown)
 
     def _unfold(self, now: float) -> None:

@@ -11,11 +11,12 @@ from typing import Any, Final
 
 from actorrpc.actors.processes import DeathReport, ProcessSpec
 from actorrpc.cluster import serving
+from actorrpc.core import exceptions
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT
 from actorrpc.core.identity import WorkerInfo, WorkerRecord
 from actorrpc.core.peer import Peer
-from actorrpc.errors import RpcError
+from actorrpc.errors import PlacementError, RpcError
 from actorrpc.futures import Future
 
 __all__ = ["RemoteDirectory", "RemoteSpawner"]
@@ -89,7 +90,7 @@ class RemoteDirectory:
 
 
 class RemoteSpawner:
-    """Starts and ends worker processes by asking the driver. Thread-safe; nothing in it waits for the driver."""
+    """Starts and ends worker processes by asking the driver. Thread-safe; only :meth:`check` waits for the driver."""
 
     def __init__(self, agent: Agent, driver: str) -> None:
         self._agent = agent
@@ -111,6 +112,21 @@ class RemoteSpawner:
     def spawn(self, spec: ProcessSpec) -> Future[WorkerInfo]:
         """Start a process; the future completes when it has joined the group, or fails saying why."""
         return self._ask(serving.spawn, spec, self._agent.name)
+
+    def check(self, spec: ProcessSpec) -> None:
+        """Ask whether there can be a place for an actor that wants a certain one, or a part of something.
+
+        Raises:
+            PlacementError: there is none.
+        """
+        if spec.wait_s or not (spec.is_picky or spec.num_cpus or spec.num_gpus):
+            return
+        try:
+            self._ask(serving.check, spec).wait(_ASK_S)
+        except PlacementError as error:
+            raise exceptions.original(error) from None
+        except RpcError:  # the driver is gone, or too busy: the making of the actor tells
+            pass
 
     def release(self, worker: str) -> None:
         """Let a process end by itself, once nothing that lives in it is referenced any more."""

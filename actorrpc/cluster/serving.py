@@ -16,6 +16,7 @@ from actorrpc.errors import ShutdownError
 
 __all__ = [
     "admit",
+    "check",
     "current",
     "give_back",
     "kill",
@@ -84,6 +85,11 @@ def leaving(worker: str) -> None:
     """Say that a process has begun to leave by itself."""
     if _cluster is not None:
         _cluster.leaving(worker)
+
+
+def check(spec: ProcessSpec) -> None:
+    """Look whether there can be a place for an actor that another worker makes."""
+    _here().check(spec)
 
 
 def spawn(spec: ProcessSpec, creator: str) -> Later:

@@ -574,5 +574,6 @@ class Agent:
         """Raise NotInitializedError if this is a fork of the process that the agent belongs to."""
         if os.getpid() != self.pid:
             raise NotInitializedError(
-                "this process was forked from a worker: it has no RPC of its own; call init_rpc in it"
+                "this process is a fork of one that uses actorrpc (os.fork(), or multiprocessing's start method 'fork'), and "
+                "has none of its connections: call actorrpc.init() (or init_rpc()) in it, or make an actor instead of a fork"
             )

@@ -56,6 +56,7 @@ class Execution:
             them where there is one.
         actor: whose mailbox it came through, or ``None`` for a plain call.
         receipt: what the caller is to be told with the answer: which references have arrived.
+        what: the function, or the name of the actor's method, for messages.
     """
 
     __slots__ = (
@@ -69,6 +70,7 @@ class Execution:
         "path",
         "peer",
         "receipt",
+        "what",
     )
 
     def __init__(self, peer: Peer, id: int, deadline: float, chain: int) -> None:
@@ -82,6 +84,7 @@ class Execution:
         self.path: tuple[int, ...] = (chain,) if chain >> FRAME_BIT else ()
         self.actor: Any = None
         self.receipt: bytes | None = None
+        self.what: Any = None
 
     def cancel(self, stop: bool = False) -> None:
         """Take note that the caller gave up, and give up the calls that this one waits for.

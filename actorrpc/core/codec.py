@@ -48,6 +48,7 @@ __all__ = [
     "current_decoding",
     "current_encoding",
     "decode",
+    "dumper",
     "dumps",
     "encode",
     "encode_body",
@@ -542,6 +543,12 @@ def not_rebuilt(error: Exception, what: str = "a message") -> RpcError:
     """Return what says that unpickling has raised ``error``, which is to be its cause."""
     if isinstance(error, pickle.UnpicklingError):  # all else users' classes may raise as well
         return ProtocolError(f"{what} cannot be unpickled: {error}")
+    if isinstance(error, AttributeError) and "on <module '__main__'" in str(error):
+        return SerializationError(
+            f"{error}. Both processes run the same program, so what is in it travels by name, and this one has not come to "
+            "that definition (yet). The RPC pickler does not serialize function code that can be imported where it is called: "
+            "define functions and classes above init() or init_rpc(), on all ranks, or in a module that the program imports"
+        )
     if isinstance(error, (AttributeError, ImportError)):
         return SerializationError(
             f"{error}. The RPC pickler does not serialize function code that can be imported where it is called: "
@@ -589,6 +596,15 @@ def dumps(obj: object, *, remote_main: bool = True) -> bytes:
         SerializationError: a part cannot be sent.
     """
     return _encode(obj, Encoded(None, None, True), remote_main, (), _MAX_BUFFERS).body
+
+
+def _dumps_main(obj: object) -> bytes:
+    return dumps(obj, remote_main=False)
+
+
+def dumper(remote_main: bool) -> Callable[[object], bytes]:
+    """Return :func:`dumps` for a peer that runs the same program, or that does not."""
+    return dumps if remote_main else _dumps_main
 
 
 def loads(data: bytes | memoryview) -> Any:

@@ -16,6 +16,7 @@ from actorrpc.errors import SerializationError
 __all__ = ["describe", "path_to"]
 
 _newobj: Final = object().__reduce_ex__(5)[0]  # copyreg's function for objects that are made by __new__
+_PACKAGE: Final = __name__.partition(".")[0] + "."
 _MAX_PROBES: Final = 500
 _MAX_DEPTH: Final = 20
 _LEAVES: Final = frozenset(
@@ -57,6 +58,8 @@ def path_to(obj: object, passes: Callable[[Any], bool]) -> str:
 def _written(steps: Iterable[tuple[str, str]]) -> str:
     words: list[list[str]] = []
     for kind, name in steps:
+        if not kind:
+            continue
         if kind == "attribute" and words and words[-1][0] == kind:
             words[-1][1] += f".{name}"
         else:
@@ -70,12 +73,13 @@ _Parts = Iterator[tuple[str, str, Any]]  # kind (ending with a space: the name i
 
 
 def _parts_of_call(obj: Any) -> _Parts:
-    """Yield the parts of ``(function, args, kwargs)`` by the names that the caller has for them."""
-    if type(obj) is tuple and len(obj) == 3 and type(obj[1]) is tuple and type(obj[2]) is dict:
-        yield "function", getattr(obj[0], "__qualname__", None) or type(obj[0]).__qualname__, obj[0]
-        for at, value in enumerate(obj[1]):
+    """Yield the parts of ``(function, args, kwargs)``, or ``(args, kwargs)``, by the names that the caller has for them."""
+    if type(obj) is tuple and len(obj) in (2, 3) and type(obj[-2]) is tuple and type(obj[-1]) is dict:
+        for function in obj[:-2]:
+            yield "function", getattr(function, "__qualname__", None) or type(function).__qualname__, function
+        for at, value in enumerate(obj[-2]):
             yield "argument ", str(at), value
-        for key, value in obj[2].items():
+        for key, value in obj[-1].items():
             yield "argument", str(key), value
     else:
         yield from _parts(obj)
@@ -113,8 +117,10 @@ def _parts_of_state(obj: Any) -> _Parts:
     if not isinstance(reduced, tuple):
         return
     if reduced[0] is not _newobj:
+        # What this package wraps around users' objects is nothing that they know of.
+        ours = type(obj).__module__.startswith(_PACKAGE)
         for value in reduced[1]:
-            yield "part ", f"of {type(obj).__qualname__}", value
+            yield ("", "", value) if ours else ("part ", f"of {type(obj).__qualname__}", value)
     else:
         for at, value in enumerate(reduced[1]):
             yield (

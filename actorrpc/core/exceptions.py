@@ -301,6 +301,7 @@ def dump(
     dumps: Callable[[object], bytes],
     limit: int = MAX_PICKLE,
     executed: bool = True,
+    where: str = "",
 ) -> bytes:
     """Pack an exception for the caller; never raises, and may be called on any thread.
 
@@ -309,9 +310,10 @@ def dump(
         dumps: pickles an object; it may raise.
         limit: the most bytes of pickled exception; what makes it larger is left behind, and a note says so.
         executed: False where the called function was certainly not started.
+        where: what the traceback's text calls the place, where that says more than the worker's name.
     """
     try:
-        return _dump(error, worker, dumps, limit, executed)
+        return _dump(error, worker, dumps, limit, executed, where=where or worker)
     except BaseException:  # whatever a user's class did: the caller must still get an answer
         name, message = type_name(type(error)), say(error)
         text = f"On worker {worker}:\n{shown(name)}: {message}\n"
@@ -319,11 +321,18 @@ def dump(
 
 
 def _dump(
-    error: BaseException, worker: str, dumps: Any, limit: int, executed: bool, *, inside: bool = False
+    error: BaseException,
+    worker: str,
+    dumps: Any,
+    limit: int,
+    executed: bool,
+    *,
+    inside: bool = False,
+    where: str = "",
 ) -> bytes:
     message, text = say(error), ""
     if not inside or not _plan(_class_of(error)).group:  # a group's text has that of the groups inside
-        text = format_error(error, message, worker, _remote_of)
+        text = format_error(error, message, where or worker, _remote_of)
         text = cut(text, _MAX_MEMBER_TEXT if inside else MAX_TEXT)
     name, origin, subject = type_name(type(error)), worker, cast(BaseException | None, error)
     remote = _remote_of(error)

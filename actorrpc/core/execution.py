@@ -83,6 +83,16 @@ def future_of(value: Any, function: Any) -> Any:
     return value
 
 
+def _named(execution: Execution) -> str:
+    """Return what messages call what is executed."""
+    what = execution.what
+    name = what if isinstance(what, str) else getattr(what, "__qualname__", None)
+    if name is None:
+        return "the call"
+    spec = getattr(execution.actor, "spec", None)
+    return name if spec is None else f"{spec.info.prefix}{str(name).rpartition('<locals>.')[2]}"
+
+
 class Executor:
     """Runs requests for one agent. Thread-safe: it has no state of its own."""
 
@@ -162,6 +172,7 @@ class Executor:
         agent = self._agent
         if not frame.flags and not frame.extra:
             function, args, kwargs = messages.open_plain(frame.body, execution.peer)
+            execution.what = function
         else:
             parcel = messages.Parcel(execution.peer, None if frame.flags & POST else execution)
             header = execution.header = unpack_extra(frame.extra) if frame.extra else {}
@@ -169,6 +180,7 @@ class Executor:
                 execution.path = path_of(header, frame.chain)
             agent.inbox.arrived(parcel, header)
             function, args, kwargs = messages.open_body(conn, frame, header, parcel, agent.recorder)
+            execution.what = function
             if conn is not None and (frame.flags & _CHARGED or len(frame.body) >= messages.CHARGED):
                 # Taken up: its bytes no longer count as unread. Leaves with the answer, or by itself soon.
                 conn.outbox.append(pack_frame(CREDIT, frame.id))
@@ -253,8 +265,8 @@ class Executor:
             header = _with_receipt(execution, header)
         except BaseException as error:
             agent.roll_back(parcel)
-            if not isinstance(error, RpcError):
-                wrapped = SerializationError(f"the result, a {type(value).__name__}, cannot be sent: {error}")
+            if isinstance(error, SerializationError) or not isinstance(error, RpcError):
+                wrapped = SerializationError(f"the result of {_named(execution)} cannot be sent: {error}")
                 wrapped.__cause__ = error
                 error = wrapped
             self.fail(conn, id, error, execution)
@@ -264,7 +276,10 @@ class Executor:
 
     def fail(self, conn: Any, id: int, error: BaseException, execution: Execution) -> None:
         """Send an error back. Never raises."""
-        data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps)
+        dumps = codec.dumper(execution.peer.same_main)
+        name, shown = self._agent.name, getattr(execution.actor, "shown", "")
+        where = f"{name}, actor {shown}" if shown else name
+        data = exceptions.dump(error, worker=name, dumps=dumps, where=where)
         let_frames_go(error)
         self._send(conn, FAILURE, id, messages.Plain(data), _with_receipt(execution, None), execution)
 

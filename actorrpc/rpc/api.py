@@ -112,7 +112,8 @@ def _require() -> _State:
         if several is not None:
             return several.state  # type: ignore[no-any-return]
         raise NotInitializedError(
-            "RPC has not been initialized in this process (a fork of a worker is not one). Call init_rpc first."
+            "RPC has not been initialized in this process. Call actorrpc.init() or init_rpc() first; a fork (os.fork(), or "
+            "multiprocessing's start method 'fork') has nothing of its parent's, and needs a call of its own."
         )
     return state
 

@@ -528,7 +528,14 @@ def join(
 
 
 def enter(
-    name: str, rank: int, directory: Directory, *, settings: Settings, key: Key, host: str | None = None
+    name: str,
+    rank: int,
+    directory: Directory,
+    *,
+    settings: Settings,
+    key: Key,
+    host: str | None = None,
+    serves: bool = False,
 ) -> Group:
     """Enter the group that a directory lists; :meth:`Group.start` is still to be called.
 
@@ -536,6 +543,8 @@ def enter(
 
     Args:
         host: what tells this host from others; by default, what does so in truth.
+        serves: this process does not go on with its script. What the script defines further down is not in its main module,
+            so nothing of the main module goes by name.
 
     Raises:
         ConfigError: no socket can be made.
@@ -551,7 +560,7 @@ def enter(
             unix_path=doors.unix_path,
             tcp=doors.tcp,
             pid=os.getpid(),
-            main=main_identity(),
+            main="" if serves else main_identity(),
         )
         agent = Agent(
             record, settings=settings, key=key, resolve=directory.resolve, members=directory.members

@@ -13,6 +13,7 @@ Nothing here runs in a call while no profiler is on. Ranges may end on any threa
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import time
@@ -63,6 +64,7 @@ modern: Final[Any] = torch.autograd.profiler
 #: Says whether a profiler is on in this thread.
 profiled: Final[Callable[[], bool]] = _autograd._profiler_enabled
 
+_log: Final = logging.getLogger("actorrpc")
 _FIELD: Final = "pf"  # of a call's header: [number, name, *settings]; without settings, nobody collects
 _REMOTE: Final = "#remote_op: "
 _enter: Final[Any] = torch.ops.profiler._record_function_enter_new
@@ -503,8 +505,12 @@ def observe(call: Callable[[], T], settings: Settings, reader: _Reader) -> T:
         with_flops=settings.flops,
         with_modules=settings.modules,
     )
+    try:
+        _autograd._enable_profiler_legacy(profile.config())
+    except Exception as error:
+        _log.warning("a call is not in the profile of its caller: torch's profiler does not start: %s", error)
+        return call()
     readers = _here.readers = [reader]
-    _autograd._enable_profiler_legacy(profile.config())
     try:
         return call()
     finally:
@@ -515,10 +521,45 @@ def observe(call: Callable[[], T], settings: Settings, reader: _Reader) -> T:
 def unobserve() -> None:
     """Give this thread's profiler free, if it is being observed: a profile of the program's own is about to begin."""
     readers, _here.readers = _here.readers, None
-    if readers is not None:
-        events = legacy._parse_legacy_records(_autograd._disable_profiler_legacy())
+    if readers is None:
+        return
+    # The call is over, and what it gives does not depend on what can be told of it.
+    try:
+        events = legacy._parse_legacy_records(_paired(_autograd._disable_profiler_legacy()))
         for read in readers:
             read([event for event in events if event.name != MEMORY_EVENT_NAME])
+    except Exception as error:
+        _log.warning(
+            "what a call has done is not in the profile of its caller: %s: %s", type(error).__name__, error
+        )
+
+
+def _paired(threads: list[list[Any]]) -> list[list[Any]]:
+    """Return the records of each thread with the ends of the ranges that have begun there, and no other ends.
+
+    A range may end on another thread, as those of gloo's operations do, or have begun before the profile. torch's own
+    reader looks for both ends of a range in the list of one thread, and gives up.
+    """
+    began = {
+        (record.handle(), record.node_id()): at
+        for at, records in enumerate(threads)
+        for record in records
+        if record.kind() == "push"
+    }
+    kept: list[list[Any]] = [[] for _ in threads]
+    moved = set()
+    for at, records in enumerate(threads):
+        for record in records:
+            place: int | None = at
+            if record.kind() == "pop":
+                place = began.get((record.handle(), record.node_id()))
+            if place is not None:
+                kept[place].append(record)
+            if place is not None and place != at:
+                moved.add(place)
+    for place in moved:
+        kept[place].sort(key=kept[place][0].cpu_elapsed_us)
+    return kept
 
 
 def _row(event: FunctionEvent) -> Row:

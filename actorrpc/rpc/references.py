@@ -145,7 +145,9 @@ class References:
     def _give_up(self, handle: Handle, error: BaseException) -> None:
         """Tell the owner that a creation has failed: others wait there for what will never be made, unless it runs."""
         named = UserDelete(((handle.rref_id, handle.fork_id),))  # type: ignore[arg-type]
-        packed = exceptions.dump(error, worker=self.agent.name, dumps=codec.dumps)
+        owner = self._peer(handle.owner)
+        dumps = codec.dumper(owner is not None and owner.same_main)
+        packed = exceptions.dump(error, worker=self.agent.name, dumps=dumps)
         self._notify(handle.owner, _GIVEN_UP, msgpack.packb([pack_message(named), packed]))
 
     def _creation_given_up(self, peer: Peer, body: bytes) -> None:

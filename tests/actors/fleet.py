@@ -350,7 +350,7 @@ class Worker:
         self.agent = FakeAgent(self)
         self.runtime: Any = SimpleNamespace(
             agent=self.agent,
-            references=SimpleNamespace(me=self.key, default_timeout=lambda: 60.0),
+            references=SimpleNamespace(me=self.key, default_timeout=lambda: 60.0, collect=lambda: None),
             spawner=world.spawner,
             residents=self,
         )

@@ -66,7 +66,7 @@ def test_one_of_many_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
             actor_id=actor_id, info=INFO, supervisor=WorkerKey(0, "x"), supervisor_name="w0", name="only"
         )
         start.wait()
-        found.append(names.register(card, get_if_exists=True))
+        found.append(names.put_in(card))
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(1, 9)]
     for thread in threads:

@@ -19,7 +19,7 @@ _KINDS = [ActorOptions(), CallOptions(), TaskOptions()]
 def test_the_defaults() -> None:
     call, actor, task = CallOptions(), ActorOptions(), TaskOptions()
     assert (call.num_returns, call.timeout, call.priority, call.max_buffered_items) == (1, None, 0, None)
-    assert (actor.max_restarts, actor.max_task_retries, actor.max_pending_calls) == (0, 0, -1)
+    assert (actor.max_restarts, actor.max_task_retries, actor.max_pending_calls) == (0, None, -1)
     assert (actor.reentrant, actor.allow_out_of_order_execution, actor.lifetime) == (True, None, None)
     assert (task.max_retries, task.retry_exceptions) == (3, False)
 
@@ -73,7 +73,7 @@ _RIGHT: list[tuple[Any, str, Any, Any]] = [
     (ActorOptions(), "worker", WorkerInfo("w", 1), WorkerInfo("w", 1)),
     (ActorOptions(), "max_restarts", -1, -1),
     (ActorOptions(), "max_task_retries", -1, -1),
-    (ActorOptions(), "max_task_retries", None, 0),
+    (ActorOptions(), "max_task_retries", None, None),
     (ActorOptions(), "max_pending_calls", -1, -1),
     (ActorOptions(), "max_concurrency", None, None),
     (ActorOptions(), "max_concurrency", 3, 3),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actorrpc.cluster.logs import Logs, Output
+from actorrpc.cluster.logs import Labels, Logs, Output
 from tests.cluster.drive import script
 
 
@@ -62,6 +62,37 @@ def test_lines_are_marked_and_nothing_is_lost(capfd: pytest.CaptureFixture[str])
         "(B pid=2) last",
     ]
     assert err == ""
+
+
+def test_a_process_changes_its_label(capfd: pytest.CaptureFixture[str]) -> None:
+    out, _ = _run(
+        capfd,
+        A1=[b"one\nbegun ", b"\x1eactorrpc label:A(n=1)\nand ended\ntw", b"o\n\x1eactorrpc label:C\nthree\n"],
+        A2=[b"four\n"],
+    )
+    assert out.splitlines() == [
+        "(A pid=1) one",
+        "(A pid=2) four",
+        "(A(n=1) pid=1) begun and ended",
+        "(A(n=1) pid=1) two",
+        "(C pid=1) three",
+    ]
+
+
+def test_what_is_redirected_gets_no_labels(tmp_path: Path) -> None:
+    with open(tmp_path / "out", "w+b") as file:
+        before = os.dup(1), os.dup(2)
+        try:
+            os.dup2(file.fileno(), 2)
+            labels = Labels()
+            os.dup2(file.fileno(), 1)
+            labels.change("A(n=1)")
+        finally:
+            for fd, saved in enumerate(before, 1):
+                os.dup2(saved, fd)
+                os.close(saved)
+        file.seek(0)
+        assert file.read() == b"\x1eactorrpc label:A(n=1)\n"
 
 
 def test_equal_lines_of_several_processes_are_folded(

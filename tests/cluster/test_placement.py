@@ -113,6 +113,20 @@ def driver() -> Iterator[Context]:
         yield context
 
 
+@pytest.mark.parametrize("wish", [{"num_cpus": 1000}, {"num_gpus": 1000}, {"resources": {"tape": 1}}])
+def test_what_nobody_has_is_refused_when_the_actor_is_made(driver: Context, wish: dict[str, Any]) -> None:
+    with pytest.raises(PlacementError, match="'Place' needs") as caught:
+        Place.options(**wish).remote()
+    told = actorrpc.get(actorrpc.call(Place.remote(), _refusal, wish))
+    assert told.partition("; there are")[0] == str(caught.value).partition("; there are")[0]
+
+
+def _refusal(_: Any, wish: dict[str, Any]) -> str:
+    with pytest.raises(PlacementError) as caught:
+        Place.options(**wish).remote()
+    return str(caught.value)
+
+
 @pytest.mark.slow
 def test_waiting_booking_and_leaving(driver: Context) -> None:
     with pytest.raises(

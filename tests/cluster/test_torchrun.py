@@ -13,6 +13,7 @@ import pytest
 from actorrpc.core.launch import Launch, first_host, of_environment
 from actorrpc.errors import ConfigError
 from tests.cluster.joiners import CLEAN
+from tests.ports import free_port
 
 _ROOT = Path(__file__).resolve().parents[2]
 _nightly = pytest.mark.skipif(os.environ.get("ACTORRPC_NIGHTLY") != "1", reason="ACTORRPC_NIGHTLY is not 1")
@@ -179,6 +180,71 @@ rpc.shutdown()
 """
 
 
+_IN_RAYS_ORDER = """
+import actorrpc
+from actorrpc import rpc
+
+class Early:
+    def __init__(self, value):
+        self.value = value
+
+actorrpc.init()  # rank 1 stays in here
+
+class Refused(ValueError):
+    pass
+
+class Late(Early):
+    pass
+
+def twice(x):
+    return 2 * x
+
+@actorrpc.remote
+class A:
+    def me(self, early, late):
+        assert isinstance(late, Late) and type(early) is Early
+        return Early(twice(early.value)), Late(twice(late.value))
+
+    def stream(self):
+        yield from map(twice, range(3))
+
+    def refuse(self):
+        raise Refused("no")
+
+    def knows(self, refs):
+        try:
+            actorrpc.get(refs)
+        except Refused:
+            return True
+
+    def is_refused(self, function):
+        try:
+            rpc.rpc_sync("driver", function)
+        except Refused:
+            return True
+
+def refuse():
+    raise Refused("no")
+
+@actorrpc.remote
+def task(x):
+    return twice(x)
+
+a = A.remote()
+early, late = actorrpc.get(a.me.remote(Early(1), Late(2)))
+assert (type(early), early.value, type(late), late.value) == (Early, 2, Late, 4)
+assert list(a.stream.remote().values()) == [0, 2, 4]
+assert actorrpc.get(task.remote(3)) == 6
+assert rpc.rpc_sync("rank1", twice, args=(4,)) == 8
+refused = a.refuse.remote()
+assert actorrpc.get(a.knows.remote([refused])) and actorrpc.get(a.is_refused.remote(refuse))
+try:
+    actorrpc.get(refused)
+except Refused as error:
+    print("refused", error, flush=True)
+"""
+
+
 def _torchrun(directory: Path, source: str, *arguments: str) -> tuple[int, list[str], str]:
     path = directory / "script.py"
     path.write_text(textwrap.dedent(source))
@@ -233,3 +299,24 @@ def test_init_rpc_without_arguments(tmp_path: Path) -> None:
     code, lines, err = _torchrun(tmp_path, _RPC, "--nproc-per-node", "2")
     assert code == 0, err
     assert lines == ["rpc worker0 2.0", "rpc worker1 2.0"]
+
+
+def test_what_is_defined_after_init_reaches_the_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(_IN_RAYS_ORDER)
+    shared = {**CLEAN, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "PMI_SIZE": "2"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(path)],
+            env={**shared, "PMI_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+        )
+        for rank in range(2)
+    ]
+    said = [each.communicate() for each in ranks]
+    assert [each.returncode for each in ranks] == [0, 0], said
+    assert [out for out, _ in said] == ["refused no\n", ""]

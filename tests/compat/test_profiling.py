@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,6 +138,29 @@ def many(x: torch.Tensor) -> int:
     return int(x[0])
 
 
+def summed_up() -> torch.Tensor:
+    """Run an operation whose range gloo ends on a thread of its own, and a pass of DDP."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    x = torch.ones(2)
+    torch.distributed.all_reduce(x)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    model(x).sum().backward()
+    torch.distributed.destroy_process_group()
+    return x
+
+
+def break_the_reader() -> None:
+    """Have torch's reader of profiles fail in this process, as it does on records that it does not expect."""
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("unexpected")
+
+    setattr(profiler_legacy, "_parse_legacy_records", refuse)  # noqa: B010
+    logging.getLogger("actorrpc").addHandler(logging.NullHandler())
+    logging.getLogger("actorrpc").propagate = False
+
+
 class Doubler:
     def double(self, x: torch.Tensor) -> torch.Tensor:
         return torch.mul(x, 2)
@@ -260,6 +284,37 @@ def _errors(rank: int, size: int, path: str) -> None:
 
 def test_calls_that_fail(tmp_path: Path) -> None:
     run_group(_errors, 2, str(tmp_path / "store"))
+
+
+def _collective(rank: int, size: int, path: str, kind: str) -> None:
+    with joined(rank, size, path) as rpc:
+        if rank:
+            return
+        with profile(kind) as found:
+            assert rpc.rpc_async("worker1", summed_up).wait().tolist() == [1.0, 1.0]
+        key = f"rpc_async#summed_up(worker0 -> worker1){_REMOTE}"
+        seen = {event.name.removeprefix(key) for event in events_of(found)}
+        assert {"c10d::allreduce_", "gloo:all_reduce", "DistributedDataParallel.forward"} <= seen
+
+
+@pytest.mark.parametrize("kind", ["old", "modern"])
+def test_operations_that_end_on_another_thread(kind: str, tmp_path: Path) -> None:
+    run_group(_collective, 2, str(tmp_path / "store"), kind)
+
+
+def _unreadable(rank: int, size: int, path: str) -> None:
+    with joined(rank, size, path) as rpc:
+        if rank:
+            return
+        rpc.rpc_sync("worker1", break_the_reader)
+        with profile("modern") as found:
+            assert rpc.rpc_sync("worker1", step, (torch.ones(2),)).tolist() == [4.0, 4.0]
+        assert not [event for event in events_of(found) if event.is_remote]
+        assert left_over() == [0]
+
+
+def test_a_profiler_that_fails_breaks_no_call(tmp_path: Path) -> None:
+    run_group(_unreadable, 2, str(tmp_path / "store"))
 
 
 def _under_way(rank: int, size: int, path: str, kind: str) -> None:

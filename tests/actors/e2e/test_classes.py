@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -158,6 +159,78 @@ def test_special_methods() -> None:
     assert actorrpc.get(actor.__len__.remote()) == 5
     assert actorrpc.get(actor.__getitem__.remote(3)) == 3
     assert actorrpc.get(actor.__contains__.remote(9)) is False
+
+
+@actorrpc.remote
+class Shadowed:
+    def __init__(self) -> None:
+        self.__dict__.update(plain=5, static=6, of_class=7, coroutine=8, items=9)
+        self.called = lambda: "the instance's"
+
+    def plain(self) -> Any:
+        return self.__dict__["plain"]
+
+    @staticmethod
+    def static() -> str:
+        return "static"
+
+    @classmethod
+    def of_class(cls) -> str:
+        return cls.__name__
+
+    async def coroutine(self) -> str:
+        return "coroutine"
+
+    def items(self) -> Iterator[int]:
+        yield 1
+
+    def called(self) -> str:
+        return "the class's"
+
+
+def test_an_attribute_that_has_the_name_of_a_method() -> None:
+    actor = Shadowed.remote()
+    calls = [actor.plain, actor.static, actor.of_class, actor.coroutine, actor.called]
+    found = actorrpc.get([each.remote() for each in calls])
+    assert found == [5, "static", "Shadowed", "coroutine", "the instance's"]
+    assert list(actor.items.remote().values()) == [1]
+
+
+@dataclass
+@actorrpc.remote
+class Shown:
+    number: int
+
+    def fail(self) -> None:
+        raise ValueError("no")
+
+
+@actorrpc.remote
+class Unshown(nn.Linear):
+    def fail(self) -> None:
+        raise ValueError("no")
+
+
+@actorrpc.remote
+class Unsayable:
+    def __repr__(self) -> str:
+        raise SystemExit(3)
+
+    def fail(self) -> None:
+        raise ValueError("no")
+
+
+def test_the_repr_of_an_actor_is_in_its_tracebacks() -> None:
+    for actor, said in (
+        (Shown.remote(3), ", actor Shown(number=3):\n"),
+        (Unshown.remote(2, 2), ":\nTraceback"),
+        (Unsayable.remote(), ":\nTraceback"),
+    ):
+        with pytest.raises(ValueError, match="no") as caught:
+            actorrpc.get(actor.fail.remote())
+        assert isinstance(caught.value, actorrpc.RemoteError)
+        assert caught.value.traceback.startswith(f"On worker {caught.value.worker}{said}")
+        del caught
 
 
 def test_attributes_and_functions_inside() -> None:

@@ -316,6 +316,27 @@ def test_an_actor_that_is_dropped_at_once(paths: list[str]) -> None:
     until(lambda: all(row.state == "DEAD" for row in actorrpc.list_actors()))
 
 
+def test_a_name_is_free_when_its_last_handle_is_gone(paths: list[str], gate: Path) -> None:
+    for path in paths[:2]:
+        actor = Mortal.options(name="again").remote(path)
+        actorrpc.get(actor.ping.remote())
+        del actor
+    Mortal.options(name="again").remote(paths[2])  # and is gone before it was made
+    actor = Mortal.options(name="again", get_if_exists=True).remote(paths[3])
+    blocked = actor.block.remote(str(gate))
+    with pytest.raises(actorrpc.NameTakenError) as caught:
+        Mortal.options(name="again").remote(paths[3])
+    assert caught.value.actor_id == actor.actor_id
+    open_gate(gate)
+    actorrpc.get(blocked)
+    actorrpc.kill(actor)
+    actor = Mortal.options(name="again").remote(paths[3])
+    assert actorrpc.get(actor.make_and_keep.remote(paths[3], name="another")) > 0
+    assert actorrpc.get(actor.make_and_keep.remote(paths[3], name="more")) > 0
+    actorrpc.get(actor.keep.remote(None))
+    assert actorrpc.get(actor.make_and_keep.remote(paths[3], name="more")) > 0  # dropped where it was made
+
+
 def test_an_actor_in_a_cycle_with_another(paths: list[str]) -> None:
     """Two actors that hold each other are a cycle over processes: kill ends it."""
     a, b = Mortal.remote(paths[0]), Mortal.remote(paths[1])

@@ -376,6 +376,7 @@ class Async:
     async def loops(self) -> int:
         return len(self.threads)
 
+    @actorrpc.method(thread=True)
     def block(self, path: str) -> str:
         return pass_gate(path)
 
@@ -393,7 +394,7 @@ def test_thousands_of_awaits_at_a_time() -> None:
     assert actorrpc.get(actor.loops.remote()) == 1
 
 
-def test_a_sync_method_does_not_block_the_loop(gate: Path) -> None:
+def test_a_method_on_a_thread_does_not_block_the_loop(gate: Path) -> None:
     actor = Async.remote()
     blocked = actor.block.remote(str(gate))
     assert actorrpc.get([actor.ping.remote() for _ in range(20)]) == ["pong"] * 20

@@ -119,6 +119,54 @@ def test_calls_during_a_restart_wait_for_it() -> None:
     assert _eventually(lambda: actor.add.remote(0)) >= 10
 
 
+@actorrpc.remote(max_restarts=1)
+class Slow:
+    """Waits at a gate when it is made again."""
+
+    def __init__(self, path: str, gate: str) -> None:
+        if os.path.exists(path):
+            pass_gate(gate)
+        Path(path).touch()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def die(self) -> None:
+        os._exit(3)
+
+
+@actorrpc.remote
+class Asker:
+    def pid_of(self, actor: Any) -> Any:
+        try:
+            return actorrpc.get(actor.pid.options(max_task_retries=0).remote())
+        except actorrpc.ActorUnavailableError as error:
+            return error.actor_id, error.maybe_executed
+
+
+def test_calls_that_do_not_wait_for_a_restart(tmp_path: Path, gate: Path) -> None:
+    actor = Slow.remote(str(tmp_path / "made"), str(gate))
+    now = actor.pid.options(max_task_retries=0)
+    before = actorrpc.get(now.remote())  # an actor that is being made for the first time is waited for
+    with pytest.raises(actorrpc.ActorUnavailableError):
+        actorrpc.get(actor.die.remote())
+    with pytest.raises(
+        actorrpc.ActorUnavailableError, match=r"it was not executed.*is being restarted"
+    ) as caught:
+        actorrpc.get(now.remote())
+    assert (caught.value.actor_id, caught.value.maybe_executed) == (actor.actor_id, False)
+    assert actorrpc.get(Asker.remote().pid_of.remote(actor)) == (actor.actor_id, False)
+    waiting = actor.pid.remote()
+    open_gate(gate)
+    after = actorrpc.get(waiting)
+    assert after != before
+    assert actorrpc.get(now.remote()) == after
+    with pytest.raises(actorrpc.ActorDiedError) as died:
+        actorrpc.get(actor.die.remote())
+    assert died.value.actor_id == actor.actor_id
+    del caught, died
+
+
 def test_retries(tmp_path: Path) -> None:
     actor = Phoenix.options(max_restarts=1, max_task_retries=1).remote(path=str(tmp_path / "died"))
     assert actorrpc.get(actor.die_once.remote()) == "second"

@@ -202,6 +202,66 @@ async def count_async(to: int) -> Any:
         yield n
 
 
+@actorrpc.remote
+class Failing:
+    """Its streams fail as often as it has been told, after so many items."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+        self.calls = 0
+
+    def plain(self, after: int) -> Any:
+        self.calls += 1
+        yield from range(after)
+        if self.calls <= self.times:
+            raise ValueError(f"call {self.calls}")
+        yield from range(after, 6)
+
+    @actorrpc.method(retry_exceptions=[ValueError], max_task_retries=-1)
+    def repeatable(self, after: int) -> Any:
+        yield from self.plain(after)
+
+    @actorrpc.method(retry_exceptions=True, max_task_retries=-1)
+    async def asynchronous(self, after: int) -> Any:
+        for each in self.plain(after):
+            yield each
+
+    def count(self) -> int:
+        return self.calls
+
+
+def _values(stream: Any) -> list[Any]:
+    found: list[Any] = []
+    try:
+        found.extend(stream.values())
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def test_streams_that_fail_are_made_again() -> None:
+    actor = Failing.remote(2)
+    retried = actor.plain.options(max_task_retries=3, retry_exceptions=True)
+    assert _values(retried.remote(0)) == [0, 1, 2, 3, 4, 5]
+    assert actorrpc.get(actor.count.remote()) == 3
+    for options in ({"max_task_retries": 1, "retry_exceptions": True}, {"max_task_retries": 9}):
+        actor = Failing.remote(2)
+        assert "call" in _values(actor.plain.options(**options).remote(0))[0]
+    actor = Failing.remote(2)
+    other = actor.plain.options(max_task_retries=3, retry_exceptions=[KeyError])
+    assert _values(other.remote(0)) == ["call 1"]
+
+
+def test_streams_that_have_given_something_are_made_again_where_their_method_says_so() -> None:
+    actor = Failing.remote(1)
+    retried = actor.plain.options(max_task_retries=3, retry_exceptions=True)
+    assert _values(retried.remote(2)) == [0, 1, "call 1"]
+    for name, after in (("repeatable", 4), ("asynchronous", 5)):
+        actor = Failing.remote(3)
+        assert _values(getattr(actor, name).remote(after)) == [0, 1, 2, 3, 4, 5]
+        assert actorrpc.get(actor.count.remote()) == 4
+
+
 def test_tasks_stream_too() -> None:
     assert [actorrpc.get(ref) for ref in count.remote(50)] == list(range(50))
     assert [actorrpc.get(ref) for ref in count_async.remote(50)] == list(range(50))
