@@ -29,7 +29,8 @@ from actorrpc.actors.spec import ResidentGoneError
 from actorrpc.actors.streams import aproduce, produce
 from actorrpc.core import messages
 from actorrpc.core.calls import CURRENT, Execution
-from actorrpc.core.execution import ASYNC_MARK, Later, future_of, let_frames_go
+from actorrpc.core.exception_parts import cut_frames, is_a, let_frames_go
+from actorrpc.core.execution import ASYNC_MARK, Later, future_of
 from actorrpc.core.frames import CREDIT, LETTER, pack_frame
 from actorrpc.core.interceptors import TAG, intercepted
 from actorrpc.errors import CancelledError, RpcError, RpcTimeoutError
@@ -249,9 +250,9 @@ class Callee:
 
     def _end_of_stream(self, entry: LetterEntry, error: BaseException) -> BaseException:
         """Say what the consumer of a stream gets for what the generator has raised."""
-        if isinstance(error, ActorExit):
+        if is_a(error, ActorExit):
             return died(self.resident, str(error) or "exit_actor() was called in it")
-        if isinstance(error, (Interrupted, CancelledError)):
+        if is_a(error, (Interrupted, CancelledError)):
             if self.resident.state in ("closing", "over"):
                 return died(self.resident, self.resident.why)
             return CancelledError(f"{self.label(entry)} was interrupted: its call was cancelled")
@@ -291,10 +292,13 @@ class Callee:
         def over(_: Any) -> None:
             entry.task = None
             entry.opened = None
-            self.mailbox.end(execution.chain)
-            if entry.conn is not None and entry.conn.outbox:
-                entry.conn.flush()
-            self.resident.finished(lane, self.mailbox.done(lane))
+            try:
+                self.mailbox.end(execution.chain)
+                if entry.conn is not None and entry.conn.outbox:
+                    entry.conn.flush()
+                self.resident.finished(lane, self.mailbox.done(lane))
+            except BaseException as error:
+                self.resident.broken(error)
             self.pump(lane)
 
         task.add_done_callback(over)
@@ -379,9 +383,11 @@ class Callee:
         if entry.unseal():  # it never came to its arguments
             self.agent.inbox.discard(entry.conn, entry.frame)
         if self.resident.on_error is not None:
-            error = self.resident.on_error(error)
-        if error.__traceback__ is not None:
-            error.__traceback__ = _users_part(error.__traceback__)
+            try:
+                error = self.resident.on_error(error)
+            except BaseException as failure:  # what explains it asks the error for its text
+                error = failure
+        cut_frames(error, __file__)
         self.agent.executor.fail(entry.conn, entry.frame.id, error, execution)
 
     def refuse(self, entry: LetterEntry, error: RpcError) -> None:
@@ -402,7 +408,10 @@ class Callee:
             if entry is None:
                 return
             assert isinstance(entry, LetterEntry)
-            self._start(entry, lane)
+            try:
+                self._start(entry, lane)
+            except BaseException as error:
+                self.resident.broken(error, entry)
 
 
 def _keep_itself(value: Any, size: int) -> Any:
@@ -417,11 +426,3 @@ def _has_own_memory(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     # Two: the tensor and ``storage``. Memory that came from elsewhere (numpy, shared memory) cannot be resized.
     return storage.resizable() and _use_count is not None and _use_count(storage._cdata) == 2
-
-
-def _users_part(traceback: Any) -> Any:
-    """Cut our own frames off the top of a traceback."""
-    cut = traceback
-    while cut is not None and cut.tb_frame.f_code.co_filename == __file__:
-        cut = cut.tb_next
-    return cut if cut is not None else traceback

@@ -28,6 +28,8 @@ from actorrpc.actors.plans import Plan
 from actorrpc.actors.results import INFINITE, Limbo, ResultFuture, Trip
 from actorrpc.actors.spec import Card, Location, ResidentGoneError
 from actorrpc.core import exceptions
+from actorrpc.core.exception_parts import is_a
+from actorrpc.core.exception_text import say
 from actorrpc.errors import (
     ActorDiedError,
     ActorUnavailableError,
@@ -278,7 +280,7 @@ class Line:
     def _is_retried(plan: Plan, error: BaseException) -> bool:
         if not isinstance(error, RemoteError) or isinstance(error, _FINAL):
             return False
-        return plan.retried is True or isinstance(error, plan.retried)  # type: ignore[arg-type]
+        return plan.retried is True or is_a(error, plan.retried)  # type: ignore[arg-type]
 
     def _take_back(self, future: ResultFuture, plan: Plan, ran: bool, lost: bool) -> None:
         """Put a call, whose future is claimed, back into the queue or among those that wait for the verdict."""
@@ -495,14 +497,16 @@ class Line:
                 self._ask(True)
             return
         original = exceptions.original(error)
-        if isinstance(original, ActorDiedError):
+        if is_a(original, ActorDiedError):
             self._die(original)
         elif type(error) is PeerDiedError or isinstance(error, UnknownWorkerError):
             self._die(self.orphaned(error))
         elif isinstance(error, (ShutdownError, NotInitializedError)):
             self._give_up(lambda plan, ran: error)
         else:
-            self._give_up(lambda plan, ran: self.unavailable(plan, ran, f"its supervisor says: {original}"))
+            self._give_up(
+                lambda plan, ran: self.unavailable(plan, ran, f"its supervisor says: {say(original)}")
+            )
 
     def _arrived(self, location: Location) -> None:
         peer: Peer | None

@@ -10,6 +10,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from actorrpc.core.daemons import Daemon
+from actorrpc.core.exception_text import report
+from actorrpc.core.limits import NO_THREAD
 from actorrpc.core.threads import follow_torch
 from actorrpc.futures import Future
 
@@ -24,14 +26,16 @@ class EventLoop:
     The thread is started by :meth:`start`, never under a lock; what is submitted before is kept.
     """
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, lost: Callable[[BaseException], Any]) -> None:
         self._title = title
+        self._lost = lost
         self._loop = asyncio.new_event_loop()
         self._started = False
         self._thread: threading.Thread | None = None
         # Guards starting and ending; leaf.
         self._lock = threading.Lock()
         self._closed = False
+        self._over = False  # only on the loop's own thread
 
     def start(self) -> None:
         """Start the thread, once."""
@@ -39,15 +43,28 @@ class EventLoop:
             if self._started or self._closed:
                 return
             self._started = True
-            self._thread = Daemon(self._run, f"actorrpc-loop-{self._title}")
-        self._thread.start()
+        thread = Daemon(self._run, f"actorrpc-loop-{self._title}")
+        try:
+            thread.start()
+        except NO_THREAD:
+            self._started = False  # the next call tries again
+            raise
+        self._thread = thread
 
     def _run(self) -> None:
         follow_torch()
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
+            while not self._closed:
+                _log.warning(
+                    "a method of %s stopped the event loop, which all of them need: it goes on", self._title
+                )
+                self._loop.run_forever()
+        except BaseException as error:  # sys.exit() in a task that a method has begun, for one
+            self._lost(error)
         finally:
+            self._over = True
             try:
                 left = asyncio.all_tasks(self._loop)
                 for task in left:
@@ -55,14 +72,22 @@ class EventLoop:
                 if left:
                     self._loop.run_until_complete(asyncio.wait(left, timeout=2.0))
                 self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            except Exception:
-                _log.exception("the event loop of %s did not end cleanly", self._title)
+            except BaseException as error:
+                report(_log, error, "the event loop of %s did not end cleanly", self._title)
             finally:
                 asyncio.set_event_loop(None)
                 self._loop.close()
 
+    def _stop(self) -> None:
+        if not self._over:  # otherwise it is waiting for the end of its tasks
+            self._loop.stop()
+
     def submit(self, run: Callable[[], Any]) -> bool:
-        """Call ``run()`` on the loop soon; False if the loop is over."""
+        """Call ``run()`` on the loop soon; False if the loop is over.
+
+        Raises:
+            RuntimeError, MemoryError: the system has no thread for it.
+        """
         try:
             self._loop.call_soon_threadsafe(run)
         except RuntimeError:
@@ -87,7 +112,7 @@ class EventLoop:
             over.set_result(None)
             return over
         try:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._stop)
         except RuntimeError:  # closed already
             pass
         thread = self._thread
@@ -97,5 +122,8 @@ class EventLoop:
                 thread.join(5.0)
             over.set_result(None)
 
-        Daemon(wait, "actorrpc-loop-end").start()
+        try:
+            Daemon(wait, "actorrpc-loop-end").start()
+        except NO_THREAD:  # it ends by itself
+            over.set_result(None)
         return over

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from actorrpc import moments
 from actorrpc.core.daemons import Daemon
+from actorrpc.core.exception_text import report
 from actorrpc.core.interrupts import uninterruptible
 
 __all__ = ["Clock", "Tick", "Timer", "VirtualClock"]
@@ -99,8 +100,9 @@ class Clock:
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread = Daemon(self._run, "actorrpc-clock")
-        self._thread.start()
+        thread = Daemon(self._run, "actorrpc-clock", lambda _: self.start())
+        thread.start()
+        self._thread = thread
 
     @uninterruptible
     def at(self, due: float, run: Callable[[], Any]) -> Timer:
@@ -165,8 +167,8 @@ class Clock:
     def _do(self, run: Callable[[], Any]) -> None:
         try:
             run()
-        except Exception:
-            _log.exception("a timer raised")
+        except BaseException as error:
+            report(_log, error, "a timer raised")
 
 
 class VirtualClock(Clock):

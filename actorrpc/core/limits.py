@@ -1,0 +1,64 @@
+"""Limits of the system: what to say where no more threads can be had, or no more memory.
+
+What the kernel answers is one word for several limits: those that are set are named, and how much of each is used.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+from typing import Final
+
+__all__ = ["NO_THREAD", "explain_space", "explain_threads"]
+
+NO_THREAD: Final = (RuntimeError, MemoryError)
+"""What the start of a thread raises where there can be no more of them."""
+_PIDS: Final = "/sys/fs/cgroup"
+
+
+def explain_threads() -> str:
+    """Say that this process can start no more threads, and which limits there are."""
+    known = [f"{_count_threads()} run in it"]
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft != resource.RLIM_INFINITY:
+        known.append(f"RLIMIT_NPROC (ulimit -u) is {soft} for all processes of user {os.getuid()}")
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        known.append(f"RLIMIT_AS (ulimit -v) is {soft >> 20} MiB, stacks included")
+    most = _most_pids()
+    if most:
+        known.append(f"pids.max of its control group is {most}")
+    return f"process {os.getpid()} cannot start another thread: {', '.join(known)}. Raise the limit, or run less in it"
+
+
+def explain_space(error: OSError) -> str:
+    """Say what is full, where that is why something could not be written; of other errors, what they say themselves."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" ({error.filename})" if error.filename else ""
+        return f"there is no space left{where}: {error.strerror}"
+    return str(error)
+
+
+def _count_threads() -> int:
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:  # no descriptor left to look with
+        return 0
+
+
+def _most_pids() -> str:
+    """Return the most processes and threads that this process's control group may have; empty where that is not bounded."""
+    try:
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "pids" not in controllers.split(","):
+                continue
+            base = Path(_PIDS, "pids" if controllers else "", path.lstrip("/"))
+            most = (base / "pids.max").read_text().strip()
+            if most != "max":
+                return most
+    except (OSError, ValueError):
+        pass
+    return ""
