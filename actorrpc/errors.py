@@ -270,7 +270,8 @@ class RefusedError(SerializationError):
 
 
 class LimitError(RpcError, ValueError):
-    """Something is larger than a limit in force (frame size, number of tensors); it was not sent."""
+    """A limit is in the way: of what may be sent (its size, the number of its tensors), or of the system (threads, descriptors,
+    memory, space on a disk). The message names it; nothing was executed, and the call may be made again."""
 
     maybe_executed = False
 

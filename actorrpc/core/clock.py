@@ -23,6 +23,7 @@ from actorrpc import moments
 from actorrpc.core.daemons import Daemon
 from actorrpc.core.exception_text import report
 from actorrpc.core.interrupts import uninterruptible
+from actorrpc.core.limits import start_thread
 
 __all__ = ["Clock", "Tick", "Timer", "VirtualClock"]
 
@@ -99,9 +100,13 @@ class Clock:
         return moments.now()
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread.
+
+        Raises:
+            LimitError: the system has none.
+        """
         thread = Daemon(self._run, "actorrpc-clock", lambda _: self.start())
-        thread.start()
+        start_thread(thread)
         self._thread = thread
 
     @uninterruptible

@@ -8,10 +8,13 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import threading
 from pathlib import Path
 from typing import Final
 
-__all__ = ["NO_THREAD", "explain_space", "explain_threads"]
+from actorrpc.errors import LimitError
+
+__all__ = ["NO_THREAD", "explain_fork", "explain_space", "explain_threads", "start_thread"]
 
 NO_THREAD: Final = (RuntimeError, MemoryError)
 """What the start of a thread raises where there can be no more of them."""
@@ -20,7 +23,30 @@ _PIDS: Final = "/sys/fs/cgroup"
 
 def explain_threads() -> str:
     """Say that this process can start no more threads, and which limits there are."""
-    known = [f"{_count_threads()} run in it"]
+    known = [f"{_count_threads()} run in it", *_limits()]
+    return f"process {os.getpid()} cannot start another thread: {', '.join(known)}. Raise the limit, or run less in it"
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        LimitError: the system has none.
+    """
+    try:
+        thread.start()
+    except NO_THREAD:
+        raise LimitError(explain_threads()) from None
+
+
+def explain_fork(error: OSError) -> str:
+    """Say why there can be no further process, and which limits there are."""
+    return f"cannot fork: {error.strerror} ({', '.join(_limits()) or 'no limit of threads or memory is set'})"
+
+
+def _limits() -> list[str]:
+    """Return the limits that keep threads and processes from being started, as far as they are set."""
+    known = []
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY:
         known.append(f"RLIMIT_NPROC (ulimit -u) is {soft} for all processes of user {os.getuid()}")
@@ -30,7 +56,7 @@ def explain_threads() -> str:
     most = _most_pids()
     if most:
         known.append(f"pids.max of its control group is {most}")
-    return f"process {os.getpid()} cannot start another thread: {', '.join(known)}. Raise the limit, or run less in it"
+    return known
 
 
 def explain_space(error: OSError) -> str:

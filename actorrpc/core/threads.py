@@ -37,6 +37,7 @@ from actorrpc.core.daemons import Daemon
 from actorrpc.core.exception_text import report
 from actorrpc.core.interrupts import uninterruptible
 from actorrpc.core.limits import NO_THREAD, explain_threads
+from actorrpc.errors import LimitError
 from actorrpc.futures import Future
 
 __all__ = ["Pool", "follow_torch"]
@@ -204,9 +205,14 @@ class Pool:
         return True
 
     def start(self, count: int) -> None:
-        """Start the first threads."""
+        """Start the first threads.
+
+        Raises:
+            LimitError: the system has not so many.
+        """
         for _ in range(count):
-            self._start()
+            if not self._start():
+                raise LimitError(explain_threads())
 
     def is_member(self) -> bool:
         """Say whether the calling thread belongs to the pool."""

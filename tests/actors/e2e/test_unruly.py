@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
 import actorrpc
-from actorrpc.errors import ActorDiedError, ActorUnavailableError, RemoteError
+from actorrpc.errors import ActorDiedError, ActorUnavailableError, LimitError, RemoteError
 from tests import unruly
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(60)]
@@ -156,3 +157,65 @@ def test_what_explains_an_error_may_fail() -> None:
     with pytest.raises(ZeroDivisionError):
         actorrpc.get(actor.damage.remote("error"))
     assert actorrpc.get(actor.ping.remote()) == "pong"
+
+
+# -- threads that cannot be started ------------------------------------------------------------------------------------
+
+
+@actorrpc.remote(concurrency_groups={"io": 2})
+class Crowded:
+    """Lives where the system has no thread left."""
+
+    def fill(self, spare: int) -> None:
+        self.start = threading._start_new_thread  # type: ignore[attr-defined]
+        left = [None] * spare
+
+        def start(*args: Any) -> Any:
+            if not left:
+                raise RuntimeError("can't start new thread")
+            left.pop()
+            return self.start(*args)
+
+        threading._start_new_thread = start  # type: ignore[attr-defined]
+
+    def free(self) -> None:
+        threading._start_new_thread = self.start  # type: ignore[attr-defined]
+
+    @actorrpc.method(concurrency_group="io")
+    def other(self) -> str:
+        return "other"
+
+    @actorrpc.method(concurrency_group="io")
+    def items(self) -> Iterator[int]:
+        yield from range(3)
+
+    async def coroutine(self) -> str:
+        return "coroutine"
+
+
+def test_calls_that_need_a_thread_are_refused_where_there_is_none() -> None:
+    actor = Crowded.remote()
+    actorrpc.get(actor.fill.remote(0))
+    for _ in range(2):
+        for call in (actor.other.remote, actor.coroutine.remote):
+            with pytest.raises(LimitError, match="cannot start another thread: ") as refused:
+                actorrpc.get(call())
+            assert refused.value.maybe_executed is False
+            del refused
+        with pytest.raises(LimitError, match="cannot start another thread: "):
+            next(actor.items.remote().values())
+    actorrpc.get(actor.free.remote())
+    assert actorrpc.get(actor.other.remote()) == "other"
+    assert list(actor.items.remote().values()) == [0, 1, 2]
+    assert actorrpc.get(actor.coroutine.remote()) == "coroutine"
+
+
+def test_calls_of_a_group_that_has_one_thread_of_two_wait_for_it() -> None:
+    actor = Crowded.remote()
+    actorrpc.get(actor.fill.remote(1))
+    assert actorrpc.get(actor.other.remote()) == "other"
+    assert list(actor.items.remote().values()) == [0, 1, 2]
+    with pytest.raises(LimitError, match="cannot start another thread: "):
+        actorrpc.get(actor.coroutine.remote())
+    actorrpc.get(actor.free.remote())
+    assert actorrpc.get(actor.coroutine.remote()) == "coroutine"
