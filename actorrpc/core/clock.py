@@ -6,7 +6,8 @@ What it runs must be short and must never block, take long-held locks, or run us
 to the pool.
 
 ``_lock`` guards the heap and ``_sleeping_until``; nothing else is called under it, and no other lock is taken
-under it. In tests :class:`VirtualClock` takes its place and time passes when told.
+under it. It is re-entrant, as a signal handler may make a call while the main thread has it.
+In tests :class:`VirtualClock` takes its place and time passes when told.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Clock:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timer]] = []
         self._count = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._wake = threading.Lock()
         self._wake.acquire()
         self._sleeping_until = 0.0
