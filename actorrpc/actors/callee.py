@@ -33,7 +33,7 @@ from actorrpc.core.exception_parts import cut_frames, is_a, let_frames_go
 from actorrpc.core.execution import ASYNC_MARK, Later, future_of
 from actorrpc.core.frames import CREDIT, LETTER, pack_frame
 from actorrpc.core.interceptors import TAG, intercepted
-from actorrpc.errors import CancelledError, RpcError, RpcTimeoutError
+from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
 
 if TYPE_CHECKING:
@@ -159,7 +159,10 @@ class Callee:
             return messages.open_plain(frame.body, entry.peer)
         parcel = messages.Parcel(entry.peer)
         agent.inbox.arrived(parcel, entry.header)
-        opened = messages.open_body(conn, frame, entry.header, parcel, agent.recorder)
+        try:
+            opened = messages.open_body(conn, frame, entry.header, parcel, agent.recorder)
+        except LimitError as error:
+            raise LimitError(f"{self.label(entry)} was not executed: {error}") from None
         if conn is not None and (
             frame.flags & ~(messages.INLINE | LETTER) or len(frame.body) >= messages.CHARGED
         ):

@@ -14,7 +14,7 @@ from typing import Final
 
 from actorrpc.errors import LimitError
 
-__all__ = ["NO_THREAD", "explain_fork", "explain_space", "explain_threads", "start_thread"]
+__all__ = ["NO_THREAD", "explain_fork", "explain_memory", "explain_space", "explain_threads", "start_thread"]
 
 NO_THREAD: Final = (RuntimeError, MemoryError)
 """What the start of a thread raises where there can be no more of them."""
@@ -42,6 +42,18 @@ def start_thread(thread: threading.Thread) -> None:
 def explain_fork(error: OSError) -> str:
     """Say why there can be no further process, and which limits there are."""
     return f"cannot fork: {error.strerror} ({', '.join(_limits()) or 'no limit of threads or memory is set'})"
+
+
+def explain_memory() -> str:
+    """Say which limit of memory there is, and how much of it is used."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        return "the system has none left for it"
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() >> 20
+    except (OSError, ValueError):
+        return f"RLIMIT_AS (ulimit -v) is {soft >> 20} MiB"
+    return f"RLIMIT_AS (ulimit -v) is {soft >> 20} MiB, of which {used} are used"
 
 
 def _limits() -> list[str]:
