@@ -116,7 +116,7 @@ class Waiting:
                 returned.
         """
         conn = self._conn
-        reads = beneath(self) - 1 if conn.read_lock.locked() else 0  # but for this one
+        reads = max(0, beneath(self) - 1) if conn.read_lock.locked() else 0  # but for this one
         sends = beneath(conn, conn.chunks) if conn.write_lock.locked() and not call.sent else 0
         if not reads and not sends:
             return None

@@ -146,3 +146,28 @@ def test_what_a_handler_raises_ends_the_wait_and_not_the_connection() -> None:
         assert to.conn is conn
         assert conn is not None
         assert not conn.broken
+
+
+def test_threads_that_wait_while_the_main_one_reads_are_no_handlers() -> None:
+    _gates["threads"] = gate = threading.Event()
+    found: list[Any] = []
+    with agents(2) as (one, other):
+        to = one.peer(other.name)
+        assert _add(one, other).result() == 3
+
+        def wait() -> None:
+            until = threading.Event()
+            while not to.conn.waiting._asleep:
+                until.wait(0.001)
+            try:
+                found.append([_add(one, other, each).result() for each in range(20)])
+            except BaseException as error:
+                found.append(error)
+            finally:
+                gate.set()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert one.call(to, _pass, ("threads",), {}, 25.0).result() == "threads"
+        thread.join()
+    assert found == [[each + 2 for each in range(20)]]
