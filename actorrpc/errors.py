@@ -48,6 +48,10 @@ __all__ = [
     "WrongTypeError",
 ]
 
+_CAUSE: Any = BaseException.__dict__[
+    "__cause__"
+]  # a user's class may refuse to be asked for it, or given one
+
 
 class RpcError(RuntimeError):
     """Base of every error that actorrpc raises.
@@ -189,7 +193,7 @@ class ActorError(_CallEnded):
 
     def __reduce__(self) -> tuple[object, ...]:
         cause = self.cause
-        below = cause.__cause__ if cause is not None else None
+        below = _CAUSE.__get__(cause) if cause is not None else None
         known = {
             "maybe_executed": self.maybe_executed,
             "worker": self.worker,
@@ -208,7 +212,7 @@ def _rebuild_actor(
 ) -> ActorError:
     error = cls(message, **known)
     if error.cause is not None and traceback is not None:
-        error.cause.__cause__ = RemoteTraceback(traceback)
+        _CAUSE.__set__(error.cause, RemoteTraceback(traceback))
     return error
 
 
@@ -272,7 +276,8 @@ class RefusedError(SerializationError):
 
 
 class LimitError(RpcError, ValueError):
-    """Something is larger than a limit in force (frame size, number of tensors); it was not sent."""
+    """A limit is in the way: of what may be sent (its size, the number of its tensors), or of the system (threads, descriptors,
+    memory, space on a disk). The message names it; nothing was executed, and the call may be made again."""
 
     maybe_executed = False
 

@@ -21,6 +21,8 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 
 from actorrpc import moments
+from actorrpc.core.exception_parts import CAUSE, TRACEBACK
+from actorrpc.core.exception_text import report, say, type_name
 from actorrpc.errors import CancelledError, RpcTimeoutError
 
 __all__ = ["WAITING", "Future", "Station", "bystander", "collect_all", "hush", "stand_by", "wait_all"]
@@ -97,7 +99,7 @@ class _Unretrieved:
             not self.seen and not sys.is_finalizing()
         ):  # then no thread starts any more, and waits for it never end
             # Logging takes locks, and this may run anywhere: a thread of its own reports it.
-            _reporter.report(f"{self.label} failed and nobody looked at the error: {self.error!r}")
+            _reporter.report(f"{self.label} failed and nobody looked at the error: {say(self.error, repr)}")
 
 
 class _Reporter:
@@ -144,10 +146,10 @@ def _twin(error: BaseException) -> BaseException:
         twin: BaseException = native.__new__(cls, *error.args)
         native.__init__(twin, *error.args)
         twin.__dict__.update(error.__dict__)
-    except Exception:
-        twin = RuntimeError(cls.__qualname__)  # no code of its own is run here, its repr neither
-    cause = error.__cause__
-    if cause is not None and cause.__traceback__ is None:
+    except BaseException:
+        twin = RuntimeError(type_name(cls))  # no code of its own is run here, its repr neither
+    cause = CAUSE.__get__(error)
+    if cause is not None and TRACEBACK.__get__(cause) is None:
         twin.__cause__ = cause
     return twin
 
@@ -246,8 +248,10 @@ class Future(torch.futures.Future[T], Generic[T]):
                 return
             try:
                 callback(self)
-            except Exception:
-                _log.exception("a done callback of %s raised", self.label)
+            except KeyboardInterrupt:  # Ctrl-C on the main thread
+                raise
+            except BaseException as error:
+                report(_log, error, "a done callback of %s raised", self.label)
 
     def set_result(self, result: T) -> None:
         """Complete the future with a value.

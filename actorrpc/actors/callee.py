@@ -28,10 +28,11 @@ from actorrpc.actors.spec import ResidentGoneError
 from actorrpc.actors.streams import aproduce, produce
 from actorrpc.core import messages
 from actorrpc.core.calls import CURRENT, Execution
-from actorrpc.core.execution import ASYNC_MARK, Later, future_of, let_frames_go
+from actorrpc.core.exception_parts import cut_frames, is_a, let_frames_go
+from actorrpc.core.execution import ASYNC_MARK, Later, future_of
 from actorrpc.core.frames import CREDIT, LETTER, pack_frame
 from actorrpc.core.interceptors import TAG, intercepted
-from actorrpc.errors import CancelledError, RpcError, RpcTimeoutError
+from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
 
 if TYPE_CHECKING:
@@ -128,11 +129,11 @@ class Callee:
 
     def _raised(self, entry: LetterEntry, error: BaseException) -> None:
         """Answer a call whose method has raised, and see to the actor's end where that is what it means."""
-        if isinstance(error, ActorExit):
+        if is_a(error, ActorExit):
             self.resident.exited(entry, str(error))
-        elif isinstance(error, SystemExit) and "m" in entry.header:  # otherwise it is the constructor's
+        elif is_a(error, SystemExit) and "m" in entry.header:  # otherwise it is the constructor's
             self.resident.exited(entry, exit_text(error), "sys.exit")
-        elif isinstance(error, Interrupted):
+        elif is_a(error, Interrupted):
             self.fail(entry, CancelledError(f"{self.label(entry)} was interrupted: its call was cancelled"))
         else:
             self.fail(entry, error)
@@ -178,7 +179,10 @@ class Callee:
             return messages.open_plain(frame.body, entry.peer)
         parcel = messages.Parcel(entry.peer)
         agent.inbox.arrived(parcel, entry.header)
-        opened = messages.open_body(conn, frame, entry.header, parcel, agent.recorder)
+        try:
+            opened = messages.open_body(conn, frame, entry.header, parcel, agent.recorder)
+        except LimitError as error:
+            raise LimitError(f"{self.label(entry)} was not executed: {error}") from None
         if conn is not None and (
             frame.flags & ~(messages.INLINE | LETTER) or len(frame.body) >= messages.CHARGED
         ):
@@ -273,11 +277,11 @@ class Callee:
 
     def _end_of_stream(self, entry: LetterEntry, error: BaseException) -> BaseException:
         """Say what the consumer of a stream gets for what the generator has raised."""
-        if isinstance(error, ActorExit):
+        if is_a(error, ActorExit):
             return died(self.resident, str(error) or "exit_actor() was called in it")
-        if isinstance(error, SystemExit):
+        if is_a(error, SystemExit):
             return died(self.resident, exit_text(error))
-        if isinstance(error, (Interrupted, CancelledError)):
+        if is_a(error, (Interrupted, CancelledError)):
             if self.resident.state in ("closing", "over"):
                 return died(self.resident, self.resident.why)
             return CancelledError(f"{self.label(entry)} was interrupted: its call was cancelled")
@@ -339,10 +343,13 @@ class Callee:
         """Go on after a call that has run on the loop."""
         entry.opened = None
         loop.station.entries.pop(execution.chain, None)
-        self.mailbox.end(execution.chain)
-        if entry.conn is not None and entry.conn.outbox:
-            entry.conn.flush()
-        self.resident.finished(lane, self.mailbox.done(lane))
+        try:
+            self.mailbox.end(execution.chain)
+            if entry.conn is not None and entry.conn.outbox:
+                entry.conn.flush()
+            self.resident.finished(lane, self.mailbox.done(lane))
+        except BaseException as error:
+            self.resident.broken(error)
         self.pump(lane)
 
     def stop(self, entry: LetterEntry, stop: bool) -> None:
@@ -381,10 +388,13 @@ class Callee:
     def _turn(self, entry: LetterEntry, loop: EventLoop) -> None:
         """Run a plain method on the loop, unless something else has: it may have run where its caller waits for it."""
         if loop.station.due.pop(entry, entry) is None:
-            self.run_plain(entry, loop.station, within=False)
+            try:
+                self.run_plain(entry, loop.station, within=False)
+            except BaseException as error:
+                self.resident.broken(error, entry)
 
     def run_plain(self, entry: LetterEntry, station: LoopStation, *, within: bool) -> None:
-        """Run a plain method on the loop's thread, and answer it. Never raises.
+        """Run a plain method on the loop's thread, and answer it. Raises nothing that the method does.
 
         Args:
             within: it runs inside of a wait, which blocks the loop.
@@ -471,7 +481,7 @@ class Callee:
             self._raised_async(entry, error)
 
     def _raised_async(self, entry: LetterEntry, error: BaseException) -> None:
-        if not isinstance(error, asyncio.CancelledError):
+        if not is_a(error, asyncio.CancelledError):
             self._raised(entry, error)
         elif self.resident.state in ("closing", "over"):  # it ended with the loop
             self.fail(entry, died(self.resident, self.resident.why))
@@ -524,9 +534,11 @@ class Callee:
         if entry.unseal():  # it never came to its arguments
             self.agent.inbox.discard(entry.conn, entry.frame)
         if self.resident.on_error is not None:
-            error = self.resident.on_error(error)
-        if error.__traceback__ is not None:
-            error.__traceback__ = _users_part(error.__traceback__)
+            try:
+                error = self.resident.on_error(error)
+            except BaseException as failure:  # what explains it asks the error for its text
+                error = failure
+        cut_frames(error, __file__)
         self.agent.executor.fail(entry.conn, entry.frame.id, error, execution)
 
     def refuse(self, entry: LetterEntry, error: RpcError) -> None:
@@ -547,7 +559,10 @@ class Callee:
             if entry is None:
                 return
             assert isinstance(entry, LetterEntry)
-            self._start(entry, lane)
+            try:
+                self._start(entry, lane)
+            except BaseException as error:
+                self.resident.broken(error, entry)
 
 
 async def _stepwise(items: Any) -> AsyncGenerator[Any, None]:
@@ -574,11 +589,3 @@ def _has_own_memory(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     # Two: the tensor and ``storage``. Memory that came from elsewhere (numpy, shared memory) cannot be resized.
     return storage.resizable() and _use_count is not None and _use_count(storage._cdata) == 2
-
-
-def _users_part(traceback: Any) -> Any:
-    """Cut our own frames off the top of a traceback."""
-    cut = traceback
-    while cut is not None and cut.tb_frame.f_code.co_filename == __file__:
-        cut = cut.tb_next
-    return cut if cut is not None else traceback

@@ -21,6 +21,7 @@ from actorrpc.actors.snapshot import Snapshot
 from actorrpc.actors.spec import ResidentGoneError
 from actorrpc.core import points
 from actorrpc.core.calls import CURRENT
+from actorrpc.core.exception_text import report
 from actorrpc.errors import ShutdownError
 from actorrpc.futures import Future
 
@@ -122,8 +123,8 @@ class Checkpoints:
             points.reach("actor.checkpointing")
             state = Snapshot.of(self._resident.instance.checkpoint())
             return self._send(spec, number, state)
-        except Exception:
-            self._lost()
+        except Exception as error:
+            self._lost(error)
             return None
 
     def _send(self, spec: ActorSpec, number: int, state: Snapshot) -> Future[bool]:
@@ -149,8 +150,8 @@ class Checkpoints:
             yield
         except ResidentGoneError:
             raise
-        except Exception:
-            self._lost()
+        except Exception as error:
+            self._lost(error)
 
     def _confirm(self, is_kept: bool) -> None:
         if not is_kept:
@@ -159,8 +160,8 @@ class Checkpoints:
             raise error
         points.reach("actor.checkpointed")
 
-    def _lost(self) -> None:
-        _log.exception("the state of actor %s could not be kept", self._resident.title)
+    def _lost(self, error: Exception) -> None:
+        report(_log, error, "the state of actor %s could not be kept", self._resident.title)
 
 
 def _keep(actor_id: int, epoch: int, number: int, state: Snapshot) -> bool:

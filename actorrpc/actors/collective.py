@@ -38,6 +38,7 @@ from actorrpc.actors.object_ref import ObjectRef
 from actorrpc.actors.options import CallOptions
 from actorrpc.actors.runtime import runtime
 from actorrpc.core import exceptions
+from actorrpc.core.exception_parts import is_a
 from actorrpc.errors import (
     ActorDiedError,
     ActorUnavailableError,
@@ -303,7 +304,7 @@ class Collective:
             if isinstance(error, ActorDiedError):
                 error.add_note(f"while {title} was made")
                 raise error
-        others = [each for each in errors if not isinstance(exceptions.original(each), CollectiveError)]
+        others = [each for each in errors if not is_a(exceptions.original(each), CollectiveError)]
         if others and not isinstance(others[0], ActorUnavailableError):
             if isinstance(others[0], RpcTimeoutError):
                 raise RpcTimeoutError(

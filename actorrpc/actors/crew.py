@@ -28,6 +28,7 @@ from actorrpc.actors.mailbox import Entry, Lane, Todo
 from actorrpc.actors.stalls import Stall, awaited
 from actorrpc.core.calls import Call
 from actorrpc.core.daemons import Daemon
+from actorrpc.core.limits import NO_THREAD
 from actorrpc.core.threads import follow_torch
 from actorrpc.futures import WAITING, stand_by
 
@@ -94,10 +95,16 @@ class Station:
         self._interrupted: Entry | None = None
 
     def start(self) -> None:
-        """Start the thread."""
-        self._resident.crew.append(self)
-        self._resident.stations.add(self)
-        Daemon(self._run, f"actorrpc-actor-{self._resident.title}").start()
+        """Start the thread. Where the system has none, the calls hear of it that wait for one."""
+        resident = self._resident
+        resident.crew.append(self)
+        resident.stations.add(self)
+        try:
+            Daemon(self._run, f"actorrpc-actor-{resident.title}").start()
+        except NO_THREAD:
+            resident.stations.remove(self)
+            resident.understaffed(self.lane)
+            resident.left(self)
 
     @property
     def waiting(self) -> bool:
@@ -152,6 +159,7 @@ class Station:
         WAITING.station = self
         follow_torch()
         resident, lane, mailbox = self._resident, self.lane, self._resident.mailbox
+        entry: Entry | None = None
         try:
             while True:
                 entry, todo = mailbox.take(lane, self)
@@ -170,6 +178,8 @@ class Station:
                 resident.callee.run(entry, self)
                 entry = None
                 resident.finished(lane, mailbox.done(lane, self))
+        except BaseException as error:
+            resident.broken(error, entry)
         finally:
             if self.caller is not None and self.caller.outbox:
                 self.caller.flush()  # nobody waits for more here

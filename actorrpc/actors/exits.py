@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Final
+
+from actorrpc.core.exception_text import say
+
 __all__ = ["ActorExit", "exit_text"]
+
+_code_of: Final[Callable[[SystemExit], Any]] = SystemExit.__dict__[
+    "code"
+].__get__  # a user's class may hide it
 
 
 class ActorExit(BaseException):
@@ -14,5 +23,5 @@ class ActorExit(BaseException):
 
 def exit_text(exit: SystemExit) -> str:
     """Say that an actor has ended because of ``sys.exit()``: unlike with ``exit_actor()``, it may be made again."""
-    code = exit.code
-    return f"sys.exit({'' if code is None else repr(code)[:80]}) was called in it"
+    code = _code_of(exit)
+    return f"sys.exit({'' if code is None else say(code, repr)[:80]}) was called in it"

@@ -17,6 +17,8 @@ from actorrpc.actors.object_ref import ObjectRef
 from actorrpc.actors.options import CallOptions
 from actorrpc.actors.runtime import runtime
 from actorrpc.actors.waits import Completed, as_completed
+from actorrpc.core.exception_parts import add_note
+from actorrpc.core.exception_text import notes_of
 from actorrpc.errors import CancelledError, ConfigError, WrongTypeError
 from actorrpc.futures import Future
 
@@ -316,11 +318,11 @@ class Gathering:
 def _annotate(error: BaseException, group: ActorGroup[Any], at: int) -> None:
     """Note on an error which member it comes from."""
     note = f"raised by {_who(group, at)}, of {title_of(group)}"
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
+    if note not in notes_of(error):
+        add_note(error, note)
     try:
         error.rank = at  # type: ignore[attr-defined]
-    except AttributeError:  # its class has slots
+    except Exception:  # its class has slots, or lets nothing be set
         pass
 
 

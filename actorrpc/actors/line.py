@@ -28,6 +28,8 @@ from actorrpc.actors.plans import Plan
 from actorrpc.actors.results import INFINITE, Limbo, ResultFuture, Trip
 from actorrpc.actors.spec import Card, Location, ResidentGoneError
 from actorrpc.core import exceptions
+from actorrpc.core.exception_parts import is_a
+from actorrpc.core.exception_text import say
 from actorrpc.errors import (
     ActorDiedError,
     ActorUnavailableError,
@@ -291,7 +293,7 @@ class Line:
         """Say whether what a method has raised is a reason to call it again, where ``retry_exceptions`` is ``retried``."""
         if not isinstance(error, RemoteError) or isinstance(error, (*_FINAL, ResidentGoneError)):
             return False
-        return retried is True or (retried is not False and isinstance(error, retried))
+        return retried is True or (retried is not False and is_a(error, retried))
 
     def _take_back(self, future: ResultFuture, plan: Plan, ran: bool, lost: bool) -> None:
         """Put a call, whose future is claimed, back into the queue or among those that wait for the verdict."""
@@ -511,14 +513,16 @@ class Line:
                 self._ask(True)
             return
         original = exceptions.original(error)
-        if isinstance(original, ActorDiedError):
+        if is_a(original, ActorDiedError):
             self._die(original)
         elif type(error) is PeerDiedError or isinstance(error, UnknownWorkerError):
             self._die(self.orphaned(error))
         elif isinstance(error, (ShutdownError, NotInitializedError)):
             self._give_up(lambda plan, ran: error)
         else:
-            self._give_up(lambda plan, ran: self.unavailable(plan, ran, f"its supervisor says: {original}"))
+            self._give_up(
+                lambda plan, ran: self.unavailable(plan, ran, f"its supervisor says: {say(original)}")
+            )
 
     def _arrived(self, location: Location) -> None:
         peer: Peer | None

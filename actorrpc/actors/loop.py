@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING, Any, Final
 from actorrpc.actors.exits import ActorExit
 from actorrpc.core.clock import Tick
 from actorrpc.core.daemons import Daemon
+from actorrpc.core.exception_parts import is_a
+from actorrpc.core.exception_text import report
+from actorrpc.core.limits import NO_THREAD
 from actorrpc.core.threads import follow_torch
 from actorrpc.futures import WAITING, Future
 
@@ -43,16 +46,23 @@ class EventLoop:
         title: the actor, in messages.
         station: what the thread does while it waits.
         exits: hears, on the loop's thread, of a ``sys.exit()`` that no call's own code has made.
+        lost: hears, on the loop's thread, of anything else that has ended the loop.
         agent: has the clock that the watch goes by.
     """
 
     def __init__(
-        self, title: str, station: LoopStation, exits: Callable[[SystemExit], Any], agent: Agent
+        self,
+        title: str,
+        station: LoopStation,
+        exits: Callable[[SystemExit], Any],
+        lost: Callable[[BaseException], Any],
+        agent: Agent,
     ) -> None:
         self._title = title
         self.station = station
         station.loop = self
         self._exits = exits
+        self._lost = lost
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_complain)
         self._watch = _Watch(self._loop, title, station, agent)
@@ -61,6 +71,7 @@ class EventLoop:
         # Guards starting and ending; leaf.
         self._lock = threading.Lock()
         self._closed = False
+        self._over = False  # only on the loop's own thread
 
     def start(self) -> None:
         """Start the thread, once."""
@@ -68,8 +79,13 @@ class EventLoop:
             if self._started or self._closed:
                 return
             self._started = True
-            self._thread = Daemon(self._run, f"actorrpc-loop-{self._title}")
-        self._thread.start()
+        thread = Daemon(self._run, f"actorrpc-loop-{self._title}")
+        try:
+            thread.start()
+        except NO_THREAD:
+            self._started = False  # the next call tries again
+            raise
+        self._thread = thread
 
     def _run(self) -> None:
         WAITING.station = self.station
@@ -78,8 +94,10 @@ class EventLoop:
         asyncio.set_event_loop(self._loop)
         try:
             self._run_on()
+        except BaseException as error:
+            self._lost(error)
         finally:
-            self._watch.over = True
+            self._over = self._watch.over = True
             try:
                 left = asyncio.all_tasks(self._loop)
                 for task in left:
@@ -87,8 +105,8 @@ class EventLoop:
                 if left:
                     self._loop.run_until_complete(asyncio.wait(left, timeout=2.0))
                 self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            except Exception:
-                _log.exception("the event loop of %s did not end cleanly", self._title)
+            except BaseException as error:
+                report(_log, error, "the event loop of %s did not end cleanly", self._title)
             finally:
                 WAITING.station = None
                 asyncio.set_event_loop(None)
@@ -102,12 +120,25 @@ class EventLoop:
                 SystemExit
             ) as exit:  # of a task or a callback that a method has begun: asyncio lets it pass
                 self._exits(exit)
-                if not self._closed:
-                    continue
-            return
+                if self._closed:
+                    return
+                continue
+            if self._closed:
+                return
+            _log.warning(
+                "a method of %s stopped the event loop, which all of them need: it goes on", self._title
+            )
+
+    def _stop(self) -> None:
+        if not self._over:  # otherwise it is waiting for the end of its tasks
+            self._loop.stop()
 
     def submit(self, run: Callable[[], Any]) -> bool:
-        """Call ``run()`` on the loop soon; False if the loop is over."""
+        """Call ``run()`` on the loop soon; False if the loop is over.
+
+        Raises:
+            RuntimeError, MemoryError: the system has no thread for it.
+        """
         try:
             self._loop.call_soon_threadsafe(run)
         except RuntimeError:
@@ -140,7 +171,7 @@ class EventLoop:
             over.set_result(None)
             return over
         try:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._stop)
         except RuntimeError:  # closed already
             pass
         thread = self._thread
@@ -150,13 +181,16 @@ class EventLoop:
                 thread.join(5.0)
             over.set_result(None)
 
-        Daemon(wait, "actorrpc-loop-end").start()
+        try:
+            Daemon(wait, "actorrpc-loop-end").start()
+        except NO_THREAD:  # it ends by itself
+            over.set_result(None)
         return over
 
 
 def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Log what nobody has looked at, but for the ends of the actor, which have been seen to."""
-    if not isinstance(context.get("exception"), (ActorExit, SystemExit)):
+    if not is_a(context.get("exception"), (ActorExit, SystemExit)):
         loop.default_exception_handler(context)
 
 

@@ -518,6 +518,19 @@ class Mailbox:
             lane.seats -= 1
             return True
 
+    def understaffed(self, lane: Lane) -> list[Entry]:
+        """Note that no station could be started for a lane; return the entries that are not to wait for one.
+
+        Where the lane has others, these see to all but the one that wanted it, which they may be waiting for.
+        """
+        with self._lock:
+            lane.seats -= 1
+            entries: list[Entry] = []
+            while not (entries and lane.seats) and (entry := lane.next()) is not None:
+                entry.state = OVER
+                entries.append(entry)
+            return entries
+
     # -- looking and ending ------------------------------------------------------------------------
 
     def counts(self) -> tuple[int, int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from actorrpc.core import exceptions
+from actorrpc.core.exception_parts import CAUSE, TRACEBACK, is_a
+from actorrpc.core.exception_text import line_of, notes_of
 from actorrpc.errors import (
     ActorDiedError,
     ActorUnavailableError,
@@ -55,7 +57,7 @@ def dead(
     if verdict.before:
         text += "\n  before that, it had died like this:"
         text += "".join(f"\n    {number}. {each}" for number, each in enumerate(verdict.before, 1))
-    kind = UnplacedActorError if isinstance(cause, PlacementError) else ActorDiedError
+    kind = UnplacedActorError if is_a(cause, PlacementError) else ActorDiedError
     return kind(
         text,
         worker=actor.worker_name or None,
@@ -169,17 +171,17 @@ def not_made(error: BaseException, worker: str | None) -> tuple[str, bool]:
         worker: its name; None where there was none yet.
     """
     original = exceptions.original(error)
-    what = f"{type(original).__name__}: {original}"
-    if isinstance(error, RemoteError) and not isinstance(original, ActorDiedError) and worker is not None:
-        if original.__cause__ is None:
-            original.__cause__ = RemoteTraceback(error.traceback)  # for those who print it
-        where = "restore()" if IN_RESTORE in getattr(original, "__notes__", ()) else "constructor"
+    what = line_of(original)
+    if is_a(error, RemoteError) and not is_a(original, ActorDiedError) and worker is not None:
+        if CAUSE.__get__(original) is None:
+            CAUSE.__set__(original, RemoteTraceback(exceptions.traceback_of(error)))  # for those who print it
+        where = "restore()" if IN_RESTORE in notes_of(original) else "constructor"
         text, final = f"its {where} raised {what}", True
     elif worker is not None:
         text, final = f"it could not be made on worker {worker!r}: {what}", True
-    elif isinstance(original, PlacementError):
+    elif is_a(original, PlacementError):
         text, final = str(original), False
     else:
         text, final = f"no process could be started for it: {what}", False
-    original.__traceback__ = None
+    TRACEBACK.__set__(original, None)
     return text, final

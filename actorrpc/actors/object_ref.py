@@ -15,6 +15,7 @@ from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 from actorrpc.actors.runtime import runtime
 from actorrpc.actors.snapshot import Snapshot
 from actorrpc.core import codec, exceptions
+from actorrpc.core.exception_text import shown, type_name
 from actorrpc.core.holder import Holder
 from actorrpc.core.messages import Parcel
 from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, RRefError, SerializationError
@@ -355,7 +356,7 @@ class ObjectRef(Generic[T_co]):
         if future is None or not future._done:
             state = "pending"
         elif future._error is not None:
-            state = f"failed: {type(future._error).__name__}"
+            state = f"failed: {shown(type_name(type(future._error)))}"
         elif type(future._value) is not Kept:
             state = "complete"
         elif self._fetched is not None and self._fetched._done:

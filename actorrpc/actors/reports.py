@@ -25,7 +25,7 @@ def _ended(actor_id: int, epoch: int, kind: str, text: str) -> None:
 
 
 def send_ended(runtime: Runtime, spec: ActorSpec, kind: str, text: str) -> None:
-    """Tell the supervisor that the actor has ended by itself (``kind`` is ``"exit"``); does not wait.
+    """Tell the supervisor that the actor has ended by itself (``kind``: ``"exit"`` or ``"broken"``); does not wait.
 
     It has left with what is sent next at latest.
     """

@@ -26,8 +26,11 @@ from actorrpc.actors.snapshot import Snapshot
 from actorrpc.actors.spec import ActorSpec, ResidentGoneError
 from actorrpc.core import points
 from actorrpc.core.calls import CURRENT, Execution
+from actorrpc.core.exception_parts import add_note
+from actorrpc.core.exception_text import line_of, report
 from actorrpc.core.frames import Frame
-from actorrpc.errors import CancelledError, RpcError
+from actorrpc.core.limits import NO_THREAD, explain_threads
+from actorrpc.errors import CancelledError, LimitError, RpcError
 from actorrpc.futures import WAITING, Future
 
 if TYPE_CHECKING:
@@ -209,10 +212,13 @@ class Resident:
         for lane in todo.start:
             if lane.is_async:
                 loop = self.loop
-                if loop is not None:
-                    loop.submit(partial(self.callee.pump, lane))
-                    if loop.station.waiting:
-                        loop.station.wake()
+                try:
+                    if loop is not None:
+                        loop.submit(partial(self.callee.pump, lane))
+                        if loop.station.waiting:
+                            loop.station.wake()
+                except NO_THREAD:
+                    self.agent.submit(partial(self.understaffed, lane))
             else:
                 self.agent.submit(Station(self, lane).start)
 
@@ -223,6 +229,27 @@ class Resident:
         ending = self._ending
         if ending is not None:
             ending()
+
+    def understaffed(self, lane: Lane) -> None:
+        """Refuse what waits in a lane for a thread that the system does not have. The next call asks for one again."""
+        why = explain_threads()
+        for entry in self.mailbox.understaffed(lane):
+            assert isinstance(entry, LetterEntry)
+            text = f"{self.callee.label(entry)} was not executed, as it needs a thread: {why}"
+            self.callee.refuse(entry, LimitError(text))
+
+    def broken(self, error: BaseException, entry: Entry | None = None) -> None:
+        """End the actor, as one of its threads has ended that was not to; ``entry``: the call that it was at, if any.
+
+        Its supervisor hears of it as of any death, and may make it again.
+        """
+        why = f"a thread of it ended unexpectedly, because of {line_of(error)}"
+        report(_log, error, "actor %s is ended: a thread of it ended unexpectedly", self.title)
+        if isinstance(entry, LetterEntry):
+            self.callee.fail(entry, died(self, why))
+        _ = self.end("now", why)
+        if self.spec is not None:
+            send_ended(self.runtime, self.spec, "broken", why)
 
     def _look_after(self, entry: LetterEntry) -> None:
         """Report a call that waits for its own ancestor, which blocks where we cannot run it. On the clock's thread."""
@@ -320,8 +347,8 @@ class Resident:
             points.reach("actor.made")
         except BaseException as error:
             if where != "constructor":
-                error.add_note(IN_RESTORE)
-            self.why = f"its {where} raised {type(error).__name__}: {error}"
+                add_note(error, IN_RESTORE)
+            self.why = f"its {where} raised {line_of(error)}"
             self._close("over")
             raise
         self.instance = instance
@@ -343,7 +370,9 @@ class Resident:
             if (
                 info.is_async and not self._wound_up
             ):  # it may have been killed meanwhile: nobody would close the loop
-                self.loop = EventLoop(self.title, LoopStation(self), self._exited_aside, self.agent)
+                self.loop = EventLoop(
+                    self.title, LoopStation(self), self._exited_aside, self.broken, self.agent
+                )
         loose = options.allow_out_of_order_execution
         if loose is None and (info.is_async or limits[""] > 1):
             loose = True
@@ -498,13 +527,19 @@ class Resident:
                 result = None if hook is None else hook(instance)
                 if asyncio.iscoroutine(result):
                     asyncio.run(result)
-            except BaseException:
-                _log.exception("on_stop of actor %s raised", self.title)
+            except BaseException as error:
+                report(_log, error, "on_stop of actor %s raised", self.title)
         instance = None
         loop, self.loop = self.loop, None
 
         def over(_: Any) -> None:
             self.state = "over"
+            for peer in (self.agent.self_peer, *self.agent.peers()):
+                for each in list(peer.running.values()):
+                    if (
+                        type(each) is LetterEntry and each.office is self
+                    ):  # whatever was to answer it, does not any more
+                        self.callee.fail(each, died(self, self.why))
             if self.over._claim():
                 self.over._finish(state, None)
 
@@ -519,8 +554,8 @@ class Resident:
             return None
         try:
             return Snapshot.of(instance.checkpoint())
-        except Exception:
-            _log.exception("the state of actor %s could not be kept", self.title)
+        except Exception as error:
+            report(_log, error, "the state of actor %s could not be kept", self.title)
             return None
 
     # -- looking -----------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ from actorrpc.actors.stalls import Stall
 from actorrpc.core import codec, exceptions
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT
+from actorrpc.core.exception_parts import cut_frames, is_a
+from actorrpc.core.exception_text import report
 from actorrpc.core.execution import Later
 from actorrpc.core.peer import Peer
 from actorrpc.errors import CancelledError, RpcError, SerializationError, ShutdownError
@@ -567,8 +569,9 @@ def produce(generator: Generator[Any, Any, Any], producer: Producer, explain: Ex
                 return
             producer.put(item)
     except BaseException as error:
-        producer.fail(explain(_without_our_frame(error)))
-        if not isinstance(error, Exception):
+        cut_frames(error, __file__)
+        producer.fail(explain(error))
+        if not is_a(error, Exception):
             raise
     finally:
         _close(generator, producer)
@@ -578,9 +581,12 @@ def produce(generator: Generator[Any, Any, Any], producer: Producer, explain: Ex
 def _close(generator: Generator[Any, Any, Any], producer: Producer) -> None:
     try:
         generator.close()
-    except Exception:
-        _log.exception(
-            "a generator raised while it was closed; nobody reads stream %x any more", producer.stream
+    except Exception as error:
+        report(
+            _log,
+            error,
+            "a generator raised while it was closed; nobody reads stream %x any more",
+            producer.stream,
         )
 
 
@@ -610,17 +616,20 @@ async def aproduce(
     except BaseException as error:
         if stop.meant(error):
             return
-        if isinstance(error, asyncio.CancelledError):  # the task's; to the consumer, its call was cancelled
+        cut_frames(error, __file__)
+        if is_a(error, asyncio.CancelledError):  # the task's; to the consumer, its call was cancelled
             producer.fail(explain(CancelledError("the generator was cancelled", maybe_executed=True)))
         else:
-            producer.fail(explain(_without_our_frame(error)))
-        if not isinstance(error, Exception):
+            producer.fail(explain(error))
+        if not is_a(error, Exception):
             raise
     finally:
         try:
             await generator.aclose()
-        except Exception:
-            _log.exception(
+        except Exception as error:
+            report(
+                _log,
+                error,
                 "an async generator raised while it was closed; nobody reads stream %x any more",
                 producer.stream,
             )
@@ -652,7 +661,7 @@ class _Stop:
 
     def meant(self, error: BaseException) -> bool:
         """Say whether this is why ``error``, a cancellation, was raised; it is then dealt with."""
-        if not self._rung or not isinstance(error, asyncio.CancelledError) or self._task is None:
+        if not self._rung or not is_a(error, asyncio.CancelledError) or self._task is None:
             return False
         # Whoever else has cancelled the task wants it to end, and counts as well.
         return self._task.uncancel() == 0
@@ -667,15 +676,3 @@ class _Stop:
         if self._awaits and self._task is not None:
             self._rung = True
             self._task.cancel()
-
-
-def _without_our_frame(error: BaseException) -> BaseException:
-    """Cut this module's frame off the top of the traceback: users look for theirs."""
-    traceback = error.__traceback__
-    if (
-        traceback is not None
-        and traceback.tb_next is not None
-        and traceback.tb_frame.f_code.co_filename == __file__
-    ):
-        error.__traceback__ = traceback.tb_next
-    return error

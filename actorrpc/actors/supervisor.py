@@ -31,6 +31,7 @@ from actorrpc.actors.snapshot import Snapshot
 from actorrpc.actors.spec import Card, Location, ResidentGoneError
 from actorrpc.actors.supervised import Anchor, Supervised, Verdict
 from actorrpc.core import exceptions
+from actorrpc.core.exception_parts import is_a
 from actorrpc.core.letters import Letter
 from actorrpc.core.peer import Peer
 from actorrpc.errors import ActorDiedError, PeerDiedError, RpcError, ShutdownError
@@ -280,12 +281,12 @@ class Supervisor:
     def _not_made(self, actor: Supervised, resident_id: int, error: BaseException) -> None:
         """See to an incarnation that could not be made: for good, unless only its process could not be started again."""
         original = exceptions.original(error)
-        if isinstance(original, ActorDiedError) and (actor.killed or actor.doomed):
+        if is_a(original, ActorDiedError) and (actor.killed or actor.doomed):
             return  # whoever ends it sees to the rest
         text, final = obituaries.not_made(error, None if actor.worker is None else actor.worker_name)
         if actor.family is not None and actor.epoch:
             # Its group will try again, as often as it may; but not where it has no place any more.
-            final = self._places.is_gone(actor.place) or isinstance(original, ActorDiedError)
+            final = self._places.is_gone(actor.place) or is_a(original, ActorDiedError)
         elif not final:
             final = actor.epoch == 0 or actor.place is not None
         self.ended(actor, resident_id, text, cause=original, final=final)

@@ -33,6 +33,7 @@ import torch
 from actorrpc.cluster import child
 from actorrpc.cluster.wire import Reader, send
 from actorrpc.core import keys
+from actorrpc.core.limits import explain_fork
 
 __all__ = ["main"]
 
@@ -171,7 +172,7 @@ class _Server:
                 warnings.simplefilter("ignore")  # about threads in C: those of this process hold no locks
                 pid = os.fork()
         except OSError as error:
-            self._say({"is": "failed", "id": message["id"], "why": f"cannot fork: {error.strerror}"})
+            self._say({"is": "failed", "id": message["id"], "why": explain_fork(error)})
             pid = -1
         if pid == 0:
             self._become_child(message, fds)

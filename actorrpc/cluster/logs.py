@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from actorrpc.core import descriptors
+from actorrpc.core.limits import start_thread
 
 __all__ = ["Labels", "Logs", "Output", "pipes"]
 
@@ -179,8 +180,12 @@ class Logs:
         self._thread = threading.Thread(target=self._run, name="actorrpc-logs", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the thread.
+
+        Raises:
+            LimitError: the system has none.
+        """
+        start_thread(self._thread)
 
     def add(self, output: Output) -> None:
         """Read these pipes from now on; they are closed here."""
@@ -351,7 +356,9 @@ class Logs:
         try:
             stream.write("".join(lines))
             stream.flush()
-        except Exception:  # closed, or its reader is gone, or it is somebody's own object: the driver goes on
+        except (
+            BaseException
+        ):  # closed, or its reader is gone, or it is somebody's own object: the driver goes on
             pass
 
 

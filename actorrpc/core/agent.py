@@ -95,7 +95,7 @@ class Agent:
             max_threads=settings.max_threads,
             starvation_s=settings.starvation_s,
         )
-        self.buffers = BufferPool(settings.recycle_bytes)
+        self.buffers = BufferPool(settings.recycle_bytes, excess=self._let_memory_go)
         self.interceptors: list[Interceptor] = []
         self.recorder: Recorder = NoRecorder()
         self.gate: Gate | None = None
@@ -424,6 +424,11 @@ class Agent:
         if lender is None and self.settings.lane:
             lender = self.links.open_lane(conn)
         return lender
+
+    def _let_memory_go(self) -> None:
+        """Have memory unmapped soon that is not to be kept. Runs where a finaliser does."""
+        if not self.closed_down:
+            self.clock.nudge(lambda: self.submit(self.buffers.trim))
 
     # -- the ends ---------------------------------------------------------------------------------------
 

@@ -397,12 +397,18 @@ class BufferPool:
     """
 
     def __init__(
-        self, limit_bytes: int, *, window: float = 30.0, clock: Callable[[], float] = time.monotonic
+        self,
+        limit_bytes: int,
+        *,
+        window: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+        excess: Callable[[], None] | None = None,
     ) -> None:
         self._limit = limit_bytes
+        self._excess = excess
         self._window = window
         self._clock = clock
-        self._loans: Loans[_Block] = Loans()
+        self._loans: Loans[_Block] = Loans(None if excess is None else self._ring)
         self._lock = threading.RLock()
         self._busy = False
         self._closed = False
@@ -454,6 +460,15 @@ class BufferPool:
                     self._lent_bytes -= size
                 raise MemoryError(f"cannot map {size} bytes") from error
         return self._loans.lend(block.memory, block.address, size, block)[:nbytes]
+
+    def _ring(self) -> None:
+        """Say that there is more than may be kept, where that may be so: what has been returned is not counted yet."""
+        if (
+            self._excess is not None
+            and self._lent_bytes + self._free_bytes > self._limit
+            and not self._closed
+        ):
+            self._excess()
 
     def trim(self) -> None:
         """Take in what has been returned and unmap the surplus; call it now and then when idle."""

@@ -241,6 +241,11 @@ class Call:
             if foreign is None:
                 if conn is not None and conn.outbox:
                     conn.flush()
+            if reads and conn is not None and (foreign is None or not self.sent) and not conn.broken:
+                # Whether a signal handler waits here, in the midst of what it would wait for.
+                within = conn.waiting.read_within(self, bounded)
+                foreign = foreign if within is None else within
+            if foreign is None:
                 if self._park(bounded):
                     return True
             elif foreign:

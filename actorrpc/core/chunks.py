@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from actorrpc import moments
 from actorrpc.core.frames import CHUNK, STREAM_ABORT, pack_frame, pack_position
-from actorrpc.core.interrupts import pending_here, uninterruptible
+from actorrpc.core.interrupts import beneath, holding, pending_here, uninterruptible
 from actorrpc.core.seals import chunk_head
 
 if TYPE_CHECKING:
@@ -69,10 +69,15 @@ class ChunkSender:
                 return False
             time.sleep(_RESUMED_S)
 
+    @holding
     def _try(self, prefix: bytes, piece: memoryview, deadline: float | None) -> bool | None:
         """Send one chunk; None: the socket has failed before it began."""
         conn = self._conn
         while not conn.write_lock.acquire(timeout=0.1):
+            if (
+                beneath(conn) or beneath(self) > 1
+            ):  # a signal handler sends, and has interrupted who has the lock
+                return False
             if conn.broken or pending_here() or (deadline is not None and moments.now() > deadline):
                 return False
         begun = False

@@ -6,7 +6,8 @@ What it runs must be short and must never block, take long-held locks, or run us
 to the pool.
 
 ``_lock`` guards the heap and ``_sleeping_until``; nothing else is called under it, and no other lock is taken
-under it. In tests :class:`VirtualClock` takes its place and time passes when told.
+under it. It is re-entrant, as a signal handler may make a call while the main thread has it.
+In tests :class:`VirtualClock` takes its place and time passes when told.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import Any, Final
 
 from actorrpc import moments
 from actorrpc.core.daemons import Daemon
+from actorrpc.core.exception_text import report
 from actorrpc.core.interrupts import uninterruptible
+from actorrpc.core.limits import start_thread
 
 __all__ = ["Clock", "Tick", "Timer", "VirtualClock"]
 
@@ -84,7 +87,7 @@ class Clock:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timer]] = []
         self._count = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._wake = threading.Lock()
         self._wake.acquire()
         self._sleeping_until = 0.0
@@ -98,9 +101,14 @@ class Clock:
         return moments.now()
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread = Daemon(self._run, "actorrpc-clock")
-        self._thread.start()
+        """Start the thread.
+
+        Raises:
+            LimitError: the system has none.
+        """
+        thread = Daemon(self._run, "actorrpc-clock", lambda _: self.start())
+        start_thread(thread)
+        self._thread = thread
 
     @uninterruptible
     def at(self, due: float, run: Callable[[], Any]) -> Timer:
@@ -165,8 +173,8 @@ class Clock:
     def _do(self, run: Callable[[], Any]) -> None:
         try:
             run()
-        except Exception:
-            _log.exception("a timer raised")
+        except BaseException as error:
+            report(_log, error, "a timer raised")
 
 
 class VirtualClock(Clock):

@@ -54,7 +54,7 @@ from actorrpc.core.frames import (
     FrameReader,
     pack_frame,
 )
-from actorrpc.core.interrupts import uninterruptible
+from actorrpc.core.interrupts import holding, uninterruptible
 from actorrpc.core.replay import Replay
 from actorrpc.core.seals import SealedReader, Seals
 from actorrpc.core.tls import Stream, TlsSocket
@@ -137,18 +137,24 @@ class Connection:
             if self.replay is not None:
                 self.replay.count(len(leftover))
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller = select.poll()
-        self._poller.register(self.fd, select.POLLIN)
-        self._poller.register(self._wake_fd, select.POLLIN)
-        if interrupts.wake_fd() >= 0:  # ends the poll of the main thread when a Ctrl-C was put off
-            self._poller.register(interrupts.wake_fd(), select.POLLIN)
+        self._poller = self.poller()
         self._writer_poller: select.poll | None = None
         self.answering = Answering(self)
         self.waiting = Waiting(self)
-        self.send_chunks = ChunkSender(self).send
+        self.chunks = ChunkSender(self)
+        self.send_chunks = self.chunks.send
         #: disarmed although nobody reads: whoever made a call is about to wait for it, or the clock listens again soon
         self.expecting = False
         self.expecting_since = 0.0
+
+    def poller(self) -> select.poll:
+        """Return one that wakes for what comes, for :meth:`wake` and, on the main thread, for a Ctrl-C that was put off."""
+        poller = select.poll()
+        fds = [self.fd, self._wake_fd, interrupts.wake_fd()]
+        for fd in fds:
+            if fd >= 0:
+                poller.register(fd, select.POLLIN)
+        return poller
 
     @property
     def receiving(self) -> bool:
@@ -318,6 +324,7 @@ class Connection:
                 return
             count = 0
 
+    @holding
     @uninterruptible
     def begin(self) -> list[Frame]:
         """Take what came right behind the handshake, unless somebody who waits for a reply has."""
@@ -343,6 +350,7 @@ class Connection:
 
     # -- writing -----------------------------------------------------------------------------------
 
+    @holding
     @uninterruptible
     def flush(self, wait: bool = False) -> bool:
         """Send what is in the outbox. Returns whether all of it was handed to the kernel.
@@ -357,13 +365,14 @@ class Connection:
             if not self.write_lock.acquire(False):
                 return False  # the holder looks at the outbox again when it is done
             try:
-                done = self._drain()
-                if not done and wait:
+                try:
+                    done = self._drain()
+                except BaseException as error:
+                    self.failed(error)
+                    return False
+                if not done and wait:  # what a signal handler raises here has torn nothing apart
                     done = self._wait_writable()
                     continue
-            except BaseException as error:
-                self.failed(error)
-                return False
             finally:
                 self.write_lock.release()
             if not done:

@@ -9,6 +9,7 @@ of the interpreter waits for those that are on their way out.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
@@ -16,7 +17,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
+from actorrpc.core.exception_text import report
+
 __all__ = ["Daemon"]
+
+_log = logging.getLogger("actorrpc.threads")
 
 _WAIT_S: Final = 2.0
 _MANY: Final = 64
@@ -25,15 +30,25 @@ _leaving: Final[deque[int]] = deque()
 
 
 class Daemon(threading.Thread):
-    """A daemon thread that calls ``target()``."""
+    """A daemon thread that calls ``target()``, which is not to raise: where it does, that is logged, and ``lost(error)`` called.
 
-    def __init__(self, target: Callable[[], Any], name: str) -> None:
+    What raises may be anybody's (memory has run out); what depends on the thread must not wait for it for ever.
+    """
+
+    def __init__(
+        self, target: Callable[[], Any], name: str, lost: Callable[[BaseException], Any] | None = None
+    ) -> None:
         super().__init__(target=target, name=name, daemon=True)
+        self._lost = lost
 
     def run(self) -> None:
         """Call it."""
         try:
             super().run()
+        except BaseException as error:
+            report(_log, error, "the thread %s has ended unexpectedly", self.name)
+            if self._lost is not None:
+                self._lost(error)
         finally:
             _leaving.append(threading.get_native_id())
             if len(_leaving) > _MANY:

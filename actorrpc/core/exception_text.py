@@ -10,14 +10,22 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import logging
 import traceback as tracebacks
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from actorrpc.core.exception_parts import CAUSE as _CAUSE
+from actorrpc.core.exception_parts import CONTEXT as _CONTEXT
+from actorrpc.core.exception_parts import MEMBERS as _MEMBERS
+from actorrpc.core.exception_parts import SUPPRESS as _SUPPRESS
+from actorrpc.core.exception_parts import TRACEBACK as _TRACEBACK
+from actorrpc.core.exception_parts import dict_of as _dict_of
+from actorrpc.core.exception_parts import names_of as _names_of
 from actorrpc.errors import RemoteTraceback
 
-__all__ = ["cut", "format_error", "line_of", "notes_of", "say", "shown", "type_name"]
+__all__ = ["cut", "format_error", "line_of", "notes_of", "report", "say", "shown", "type_name"]
 
 _MAX_MESSAGE = 8 << 10
 _MAX_FRAMES = 200
@@ -25,14 +33,6 @@ _MAX_MEMBERS = 200  # of a group, printed as Python does
 _MAX_CHAIN = 64
 _MAX_NOTES = 100
 _MAX_SCAN = 1000
-
-_CAUSE: Any = BaseException.__dict__["__cause__"]
-_CONTEXT: Any = BaseException.__dict__["__context__"]
-_SUPPRESS: Any = BaseException.__dict__["__suppress_context__"]
-_TRACEBACK: Any = BaseException.__dict__["__traceback__"]
-_MEMBERS: Any = BaseExceptionGroup.__dict__["exceptions"]
-_dict_of: Callable[[BaseException], dict[str, Any]] = BaseException.__dict__["__dict__"].__get__
-_names_of: Callable[[type], dict[str, Any]] = type.__dict__["__dict__"].__get__
 
 
 def _is_group(error: BaseException) -> bool:
@@ -69,6 +69,15 @@ def shown(name: str) -> str:
 
 def line_of(error: BaseException) -> str:
     return cut(f"{shown(type_name(type(error)))}: {say(error)}", 1000)
+
+
+def report(log: logging.Logger, error: BaseException, message: str, *args: object) -> None:
+    """Log an error with its traceback, whatever its class does. Never raises, so that the thread which reports goes on."""
+    try:
+        text = format_error(error, say(error), "", lambda _: None)
+        log.error("%s\n%s", message % args, text.removeprefix("On worker :\n").rstrip())
+    except BaseException:  # a handler of the program's, or memory has run out
+        pass
 
 
 def notes_of(error: BaseException) -> list[str]:

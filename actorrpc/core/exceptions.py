@@ -23,10 +23,16 @@ from typing import Any, TypeVar, cast
 
 import msgpack
 
+from actorrpc.core.exception_parts import ARGS as _ARGS
+from actorrpc.core.exception_parts import CAUSE as _CAUSE
+from actorrpc.core.exception_parts import MEMBERS as _MEMBERS
+from actorrpc.core.exception_parts import MESSAGE as _MESSAGE
+from actorrpc.core.exception_parts import dict_of as _dict_of
+from actorrpc.core.exception_parts import names_of as _names_of
 from actorrpc.core.exception_text import cut, format_error, line_of, notes_of, say, shown, type_name
 from actorrpc.errors import RemoteError, RemoteTraceback, RpcError
 
-__all__ = ["MAX_PICKLE", "MAX_TEXT", "dump", "load", "original", "reduce"]
+__all__ = ["MAX_PICKLE", "MAX_TEXT", "dump", "load", "original", "reduce", "traceback_of"]
 
 MAX_TEXT = 64 << 10  # characters of formatted traceback; the middle of a longer one is cut
 MAX_PICKLE = 16 << 20  # bytes of the pickled exception; what makes it larger is left behind
@@ -37,15 +43,6 @@ _MAX_SCAN = 1000
 
 _V = TypeVar("_V")
 _State = tuple[tuple[Any, ...] | None, dict[str, Any], dict[str, Any]]  # args, fields, __dict__
-
-# Read and written through BaseException's own descriptors: a user's class may define properties of these
-# names, a __getattr__ that raises, or refuse every assignment (a frozen dataclass does).
-_ARGS: Any = BaseException.__dict__["args"]
-_CAUSE: Any = BaseException.__dict__["__cause__"]
-_MESSAGE: Any = BaseExceptionGroup.__dict__["message"]
-_MEMBERS: Any = BaseExceptionGroup.__dict__["exceptions"]
-_dict_of: Callable[[BaseException], dict[str, Any]] = BaseException.__dict__["__dict__"].__get__
-_names_of: Callable[[type], dict[str, Any]] = type.__dict__["__dict__"].__get__
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: clear on classes that were made in C
 _ATOMS = frozenset({str, int, float, bool, bytes, type(None), complex})
@@ -471,6 +468,37 @@ def _itself(error: _V) -> _V:
     return error
 
 
+# What the interpreter, asyncio and this package ask of every exception.
+_COMMON = ("__cause__", "__class__", "__context__", "__dict__", "__suppress_context__", "__traceback__")
+
+
+def _manners(cls: type[BaseException]) -> dict[str, Any]:
+    """Return what a raised class has of its own so that it can be raised and looked at, whatever the user's makes of that.
+
+    Everything but the parts that all exceptions have in common is as the user's class says.
+    """
+    found: dict[str, Any] = {}
+    for owner in type.__dict__["__mro__"].__get__(cls):
+        if id(owner) not in _BUILTIN:
+            found = {**_names_of(owner), **found}
+    common = {**_names_of(object), **_names_of(BaseException)}
+    space: dict[str, Any] = {name: common[name] for name in _COMMON if name in found}
+    read, write = found.get("__getattribute__"), found.get("__setattr__")
+    if read is not None:
+
+        def get(self: Any, name: str) -> Any:
+            return (object.__getattribute__ if name in _COMMON else read)(self, name)
+
+        space["__getattribute__"] = get
+    if write is not None:
+
+        def put(self: Any, name: str, value: Any) -> None:
+            (object.__setattr__ if name in _COMMON else write)(self, name, value)
+
+        space["__setattr__"] = put
+    return space
+
+
 def _raised_class(cls: type[BaseException]) -> type[BaseException] | None:
     """Return the class that is both this one and RemoteError, or None where there can be none."""
     known = _raised_classes.get(id(cls))
@@ -485,6 +513,7 @@ def _raised_class(cls: type[BaseException]) -> type[BaseException] | None:
         make: Any = abc.ABCMeta.__new__ if issubclass(type(cls), abc.ABCMeta) else type.__new__
         try:
             space = {
+                **_manners(cls),
                 "__module__": cls.__module__,
                 "__qualname__": cls.__qualname__,
                 "__slots__": ("_actorrpc_remote",),  # not in the user's __dict__
@@ -516,6 +545,12 @@ def original(error: BaseException) -> BaseException:
     """Return ``error.cause``, whatever else the user's class calls so; where there is none, ``error``."""
     remote = _remote_of(error)
     return error if remote is None or remote.cause is None else remote.cause
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return ``error.traceback``, whatever else the user's class calls so; empty where there is none."""
+    remote = _remote_of(error)
+    return "" if remote is None else remote.traceback
 
 
 def load(data: bytes | memoryview, *, loads: Callable[[bytes], object]) -> BaseException:

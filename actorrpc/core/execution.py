@@ -18,6 +18,8 @@ import torch
 from actorrpc import moments
 from actorrpc.core import codec, exceptions, messages
 from actorrpc.core.calls import CURRENT, FRAME_BIT, Execution
+from actorrpc.core.exception_parts import cut_frames, is_a, let_frames_go
+from actorrpc.core.exception_text import line_of, report, say
 from actorrpc.core.frames import CREDIT, FAILURE, POST, REPLY, Frame, pack_frame, unpack_extra
 from actorrpc.core.interceptors import RECEIPT, Interceptor, answer_header, intercepted, recorded, riding
 from actorrpc.errors import (
@@ -32,7 +34,7 @@ from actorrpc.errors import (
 if TYPE_CHECKING:
     from actorrpc.core.agent import Agent
 
-__all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "let_frames_go", "path_of"]
+__all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "path_of"]
 
 _PLAIN: Final = frozenset({int, float, bool, type(None)})  # values that need no codec
 _dumps = pickle.dumps
@@ -155,9 +157,9 @@ class Executor:
             try:
                 value, answered = self._call(conn, frame, execution)
             except BaseException as error:
-                error.__traceback__ = _without_our_frames(error.__traceback__)
+                cut_frames(error, __file__)
                 if frame.flags & POST:
-                    _log.error("what %r has posted here failed", peer.name, exc_info=error)
+                    report(_log, error, "what %r has posted here failed", peer.name)
                 else:
                     self.fail(conn, id, error, execution)
             else:
@@ -263,25 +265,29 @@ class Executor:
             if parcel.sent:
                 header = agent.announce(parcel, header)
             header = _with_receipt(execution, header)
+            if not self._send(conn, REPLY, id, encoded, header, execution, parcel):
+                agent.roll_back(parcel)
         except BaseException as error:
             agent.roll_back(parcel)
-            if isinstance(error, SerializationError) or not isinstance(error, RpcError):
-                wrapped = SerializationError(f"the result of {_named(execution)} cannot be sent: {error}")
+            if is_a(error, SerializationError) or not is_a(error, RpcError):
+                wrapped = SerializationError(
+                    f"the result of {_named(execution)} cannot be sent: {say(error)}"
+                )
                 wrapped.__cause__ = error
                 error = wrapped
             self.fail(conn, id, error, execution)
-            return
-        if not self._send(conn, REPLY, id, encoded, header, execution, parcel):
-            agent.roll_back(parcel)
 
     def fail(self, conn: Any, id: int, error: BaseException, execution: Execution) -> None:
         """Send an error back. Never raises."""
-        dumps = codec.dumper(execution.peer.same_main)
-        name, shown = self._agent.name, getattr(execution.actor, "shown", "")
-        where = f"{name}, actor {shown}" if shown else name
-        data = exceptions.dump(error, worker=name, dumps=dumps, where=where)
-        let_frames_go(error)
-        self._send(conn, FAILURE, id, messages.Plain(data), _with_receipt(execution, None), execution)
+        try:
+            dumps = codec.dumper(execution.peer.same_main)
+            name, shown = self._agent.name, getattr(execution.actor, "shown", "")
+            where = f"{name}, actor {shown}" if shown else name
+            data = exceptions.dump(error, worker=name, dumps=dumps, where=where)
+            let_frames_go(error)
+            self._send(conn, FAILURE, id, messages.Plain(data), _with_receipt(execution, None), execution)
+        except BaseException as failure:  # memory or descriptors have run out: then little may still be sent
+            _log.error("an error cannot be sent to %r: %s", execution.peer.name, line_of(failure))
 
     def refuse(self, conn: Any, frame: Frame, error: RpcError, *, sealed: bool = True) -> None:
         """Answer a request that is not executed with an error. Never raises.
@@ -295,15 +301,14 @@ class Executor:
         data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps, executed=False)
         self._send(conn, FAILURE, frame.id, messages.Plain(data), None)
 
-    def refuse_stuck(self, task: tuple[Any, Frame, float], threads: int) -> None:
+    def refuse_stuck(self, task: tuple[Any, Frame, float], why: str) -> None:
         """Answer a request that no thread will ever take: every one that may exist is blocked."""
         conn, frame, _ = task
         self.refuse(
             conn,
             frame,
             DeadlockError(
-                f"all {threads} threads of {self._agent.name!r} are blocked and it may have no more (ACTORRPC_MAX_THREADS); "
-                f"the call was not executed",
+                f"{self._agent.name!r} did not execute the call: {why}",
                 maybe_executed=False,
                 worker=self._agent.name,
             ),
@@ -349,29 +354,3 @@ def _with_receipt(execution: Execution, header: dict[str, Any] | None) -> dict[s
     if receipt is None:
         return header
     return {RECEIPT: receipt} if header is None else {**header, RECEIPT: receipt}
-
-
-def _without_our_frames(traceback: Any) -> Any:
-    """Cut the frames of this module off the top of a traceback: users look for theirs."""
-    here = __file__
-    cut = traceback
-    while cut is not None and cut.tb_frame.f_code.co_filename == here:
-        cut = cut.tb_next
-    return cut if cut is not None else traceback
-
-
-def let_frames_go(error: BaseException) -> None:
-    """Take the tracebacks off an error that has been sent.
-
-    A call that failed waits for the collector otherwise: the future that raised the error holds it, and its traceback
-    the frames with that future, and with handles whose actors are to end. In an idle process the collector never comes.
-    """
-    left: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while left:
-        each = left.pop()
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
-        each.__traceback__ = None
-        left += (each.__cause__, each.__context__)

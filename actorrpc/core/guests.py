@@ -52,6 +52,7 @@ FAILURES_PER_S: Final = 3
 _MAX_ADDRESSES: Final = 1024  # whose failures are remembered; they are for one second
 _READ: Final = 4096  # more than any first message of TLS: what is left unread when a socket closes resets it
 _AGAIN_S: Final = 0.2
+_MINUTE_S: Final = 60.0
 _TELL_S: Final = 10.0  # how often it is said that nobody can be accepted
 _GIVE: Final = "set ACTORRPC_TLS_CERT, ACTORRPC_TLS_KEY and ACTORRPC_TLS_CA for all workers, or for none"
 _log = logging.getLogger("actorrpc.links")
@@ -115,6 +116,10 @@ class Guests:
         self._scarce = False  # the hard limit of descriptors is near
         self._resting: set[socket.socket] = set()
         self._told = float("-inf")
+        # Refusals that no line has told of, by address, since the last line of them.
+        self._refused: Counter[str] = Counter()
+        self._refused_since = float("-inf")
+        self._refused_last = ""
 
     def __len__(self) -> int:
         return len(self._guests)
@@ -305,7 +310,9 @@ class Guests:
     def _fail(self, guest: Guest, error: ssl.SSLError) -> None:
         """Give up a guest whose TLS has failed; it was told by an alert."""
         if not self._failed_often(guest.address):
-            _log.warning("a connection was refused: %s", explain(error, f"who came from {guest.address}"))
+            self._tell(
+                f"a connection was refused: {explain(error, f'who came from {guest.address}')}", guest.address
+            )
         guest.over = True
         try:
             guest.sock.shutdown(socket.SHUT_WR)
@@ -322,6 +329,7 @@ class Guests:
 
     def _refuse(self, guest: Guest, error: ProtocolError) -> None:
         if not guest.local and self._failed_often(guest.address):
+            self._tell(f"a connection from {guest.address} was refused: {error}", guest.address)
             if not isinstance(error, AuthenticationError):
                 self._dismiss(guest)
             return  # neither answered nor closed before its time is over
@@ -331,8 +339,45 @@ class Guests:
                 guest.sock.send(farewell)
             except OSError:
                 pass
-        _log.warning("a connection from %s was refused: %s", guest.address, error)
+        self._tell(f"a connection from {guest.address} was refused: {error}", guest.address)
         self._dismiss(guest)
+
+    def _tell(self, text: str, address: str) -> None:
+        """Log a refusal at once, and those of the minute after it as one line: floods are to fill no disk."""
+        now = moments.now()
+        with self._lock:
+            quiet = now - self._refused_since < _MINUTE_S
+            if quiet:
+                first = not self._refused
+                self._refused[address] += 1
+                self._refused_last = text
+                if len(self._refused) > _MAX_ADDRESSES:  # the rest are counted with the first
+                    count = self._refused.pop(address)
+                    self._refused[next(iter(self._refused))] += count
+            else:
+                first, self._refused_since = False, now
+        if not quiet:
+            _log.warning("%s", text)
+        elif first:
+            self._agent.clock.at(self._refused_since + _MINUTE_S, partial(self._agent.submit, self._sum_up))
+
+    def _sum_up(self) -> None:
+        """Log how many have been refused since the last line."""
+        with self._lock:
+            refused, self._refused = self._refused, Counter()
+            text = self._refused_last
+            if refused:
+                self._refused_since = moments.now()
+        if refused:
+            (address, most), *_ = refused.most_common(1)
+            _log.warning(
+                "%d more connections were refused within a minute, from %d addresses (%d from %s); the last one: %s",
+                refused.total(),
+                len(refused),
+                most,
+                address,
+                text,
+            )
 
     def _failed_often(self, address: str) -> bool:
         """Take note of a failure; say whether the address has had its answers of this second."""
@@ -381,6 +426,7 @@ class Guests:
             if path:
                 remove_file(path)
         self._listeners = []
+        self._sum_up()
         with self._lock:
             self._closed = True
             guests = list(self._guests.values())

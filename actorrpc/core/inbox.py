@@ -19,7 +19,8 @@ from actorrpc.core.calls import Execution
 from actorrpc.core.frames import Frame, pack_frame, unpack_extra
 from actorrpc.core.interceptors import RECEIPT
 from actorrpc.core.interrupts import uninterruptible
-from actorrpc.errors import ProtocolError
+from actorrpc.core.limits import explain_memory
+from actorrpc.errors import LimitError, ProtocolError
 
 if TYPE_CHECKING:
     from actorrpc.core.agent import Agent
@@ -57,7 +58,9 @@ class Inbox:
                     return None  # it is said twice
                 self._agent.upkeep.keep_trim()
                 conn.assemblies[stream] = assembly
-                if frame.flags & frames.LETTER and frame.id not in self._sender(conn).begun:
+                if isinstance(assembly, messages.Unplaced):
+                    self._refuse_large(conn, frame, assembly.size)
+                elif frame.flags & frames.LETTER and frame.id not in self._sender(conn).begun:
                     self._agent.post.announce(conn, self._sender(conn), frame)
                 if striped:
                     conn.outbox.append(pack_frame(frames.STREAM_READY, stream))
@@ -73,7 +76,9 @@ class Inbox:
                 return None
             if begun.arrived(frame.chain, frame.flags):
                 del conn.assemblies[frame.id]
-                whole: Frame = begun.frame
+                whole: Frame | None = begun.frame
+                if whole is None:
+                    return None
                 whole = whole._replace(buffers=begun.buffers)
                 if whole.flags & frames.LETTER:
                     self._take(conn.main or conn, whole)
@@ -119,6 +124,29 @@ class Inbox:
         elif kind == frames.NOTICE:
             return frame
         return None
+
+    def _refuse_large(self, conn: Connection, frame: Frame, size: int) -> None:
+        """Have the sender of a message hear, or who waits for it here, that there is no memory for it."""
+        peer = self._sender(conn)
+        where = f"worker {self._agent.name!r}: {explain_memory()}"
+        if frame.kind == frames.REQUEST:
+            name = unpack_extra(frame.extra).get("m")
+            what = f"the call of {name}()" if isinstance(name, str) else "the call"
+            error = LimitError(
+                f"{what} was not executed: its arguments, of {size >> 20} MiB, find no memory in {where}"
+            )
+
+            def refuse() -> None:
+                self._agent.executor.refuse(conn, frame, error)
+                conn.flush()
+
+            self._agent.pool.submit(refuse)
+            return
+        call: Call | None = peer.pending.pop(frame.id, None)
+        if call is not None:
+            error = LimitError(f"the result of {call}, of {size >> 20} MiB, finds no memory in {where}")
+            error.maybe_executed = True
+            call.fail(error, self._agent.pool.submit)
 
     def _take(self, conn: Connection, letter: Frame) -> None:
         peer = self._sender(conn)

@@ -9,12 +9,17 @@ follows, by sending the signal again.
 
 A program that has installed its own SIGINT handler keeps it. No lock is used here: handlers run on the main
 thread only.
+
+Handlers of the program, of any signal, may make calls, in the middle of one that the main thread makes. Who holds a lock that
+such a call would wait for is then below it on the stack, and goes on only when the handler returns: functions that hold one
+are marked :func:`holding`, and :func:`beneath` finds them, for who is about to wait.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -23,7 +28,9 @@ from typing import Any, TypeVar
 from actorrpc import moments
 
 __all__ = [
+    "beneath",
     "checkpoint",
+    "holding",
     "install",
     "pending_here",
     "resend",
@@ -36,6 +43,7 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 
 _protected: set[CodeType] = set()
+_holding: set[CodeType] = set()
 _main = threading.main_thread().ident
 _installed = False
 
@@ -57,6 +65,28 @@ def uninterruptible(function: F) -> F:
     """Mark a function whose execution, callees included, Ctrl-C must not cut in two."""
     _protected.add(function.__code__)
     return function
+
+
+def holding(function: F) -> F:
+    """Mark a method that holds a lock of its ``self`` while it runs."""
+    _holding.add(function.__code__)
+    return function
+
+
+def beneath(*owners: object) -> int:
+    """Say how many methods marked :func:`holding` of these owners wait, on this thread, for a signal handler to return.
+
+    The caller counts where it is one itself. For who would wait otherwise: it looks through the whole stack.
+    """
+    if threading.get_ident() != _main:
+        return 0
+    count = 0
+    walk: FrameType | None = sys._getframe(1)
+    while walk is not None:
+        if walk.f_code in _holding and any(walk.f_locals.get("self") is owner for owner in owners):
+            count += 1
+        walk = walk.f_back
+    return count
 
 
 def pending_here() -> bool:

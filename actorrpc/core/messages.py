@@ -245,9 +245,11 @@ def _post(conn: Connection, frame: bytes, call: Any) -> None:
         raise PeerDiedError("the connection was closed", maybe_executed=False)
 
 
-def begin_stream(agent: Agent, frame: Frame) -> tuple[int, Assembly, bool]:
+def begin_stream(agent: Agent, frame: Frame) -> tuple[int, Assembly | Unplaced, bool]:
     """Make room for the buffers of a message that comes in chunks; return its stream number and whether it is
     striped.
+
+    Where there is no memory for it, what is returned has no message, and drops what comes.
 
     Raises:
         ProtocolError: the sizes are over a limit; nothing was allocated.
@@ -265,7 +267,29 @@ def begin_stream(agent: Agent, frame: Frame) -> tuple[int, Assembly, bool]:
         or sum(sizes) == 0
     ):
         raise ProtocolError("the sizes announced for a message are over the limits")
-    return stream, Assembly(frame, [agent.buffers.take(size) for size in sizes]), bool(header.get("r"))
+    assembly: Assembly | Unplaced
+    try:
+        assembly = Assembly(frame, [agent.buffers.take(size) for size in sizes])
+    except MemoryError:
+        assembly = Unplaced(sum(sizes))
+    return stream, assembly, bool(header.get("r"))
+
+
+class Unplaced:
+    """Takes the place of a message for which there is no memory, until all of its chunks have come."""
+
+    __slots__ = ("_left", "size")
+    frame = None
+
+    def __init__(self, size: int) -> None:
+        self.size = self._left = size
+
+    def sink(self, position: int, length: int) -> memoryview:
+        return memoryview(bytearray(length))
+
+    def arrived(self, position: int, length: int) -> bool:
+        self._left -= length
+        return self._left <= 0
 
 
 class _Aborted:

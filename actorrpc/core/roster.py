@@ -64,7 +64,7 @@ class Roster:
         self._resolve = resolve
         self._members = members
         self._replaced = replaced
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant: a signal handler may ask while the main thread has it
         self._peers: dict[Any, Peer] = {}
         self._ended: deque[tuple[float, Peer]] = deque()
         self._settled = (

@@ -14,6 +14,7 @@ stays as it was for as long as the child lives, but is shared with the parent: b
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import select
@@ -38,7 +39,8 @@ from actorrpc.core.buffers import (
     size_class,
     size_classes,
 )
-from actorrpc.errors import ProtocolError
+from actorrpc.core.limits import explain_memory
+from actorrpc.errors import LimitError, ProtocolError
 
 __all__ = ["Borrower", "LaneStats", "Lender", "Placement"]
 
@@ -412,6 +414,9 @@ class Borrower:
         self._fetch_lock = threading.RLock()
         self._lock = threading.RLock()
         self._segments: dict[int, _Mapped] = {}
+        self._unmapped: dict[
+            int, tuple[int, int]
+        ] = {}  # size and descriptor of those for which there was no memory
         self._loans: Loans[tuple[int, int]] = Loans(on_freed)
         self._closed = False
         self._forks: ForkGuard[tuple[int, int]] = ForkGuard()
@@ -438,7 +443,11 @@ class Borrower:
         """
         if len(sizes) > self._max_buffers or len(offsets) != len(sizes):
             raise ProtocolError(f"{len(sizes)} buffers with {len(offsets)} offsets in shared memory")
-        segment = self._segments.get(segment_id) or self._fetch(segment_id)
+        try:
+            segment = self._segments.get(segment_id) or self._fetch(segment_id)
+        except LimitError:  # what was lent goes back unseen
+            self._loans.returned.append((segment_id, loan))
+            raise
         for offset, size in zip(offsets, sizes, strict=True):
             if offset < 0 or size < 0 or offset + size > segment.size:
                 raise ProtocolError(f"{size} bytes at {offset} are not within a segment of {segment.size}")
@@ -478,12 +487,18 @@ class Borrower:
             ProtocolError: the peer sent nonsense over the descriptor socket.
         """
         for number in segment_ids:
-            if number not in self._segments:
+            if number not in self._segments and number not in self._unmapped:
                 # Announced and never used: its descriptor waits in the socket still.
                 with self._fetch_lock:
                     while not self._closed and number not in self._segments and self._receive():
                         pass
             self._segments.pop(number, None)
+            self._forget_unmapped(number)
+
+    def _forget_unmapped(self, number: int) -> None:
+        _, fd = self._unmapped.pop(number, (0, -1))
+        if fd >= 0:
+            os.close(fd)
 
     def close(self) -> None:
         """Close the socket and forget all segments; each is unmapped when no view on it lives.
@@ -497,6 +512,8 @@ class Borrower:
             pass
         with self._fetch_lock:
             self._sock.close()
+            for number in list(self._unmapped):
+                self._forget_unmapped(number)
         with self._lock:
             self._loans.close()
             self._segments = {}
@@ -526,6 +543,8 @@ class Borrower:
         self._fetch_lock, self._lock = threading.RLock(), threading.RLock()
         self._closed = True
         self._sock.close()  # without shutdown, which would reach the parent
+        for number in list(self._unmapped):
+            self._forget_unmapped(number)
         self._loans.close()
         self._segments = {}
         self._forks.abandon()
@@ -542,6 +561,12 @@ class Borrower:
                     return segment
                 if self._closed:
                     raise ProtocolError("the tensor lane is closed")
+                if wanted in self._unmapped:
+                    size, fd = self._unmapped[wanted]
+                    self._segments[wanted] = self._map(wanted, size, fd)
+                    del self._unmapped[wanted]
+                    os.close(fd)
+                    continue
                 if self._receive():
                     continue
                 remaining = deadline - moments.now()
@@ -571,7 +596,10 @@ class Borrower:
             if len(data) != _ANNOUNCEMENT.size or len(fds) != 1 or cut:
                 raise ProtocolError("not an announcement of shared memory (or no descriptor is left for it)")
             number, size = _ANNOUNCEMENT.unpack(data)
-            self._segments[number] = self._map(number, size, fds[0])
+            try:
+                self._segments[number] = self._map(number, size, fds[0])
+            except LimitError:  # there may be memory for it when it is lent again
+                self._unmapped[number] = size, fds.pop()
         finally:
             for fd in fds:
                 os.close(fd)
@@ -589,6 +617,10 @@ class Borrower:
                 raise ProtocolError("the peer lends memory that it could take away again")
             memory, address = reserve(size, fd)
         except OSError as error:
+            if error.errno == errno.ENOMEM:
+                raise LimitError(
+                    f"{size >> 20} MiB of shared memory cannot be mapped here: {explain_memory()}"
+                ) from error
             raise ProtocolError(f"the peer's shared memory cannot be mapped: {error}") from error
         return _Mapped(number, size, memory, address)
 

@@ -34,7 +34,10 @@ import torch
 from actorrpc import moments
 from actorrpc.core.clock import Clock, Tick
 from actorrpc.core.daemons import Daemon
+from actorrpc.core.exception_text import report
 from actorrpc.core.interrupts import uninterruptible
+from actorrpc.core.limits import NO_THREAD, explain_threads
+from actorrpc.errors import LimitError
 from actorrpc.futures import Future
 
 __all__ = ["Pool", "follow_torch"]
@@ -67,7 +70,7 @@ class Pool:
     Args:
         clock: for the starvation tick.
         execute: runs a queued message ``(connection, frame, arrival time)``.
-        refuse: ends a queued message that can never be run (every thread is blocked).
+        refuse: ends a queued message that can never be run (every thread is blocked), and says why.
         max_threads: the most threads.
         starvation_s: how long work may lie in the queue before another thread is brought in.
     """
@@ -77,7 +80,7 @@ class Pool:
         *,
         clock: Clock,
         execute: Callable[[Any], None],
-        refuse: Callable[[Any, int], None],
+        refuse: Callable[[Any, str], None],
         max_threads: int,
         starvation_s: float,
     ) -> None:
@@ -91,7 +94,8 @@ class Pool:
         self._refuse = refuse
         self._max = max_threads
         self._starting = 0
-        self._lock = threading.Lock()
+        self._denied = False  # the system had no thread for us when we last asked
+        self._lock = threading.RLock()
         self._sources: dict[int, Callable[[], None]] = {}
         self._kick_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Edge-triggered and never read: each write wakes one thread.
@@ -188,19 +192,27 @@ class Pool:
             if count >= self._max:
                 return False
             self._starting += 1
-        thread = Daemon(self._loop, f"actorrpc-{count}")
+        # Where one ends that was not to, as memory has run out, another one takes its place: one has to listen.
+        thread = Daemon(self._loop, f"actorrpc-{count}", lambda _: self._start())
         try:
             thread.start()
-        except RuntimeError:  # the system has no more threads, or the interpreter is shutting down
+        except NO_THREAD:  # the system has no more, or the interpreter is shutting down
             with self._lock:
                 self._starting -= 1
+                self._denied = True
             return False
+        self._denied = False
         return True
 
     def start(self, count: int) -> None:
-        """Start the first threads."""
+        """Start the first threads.
+
+        Raises:
+            LimitError: the system has not so many.
+        """
         for _ in range(count):
-            self._start()
+            if not self._start():
+                raise LimitError(explain_threads())
 
     def is_member(self) -> bool:
         """Say whether the calling thread belongs to the pool."""
@@ -259,8 +271,8 @@ class Pool:
                         idle.discard(me)
                         try:
                             ready()
-                        except Exception:
-                            _log.exception("reading failed")
+                        except BaseException as error:
+                            report(_log, error, "reading failed")
         finally:
             idle.discard(me)
             self._leave(me)
@@ -295,8 +307,10 @@ class Pool:
                 self._execute(task)
             else:
                 task()
-        except Exception:
-            _log.exception("a task of the pool raised")
+        except (
+            BaseException
+        ) as error:  # the thread is for others, too: what ends a program ends no thread of ours
+            report(_log, error, "a task of the pool raised")
         self.finished += 1
         if crowd:  # how long work takes matters only where more of it is waiting
             took = moments.now() - begun
@@ -333,7 +347,7 @@ class Pool:
 
     def _can_grow(self) -> bool:
         """Say whether the pool can still bring in a thread."""
-        return len(self.idle) > 1 or len(self.threads) < self._max
+        return len(self.idle) > 1 or (len(self.threads) < self._max and not self._denied)
 
     def _help(self, now: float) -> None:
         """Have the queue's internal work done by a thread beyond the most, which runs no calls.
@@ -348,7 +362,7 @@ class Pool:
         self._helped = now
         try:
             Daemon(self._help_out, "actorrpc-helper").start()
-        except RuntimeError:
+        except NO_THREAD:
             self._helpers -= 1
 
     def _help_out(self) -> None:
@@ -383,7 +397,8 @@ class Pool:
             except IndexError:
                 return
             if type(task) is tuple:
-                self._refuse(task, len(self.threads))
+                why = explain_threads() if self._denied else "it may have no more (ACTORRPC_MAX_THREADS)"
+                self._refuse(task, f"all {len(self.threads)} threads are blocked, and {why}")
             else:
                 self.queue.append(task)
 

@@ -18,6 +18,7 @@ import torch
 from actorrpc.core import codec, exceptions, layout
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT
+from actorrpc.core.exception_parts import cut_frames
 from actorrpc.core.execution import ASYNC_MARK, Later, future_of
 from actorrpc.core.holder import Holder
 from actorrpc.core.identity import WorkerInfo
@@ -172,8 +173,7 @@ def _create(
 def _keep_error(references: References, rref_id: RRefId, error: BaseException) -> None:
     if not isinstance(error, RemoteError):
         # Uses of the RRef on this worker raise what uses on others raise; and no frames are kept alive with it.
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            error.__traceback__ = error.__traceback__.tb_next
+        cut_frames(error, __file__)
         packed = exceptions.dump(error, worker=references.agent.name, dumps=codec.dumps)
         error = exceptions.load(packed, loads=codec.loads)
     references.carry_out(references.table.set_error(rref_id, error))

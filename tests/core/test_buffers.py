@@ -456,3 +456,16 @@ def test_a_fork_guard_holds_loans_until_the_child_is_gone() -> None:
     guard.after({"a"})
     guard.close()
     assert not guard.hold("a")
+
+
+def test_more_than_may_be_kept_is_said_when_it_comes_back() -> None:
+    told: list[None] = []
+    pool = BufferPool(4 * BIG, excess=lambda: told.append(None))
+    small = pool.take(BIG)
+    del small
+    assert not told
+    large = pool.take(16 * BIG)
+    del large
+    assert len(told) == 1
+    pool.trim()
+    assert pool.stats().free_bytes <= 4 * BIG

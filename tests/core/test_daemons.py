@@ -64,16 +64,20 @@ def test_nobody_is_waited_for_who_does_not_leave(monkeypatch: pytest.MonkeyPatch
     daemons._leaving.remove(threading.get_native_id())
 
 
-def test_one_that_raises_leaves_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [LookupError("no"), SystemExit(3)])
+def test_one_that_raises_says_so_and_leaves_as_well(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
     told: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", told.append)
 
     def wrong() -> None:
-        raise LookupError("no")
+        raise error
 
-    thread = Daemon(wrong, "wrong")
+    thread = Daemon(wrong, "wrong", told.append)
     thread.start()
     thread.join()
-    assert len(told) == 1
+    assert told == [error]
+    assert "the thread wrong has ended unexpectedly\nTraceback" in caplog.text
+    caplog.clear()
     daemons._see_off()
     assert thread.native_id not in daemons._leaving

@@ -6,6 +6,7 @@ import abc
 import asyncio
 import builtins
 import concurrent.futures
+import contextlib
 import copy
 import dataclasses
 import enum
@@ -13,6 +14,7 @@ import errno
 import gc
 import io
 import json
+import logging
 import pickle
 import subprocess
 import threading
@@ -27,9 +29,11 @@ import hypothesis.strategies as st
 import pytest
 
 from actorrpc import errors
-from actorrpc.core import exceptions
+from actorrpc.core import exception_parts, exceptions
+from actorrpc.core.exception_text import report
 from actorrpc.core.exceptions import dump, load
 from actorrpc.errors import RemoteError, RemoteTraceback
+from tests import unruly
 
 
 def original(error: BaseException) -> Any:
@@ -1098,3 +1102,38 @@ def test_any_nest_of_awkward_exceptions_travels(tree: Any) -> None:
     error = grow(tree)
     arrived = send(error)
     assert shape(original(arrived)) == shape(error)
+
+
+@pytest.mark.parametrize("kind", unruly.KINDS)
+def test_what_has_arrived_can_be_raised_through_anything(kind: str) -> None:
+    error = send(unruly.make(kind))
+
+    @contextlib.contextmanager
+    def through() -> Any:
+        yield  # what is raised below has its traceback set by this one's end
+
+    with pytest.raises(RemoteError) as raised, through():
+        raise error
+    assert raised.value is error
+    assert not isinstance(error, KeyError)
+    assert type(error.__cause__) is RemoteTraceback
+    error.__context__ = None
+    error.__traceback__ = None
+    assert exceptions.traceback_of(error) == error.__cause__.text
+
+
+@pytest.mark.parametrize("kind", unruly.KINDS)
+def test_the_frames_of_any_exception_can_be_let_go(kind: str) -> None:
+    error = caught(unruly.make(kind))
+    exception_parts.cut_frames(error, __file__)
+    exception_parts.add_note(error, "a note")
+    exception_parts.let_frames_go(error)
+    assert exception_parts.TRACEBACK.__get__(error) is None
+    assert not exception_parts.is_a(error, KeyError)
+
+
+@pytest.mark.parametrize("kind", unruly.KINDS)
+def test_any_exception_can_be_reported(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    report(logging.getLogger("actorrpc"), caught(unruly.make(kind)), "what %s has raised", "somebody")
+    assert "what somebody has raised\n" in caplog.text
+    caplog.clear()

@@ -182,7 +182,7 @@ class _Spinner:
 class _Thread:
     """What the pool takes for a thread."""
 
-    def __init__(self, steps: Steps, target: Callable[[], None], name: str) -> None:
+    def __init__(self, steps: Steps, target: Callable[[], None], name: str, lost: object = None) -> None:
         self.start = lambda: steps.spawn(target, name)
 
 

@@ -173,9 +173,8 @@ def test_a_flood_keeps_no_member_out(act: str, sources: int, caplog: pytest.LogC
                 thread.join()
         assert _works(one, other)
     assert sum(counts) > 20
-    if sources == 1:
-        # Words are few, too: one for each failure that was answered.
-        assert len(caplog.records) < sum(counts) + 20
+    # Words are few, too: one at once, and one for all others of the minute, or at the end.
+    assert len([record for record in caplog.records if "refused" in record.getMessage()]) <= 2
 
 
 # -- failures ------------------------------------------------------------------------------------------

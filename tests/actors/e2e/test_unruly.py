@@ -1,0 +1,221 @@
+"""Whatever users' objects do: no thread of ours ends of it, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc.errors import ActorDiedError, ActorUnavailableError, LimitError, RemoteError
+from tests import unruly
+
+pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(60)]
+
+
+@actorrpc.remote
+class Unruly:
+    """Raises what it is told to, in each way that a method can."""
+
+    def __init__(self, kind: str = "") -> None:
+        self.kind = kind
+        if kind:
+            raise unruly.make(kind)
+
+    def call(self, kind: str) -> None:
+        raise unruly.make(kind)
+
+    def items(self, kind: str) -> Iterator[int]:
+        yield 1
+        raise unruly.make(kind)
+
+    def ping(self) -> str:
+        return "pong"
+
+
+@actorrpc.remote
+class AsyncUnruly:
+    async def call(self, kind: str) -> None:
+        raise unruly.make(kind)
+
+    async def items(self, kind: str) -> AsyncIterator[int]:
+        yield 1
+        raise unruly.make(kind)
+
+    async def ping(self) -> str:
+        return "pong"
+
+
+@pytest.mark.parametrize("cls", [Unruly, AsyncUnruly])
+def test_exceptions_that_refuse_attributes_are_the_callers(cls: Any) -> None:
+    actor = cls.remote()
+    for kind in unruly.KINDS:
+        with pytest.raises(RemoteError):
+            actorrpc.get(actor.call.remote(kind))
+        assert actorrpc.get(actor.ping.remote()) == "pong", kind
+        items = actor.items.remote(kind).values()
+        assert next(items) == 1
+        with pytest.raises(RemoteError):
+            next(items)
+        assert actorrpc.get(actor.ping.remote()) == "pong", kind
+
+
+def test_constructors_that_raise_such() -> None:
+    actors = [(kind, Unruly.remote(kind)) for kind in unruly.KINDS]
+    for kind, actor in actors:
+        with pytest.raises(ActorDiedError, match="constructor raised"):
+            actorrpc.get(actor.ping.remote())
+        assert not actorrpc.is_alive(actor), kind
+
+
+# -- threads that end --------------------------------------------------------------------------------------------------
+
+
+@actorrpc.remote
+class Looping:
+    """Ends, or stops, the loop that its methods run on."""
+
+    async def stop(self) -> str:
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0)
+        return "went on"
+
+    async def leave(self) -> None:
+        async def exits() -> None:
+            sys.exit(3)
+
+        task = asyncio.create_task(exits())
+        await asyncio.Event().wait()
+        del task
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+    async def ping(self) -> str:
+        return "pong"
+
+
+def test_a_loop_that_is_stopped_goes_on() -> None:
+    actor = Looping.remote()
+    assert actorrpc.get(actor.stop.remote()) == "went on"
+    assert actorrpc.get(actor.ping.remote()) == "pong"
+
+
+def test_the_end_of_a_loop_is_the_actors() -> None:
+    actor = Looping.remote()
+    waiting = actor.wait.remote()
+    with pytest.raises(ActorDiedError, match="SystemExit: 3"):
+        actorrpc.get(actor.leave.remote())
+    for call in (waiting, actor.ping.remote()):
+        with pytest.raises(ActorDiedError, match="SystemExit: 3"):
+            actorrpc.get(call)
+
+
+def test_an_actor_whose_loop_ended_is_made_again() -> None:
+    actor = Looping.options(max_restarts=1).remote()
+    with pytest.raises(ActorUnavailableError):
+        actorrpc.get(actor.leave.remote())
+    assert actorrpc.get(actorrpc.ready(actor)) is None
+    assert actorrpc.get(actor.ping.remote()) == "pong"
+
+
+@actorrpc.remote
+class Breaking:
+    """Breaks what runs its calls, as a fault of this package would."""
+
+    def damage(self, what: str) -> str:
+        from actorrpc.core.calls import CURRENT
+
+        execution = CURRENT.get()
+        assert execution is not None
+        resident = execution.actor
+        if what == "station":
+            resident.finished = None
+        elif what == "error":
+            resident.callee.label = None
+            resident.on_error = lambda error: 1 / 0
+            raise ValueError("not explained")
+        return "damaged"
+
+    def ping(self) -> str:
+        return "pong"
+
+
+def test_the_end_of_a_station_is_the_actors() -> None:
+    actor = Breaking.remote()
+    assert actorrpc.get(actor.damage.remote("station")) == "damaged"
+    with pytest.raises(ActorDiedError, match="a thread of it ended unexpectedly"):
+        actorrpc.get(actor.ping.remote())
+
+
+def test_what_explains_an_error_may_fail() -> None:
+    actor = Breaking.remote()
+    with pytest.raises(ZeroDivisionError):
+        actorrpc.get(actor.damage.remote("error"))
+    assert actorrpc.get(actor.ping.remote()) == "pong"
+
+
+# -- threads that cannot be started ------------------------------------------------------------------------------------
+
+
+@actorrpc.remote(concurrency_groups={"io": 2})
+class Crowded:
+    """Lives where the system has no thread left."""
+
+    def fill(self, spare: int) -> None:
+        self.start = threading._start_new_thread  # type: ignore[attr-defined]
+        left = [None] * spare
+
+        def start(*args: Any) -> Any:
+            if not left:
+                raise RuntimeError("can't start new thread")
+            left.pop()
+            return self.start(*args)
+
+        threading._start_new_thread = start  # type: ignore[attr-defined]
+
+    def free(self) -> None:
+        threading._start_new_thread = self.start  # type: ignore[attr-defined]
+
+    @actorrpc.method(concurrency_group="io")
+    def other(self) -> str:
+        return "other"
+
+    @actorrpc.method(concurrency_group="io")
+    def items(self) -> Iterator[int]:
+        yield from range(3)
+
+    async def coroutine(self) -> str:
+        return "coroutine"
+
+
+def test_calls_that_need_a_thread_are_refused_where_there_is_none() -> None:
+    actor = Crowded.remote()
+    actorrpc.get(actor.fill.remote(0))
+    for _ in range(2):
+        for call in (actor.other.remote, actor.coroutine.remote):
+            with pytest.raises(LimitError, match="cannot start another thread: ") as refused:
+                actorrpc.get(call())
+            assert refused.value.maybe_executed is False
+            del refused
+        with pytest.raises(LimitError, match="cannot start another thread: "):
+            next(actor.items.remote().values())
+    actorrpc.get(actor.free.remote())
+    assert actorrpc.get(actor.other.remote()) == "other"
+    assert list(actor.items.remote().values()) == [0, 1, 2]
+    assert actorrpc.get(actor.coroutine.remote()) == "coroutine"
+
+
+def test_calls_of_a_group_that_has_one_thread_of_two_wait_for_it() -> None:
+    actor = Crowded.remote()
+    actorrpc.get(actor.fill.remote(1))
+    assert actorrpc.get(actor.other.remote()) == "other"
+    assert list(actor.items.remote().values()) == [0, 1, 2]
+    with pytest.raises(LimitError, match="cannot start another thread: "):
+        actorrpc.get(actor.coroutine.remote())
+    actorrpc.get(actor.free.remote())
+    assert actorrpc.get(actor.coroutine.remote()) == "coroutine"
