@@ -64,6 +64,7 @@ def test_nobody_is_waited_for_who_does_not_leave(monkeypatch: pytest.MonkeyPatch
     daemons._leaving.remove(threading.get_native_id())
 
 
+@pytest.mark.prints("the thread wrong has ended unexpectedly")
 @pytest.mark.parametrize("error", [LookupError("no"), SystemExit(3)])
 def test_one_that_raises_says_so_and_leaves_as_well(
     error: BaseException, caplog: pytest.LogCaptureFixture

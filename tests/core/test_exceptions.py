@@ -1132,6 +1132,15 @@ def test_the_frames_of_any_exception_can_be_let_go(kind: str) -> None:
     assert not exception_parts.is_a(error, KeyError)
 
 
+def test_the_frames_of_the_parts_of_a_group_can_be_let_go() -> None:
+    inner = caught(unruly.make("frozen"))
+    error = caught(ExceptionGroup("outer", [ExceptionGroup("inner", [inner])]))
+    assert exception_parts.TRACEBACK.__get__(inner) is not None
+    exception_parts.let_frames_go(error)
+    assert exception_parts.TRACEBACK.__get__(inner) is None
+
+
+@pytest.mark.prints("what somebody has raised", r"^log: tests\.unruly\.")
 @pytest.mark.parametrize("kind", unruly.KINDS)
 def test_any_exception_can_be_reported(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     report(logging.getLogger("actorrpc"), caught(unruly.make(kind)), "what %s has raised", "somebody")

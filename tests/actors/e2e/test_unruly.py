@@ -99,6 +99,7 @@ class Looping:
         return "pong"
 
 
+@pytest.mark.prints("stopped the event loop, which all of them need: it goes on")
 def test_a_loop_that_is_stopped_goes_on() -> None:
     actor = Looping.remote()
     assert actorrpc.get(actor.stop.remote()) == "went on"
@@ -108,10 +109,10 @@ def test_a_loop_that_is_stopped_goes_on() -> None:
 def test_the_end_of_a_loop_is_the_actors() -> None:
     actor = Looping.remote()
     waiting = actor.wait.remote()
-    with pytest.raises(ActorDiedError, match="SystemExit: 3"):
+    with pytest.raises(ActorDiedError, match=r"sys\.exit\(3\) was called in it"):
         actorrpc.get(actor.leave.remote())
     for call in (waiting, actor.ping.remote()):
-        with pytest.raises(ActorDiedError, match="SystemExit: 3"):
+        with pytest.raises(ActorDiedError, match=r"sys\.exit\(3\) was called in it"):
             actorrpc.get(call)
 
 
@@ -145,6 +146,7 @@ class Breaking:
         return "pong"
 
 
+@pytest.mark.prints("is ended: a thread of it ended unexpectedly\nTraceback")
 def test_the_end_of_a_station_is_the_actors() -> None:
     actor = Breaking.remote()
     assert actorrpc.get(actor.damage.remote("station")) == "damaged"
@@ -166,6 +168,7 @@ def test_what_explains_an_error_may_fail() -> None:
 class Crowded:
     """Lives where the system has no thread left."""
 
+    @actorrpc.method(thread=True)
     def fill(self, spare: int) -> None:
         self.start = threading._start_new_thread  # type: ignore[attr-defined]
         left = [None] * spare
@@ -178,6 +181,7 @@ class Crowded:
 
         threading._start_new_thread = start  # type: ignore[attr-defined]
 
+    @actorrpc.method(thread=True)
     def free(self) -> None:
         threading._start_new_thread = self.start  # type: ignore[attr-defined]
 
