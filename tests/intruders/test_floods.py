@@ -155,6 +155,10 @@ def _prove(agent: Agent, sock: socket.socket) -> None:
 
 @pytest.mark.parametrize("act", _ACTS)
 @pytest.mark.parametrize("sources", [1, 200])
+@pytest.mark.prints(
+    "these bytes are not an actorrpc handshake",
+    "'stranger' did not prove to worker 'a1' that it holds the group's key",
+)
 def test_a_flood_keeps_no_member_out(act: str, sources: int, caplog: pytest.LogCaptureFixture) -> None:
     """Connections as fast as they can be made: a member is served meanwhile, and new ones come in."""
     stop, counts = threading.Event(), []
@@ -196,6 +200,7 @@ def _farewell(agent: Agent, source: str = "127.0.0.1") -> tuple[socket.socket, b
         return sock, False
 
 
+@pytest.mark.prints("'stranger' did not prove to worker 'a1' that it holds the group's key")
 def test_failures_are_answered_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fourth failure within a second learns nothing; a member of the same address comes in all the same."""
     now = [1000.0]
@@ -216,6 +221,7 @@ def test_failures_are_answered_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> Non
             sock.close()
 
 
+@pytest.mark.prints("these bytes are not an actorrpc handshake")
 def test_what_is_remembered_of_failures_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guests, "_MAX_ADDRESSES", 8)
     with tcp_agents(1) as (agent,):
@@ -227,6 +233,7 @@ def test_what_is_remembered_of_failures_is_bounded(monkeypatch: pytest.MonkeyPat
         assert len(agent.links.guests._failures) <= 8
 
 
+@pytest.mark.prints(r"\d+ bytes came in the handshake before their turn")
 def test_a_guest_holds_one_message_at_most() -> None:
     with tcp_agents(1) as (agent,):
         sock = knock(agent)
@@ -243,6 +250,7 @@ def test_a_guest_holds_one_message_at_most() -> None:
         sock.close()
 
 
+@pytest.mark.prints("'stranger' did not prove to worker 'a1' that it holds the group's key")
 def test_the_key_is_that_of_the_group() -> None:
     with tcp_agents(2, key=WRONG) as (one, other):
         assert _works(one, other)
@@ -263,6 +271,7 @@ def _hold() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.prints("threads of 'a1' are still in user code after shutdown")
 def test_who_comes_in_while_the_agent_ends_is_not_forgotten() -> None:
     """One thread is between the door and the table of guests while another closes what is in there."""
     _held.clear()
