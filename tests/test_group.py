@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes
+from tests import output, processes
 from tests.group import _ROOT, Died, GroupError, rpc_group, run_group
 
 
@@ -237,3 +237,4 @@ def test_the_server_has_the_environment_of_the_session() -> None:
         [sys.executable, "-c", script], env=environment, cwd=_ROOT, capture_output=True, text=True, timeout=50
     )
     assert done.stdout.split() == ["None", "yes"], done.stderr
+    output.check(done.stderr)

@@ -12,6 +12,7 @@ import pytest
 
 from actorrpc.core.launch import Launch, first_host, of_environment
 from actorrpc.errors import ConfigError
+from tests import output
 from tests.cluster.joiners import CLEAN
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -189,6 +190,8 @@ def _torchrun(directory: Path, source: str, *arguments: str) -> tuple[int, list[
         text=True,
         cwd=directory,
     )
+    if not done.returncode:
+        output.check(done.stderr, what="torchrun, or one of its children,")
     return done.returncode, sorted(done.stdout.splitlines()), done.stderr
 
 

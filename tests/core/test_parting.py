@@ -78,6 +78,7 @@ def _unread(first: Agent, second: Agent) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("together", [agents, tcp_agents])
+@pytest.mark.prints("a notice 'x' of 'a0' has no handler here")
 def test_who_leaves_while_the_other_does_not_read_is_not_taken_for_dead(
     together: Callable[[int], AbstractContextManager[list[Agent]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
