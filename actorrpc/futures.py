@@ -66,16 +66,17 @@ WAITING = _Waiting()
 class _Unretrieved:
     """Rides on a failed future; its death without ``seen`` means that nobody looked at the failure."""
 
-    __slots__ = ("error", "label", "seen")
+    __slots__ = ("error", "label", "seen", "unwrap")
 
     def __init__(self, error: BaseException, label: object) -> None:
         self.error = error
         self.label = label
         self.seen = type(error) is CancelledError or _reporter.hushed  # whoever cancels, or leaves, knows
+        self.unwrap = _Unwrap()
 
     def __del__(self) -> None:
         if (
-            not self.seen and not sys.is_finalizing()
+            not self.seen and not self.unwrap.used and not sys.is_finalizing()
         ):  # then no thread starts any more, and waits for it never end
             # Logging takes locks, and this may run anywhere: a thread of its own reports it.
             _reporter.report(f"{self.label} failed and nobody looked at the error: {self.error!r}")
@@ -133,11 +134,22 @@ def _twin(error: BaseException) -> BaseException:
     return twin
 
 
-def _unwrap(result: Any) -> Any:
-    """What torch does with the value of a failed future before it returns it."""
-    if isinstance(result, BaseException):
-        raise _twin(result)  # what is raised is tied to frames
-    return result
+class _Unwrap:
+    """What torch does with the value of a failed future before it returns it: ``torch.futures.wait_all`` looks so.
+
+    torch's half of the future keeps it, so it must not lead to the error itself.
+    """
+
+    __slots__ = ("used",)
+
+    def __init__(self) -> None:
+        self.used = False
+
+    def __call__(self, result: Any) -> Any:
+        self.used = True
+        if isinstance(result, BaseException):
+            raise _twin(result)  # what is raised is tied to frames
+        return result
 
 
 class Future(torch.futures.Future[T], Generic[T]):
@@ -190,18 +202,27 @@ class Future(torch.futures.Future[T], Generic[T]):
         return True
 
     def _finish(
-        self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
+        self,
+        value: Any,
+        error: BaseException | None,
+        submit: Callable[..., Any] | None = None,
+        report: _Unretrieved | None = None,
     ) -> None:
-        """Publish the outcome; the caller has claimed it. ``submit`` runs callbacks elsewhere if given."""
+        """Publish the outcome; the caller has claimed it. ``submit`` runs callbacks elsewhere if given.
+
+        ``report`` is that of another future with the same error: who looks at one of the two has seen both.
+        """
         if error is None:
             self._value = value
             self._done = True
             _base_set_result(self, value)
         else:
             self._error = error
-            self._report = _Unretrieved(error, self.label)
+            if report is None:
+                report = _Unretrieved(error, self.label)
+            self._report = report
             self._done = True
-            _base_set_unwrap(self, _unwrap)
+            _base_set_unwrap(self, report.unwrap)
             _base_set_result(self, _twin(error))
         self._source = None
         while self._waiters:

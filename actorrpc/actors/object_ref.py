@@ -106,8 +106,7 @@ class _Pursuit:
             return
         error, value = step._error, step._value
         if error is not None:
-            step.acknowledge()  # it goes on in ours
-            self._finish(None, error)
+            self._finish(None, error, step._report)
         elif type(value) is Kept:
             self._hop(value.rref)
         elif self._rref is not None and (type(value) is Snapshot or self._rref.is_owner()):
@@ -133,9 +132,9 @@ class _Pursuit:
         self.follow(rref._to_future())
         rref._references.agent.flush()
 
-    def _finish(self, value: Any, error: BaseException | None) -> None:
+    def _finish(self, value: Any, error: BaseException | None, report: Any = None) -> None:
         if self.future._claim():
-            self.future._finish(value, error)
+            self.future._finish(value, error, report=report)
 
     # -- as the source of a future -----------------------------------------------------------------
 
