@@ -184,6 +184,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         self._done = False
         self._value: Any = None
         self._error: BaseException | None = None
+        # May be set before the future fails, to that of another one with the same error: who looks at one has seen both.
         self._report: _Unretrieved | None = None
         self._callbacks: list[Callable[[Future[T]], Any]] = []
         self._waiters: list[threading.Lock] = []
@@ -202,25 +203,18 @@ class Future(torch.futures.Future[T], Generic[T]):
         return True
 
     def _finish(
-        self,
-        value: Any,
-        error: BaseException | None,
-        submit: Callable[..., Any] | None = None,
-        report: _Unretrieved | None = None,
+        self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
     ) -> None:
-        """Publish the outcome; the caller has claimed it. ``submit`` runs callbacks elsewhere if given.
-
-        ``report`` is that of another future with the same error: who looks at one of the two has seen both.
-        """
+        """Publish the outcome; the caller has claimed it. ``submit`` runs callbacks elsewhere if given."""
         if error is None:
             self._value = value
             self._done = True
             _base_set_result(self, value)
         else:
             self._error = error
+            report = self._report
             if report is None:
-                report = _Unretrieved(error, self.label)
-            self._report = report
+                report = self._report = _Unretrieved(error, self.label)
             self._done = True
             _base_set_unwrap(self, report.unwrap)
             _base_set_result(self, _twin(error))

@@ -376,7 +376,9 @@ def reports() -> Iterator[_Reports]:
 _last = pytest.mark.prints(r"a future failed and nobody looked at the error: KeyError\('the last one'\)$")
 
 
-@pytest.mark.prints(r"a future failed and nobody looked at the error: ZeroDivisionError\('nobody saw this'\)$")
+@pytest.mark.prints(
+    r"a future failed and nobody looked at the error: ZeroDivisionError\('nobody saw this'\)$"
+)
 def test_a_failure_that_nobody_looked_at_is_reported(reports: _Reports) -> None:
     future = failed(ZeroDivisionError("nobody saw this"))
     del future
@@ -559,7 +561,9 @@ def _unseen(rank: int, world_size: int) -> None:
     assert "'worker1'" in reports.texts[0]
 
 
-@pytest.mark.prints(r"the call of fail on 'worker1' failed and nobody looked at the error: LookupError\('nobody looks'\)")
+@pytest.mark.prints(
+    r"the call of fail on 'worker1' failed and nobody looked at the error: LookupError\('nobody looks'\)"
+)
 def test_an_unseen_failure_of_a_call_is_reported() -> None:
     rpc_group(_unseen, 2)
 

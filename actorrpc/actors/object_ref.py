@@ -106,7 +106,8 @@ class _Pursuit:
             return
         error, value = step._error, step._value
         if error is not None:
-            self._finish(None, error, step._report)
+            self.future._report = step._report  # one failure: looking at either future will do
+            self._finish(None, error)
         elif type(value) is Kept:
             self._hop(value.rref)
         elif self._rref is not None and (type(value) is Snapshot or self._rref.is_owner()):
@@ -132,9 +133,9 @@ class _Pursuit:
         self.follow(rref._to_future())
         rref._references.agent.flush()
 
-    def _finish(self, value: Any, error: BaseException | None, report: Any = None) -> None:
+    def _finish(self, value: Any, error: BaseException | None) -> None:
         if self.future._claim():
-            self.future._finish(value, error, report=report)
+            self.future._finish(value, error)
 
     # -- as the source of a future -----------------------------------------------------------------
 
