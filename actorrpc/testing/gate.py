@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc import moments
 from actorrpc.autograd import transport
 from actorrpc.core import codec, exceptions, frames, messages
 from actorrpc.core.interceptors import RECEIPT, Bystander
@@ -153,6 +154,13 @@ class FaultGate:
             for kill in self._kills:
                 kill.reach(f"{message.type}.{stage}", message)
 
+    def _sent(self, message: Message) -> None:
+        """Reach the point behind the sending of a message, when the kernel has it: another thread may be writing."""
+        conn = message.peer.conn
+        while conn is not None and not conn.flush(True) and not (conn.broken or conn.suspended):
+            moments.sleep(0.0005)
+        self._reach("sent", message)
+
     def _waits_until_sent(self, message: Message) -> bool:
         return any(f"{message.type}.sent" in kill.points for kill in self._kills)
 
@@ -201,9 +209,7 @@ class FaultGate:
                 if not self._waits_until_sent(message):
                     return True
                 self._agent._dispatch(call, encoded, header, letter)
-                if call.conn is not None:
-                    call.conn.flush(True)
-                self._reach("sent", message)
+                self._sent(message)
                 return False
             room.put_behind(make(ahead))
             return False
@@ -331,7 +337,7 @@ class FaultGate:
             if not self._waits_until_sent(message):
                 return True
             self._send_post(peer, encoded, header, chain, parcel, type)
-            self._reach("sent", message)
+            self._sent(message)
             return False
         if fault.action == "drop":
             self._agent.roll_back(parcel)
@@ -407,7 +413,7 @@ class FaultGate:
             if not self._waits_until_sent(message):
                 return True
             self._send_answer(conn, kind, id, encoded, header, discard)
-            self._reach("sent", message)
+            self._sent(message)
             return False
         if fault.action == "delay":
             send = partial(self._send_answer, conn, kind, id, copied(encoded), header, discard)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from actorrpc.core import keys, points
 from actorrpc.errors import ConfigError, PeerDiedError, RpcTimeoutError
 from actorrpc.rpc import api
 from actorrpc.testing import POINTS, KillPointError, faults_of, kill_at
+from actorrpc.testing.gate import FaultGate
 from tests import processes
 from tests.group import Died, rpc_group, run_group
 
@@ -258,6 +260,21 @@ def test_processes_end_there(fault: str, ends: list[list[str]], code: int) -> No
     found, died = rpc_group(calling, 2, env={"ACTORRPC_FAULT": fault}, may_die={1}, leak_wait=None)
     assert found in ends
     assert died == Died(code)
+
+
+def test_what_is_sent_has_been_handed_to_the_kernel() -> None:
+    """Where another thread is writing, a flush does not wait for it, and has not sent anything."""
+    told: list[str] = []
+
+    def flush(wait: bool) -> bool:
+        told.append("flush")
+        return len(told) == 3
+
+    conn = SimpleNamespace(flush=flush, broken=False, suspended=False)
+    gate: Any = SimpleNamespace(_reach=lambda stage, _: told.append(stage))
+    message: Any = SimpleNamespace(peer=SimpleNamespace(conn=conn))
+    FaultGate._sent(gate, message)
+    assert told == ["flush", "flush", "flush", "sent"]
 
 
 def _pid_before_stopping() -> int:
