@@ -186,6 +186,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         self._done = False
         self._value: Any = None
         self._error: BaseException | None = None
+        # May be set before the future fails, to that of another one with the same error: who looks at one has seen both.
         self._report: _Unretrieved | None = None
         self._callbacks: list[Callable[[Future[T]], Any]] = []
         self._waiters: list[threading.Lock] = []
@@ -213,9 +214,11 @@ class Future(torch.futures.Future[T], Generic[T]):
             _base_set_result(self, value)
         else:
             self._error = error
-            self._report = _Unretrieved(error, self.label)
+            report = self._report
+            if report is None:
+                report = self._report = _Unretrieved(error, self.label)
             self._done = True
-            _base_set_unwrap(self, _unwrapping(self._report))
+            _base_set_unwrap(self, _unwrapping(report))
             _base_set_result(self, _twin(error))
         self._source = None
         while self._waiters:

@@ -567,6 +567,9 @@ def _unseen(rank: int, world_size: int) -> None:
     assert "'worker1'" in reports.texts[0]
 
 
+@pytest.mark.prints(
+    r"the call of fail on 'worker1' failed and nobody looked at the error: LookupError\('nobody looks'\)"
+)
 def test_an_unseen_failure_of_a_call_is_reported() -> None:
     rpc_group(_unseen, 2)
 

@@ -514,15 +514,14 @@ class Line:
             self._asking = False
             if self.death is not None:
                 return
-            waiters: list[Future[Location]] = []
-            if peer is None:  # gone again
+            if peer is None:  # gone again: whoever waits hears of that, too
                 self._after = max(self._after, location.epoch)
                 if self._queue or self._waiters or self._failing:
                     self._ask_soon()
-            else:
-                self.location, self._peer = location, peer
-                waiters, self._waiters = self._waiters, []
-                self._go()
+                return
+            self.location, self._peer = location, peer
+            waiters, self._waiters = self._waiters, []
+            self._go()
         self._fail()
         for waiter in waiters:
             waiter.set_result(location)

@@ -106,7 +106,7 @@ class _Pursuit:
             return
         error, value = step._error, step._value
         if error is not None:
-            step.acknowledge()  # it goes on in ours
+            self.future._report = step._report  # one failure: looking at either future will do
             self._finish(None, error)
         elif type(value) is Kept:
             self._hop(value.rref)

@@ -30,8 +30,8 @@ __all__ = ["ObjectRefGenerator", "Translate"]
 
 T = TypeVar("T")
 
-#: Says what an error that ended a pull means for the actor: an error, or a future that fails with one.
-Translate = Callable[[BaseException], "BaseException | Future[Any]"]
+#: Says what an error that ended a pull from a worker means for the actor: an error, or a future that fails with one.
+Translate = Callable[[BaseException, "Peer | None"], "BaseException | Future[Any]"]
 
 _INFINITE = float("inf")
 
@@ -197,7 +197,7 @@ class _Consumer:
         translate = self._translate
         if translate is not None:
             try:
-                meaning = translate(error)
+                meaning = translate(error, self._peer)
             except Exception as wrong:
                 meaning = wrong
             if isinstance(meaning, Future):

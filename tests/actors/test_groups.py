@@ -365,6 +365,7 @@ def test_choose_leaves_out_the_dead(workers: ActorGroup[Any]) -> None:
         get(workers.slice(hosts=0).add.choose(0))
 
 
+@pytest.mark.prints(r"broadcast of Worker\.fail_at of 6 Worker .* failed for rank 4 .*KeyError\('rank 4'\)")
 def test_broadcast_reaches_all_and_logs_failures(
     workers: ActorGroup[Any], caplog: pytest.LogCaptureFixture
 ) -> None:

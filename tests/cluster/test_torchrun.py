@@ -165,7 +165,7 @@ with actorrpc.init(spmd=True):
     me = rpc.get_worker_info()
     other = "driver" if me.name == "rank1" else "rank1"
     for _ in range(1 if me.id == 0 else 200):  # rank 0 comes to its end first, and waits
-        found = rpc.rpc_sync(other, torch.add, args=(torch.ones(1)))
+        found = rpc.rpc_sync(other, torch.add, args=(torch.ones(1), 1))
     print("spmd", me.name, float(found), flush=True)
 """
 _RPC = """

@@ -332,7 +332,7 @@ def _suspect_at_the_end(rank: int, world_size: int, name: str) -> bool | None:
     if f"worker{rank}" == name:
         _for_ever.wait()
     if rank == 1:
-        rpc.rpc_sync(name, operator.add, (1))
+        rpc.rpc_sync(name, operator.add, (1, 1))
         os.kill(_pid(name), signal.SIGSTOP)
     return True
 
@@ -362,8 +362,8 @@ def _others_still_work(rank: int, world_size: int, path: str) -> None:
     """A suspect is waited for while somebody else works; when it is back, it is a member like all others."""
     reach.PATIENCE_S = 0.2  # type: ignore[misc]
     if rank == 0:
-        rpc.rpc_sync("worker1", operator.add, (1))
-        rpc.rpc_sync("worker2", operator.add, (1))
+        rpc.rpc_sync("worker1", operator.add, (1, 1))
+        rpc.rpc_sync("worker2", operator.add, (1, 1))
     if rank == 2:
         # Worker1 waits in shutdown; worker0, whom it asks, is stopped for a while.
         heard = _Heard()

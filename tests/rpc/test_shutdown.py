@@ -85,7 +85,7 @@ def _states(rank: int, world_size: int, store: str) -> None:
         rpc.shutdown()
         rpc.shutdown()
         with pytest.raises(NotInitializedError):
-            rpc.rpc_sync("worker0", operator.add, (1))
+            rpc.rpc_sync("worker0", operator.add, (1, 1))
 
     # Time-out of a graceful shutdown: the other one does not come, and this one is shut down all the same.
     _join(rank, world_size, f"{store}late")
@@ -149,7 +149,7 @@ def hold():
     threading.Event().wait()
 if rank == 0:
     assert rpc.rpc_sync("worker1", operator.add, (1, 1)) == 2
-    rref = rpc.remote("worker1", operator.add, (1))
+    rref = rpc.remote("worker1", operator.add, (1, 1))
     mine = rpc.RRef([1])
     future = rpc.rpc_async("worker1", hold, timeout=0)
     def wait():

@@ -18,6 +18,7 @@ from tests.actors.e2e.mortals import Fragile, Keeper, Parent, error_of
 pytestmark = pytest.mark.usefixtures("embedded")
 
 
+@pytest.mark.prints("^the last words$")
 def test_the_death_report_is_in_theerror_of() -> None:
     fragile = Fragile.remote()
     pid = actorrpc.get(fragile.pid.remote())
@@ -30,6 +31,7 @@ def test_the_death_report_is_in_theerror_of() -> None:
     assert error.report.exit_code == 3  # type: ignore[attr-defined]
 
 
+@pytest.mark.prints("^the last words$")
 def test_a_restart_and_what_becomes_of_the_calls() -> None:
     fragile = Fragile.options(max_restarts=1).remote(5)
     first = actorrpc.get(fragile.pid.remote())

@@ -159,6 +159,7 @@ def test_handles_of_each_other_stay_valid(tmp_path: Path) -> None:
     assert not actorrpc.is_alive(front)
 
 
+@pytest.mark.prints("supervision group 'brittle': it has given up, as 1 restart within 60 s did not do")
 def test_a_group_gives_up(tmp_path: Path) -> None:
     path = tmp_path / "log"
     children = _family(path, "ab")
@@ -279,6 +280,7 @@ def test_the_members_of_an_actor_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.prints(r"supervision group #\d+: it has given up.* its restore\(\) raised KeyError: 'thirteen'")
 def test_restore_that_raises(tmp_path: Path) -> None:
     """Of an actor by itself it is the end, as with a constructor; in a group it is one more death."""
     path = tmp_path / "log"
