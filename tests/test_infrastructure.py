@@ -134,6 +134,7 @@ def test_what_is_left_behind_is_named_and_only_charged_to_its_test(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.prints(r"^E +process \d+ .*-Wdefault::ResourceWarning -c ")
 def test_a_test_over_its_limit_shows_all_stacks_and_leaves_no_process(tmp_path: Path) -> None:
     status, output = _session(
         tmp_path,
