@@ -246,7 +246,10 @@ def test_nothing_is_left_however_the_driver_ends(tmp_path: Path, how: str) -> No
         tmp_path,
         _END,
         argument,
-        prints={"raise": ["Traceback.*KeyError"], "interrupt": ["Traceback.*KeyboardInterrupt"]}.get(how, ()),
+        prints=[
+            r"threads of 'Counter-\d' are still in user code after shutdown",  # one waits for ever
+            *{"raise": ["Traceback.*KeyError"], "interrupt": ["Traceback.*KeyboardInterrupt"]}.get(how, ()),
+        ],
         env={"ACTORRPC_RUNTIME_DIR": str(runtime_directory)},
         process_group=0,
     ) as process:
