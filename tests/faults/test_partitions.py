@@ -434,6 +434,7 @@ def _leave_unheard(rank: int, world_size: int, network: Network) -> float:
     return round(time.monotonic() - begun, 1)
 
 
+@pytest.mark.prints(r"shutdown does not wait for 'worker\d' any longer: .*'worker\d' cannot be reached")
 def test_leaving_a_group_that_is_split_and_whose_members_have_never_met() -> None:
     """No connection tells anybody of the split; nobody waits for ever for those who are on the other side.
 
