@@ -268,7 +268,7 @@ class Links:
                     and peer.same_host
                     and process_state(peer.record.pid) == "running"
                 )
-                if (busy or error.errno in _BUSY) and moments.now() < limit:
+                if (busy or error.errno in _BUSY) and moments.now() < limit and not self._agent.closed_down:
                     # Too many at once at its door, or it has just ended: then nobody will listen the next time.
                     moments.sleep(0.02)
                     queue.appendleft((family, address))

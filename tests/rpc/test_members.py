@@ -122,6 +122,7 @@ def _fixed(rank: int, world_size: int) -> None:
         rpc.on_member_change(3)  # type: ignore[arg-type]
 
 
+@pytest.mark.prints("a listener for changes of members raised.*ValueError: of a user$")
 def test_a_fixed_group() -> None:
     # Stopped for a while is not dead: 50 heartbeats are the limit here, and 2 make it suspect.
     died = [Died(-signal.SIGKILL)] * 3
@@ -339,6 +340,7 @@ def _suspect_at_the_end(rank: int, world_size: int, name: str) -> bool | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.prints(r"^shutdown does not wait for 'worker[02]' any longer: (it is suspect$|cannot call to watch it: .* cannot be reached)")
 def test_shutdown_does_not_wait_for_a_suspect_when_all_others_have_come(number: int) -> None:
     expected: list[Any] = [True, True, True]
     expected[number] = Died(-signal.SIGKILL)
