@@ -340,7 +340,9 @@ def _suspect_at_the_end(rank: int, world_size: int, name: str) -> bool | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 2])
-@pytest.mark.prints(r"^shutdown does not wait for 'worker[02]' any longer: (it is suspect$|cannot call to watch it: .* cannot be reached)")
+@pytest.mark.prints(
+    r"^shutdown does not wait for 'worker[02]' any longer: (it is suspect$|cannot call to watch it: .* cannot be reached)"
+)
 def test_shutdown_does_not_wait_for_a_suspect_when_all_others_have_come(number: int) -> None:
     expected: list[Any] = [True, True, True]
     expected[number] = Died(-signal.SIGKILL)
