@@ -70,11 +70,10 @@ def test_it_ends_with_its_maker() -> None:
     maker.kill()
 
     def ended() -> bool:
-        try:
-            get([each.total.remote([1.0]) for each in actors])
-        except CollectiveError:
-            return True
-        return False
+        refs = [each.total.remote([1.0]) for each in actors]
+        errors = [ref.future().exception() for ref in refs]
+        assert all(error is None or isinstance(error, CollectiveError) for error in errors)
+        return any(errors)
 
     until(ended)
 

@@ -15,10 +15,9 @@ from actorrpc.errors import ActorDiedError, ActorUnavailableError
 from tests.actors.e2e.kit import alive, until
 from tests.actors.e2e.mortals import Fragile, Keeper, Parent, error_of
 
-pytestmark = pytest.mark.usefixtures("embedded")
+pytestmark = [pytest.mark.usefixtures("embedded"), pytest.mark.prints("^the last words$")]
 
 
-@pytest.mark.prints("^the last words$")
 def test_the_death_report_is_in_theerror_of() -> None:
     fragile = Fragile.remote()
     pid = actorrpc.get(fragile.pid.remote())
@@ -31,7 +30,6 @@ def test_the_death_report_is_in_theerror_of() -> None:
     assert error.report.exit_code == 3  # type: ignore[attr-defined]
 
 
-@pytest.mark.prints("^the last words$")
 def test_a_restart_and_what_becomes_of_the_calls() -> None:
     fragile = Fragile.options(max_restarts=1).remote(5)
     first = actorrpc.get(fragile.pid.remote())
