@@ -15,8 +15,9 @@ import asyncio
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import torch
 
@@ -87,7 +88,7 @@ def bystander() -> Station | None:
 class _Unretrieved:
     """Rides on a failed future; its death without ``seen`` means that nobody looked at the failure."""
 
-    __slots__ = ("error", "label", "seen")
+    __slots__ = ("__weakref__", "error", "label", "seen")
 
     def __init__(self, error: BaseException, label: object) -> None:
         self.error = error
@@ -154,11 +155,21 @@ def _twin(error: BaseException) -> BaseException:
     return twin
 
 
-def _unwrap(result: Any) -> Any:
-    """What torch does with the value of a failed future before it returns it."""
-    if isinstance(result, BaseException):
-        raise _twin(result)  # what is raised is tied to frames
-    return result
+def _unwrapping(report: _Unretrieved) -> Callable[[BaseException], NoReturn]:
+    """Return what torch does with the twin that a failed future has in place of a value, whenever somebody looks at it.
+
+    torch's functions for several futures look there, and nowhere else. torch's half does not keep the report, which has
+    the error.
+    """
+    found = weakref.ref(report)
+
+    def unwrap(twin: BaseException) -> NoReturn:
+        looked_at = found()
+        if looked_at is not None:
+            looked_at.seen = True
+        raise _twin(twin)  # what is raised is tied to frames
+
+    return unwrap
 
 
 class Future(torch.futures.Future[T], Generic[T]):
@@ -195,6 +206,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         self._done = False
         self._value: Any = None
         self._error: BaseException | None = None
+        # May be set before the future fails, to that of another one with the same error: who looks at one has seen both.
         self._report: _Unretrieved | None = None
         self._callbacks: list[Callable[[Future[T]], Any]] = []
         self._waiters: list[threading.Lock] = []
@@ -222,9 +234,11 @@ class Future(torch.futures.Future[T], Generic[T]):
             _base_set_result(self, value)
         else:
             self._error = error
-            self._report = _Unretrieved(error, self.label)
+            report = self._report
+            if report is None:
+                report = self._report = _Unretrieved(error, self.label)
             self._done = True
-            _base_set_unwrap(self, _unwrap)
+            _base_set_unwrap(self, _unwrapping(report))
             _base_set_result(self, _twin(error))
         self._source = None
         while self._waiters:

@@ -27,6 +27,7 @@ _OUR_HEADERS = re.compile(r"^--- (errors|output) of rank \d+ ---$|^---$")
 _CONTINUES = re.compile(
     r"^\s|^Traceback \(most recent call last\)|^Extension modules:|^The above exception was|^During handling of the above"
     r"|^(Current thread|Thread) 0x|^\[repeated \d+x"
+    r"|^Exception raised from \w+ at |^frame #\d+: |^<omitting python frames>"  # the stack of an error of torch's in C++
 )
 _ON_STDOUT = re.compile(
     r"^(Traceback \(most recent call last\)|Exception ignored in|\S+:\d+: ResourceWarning)", re.MULTILINE

@@ -221,6 +221,7 @@ def test_callbacks_run_in_order_with_the_future() -> None:
     assert seen[-1] == (3, True)
 
 
+@pytest.mark.prints("a done callback of a future raised.*ZeroDivisionError")
 def test_a_callback_that_raises_is_logged_and_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
     future: Future[int] = Future()
     seen: list[int] = []
@@ -372,6 +373,7 @@ def reports() -> Iterator[_Reports]:
     logger.removeHandler(handler)
 
 
+@pytest.mark.prints(r"a future failed and nobody looked at the error: ZeroDivisionError\('nobody saw this'\)")
 def test_a_failure_that_nobody_looked_at_is_reported(reports: _Reports) -> None:
     future = failed(ZeroDivisionError("nobody saw this"))
     del future
@@ -381,6 +383,7 @@ def test_a_failure_that_nobody_looked_at_is_reported(reports: _Reports) -> None:
     assert "nobody looked" in reports.texts[0]
 
 
+@pytest.mark.prints(r"a future failed and nobody looked at the error: KeyError\('the last one'\)")
 def test_a_cancelled_future_is_not_reported(reports: _Reports) -> None:
     Future().cancel()
     failed(KeyError("the last one"))
@@ -399,9 +402,22 @@ def test_a_cancelled_future_is_not_reported(reports: _Reports) -> None:
         lambda f: wait_all([f]),
         lambda f: asyncio.run(_await(f)),
         lambda f: [look(each) for each in collect_all([f]).wait()],
+        lambda f: torch.futures.wait_all([f]),
+        lambda f: torch.futures.collect_all([f]).wait(),
     ],
-    ids=["wait", "value", "exception", "then", "wait_all", "await", "collect_all"],
+    ids=[
+        "wait",
+        "value",
+        "exception",
+        "then",
+        "wait_all",
+        "await",
+        "collect_all",
+        "torch's wait_all",
+        "torch's collect_all",
+    ],
 )
+@pytest.mark.prints(r"a future failed and nobody looked at the error: KeyError\('the last one'\)")
 def test_a_failure_that_was_seen_is_not(reports: _Reports, see: Callable[[Any], Any]) -> None:
     future = failed(KeyError("seen"))
     with contextlib.suppress(KeyError):
@@ -551,6 +567,9 @@ def _unseen(rank: int, world_size: int) -> None:
     assert "'worker1'" in reports.texts[0]
 
 
+@pytest.mark.prints(
+    r"the call of fail on 'worker1' failed and nobody looked at the error: LookupError\('nobody looks'\)"
+)
 def test_an_unseen_failure_of_a_call_is_reported() -> None:
     rpc_group(_unseen, 2)
 

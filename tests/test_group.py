@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes
+from tests import output, processes
 from tests.group import _ROOT, Died, GroupError, rpc_group, run_group
 
 
@@ -217,6 +217,11 @@ def test_stacks_of_a_process_whose_threads_do_not_get_the_gil(tmp_path: Path) ->
     assert "_holds_the_gil" in found
 
 
+def print_environment() -> None:
+    """Be a process of the server, and show what it was given."""
+    print(os.getenv("ACTORRPC_DATA_ONLY"), os.getenv("OF_SESSION"), flush=True)
+
+
 @pytest.mark.slow
 def test_the_server_has_the_environment_of_the_session() -> None:
     script = """if True:
@@ -226,14 +231,16 @@ def test_the_server_has_the_environment_of_the_session() -> None:
         os.environ["ACTORRPC_DATA_ONLY"] = "1"  # as the first test that has ranks may do
         start_server()
         assert os.environ["ACTORRPC_DATA_ONLY"] == "1"
-        context = multiprocessing.get_context("forkserver")
-        with context.Pool(1) as pool:
-            print(*(pool.apply(os.getenv, (name,)) for name in ("ACTORRPC_DATA_ONLY", "OF_SESSION")))
+        from tests.test_group import print_environment
+        process = multiprocessing.get_context("forkserver").Process(target=print_environment)
+        process.start()
+        process.join()
         stop_server()
     """
     environment = {**os.environ, "OF_SESSION": "yes"}
     environment.pop("ACTORRPC_DATA_ONLY", None)
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, cwd=_ROOT, capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", script], env=environment, cwd=_ROOT, capture_output=True, text=True
     )
     assert done.stdout.split() == ["None", "yes"], done.stderr
+    output.check(done.stderr)

@@ -352,7 +352,7 @@ class Collective:
         for rank, handle in enumerate(_members(self._source)):
             seat = meeting.seats.get(rank)
             located = route_of(handle).located()
-            located.acknowledge()
+            located.add_done_callback(Future.acknowledge)
             # One that is being restarted has no place now.
             if seat is None or not located.done() or located._error is not None:
                 why = "it is not where it was"

@@ -95,6 +95,8 @@ def share(
     Raises:
         SerializationError: an argument cannot be sent.
     """
+    for each in located:
+        each.add_done_callback(Future.acknowledge)  # its call fails in the same way
     if len(located) <= DIRECT:
         return None
     places: list[int | str] = [at for at, value in enumerate(args) if weight_of(value) >= LARGE]
@@ -136,7 +138,6 @@ def _plant(root: RRef[Any], found: list[Future[Any]], located: Sequence[Future[L
 def _worker_of(located: Future[Location]) -> str | None:
     if located._error is None:
         return located._value.worker_name  # type: ignore[no-any-return]
-    located.acknowledge()  # its call fails in the same way
     return None
 
 

@@ -534,17 +534,16 @@ class Line:
             self._asking = False
             if self.death is not None:
                 return
-            # Those of the former incarnation: what waits is sent from here on, and may fail in a moment.
-            failing, self._failing = self._failing, []
-            waiters: list[Future[Location]] = []
-            if peer is None:  # gone again
+            if peer is None:  # gone again: whoever waits hears of that, too
                 self._after = max(self._after, location.epoch)
                 if self._queue or self._waiters or self._failing:
                     self._ask_soon()
-            else:
-                self.location, self._peer = location, peer
-                waiters, self._waiters = self._waiters, []
-                self._go()
+                return
+            # Those of the former incarnation: what waits is sent from here on, and may fail in a moment.
+            failing, self._failing = self._failing, []
+            self.location, self._peer = location, peer
+            waiters, self._waiters = self._waiters, []
+            self._go()
         self._end(failing)
         for waiter in waiters:
             waiter.set_result(location)

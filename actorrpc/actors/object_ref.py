@@ -120,7 +120,7 @@ class _Pursuit:
             return
         error, value = step._error, step._value
         if error is not None:
-            step.acknowledge()  # it goes on in ours
+            self.future._report = step._report  # one failure: looking at either future will do
             if type(error) is PeerDiedError and self._rref is not None:
                 error = _lost(self.future.label, error)
             self._finish(None, error)

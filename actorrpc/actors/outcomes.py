@@ -86,9 +86,12 @@ def _split(future: Future[Any], count: int) -> list[Future[Any]]:
                 )
         except BaseException as raised:
             error = raised
+        report = None
         for part, value in zip(parts, values, strict=True):
             if part._claim():
+                part._report = report  # one failure: looking at any part will do
                 part._finish(None if error is not None else value, error)
+                report = part._report
 
     future.add_done_callback(done)
     return parts

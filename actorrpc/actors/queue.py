@@ -309,7 +309,8 @@ class Queue(Generic[T]):
         token = CURRENT.set(None)
         try:
             self._call("withdraw", ticket).future().add_done_callback(_look_away)
-            ref.cancel()
+            if not ref.cancel():  # its time may have been over in the same moment
+                ref.future().add_done_callback(_look_away)
         except RpcError:  # the actor is gone, and its items with it
             pass
         finally:

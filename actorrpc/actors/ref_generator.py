@@ -33,8 +33,8 @@ __all__ = ["Again", "ObjectRefGenerator", "Translate"]
 
 T = TypeVar("T")
 
-#: Says what an error that ended a pull means for the actor: an error, or a future that fails with one.
-Translate = Callable[[BaseException], "BaseException | Future[Any]"]
+#: Says what an error that ended a pull from a worker means for the actor: an error, or a future that fails with one.
+Translate = Callable[[BaseException, "Peer | None"], "BaseException | Future[Any]"]
 
 #: Makes the call again that an error has ended, which has given so many items; None where it is not to be made again.
 Again = Callable[[BaseException, int], "Future[Any] | None"]
@@ -247,7 +247,7 @@ class _Consumer(Stall):
         translate = self._translate
         if translate is not None:
             try:
-                meaning = translate(error)
+                meaning = translate(error, self._peer)
             except Exception as wrong:
                 meaning = wrong
             if isinstance(meaning, Future):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.methods import ClassInfo, MethodInfo
     from actorrpc.actors.options import CallOptions
     from actorrpc.actors.runtime import Runtime
+    from actorrpc.core.peer import Peer
     from actorrpc.rpc.rref import RRef
 
 __all__ = ["Route", "Routes"]
@@ -239,9 +240,12 @@ class Route:
         return again
 
     def explain(
-        self, method: MethodInfo, options: CallOptions, error: BaseException
+        self, method: MethodInfo, options: CallOptions, error: BaseException, peer: Peer | None
     ) -> BaseException | Future[Any]:
         """Say what it means that a stream of the actor has broken off with an error.
+
+        Args:
+            peer: the worker that it came from.
 
         Returns:
             The error to raise, or a future that fails with it when it is known what has become of the actor.
@@ -250,7 +254,8 @@ class Route:
         plan = line.plan_of(method, options, False)
         location = line.location
         if type(error) is PeerDiedError:
-            lives = plan.peer is not None and plan.peer.state == "alive"
+            # Not by the state of its worker: a connection may be known to be broken before the worker is known to be dead.
+            lives = plan.peer is not None and plan.peer is not peer
         elif isinstance(error, ResidentGoneError):
             gone = exceptions.original(error)
             lives = location is not None and location.resident_id != getattr(gone, "resident_id", None)

@@ -183,6 +183,10 @@ class Contexts:
             raise RpcError(f"Could not find autograd context with id: {id}{over}")
         return context
 
+    def is_over(self, id: int) -> bool:
+        """Say whether a context was released here, and not only is unknown."""
+        return id in self._released
+
     def reach(self, id: int) -> Context | None:
         """Return the context that a message names, made if it is new here; None if it is over."""
         context = self._contexts.get(id)

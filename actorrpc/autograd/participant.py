@@ -153,6 +153,9 @@ class Participant:
         Raises:
             Exception: what ended this worker's part of the pass: it is the answer.
         """
+        late = isinstance(message, Gradient) and not message.fast and self.contexts.is_over(message.context)
+        if late:
+            return None  # the pass was given up here, which its sender is told in another way
         context = self.contexts.get(message.context)
         context.touched = moments.now()
         if sender.rank == context.origin:
@@ -218,7 +221,7 @@ class Participant:
 
     def _take(self, context: Context, sender: WorkerKey, message: Gradient) -> None:
         with context.lock:
-            part = self._join(context, message.pass_id, None)
+            part = None if context.released else self._join(context, message.pass_id, None)
             if part is None:
                 return
             part.arrive(sender, message.receipt, message.message, _taken(message.gradients))

@@ -521,6 +521,7 @@ class Agent:
             conn.outbox.append(pack_frame(frames.GOODBYE))
         self._part(conns, parting)
         self.closed_down = True
+        self.links.stop_dialling()
         self._fail_pending()
         for conn in conns:
             conn.close()

@@ -12,6 +12,7 @@ between hosts.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import logging
@@ -77,6 +78,7 @@ class Links:
         self._mains: dict[bytes, Connection] = {}
         self._introducing: dict[Connection, Session] = {}
         self._ready: dict[tuple[Connection, int], threading.Lock] = {}
+        self._dialling: set[socket.socket] = set()  # each is put in and taken out in one step
         self.resumption = Resumption(agent, self)
 
     # -- those who come in -----------------------------------------------------------------------------
@@ -268,7 +270,7 @@ class Links:
                     and peer.same_host
                     and process_state(peer.record.pid) == "running"
                 )
-                if (busy or error.errno in _BUSY) and moments.now() < limit:
+                if (busy or error.errno in _BUSY) and moments.now() < limit and not self._agent.closed_down:
                     # Too many at once at its door, or it has just ended: then nobody will listen the next time.
                     moments.sleep(0.02)
                     queue.appendleft((family, address))
@@ -305,9 +307,12 @@ class Links:
         if self._agent.closed_down:  # looked at when it can be found by whoever closes the agent
             conn.close()
             conn.reap()
-            raise ShutdownError(f"worker {self._agent.name!r} has shut down", maybe_executed=False)
+            raise self._shut_down()
         conn.flush()
         return conn
+
+    def _shut_down(self) -> ShutdownError:
+        return ShutdownError(f"worker {self._agent.name!r} has shut down", maybe_executed=False)
 
     def addresses(self, peer: Peer) -> list[tuple[int, Any]]:
         """Return where a peer can be dialled: family and address."""
@@ -329,6 +334,7 @@ class Links:
         Raises:
             OSError: no connection.
             RpcError: the handshake has failed.
+            ShutdownError: this worker has shut down meanwhile.
         """
         agent = self._agent
         record = agent.record
@@ -340,6 +346,9 @@ class Links:
             if near and purpose is not Purpose.RESUME and not descriptors.has_room(1):
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             plain.settimeout(max(0.05, limit - moments.now()))
+            self._dialling.add(plain)
+            if agent.closed_down:  # whoever closed the agent may have looked before this one came
+                raise self._shut_down()
             plain.connect(address)
             limit = min(limit, moments.now() + agent.settings.handshake_timeout)
             if self.tls is not None and family != socket.AF_UNIX:
@@ -379,9 +388,22 @@ class Links:
             # An OSError as well, but no sign that nobody is there.
             sock.close()
             raise explain(error, f"worker {peer.name!r} at {_shown(address)}") from error
+        except OSError as error:
+            sock.close()
+            if agent.closed_down:
+                raise self._shut_down() from error
+            raise
         except BaseException:
             sock.close()
             raise
+        finally:
+            self._dialling.discard(plain)
+
+    def stop_dialling(self) -> None:
+        """End what connects or shakes hands: the agent is closed down, and their threads are not to outlive it."""
+        for sock in self._dialling.copy():
+            with contextlib.suppress(OSError):  # it is not connected yet, or is closed already
+                sock.shutdown(socket.SHUT_RDWR)
 
     @staticmethod
     def _feed(dialler: Dialler, data: bytes, peer: Peer) -> bytes:

@@ -27,6 +27,7 @@ from actorrpc.testing.message_types import ANSWER, CONTROL, Message, type_of_not
 if TYPE_CHECKING:
     from actorrpc.core.agent import Agent
     from actorrpc.core.calls import Call, Execution
+    from actorrpc.core.connection import Connection
     from actorrpc.core.letters import Letter
     from actorrpc.core.messages import Parcel
     from actorrpc.core.peer import Peer
@@ -201,8 +202,7 @@ class FaultGate:
                 if not self._waits_until_sent(message):
                     return True
                 self._agent._dispatch(call, encoded, header, letter)
-                if call.conn is not None:
-                    call.conn.flush(True)
+                _hand_over(call.conn)
                 self._reach("sent", message)
                 return False
             room.put_behind(make(ahead))
@@ -331,6 +331,7 @@ class FaultGate:
             if not self._waits_until_sent(message):
                 return True
             self._send_post(peer, encoded, header, chain, parcel, type)
+            _hand_over(peer.conn)
             self._reach("sent", message)
             return False
         if fault.action == "drop":
@@ -362,7 +363,8 @@ class FaultGate:
                 with self._lock:
                     self._lost.pop(message.key(), None)
             sent = self._agent.send_notice(peer, name, body)
-            if sent:
+            if sent and self._waits_until_sent(message):
+                _hand_over(peer.conn)
                 self._reach("sent", message)
             return sent
         if fault.action == "drop":
@@ -407,6 +409,7 @@ class FaultGate:
             if not self._waits_until_sent(message):
                 return True
             self._send_answer(conn, kind, id, encoded, header, discard)
+            _hand_over(conn)
             self._reach("sent", message)
             return False
         if fault.action == "delay":
@@ -445,6 +448,15 @@ class FaultGate:
                 discard()
             else:
                 conn.flush()
+
+
+def _hand_over(conn: Connection | None) -> None:
+    """Wait until the kernel has all that a connection was given to send, or the connection is lost."""
+    while conn is not None and not conn.broken and not conn.suspended:
+        conn.flush(True)
+        with conn.write_lock:  # whoever writes has in hand, under this lock, what is no longer in the outbox
+            if not conn.outbox and not conn._rest:
+                return
 
 
 class _Questions(Bystander):

@@ -160,13 +160,18 @@ class Holdings:
 
 
 def _held_elsewhere(path: str) -> bool:
-    """Whether a process that is not of this session has the file open or mapped."""
+    """Whether a process that is not of this session has the file open or mapped (under whatever name: a semaphore is renamed)."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return True  # it was somebody's, and is gone
+    mapped = f" {os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x} {found.st_ino} "
     mine = {process.pid for process in processes.of_session()} | {os.getpid()}
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) in mine:
             continue
         with contextlib.suppress(OSError):
-            if path in Path(f"/proc/{entry}/maps").read_text(errors="replace"):
+            if mapped in Path(f"/proc/{entry}/maps").read_text(errors="replace"):
                 return True
             if any(os.readlink(fd) == path for fd in Path(f"/proc/{entry}/fd").iterdir()):
                 return True

@@ -33,10 +33,10 @@ def test_a_thread_that_starts_when_its_actor_has_ended_ends_as_well(
         assert arrived.wait(20)
         actor.kill()
         monkeypatch.undo()
-        before = set(threading.enumerate())
         held[0]._resident.over.wait(20)
         held[0].start()
-        for thread in set(threading.enumerate()) - before:
-            thread.join(20)
-            assert not thread.is_alive()
+        for thread in threading.enumerate():
+            if thread.name == f"actorrpc-actor-{held[0]._resident.title}":
+                thread.join(20)
+                assert not thread.is_alive()
         del actor

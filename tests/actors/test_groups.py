@@ -34,6 +34,7 @@ from actorrpc.errors import (
     RpcTimeoutError,
     WrongTypeError,
 )
+from actorrpc.futures import Future
 from tests.actors.alone import alone
 from tests.group import rpc_group
 
@@ -365,6 +366,14 @@ def test_choose_leaves_out_the_dead(workers: ActorGroup[Any]) -> None:
         get(workers.slice(hosts=0).add.choose(0))
 
 
+def test_a_member_that_is_not_found_is_told_of_by_its_call_alone() -> None:
+    """Else it is logged that nobody has looked at where it is, which fails the test."""
+    located: Future[Any] = Future()
+    assert fanout.share((1,), {}, [located], "w0") is None
+    located.set_exception(LookupError("dead"))
+
+
+@pytest.mark.prints(r"broadcast of Worker\.fail_at of 6 Worker .* failed for rank 4 .*KeyError\('rank 4'\)")
 def test_broadcast_reaches_all_and_logs_failures(
     workers: ActorGroup[Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,6 +19,7 @@ from actorrpc.actors.methods import ClassInfo
 from actorrpc.errors import RpcTimeoutError, SerializationError
 from tests.actors import things
 from tests.actors.alone import alone
+from tests.announced import OUTSIDE_OF_A_CONTEXT
 
 Handle = ActorHandle[Any]
 
@@ -400,6 +401,7 @@ class Outer(nn.Module):
         return out
 
 
+@pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
 def test_a_local_module_with_an_actor_in_it(model: Handle) -> None:
     outer = Outer(model)
     model.eval()

@@ -246,6 +246,17 @@ def test_a_future_of_a_pending_one_has_the_value_itself(group: None) -> None:
     assert ref.future() is value
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_one_failure_is_seen_by_one_look(first: bool) -> None:
+    """Else it is logged that nobody has looked, which fails the test."""
+    future, ref = _pending()
+    value = ref.future()
+    assert value is not future
+    future.set_exception(LookupError("gone"))
+    with pytest.raises(LookupError, match="gone"):
+        get(ref) if first else value.wait()
+
+
 def test_references_that_never_end_are_given_up(group: None) -> None:
     rref: rpc.RRef[Any] = rpc.RRef(None)
     kept = Kept(rref)

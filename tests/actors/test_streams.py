@@ -451,6 +451,7 @@ def test_what_is_no_exception_is_raised_on_both_sides(runtime: Runtime) -> None:
     assert isinstance(error, SystemExit)
 
 
+@pytest.mark.prints(r"a generator raised while it was closed.*LookupError: while closing$")
 def test_a_generator_that_fails_when_it_is_closed(runtime: Runtime, caplog: pytest.LogCaptureFixture) -> None:
     def stubborn() -> Iterator[int]:
         try:
@@ -568,7 +569,7 @@ def test_shutdown_ends_producers_and_consumers() -> None:
 
 
 def test_errors_of_the_producers_worker_are_translated(runtime: Runtime) -> None:
-    def translated(how: Callable[[BaseException], Any]) -> BaseException:
+    def translated(how: Callable[..., Any]) -> BaseException:
         stream: ObjectRefGenerator[Any] = ObjectRefGenerator(
             rpc.rpc_async(0, _nowhere), label="f", translate=how
         )
@@ -577,15 +578,17 @@ def test_errors_of_the_producers_worker_are_translated(runtime: Runtime) -> None
         assert error is not None
         return error
 
-    def late(error: BaseException) -> Future[Any]:
+    def late(error: BaseException, peer: Any) -> Future[Any]:
         future: Future[Any] = Future()
         threading.Thread(target=lambda: future.set_exception(LookupError("later"))).start()
         return future
 
-    def wrong(error: BaseException) -> BaseException:
+    def wrong(error: BaseException, peer: Any) -> BaseException:
         raise ZeroDivisionError
 
-    assert str(translated(lambda error: LookupError(f"means {type(error).__name__}"))) == "means RpcError"
+    assert (
+        str(translated(lambda error, peer: LookupError(f"means {type(error).__name__}"))) == "means RpcError"
+    )
     assert str(translated(late)) == "later"
     assert type(translated(wrong)) is ZeroDivisionError
 

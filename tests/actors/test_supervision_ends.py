@@ -32,6 +32,7 @@ def _no_runtime() -> Iterator[None]:
 
 @pytest.mark.parametrize("spawner", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.prints("supervision group 'web': it has given up, as 2 restarts within 1000 s did not do")
 def test_one_death_too_many(monkeypatch: pytest.MonkeyPatch, strategy: Any, spawner: bool) -> None:
     scene = Scene(monkeypatch, 3, spawner=spawner)
     told: list[SupervisionError] = []
@@ -78,6 +79,7 @@ def test_deaths_outside_of_the_period_do_not_count(monkeypatch: pytest.MonkeyPat
     assert scene.lives() == [0]
 
 
+@pytest.mark.prints(r"supervision group .*: it has given up, as .* its constructor raised")
 def test_a_constructor_that_raises_in_a_restart_is_one_more_death(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, 2)
     group = scene.group(0, 1, max_restarts=4)
@@ -97,6 +99,9 @@ def test_a_constructor_that_raises_in_a_restart_is_one_more_death(monkeypatch: p
     assert scene.lives() == []
 
 
+@pytest.mark.prints(
+    r"supervision group #\d+: it has given up: .* its constructor raised ValueError: wrong arguments"
+)
 def test_a_first_constructor_that_raises_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, 2)
     scene.refuse = lambda number: ValueError("wrong arguments") if number == 2 else None
@@ -132,6 +137,7 @@ def test_children_come_back_to_where_they_were_placed(monkeypatch: pytest.Monkey
         assert [scene.where(number).spec.epoch for number in range(3)] == [turn] * 3
 
 
+@pytest.mark.prints(r"supervision group #\d+: it has given up: .* worker= has put it there")
 def test_a_place_that_is_gone_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, 1)
     scene.routes.append(scene.world.create(scene.driver, max_restarts=-1, worker="w2"))
@@ -147,6 +153,7 @@ def test_a_place_that_is_gone_ends_the_group(monkeypatch: pytest.MonkeyPatch) ->
 # -- nested -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.prints("supervision group 'outer': it has given up, as 2 restarts within 60 s did not do")
 def test_a_group_in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     for spawner in (False, True):
         scene = Scene(monkeypatch, 5, spawner=spawner)
@@ -173,6 +180,7 @@ def test_a_group_in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
 
 
+@pytest.mark.prints(r"supervision group #\d+: it has given up: .* worker= has put it there")
 def test_a_place_that_is_gone_ends_all_groups_above(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, 2)
     scene.routes.append(scene.world.create(scene.driver, max_restarts=-1, worker="w2"))

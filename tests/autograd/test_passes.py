@@ -490,6 +490,11 @@ def test_what_comes_late_of_a_pass_that_is_over_is_ignored() -> None:
         worker.handle(origin, Run(group.context, 99, [], False, False, "context", 0.0, []))
     assert not group.known(1).passes
     worker.hear(origin, Verdict(5, 99, True))  # of a context that is not known
+    late = Gradient(group.worker(1).participant.contexts.create().id, 99, message, 1, gradient.gradients)
+    worker.contexts.release(late.context)
+    assert worker.handle(origin, late) is None  # it is posted: there is nobody to tell but the log
+    with pytest.raises(RpcError, match="has been released"):
+        worker.handle(origin, late._replace(fast=True))
     group.backward(x.sum())
     assert group.gradients(0).keys() == {a}
 

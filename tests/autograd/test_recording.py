@@ -23,6 +23,7 @@ from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import WorkerKey
 from actorrpc.rpc.functions import async_execution
+from tests.announced import OUTSIDE_OF_A_CONTEXT
 from tests.core.agents import agents
 
 
@@ -168,6 +169,7 @@ def test_no_grad_at_the_caller(pair: Pair) -> None:
         assert not mine.sends
 
 
+@pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
 def test_outside_of_a_context(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     w = torch.ones(2, requires_grad=True)
     with caplog.at_level(logging.WARNING, "actorrpc.autograd"):

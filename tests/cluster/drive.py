@@ -8,13 +8,14 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from actorrpc.actors.processes import ProcessSpec
 from actorrpc.cluster import serving
 from actorrpc.cluster.processes import LocalCluster
+from tests import output
 
 __all__ = ["cluster", "script", "until", "workers"]
 
@@ -55,8 +56,10 @@ def workers(count: int = 1, label: str = "Counter", **spec: Any) -> Iterator[lis
 
 
 @contextlib.contextmanager
-def script(directory: Path, source: str, *arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """Run a script in a process of its own, with its output in pipes."""
+def script(
+    directory: Path, source: str, *arguments: str, prints: Sequence[str] = (), **options: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a script in a process of its own, with its output in pipes; ``prints`` says what may be on standard error."""
     path = directory / "script.py"
     path.write_text(textwrap.dedent(_HEAD) + textwrap.dedent(source))
     environment = {**os.environ, "PYTHONPATH": str(_ROOT), **options.pop("env", {})}
@@ -74,7 +77,8 @@ def script(directory: Path, source: str, *arguments: str, **options: Any) -> Ite
     finally:
         if process.poll() is None:
             process.kill()
-        process.communicate()
+        _, err = process.communicate()
+    output.check(err, *prints, what="the script")
 
 
 def until(condition: Callable[[], Any]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from actorrpc.rpc import workers
+from tests import output as printed
 from tests.cluster.drive import until
 
 __all__ = ["CLEAN", "is_there", "joiner", "output", "wait_for"]
@@ -27,7 +28,7 @@ CLEAN = {
 
 @contextlib.contextmanager
 def joiner(address: str, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a worker that joins by hand; killed at the end if it still runs."""
+    """Run a worker that joins by hand; killed at the end if it still runs. It says that it has joined, and nothing else."""
     process = subprocess.Popen(
         [sys.executable, "-m", "actorrpc.worker", "--join", address, *arguments],
         env={**CLEAN, "PYTHONPATH": str(_ROOT), **environment},
@@ -42,7 +43,8 @@ def joiner(address: str, *arguments: str, **environment: str) -> Iterator[subpro
     finally:
         if process.poll() is None:
             process.kill()
-        process.communicate()
+        _, err = process.communicate()
+    printed.check(err, r"^worker '.*' has joined tcp://", what="a worker that joined")
 
 
 def output(process: subprocess.Popen[Any]) -> tuple[int, str]:

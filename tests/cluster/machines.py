@@ -95,6 +95,7 @@ class Machines:
             self.power_off(name)
         for program in self._programs:
             program.process.communicate()
+            sys.stderr.write(program.errors)  # it counts as the test's own
         for boot in self._boots.values():
             boot.communicate()
 

@@ -74,6 +74,7 @@ class Broken:
 
 @pytest.mark.slow
 @pytest.mark.limit(120)
+@pytest.mark.prints(r"^worker 'Place-commands-\d+' has joined tcp://")
 def test_an_engine_starts_watches_and_stops() -> None:
     engine = Commands()
     with init(engine=engine):

@@ -27,6 +27,7 @@ def _server_pid() -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.prints(r"the fork server \(pid \d+\) has ended")
 def test_the_death_of_the_server_ends_its_children_and_the_next_spawn_starts_another() -> None:
     with init():
         first = _server_pid()
@@ -42,6 +43,7 @@ def test_the_death_of_the_server_ends_its_children_and_the_next_spawn_starts_ano
 
 
 @pytest.mark.slow
+@pytest.mark.prints(r"the fork server \(pid \d+\) has ended")
 def test_a_spawn_fails_when_the_server_dies_meanwhile() -> None:
     with init():
         future = cluster().spawn(ProcessSpec(label="Unlucky"))
@@ -52,6 +54,7 @@ def test_a_spawn_fails_when_the_server_dies_meanwhile() -> None:
             assert rpc.rpc_sync(name, operator.add, (1, 2)) == 3
 
 
+@pytest.mark.prints(r"the fork server \(pid \d+\) has ended", "Traceback.*ImportError: this is not torch")
 def test_a_server_that_cannot_import_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('this is not torch')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])

@@ -21,7 +21,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _RNN = _ROOT / "examples" / "torch_style" / "rnn.py"
 _CARTPOLE = _ROOT / "examples" / "cartpole.py"
 
-pytestmark = [needs_hosts, pytest.mark.limit(150)]
+pytestmark = [needs_hosts, pytest.mark.limit(150), pytest.mark.prints("^worker '.*' has joined tcp://")]
 _nightly = pytest.mark.skipif(not NIGHTLY, reason="ACTORRPC_NIGHTLY is not 1")
 
 

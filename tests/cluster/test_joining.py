@@ -258,6 +258,7 @@ def elsewhere() -> Iterator[str]:
         ("joining-x", RendezvousError, r"no worker may be called 'joining-x'"),
     ],
 )
+@pytest.mark.prints(r"'joining-\w+' did not prove to worker 'driver'", r"'joining-\w+' speaks 77 to 78")
 def test_the_driver_refuses(
     elsewhere: str, case: str, kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,11 @@ def _refused(address: str, kind: type[RpcError], says: str, **settings: Any) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.prints(
+    "refuses the certificate of this worker, or shows none: .*unknown ca",
+    r"certificate of who came from 127\.0\.0\.1 is refused: self.signed certificate",
+    "it does not speak TLS, and this worker speaks nothing else",
+)
 def test_over_tls_and_with_other_certificates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
     ours, others = certificates.files(), certificates.foreign()
@@ -91,6 +96,7 @@ def test_over_tls_and_with_other_certificates(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.slow
+@pytest.mark.prints("it speaks TLS, and this worker has no certificates")
 def test_sealed_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
     with _driver(ACTORRPC_INTEGRITY="1") as address:

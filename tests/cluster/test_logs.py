@@ -192,7 +192,7 @@ with init(log_to_driver=sys.argv[1] == "on"):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["on", "off"])
 def test_everything_is_shown_before_shutdown_returns(tmp_path: Path, how: str) -> None:
-    with script(tmp_path, _PRINTING, how) as process:
+    with script(tmp_path, _PRINTING, how, prints=("^to stderr$", "^about to exit$")) as process:
         out, err = process.communicate()
         assert process.returncode == 0, err
     if how == "off":

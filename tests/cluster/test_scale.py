@@ -104,16 +104,17 @@ def test_a_drained_worker_hands_its_actors_over(driver: Context) -> None:
     until(lambda: not is_there(second))
 
 
+@pytest.mark.prints("supervision group 'fixed': it has given up")
 def test_what_does_not_move_ends_or_begins_anew(driver: Context) -> None:
     worker, other = scale(2, labels={"pool": "a"})
     loose, once = _on(worker, Plain, max_restarts=1), _on(worker, Plain)
     pinned = Plain.options(worker=worker, max_restarts=1).remote()
     child = _on(worker, Counter, 10, max_restarts=1)
     fixed = Counter.options(worker=worker, max_restarts=1).remote(10)
-    groups = actorrpc.supervise([child]), actorrpc.supervise([fixed], name="fixed")
+    moved, stuck = actorrpc.supervise([child]), actorrpc.supervise([fixed], name="fixed")
     assert actorrpc.get([pinned.where.remote(), fixed.where.remote()]) == [worker] * 2
     assert actorrpc.get(child.add.remote()) == 11
-    given_up = groups[1].monitor()
+    given_up = stuck.monitor()
 
     drain(worker)
     why = rf"its worker {worker!r} is drained, and it does not move"
@@ -129,7 +130,7 @@ def test_what_does_not_move_ends_or_begins_anew(driver: Context) -> None:
     assert _where(loose) == other
     assert _where(child) == other
     assert actorrpc.get(child.add.remote()) == 12
-    del groups
+    moved.end()
 
 
 def _on(worker: str, cls: Any, *args: Any, **options: Any) -> Any:

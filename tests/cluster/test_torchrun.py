@@ -12,6 +12,7 @@ import pytest
 
 from actorrpc.core.launch import Launch, first_host, of_environment
 from actorrpc.errors import ConfigError
+from tests import output
 from tests.cluster.joiners import CLEAN
 from tests.ports import free_port
 
@@ -165,7 +166,7 @@ with actorrpc.init(spmd=True):
     me = rpc.get_worker_info()
     other = "driver" if me.name == "rank1" else "rank1"
     for _ in range(1 if me.id == 0 else 200):  # rank 0 comes to its end first, and waits
-        found = rpc.rpc_sync(other, torch.add, args=(torch.ones(1)))
+        found = rpc.rpc_sync(other, torch.add, args=(torch.ones(1), 1))
     print("spmd", me.name, float(found), flush=True)
 """
 _RPC = """
@@ -255,6 +256,8 @@ def _torchrun(directory: Path, source: str, *arguments: str) -> tuple[int, list[
         text=True,
         cwd=directory,
     )
+    if not done.returncode:
+        output.check(done.stderr, what="torchrun, or one of its children,")
     return done.returncode, sorted(done.stdout.splitlines()), done.stderr
 
 

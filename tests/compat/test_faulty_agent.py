@@ -17,6 +17,7 @@ from actorrpc.compat.rpc._testing.faulty_agent import _TYPES, FaultyTensorPipeRp
 from actorrpc.errors import ConfigError
 from actorrpc.testing import Fault
 from actorrpc.testing.message_types import MESSAGES, Message
+from tests.output import check
 
 NAMES = ["torch.distributed.rpc._testing", "torch.distributed.rpc._testing.faulty_agent_backend_registry"]
 
@@ -62,6 +63,7 @@ assert "torch.distributed.rpc._testing" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    check(done.stderr)
 
 
 def test_torchs_own_is_put_back() -> None:

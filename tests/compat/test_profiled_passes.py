@@ -11,8 +11,11 @@ import torch.distributed
 import torch.distributed.autograd
 
 from actorrpc.autograd.wiring import participant
+from tests.announced import PROFILER
 from tests.compat.test_profiling import KINDS, events_of, joined, profile
 from tests.group import run_group
+
+pytestmark = pytest.mark.prints(PROFILER)
 
 _NAME = "torch::distributed::autograd::"
 

@@ -21,7 +21,10 @@ from actorrpc import compat
 from actorrpc.compat.futures import Future
 from actorrpc.rpc import api, profiling
 from actorrpc.rpc.functions import async_execution
+from tests.announced import PROFILER
 from tests.group import run_group
+
+pytestmark = pytest.mark.prints(PROFILER)
 
 KINDS = ["old", "autograd", "modern"]
 _REMOTE = "#remote_op: "
@@ -180,7 +183,7 @@ def _remote(rank: int, size: int, path: str, kind: str) -> None:
             rpc.rpc_async("worker1", scripted, (x,)).wait()
             doubler = rpc.remote("worker1", Doubler)
             doubler.rpc_sync().double(x)
-            kept = rpc.remote("worker0", torch.sub, (x))
+            kept = rpc.remote("worker0", torch.sub, (x, 1))
             kept._get_profiling_future().wait()
         key = "rpc_sync#step(worker0 -> worker1)"
         call, inner = one(found, key), one(found, f"{key}{_REMOTE}aten::add")

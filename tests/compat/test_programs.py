@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from actorrpc.compat import environment
+from tests.announced import TORCH_RPC
+from tests.output import check
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs")
@@ -18,10 +21,16 @@ OURS = "actorrpc.compat.rpc.agent"
 FOUND = f"{OURS} [2.0, 2.0] 3 [3.0, 3.0]"
 
 
-def run(*arguments: object, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run an interpreter with this tree's actorrpc in its reach, but without the drop-in."""
+def run(
+    *arguments: object, cwd: Path = ROOT, prints: Sequence[str] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run an interpreter with this tree's actorrpc in its reach, but without the drop-in.
+
+    Args:
+        prints: what it may write to standard error where it ends well (tests/output.py).
+    """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": path, "ACTORRPC_DROP_IN": "0", **variables},
@@ -30,6 +39,9 @@ def run(*arguments: object, cwd: Path = ROOT, **variables: str) -> subprocess.Co
         text=True,
         check=False,
     )
+    if not done.returncode:
+        check(done.stderr, *prints)
+    return done
 
 
 @pytest.mark.limit(120)
@@ -42,7 +54,7 @@ def test_a_program_and_its_children(method: str) -> None:
 @pytest.mark.limit(120)
 def test_without_it_the_program_runs_on_torchs_agent() -> None:
     """The programs can tell: else the tests above would show nothing."""
-    done = run(PROGRAMS / "two_ranks.py", "fork")
+    done = run(PROGRAMS / "two_ranks.py", "fork", prints=TORCH_RPC)
     assert done.stdout.splitlines()[0].startswith("torch._C._distributed_rpc [2.0, 2.0]"), done.stderr
 
 

@@ -138,7 +138,7 @@ def _opened(message: Message) -> str:
 
 def _serve() -> None:
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some of the functions that it calls print
     while head := requests.read(_LENGTH.size):
         messages = pickle.loads(requests.read(*_LENGTH.unpack(head)))
         data = pickle.dumps([_opened(message) for message in messages])

@@ -158,6 +158,7 @@ def test_time_outs_say_what_they_know(pair: list[Agent]) -> None:
         assert not a.peer(to).pending
 
 
+@pytest.mark.prints("threads of 'a0' are still in user code after shutdown")
 def test_the_end_of_an_agent_ends_calls_on_both_sides() -> None:
     _gate.clear()
     with agents(3) as (a, b, c):

@@ -12,6 +12,7 @@ import pytest
 
 from actorrpc.core import daemons
 from actorrpc.core.daemons import Daemon
+from tests import output
 
 # What torch keeps for a thread is let go when Python is done with it; it takes its time over it, and needs the interpreter.
 _SCRIPT = """if True:
@@ -42,6 +43,7 @@ def test_the_end_of_the_interpreter_waits_for_threads_on_their_way_out(tmp_path:
         timeout=50,
     )
     assert (done.returncode, done.stdout) == (0, "let go\n"), done.stderr
+    output.check(done.stderr)
 
 
 def test_threads_that_are_gone_are_forgotten() -> None:

@@ -59,6 +59,7 @@ def test_it_stays_within_the_hard_limit(soft: int, monkeypatch: pytest.MonkeyPat
     assert len(asked) == 1
 
 
+@pytest.mark.prints(r"the limit of \d+ cannot be raised: not allowed to raise maximum limit")
 def test_where_it_cannot_be_raised_that_is_said_and_no_error(
     soft: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -242,6 +243,7 @@ class _Door:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
+@pytest.mark.prints("'a0' accepts no more connections until some have ended")
 def test_however_many_knock_it_is_tried_again_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     due: list[Callable[[], Any]] = []
     with agents(1) as (agent,):

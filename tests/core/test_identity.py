@@ -24,6 +24,7 @@ from actorrpc.core.identity import (
     new_incarnation,
 )
 from actorrpc.errors import ConfigError, RendezvousError
+from tests import output
 
 _NAMES = st.text(string.ascii_letters + string.digits + "-_:", min_size=1, max_size=127)
 _DEVICES = st.sampled_from(["cpu", "cuda:0", "cuda:15", "meta"])
@@ -164,6 +165,7 @@ def test_the_host_identity_is_the_same_in_another_process() -> None:
     other = subprocess.run(
         [sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=60
     )
+    output.check(other.stderr)
     assert other.stdout.strip() == host_identity()
     assert _record(host=host_identity())
 

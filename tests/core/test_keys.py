@@ -18,6 +18,7 @@ import pytest
 from actorrpc.core import keys
 from actorrpc.core.keys import Key
 from actorrpc.errors import AuthenticationError, ConfigError
+from tests import output
 
 TEXT = "correct horse battery staple"
 
@@ -305,6 +306,7 @@ def test_a_made_key_is_read_by_the_others_of_this_user(directory: Path) -> None:
     other = subprocess.run(
         [sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=60
     )
+    output.check(other.stderr)
     assert other.stdout.strip() == key.reveal().hex()
     keys.remove_file(path)
     keys.remove_file(path)

@@ -232,6 +232,7 @@ def test_changes_are_told_once_in_order_and_the_end_is_final() -> None:
     assert not tasks
 
 
+@pytest.mark.prints("a listener for changes of members raised.*ValueError: of a user")
 def test_listeners_may_raise_listen_remove_and_note() -> None:
     tasks: list[Callable[[], None]] = []
     changes = Changes(tasks.append)

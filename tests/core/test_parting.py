@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,8 +17,11 @@ from actorrpc.core import frames
 from actorrpc.core.agent import Agent
 from actorrpc.core.connection import Connection
 from actorrpc.core.frames import pack_frame
+from actorrpc.errors import ShutdownError
 from tests.core.agents import agents
 from tests.intruders.doors import tcp_agents
+
+_SYN_SENT = 2  # of the kernel's tcp_states.h
 
 
 class _Time:
@@ -77,7 +83,44 @@ def _unread(first: Agent, second: Agent) -> Iterator[None]:
     theirs.arm(1)  # whoever has read arms again: this has kept it from the pool
 
 
+def _is_connecting(sock: socket.socket) -> bool:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _SYN_SENT
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_who_leaves_does_not_dial_on(accepts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it said that its threads are in user code."""
+    with contextlib.ExitStack() as stack:
+        (agent, _) = stack.enter_context(tcp_agents(2))
+        door = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        if not accepts:  # no more than those who wait already
+            for _ in range(3):
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(door.getsockname())
+        monkeypatch.setattr(agent.links, "addresses", lambda _: [(socket.AF_INET, door.getsockname())])
+        ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+        def dial() -> None:
+            try:
+                agent.links.connect(agent.peer("a1"), moments.now() + 1000.0, "somebody")
+            except BaseException as error:
+                ended.put(error)
+
+        agent.submit(dial)
+        if accepts:
+            somebody, _ = door.accept()
+            stack.enter_context(somebody)
+            assert somebody.recv(1)  # its hello, which is not answered
+        else:
+            while not any(_is_connecting(sock) for sock in agent.links._dialling.copy()):
+                threading.Event().wait(0.001)
+        agent.close()
+        assert isinstance(ended.get(timeout=20), ShutdownError)
+
+
 @pytest.mark.parametrize("together", [agents, tcp_agents])
+@pytest.mark.prints("a notice 'x' of 'a0' has no handler here")
 def test_who_leaves_while_the_other_does_not_read_is_not_taken_for_dead(
     together: Callable[[int], AbstractContextManager[list[Agent]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

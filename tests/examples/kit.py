@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.announced import TORCH_RPC
+from tests.output import check
 from tests.ports import free_port
 
 __all__ = ["NIGHTLY", "PNG", "outcome", "run"]
@@ -19,12 +22,18 @@ ROOT = Path(__file__).resolve().parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def run(directory: Path, name: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run an example to its end with this tree's actorrpc, in no group's environment."""
+def run(
+    directory: Path, name: str, *flags: str, prints: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run an example to its end with this tree's actorrpc, in no group's environment.
+
+    Args:
+        prints: what it may write to standard error where it ends well (tests/output.py).
+    """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MASTER_")}
     environment["MASTER_PORT"] = str(free_port())
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "torch_style" / name), *flags],
         cwd=directory,
         env=environment,
@@ -32,11 +41,15 @@ def run(directory: Path, name: str, *flags: str) -> subprocess.CompletedProcess[
         text=True,
         check=False,
     )
+    if not done.returncode:
+        check(done.stderr, *prints, what=name)
+    return done
 
 
 def outcome(directory: Path, name: str, *flags: str, backend: str) -> tuple[list[str], dict[str, Any]]:
     """Run an example with ``--json``; return the lines of its progress, and what the last line says."""
-    done = run(directory, name, "--json", "--backend", backend, *flags)
+    prints = TORCH_RPC if backend == "torch" else ()
+    done = run(directory, name, "--json", "--backend", backend, *flags, prints=prints)
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     told: dict[str, Any] = json.loads(last)

@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.examples.kit import NIGHTLY
+from tests.output import check
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -25,8 +27,10 @@ def environment() -> dict[str, str]:
     return found
 
 
-def run(directory: Path, name: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run an example to its end, in a directory of its own."""
+def run(
+    directory: Path, name: str, *flags: str, prints: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run an example to its end, in a directory of its own; ``prints``: what it may write to standard error."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *flags],
         cwd=directory,
@@ -36,6 +40,7 @@ def run(directory: Path, name: str, *flags: str) -> subprocess.CompletedProcess[
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    check(done.stderr, *prints, what=name)
     return done
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.announced import TORCH_RPC
+from tests.output import check
 from tests.ports import free_port
 
 pytest.importorskip("gymnasium", reason="the example needs gymnasium: pip install 'actorrpc[examples]'")
@@ -48,6 +50,7 @@ def outcome(directory: Path, *flags: str) -> tuple[list[str], dict[str, Any]]:
     """Run a few episodes; return the lines before the JSON, and what the JSON says."""
     done = run(directory, "--max_episodes", "3", "--log_interval", "2", "--json", *flags)
     assert done.returncode == 0, done.stderr
+    check(done.stderr, *(TORCH_RPC if "torch" in flags else ()), what="the example")
     *lines, last = done.stdout.splitlines()
     return lines, json.loads(last)
 

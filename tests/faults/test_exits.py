@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import output
 from tests.faults.figures import NIGHTLY
 
 _RUNS = 1_000 if NIGHTLY else 8
@@ -19,5 +20,6 @@ def test_processes_end_as_they_mean_to(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.faults.exits", str(_RUNS), "0", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=25 * _RUNS)
     assert done.returncode == 0, done.stderr
+    output.check(done.stderr)
     wrong = json.loads(done.stdout)
     assert not wrong, "\n".join(f"{each['said']}\n{each}" for each in wrong)

@@ -85,6 +85,7 @@ def _crash(agent: Agent) -> None:
     agent.close(0.0)
 
 
+@pytest.mark.prints("threads of 'victim' are still in user code after shutdown")
 def test_an_address_that_a_later_life_has_is_no_question_of_keys() -> None:
     with contextlib.ExitStack() as stack:
         town = _Town(stack)
@@ -105,6 +106,7 @@ def test_an_address_that_a_later_life_has_is_no_question_of_keys() -> None:
 
 
 @pytest.mark.limit(1200 if NIGHTLY else 60)
+@pytest.mark.prints("threads of 'victim' are still in user code after shutdown")
 def test_nothing_that_is_meant_for_a_life_reaches_another() -> None:
     _lives.clear()
     _landed.clear()

@@ -134,15 +134,21 @@ def _leave(role: int, state: str, mode: str, signals: _Signals) -> dict[str, Any
         if mode in ("forced", "ctrl-c"):
             signals.wait("0 has left")
         rpc.shutdown()
+        _ends(calls)
         return None
     begun, error = _shut_down(mode)
     took = time.monotonic() - begun
     signals.tell("0 has left")
     assert not rpc.is_initialized()
-    ends = {type(each.exception()).__name__ for each in calls}  # all of them are over, or this does not end
+    ends = _ends(calls)
     if state in ("stopped", "cut off"):
         os.kill(pid, signal.SIGKILL)
     return {"took": took, "error": type(error).__name__, "calls": sorted(ends)}
+
+
+def _ends(calls: list[Future[Any]]) -> set[str]:
+    """Look at how calls have ended: all of them are over, or this does not end."""
+    return {type(each.exception()).__name__ for each in calls}
 
 
 def _shut_down(mode: str) -> tuple[float, BaseException | None]:
@@ -231,6 +237,7 @@ def _cells() -> list[list[Cell]]:
 
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("cells", _cells(), ids=lambda cells: "; ".join(map(", ".join, cells)))
+@pytest.mark.prints("threads of 'worker[012]' are still in user code after shutdown")
 def test_leaving_a_group(cells: list[Cell], tmp_path: Path) -> None:
     _check(tmp_path, cells)
 

@@ -272,6 +272,11 @@ def _mains(agent: Agent) -> int:
     return len(agent.links.connections())
 
 
+@pytest.mark.prints(
+    "'stranger' did not prove to worker 'a0'",
+    r"message \d came in the handshake where \d must come",
+    r"\d+ bytes came in the handshake before their turn",
+)
 def test_a_recording_opens_nothing() -> None:
     with tcp_agents(1) as (agent,):
         sent, answers = _recorded(agent)
@@ -306,6 +311,7 @@ def test_a_side_connection_to_nothing_is_closed(purpose: Purpose) -> None:
         sock.close()
 
 
+@pytest.mark.prints("message 2 came in the handshake where 1 must come")
 def test_a_worker_is_not_talked_to_by_itself() -> None:
     """Two connections to one worker, wired together: each gets what the other side of it says."""
     with tcp_agents(1) as (agent,):

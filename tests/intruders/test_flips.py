@@ -155,6 +155,7 @@ def _talk(agent: Agent, number: int) -> int:
 
 
 @pytest.mark.limit(1800 if NIGHTLY else 60)
+@pytest.mark.prints(r"the connection to (client\d+|service) was closed: ")
 def test_no_flipped_bit_gives_another_value() -> None:
     """Numbers, bytes and tensors, both ways, with one bit in some thousands flipped, from anywhere behind the handshake."""
     global _log
@@ -368,6 +369,9 @@ _ATTACKS = [name for name in vars(_Attacks) if not name.startswith("_")]
 
 
 @pytest.mark.parametrize("attack", _ATTACKS)
+@pytest.mark.prints(
+    "the connection to (client0|service) was closed: what came does not carry the seal of its sender"
+)
 def test_nobody_between_can_do_anything_but_end_it(attack: str) -> None:
     global _log
     _log = _Log()

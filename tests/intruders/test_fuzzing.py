@@ -196,6 +196,7 @@ def _say(agent: Agent, rng: random.Random, old: list[bytes]) -> None:
 
 
 @nightly
+@pytest.mark.prints(r"a connection from 127\.\d+\.\d+\.\d+ was refused: ")
 def test_strangers_over_sockets(no_unpickling: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     rng, old = random.Random(4), _old_messages()
     raised: list[Any] = []
@@ -295,6 +296,12 @@ _PLACES = hasattr(messages, "Placement")
 
 
 @nightly
+@pytest.mark.prints(
+    r"the connection to (s\d+|a stranger) was closed: ",
+    r"a notice .* of 's\d+' (has no handler here|could not be acted upon)",
+    r"(request|letter) \d+ of 's\d+' came twice",
+    r"what 's\d+' has posted here failed",
+)
 def test_frames_of_a_peer_that_has_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames that are wrong in any way: typed errors, or the end of their connection; the worker serves on."""
     rng = random.Random(5)

@@ -173,6 +173,7 @@ def test_errors_about_keys_show_none(given: str, tmp_path: Path, monkeypatch: py
         keys.remove_file(made)
 
 
+@pytest.mark.prints("'stranger' did not prove to worker 'a0'")
 def test_a_refused_handshake_shows_no_key(caplog: pytest.LogCaptureFixture) -> None:
     """Neither side's: not in the error, not in what the variables of its frames show, not in the log."""
     caplog.set_level(logging.DEBUG)
@@ -231,9 +232,12 @@ def _worker(rank: int, world_size: int, store: str, given: str | None) -> list[s
 
 def _output() -> bytes:
     """What this rank has written so far, wherever that goes."""
-    return Path(os.readlink("/proc/self/fd/1")).read_bytes()
+    return b"".join(Path(os.readlink(f"/proc/self/fd/{descriptor}")).read_bytes() for descriptor in (1, 2))
 
 
+@pytest.mark.prints(
+    r"^actorrpc\.errors\.RemoteTraceback:$", r"^On worker w\d:.*ZeroDivisionError.*most recent call first"
+)
 def test_a_key_that_is_given_stays_where_it_was_given(tmp_path: Path) -> None:
     """In the program: then no process shows it, and no line that a worker writes with all logging on."""
     assert run_group(_worker, 2, f"file://{tmp_path}/store", _TEXT) == [[], []]

@@ -50,6 +50,7 @@ _MATRIX = list(
 
 
 @pytest.mark.parametrize(("bind", "transport", "has_key", "insecure", "own"), _MATRIX)
+@pytest.mark.prints(r"listening on \S+ WITHOUT a key")
 def test_the_matrix(
     bind: str | None,
     transport: str,
@@ -181,6 +182,7 @@ def test_a_file_that_others_may_read_does_not_start(tmp_path: Path) -> None:
         _starts(tmp_path, 1, env={"ACTORRPC_KEY_FILE": str(file)})
 
 
+@pytest.mark.prints(r"listening on 0\.0\.0\.0 WITHOUT a key")
 def test_insecure_has_to_be_said(tmp_path: Path) -> None:
     for found in _starts(tmp_path, insecure=True, bind="0.0.0.0"):
         assert found["keyless"]

@@ -86,6 +86,7 @@ def test_each_may_have_a_certificate_of_its_own(tmp_path: Path) -> None:
         assert _add(a1, "a0") == 3
 
 
+@pytest.mark.prints("'a0' did not prove to worker 'a1' that it holds the group's key")
 def test_the_key_is_needed_all_the_same() -> None:
     with (
         _workers(files().options, files().options, keys=(WRONG, KEY)) as (a0, _),
@@ -94,6 +95,7 @@ def test_the_key_is_needed_all_the_same() -> None:
         _add(a0)
 
 
+@pytest.mark.prints("refuses the certificate of this worker, or shows none: .*unknown ca")
 def test_of_another_ca_is_refused_by_who_dials() -> None:
     with _workers(files().options, foreign().options) as (a0, a1):
         with pytest.raises(AuthenticationError, match="certificate of worker 'a1'") as caught:
@@ -109,6 +111,7 @@ def _lenient(tmp_path: Path, certificates: Certificates) -> dict[str, str]:
     return {**certificates.options, "tls_ca": str(both)}
 
 
+@pytest.mark.prints(r"certificate of who came from 127\.0\.0\.1 is refused: self.signed certificate")
 def test_of_another_ca_is_refused_by_who_is_dialled(tmp_path: Path) -> None:
     with _workers(_lenient(tmp_path, foreign()), files().options, files().options) as (a0, a1, a2):
         for _ in range(3):
@@ -120,6 +123,10 @@ def test_of_another_ca_is_refused_by_who_is_dialled(tmp_path: Path) -> None:
         assert _add(a2) == 3
 
 
+@pytest.mark.prints(
+    "is refused: certificate has expired; renew it",
+    "refuses the certificate of this worker, or shows none: .*certificate expired",
+)
 def test_expired_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a worker that began in time: here it does not look at its own."""
     expired = temporary_certificates(tmp_path, name="expired", days=-1, authority=files())
@@ -137,6 +144,10 @@ def test_expired_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         entered.__exit__(None, None, None)
 
 
+@pytest.mark.prints(
+    "it does not speak TLS, and this worker speaks nothing else",
+    "it speaks TLS, and this worker has no certificates",
+)
 def test_plain_does_not_meet_tls_and_neither_goes_on_without() -> None:
     """No downgrade: each says what to do, and where."""
     with _workers(_PLAIN, files().options) as (plain, secure):
@@ -148,6 +159,7 @@ def test_plain_does_not_meet_tls_and_neither_goes_on_without() -> None:
         assert _address(plain) in str(caught.value)
 
 
+@pytest.mark.prints("this worker speak no common version of TLS")
 def test_versions_without_one_in_common() -> None:
     with _workers(files().options, files().options) as (a0, a1):
         client = a0.links.tls
@@ -182,6 +194,7 @@ def _try(agent: Agent, context: ssl.SSLContext) -> bytes:
         return until(sock)
 
 
+@pytest.mark.prints("or shows none: peer did not return a certificate")
 def test_no_certificate_is_refused() -> None:
     with _workers(files().options, files().options) as (a0, a1):
         with pytest.raises(ssl.SSLError, match=r"(?i)certificate.required"):
@@ -190,6 +203,7 @@ def test_no_certificate_is_refused() -> None:
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2])
+@pytest.mark.prints("this worker speak no common version of TLS")
 def test_old_versions_are_refused(version: ssl.TLSVersion) -> None:
     with _workers(files().options, files().options | {"tls_min_version": "1.2"}) as (a0, a1):
         with pytest.raises(ssl.SSLError, match=r"(?i)protocol.version"):
@@ -251,6 +265,7 @@ def test_who_loses_the_place_while_tls_begins_is_closed(monkeypatch: pytest.Monk
         assert _add(agents[0]) == 3
 
 
+@pytest.mark.prints(r"127\.0\.0\.1 does not speak TLS as this worker does, or not at all")
 def test_who_was_refused_and_stays_is_closed_in_the_end() -> None:
     settings = {**files().options, "handshake_timeout": 0.5}
     with _workers(files().options, settings) as (a0, a1):
@@ -262,6 +277,10 @@ def test_who_was_refused_and_stays_is_closed_in_the_end() -> None:
         assert _add(a0) == 3
 
 
+@pytest.mark.prints(
+    "it does not speak TLS, and this worker speaks nothing else",
+    "does not speak TLS as this worker does, or not at all",
+)
 def test_junk_harms_nobody() -> None:
     with _workers(files().options, files().options) as (a0, a1):
         for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\x16" * 4_000, b"\x80\x2e\x01\x00\x02", bytes(5_000)):
@@ -379,6 +398,7 @@ def _stolen(certificates: Certificates) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("whose", ["another worker's", "the workers' own", "unbound"])
+@pytest.mark.prints("'a0' did not prove to worker 'a1' that it holds the group's key")
 def test_who_ends_tls_in_between_is_found_out(
     whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,6 +430,7 @@ def test_who_ends_tls_in_between_is_found_out(
         assert not a1.links.connections()
 
 
+@pytest.mark.prints("refuses the certificate of this worker, or shows none: .*unknown ca")
 def test_errors_name_no_secrets() -> None:
     key = Path(files().key).read_text()
     with _workers(files().options, foreign().options) as (a0, _):

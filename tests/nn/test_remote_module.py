@@ -26,6 +26,7 @@ from actorrpc.errors import (
 )
 from actorrpc.futures import Future, collect_all
 from actorrpc.nn import RemoteModule
+from tests.announced import OUTSIDE_OF_A_CONTEXT
 from tests.nn import things
 from tests.nn.things import Hybrid
 
@@ -357,6 +358,7 @@ def test_a_class_with_its_own_idea_of_its_state() -> None:
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
 def test_a_model_with_a_remote_part_is_saved_and_loaded_as_one() -> None:
     hybrid = Hybrid(RemoteModule("w0", things.normed, (3,)))
     hybrid(torch.randn(8, 3))  # the statistics have moved

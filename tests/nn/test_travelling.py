@@ -16,6 +16,7 @@ from torch import nn
 from actorrpc import rpc
 from actorrpc.errors import PeerDiedError, RpcError
 from actorrpc.nn import RemoteModule
+from tests.announced import OUTSIDE_OF_A_CONTEXT, TORCH_RPC
 from tests.group import rpc_group, run_group, unused_path
 from tests.nn import things
 from tests.nn.things import Echo, Hybrid
@@ -134,6 +135,7 @@ def _over_torch(rank: int, world_size: int, path: str) -> dict[str, tuple[str, A
 
 
 @pytest.mark.limit(90)
+@pytest.mark.prints(*TORCH_RPC)
 def test_torchs_remote_module_is_the_oracle() -> None:
     ours = rpc_group(_over_ours, 3)[0]
     path = unused_path("nn")
@@ -229,6 +231,7 @@ def _sends(rank: int, world_size: int) -> None:
     assert hybrid.remote.state_dict()["weight"].dtype is torch.float64
 
 
+@pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
 def test_it_travels() -> None:
     rpc_group(_sends, 3)
 
@@ -271,6 +274,7 @@ def _state_goes(rank: int, world_size: int) -> None:
     assert torch.equal(local(x), model(x))
 
 
+@pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
 def test_a_model_over_several_workers_is_saved_and_loaded_as_one() -> None:
     rpc_group(_state_goes, 3)
 

@@ -27,6 +27,7 @@ import torch.distributed.rpc as torch_rpc
 from actorrpc import errors, rpc
 from actorrpc.rpc import rref
 from actorrpc.rpc.group import Group
+from tests.announced import TORCH_RPC
 from tests.group import rpc_group, run_group, unused_path
 
 _TINY = 0.05  # a time-out that is meant to pass
@@ -434,6 +435,7 @@ def _theirs(rank: int, world_size: int, path: str) -> dict[tuple[str, str, int],
 
 
 @pytest.mark.slow
+@pytest.mark.prints(*TORCH_RPC)
 def test_scenarios_agree_with_torch_and_with_a_local_call(tmp_path: Any) -> None:
     ours = rpc_group(_ours, 2)[0]
     theirs = run_group(_theirs, 2, unused_path("torch"), leak_wait=None)[0]

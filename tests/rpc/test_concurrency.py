@@ -166,7 +166,7 @@ def _one_future_many_waiters() -> None:
     waiters = [threading.Thread(target=lambda: got.append(future.wait())) for _ in range(6)]
     for each in waiters:
         each.start()
-    rpc.rpc_sync("worker1", _await_entered, ("shared"))
+    rpc.rpc_sync("worker1", _await_entered, ("shared", 1))
     rpc.rpc_sync("worker1", _open, ("shared",))
     for each in waiters:
         each.join()
@@ -175,14 +175,14 @@ def _one_future_many_waiters() -> None:
 
 def _from_asyncio() -> None:
     async def main() -> list[int]:
-        one = await rpc.rpc_async("worker1", operator.add, (1))
+        one = await rpc.rpc_async("worker1", operator.add, (1, 1))
         many = await asyncio.gather(*(_add(i) for i in range(200)))
         with pytest.raises(ZeroDivisionError):
             await rpc.rpc_async("worker1", operator.truediv, (1, 0))
         return [one, *many]
 
     async def _add(i: int) -> int:
-        result: int = await rpc.rpc_async("worker1", operator.add, (i))
+        result: int = await rpc.rpc_async("worker1", operator.add, (i, 1))
         return result
 
     assert asyncio.run(main()) == [2, *range(1, 201)]
@@ -211,7 +211,7 @@ def _cancel_running() -> None:
     future = rpc.rpc_async("worker1", _record_nested, ("chain",))
     _count("chain").acquire()  # worker1 runs, and its nested call runs here
     assert future.cancel()
-    rpc.rpc_sync("worker1", _await_entered, ("chain caught"))
+    rpc.rpc_sync("worker1", _await_entered, ("chain caught", 1))
     assert rpc.rpc_sync("worker1", _caught) == ["CancelledError", "CancelledError"]
     _open("chain")
     assert not future.cancel()

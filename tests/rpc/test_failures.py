@@ -115,19 +115,19 @@ def _running_there() -> None:
         with pytest.raises(PeerDiedError):
             each.wait()
     with pytest.raises(PeerDiedError) as caught:
-        rpc.rpc_sync("worker1", operator.add, (1))
+        rpc.rpc_sync("worker1", operator.add, (1, 1))
     assert caught.value.maybe_executed is False
     with pytest.raises(PeerDiedError):
-        rpc.rpc_async("worker1", operator.add, (1))
+        rpc.rpc_async("worker1", operator.add, (1, 1))
     with pytest.raises(PeerDiedError):
-        rpc.remote("worker1", operator.add, (1))
+        rpc.remote("worker1", operator.add, (1, 1))
 
 
 def _never_called() -> None:
     """A worker that died before there was any contact: the first call says so."""
     os.kill(_pid("worker2"), signal.SIGKILL)
     with pytest.raises(PeerDiedError) as caught:
-        rpc.rpc_sync("worker2", operator.add, (1))
+        rpc.rpc_sync("worker2", operator.add, (1, 1))
     assert caught.value.maybe_executed is False
 
 
@@ -202,7 +202,7 @@ def _fork(directory: str) -> int:
     try:
         words = "nothing"
         try:
-            rpc.rpc_sync("worker0", operator.add, (1))
+            rpc.rpc_sync("worker0", operator.add, (1, 1))
         except NotInitializedError as error:
             words = f"{type(error).__name__} {rpc.api.is_initialized()}"
         rpc.shutdown()

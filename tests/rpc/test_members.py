@@ -122,6 +122,7 @@ def _fixed(rank: int, world_size: int) -> None:
         rpc.on_member_change(3)  # type: ignore[arg-type]
 
 
+@pytest.mark.prints("a listener for changes of members raised.*ValueError: of a user$")
 def test_a_fixed_group() -> None:
     # Stopped for a while is not dead: 50 heartbeats are the limit here, and 2 make it suspect.
     died = [Died(-signal.SIGKILL)] * 3
@@ -332,13 +333,16 @@ def _suspect_at_the_end(rank: int, world_size: int, name: str) -> bool | None:
     if f"worker{rank}" == name:
         _for_ever.wait()
     if rank == 1:
-        rpc.rpc_sync(name, operator.add, (1))
+        rpc.rpc_sync(name, operator.add, (1, 1))
         os.kill(_pid(name), signal.SIGSTOP)
     return True
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.prints(
+    r"^shutdown does not wait for 'worker[02]' any longer: (it is suspect$|cannot call to watch it: .* cannot be reached)"
+)
 def test_shutdown_does_not_wait_for_a_suspect_when_all_others_have_come(number: int) -> None:
     expected: list[Any] = [True, True, True]
     expected[number] = Died(-signal.SIGKILL)
@@ -362,8 +366,8 @@ def _others_still_work(rank: int, world_size: int, path: str) -> None:
     """A suspect is waited for while somebody else works; when it is back, it is a member like all others."""
     reach.PATIENCE_S = 0.2  # type: ignore[misc]
     if rank == 0:
-        rpc.rpc_sync("worker1", operator.add, (1))
-        rpc.rpc_sync("worker2", operator.add, (1))
+        rpc.rpc_sync("worker1", operator.add, (1, 1))
+        rpc.rpc_sync("worker2", operator.add, (1, 1))
     if rank == 2:
         # Worker1 waits in shutdown; worker0, whom it asks, is stopped for a while.
         heard = _Heard()

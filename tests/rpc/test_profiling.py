@@ -18,7 +18,10 @@ from actorrpc import rpc
 from actorrpc.core.calls import CURRENT
 from actorrpc.errors import RpcTimeoutError, SerializationError, UnknownWorkerError
 from actorrpc.rpc import api, profiling
+from tests.announced import PROFILER
 from tests.group import rpc_group
+
+pytestmark = pytest.mark.prints(PROFILER)
 
 KINDS = ["old", "modern"]
 _TINY = 0.05  # a time-out that is meant to pass

@@ -22,6 +22,7 @@ import torch
 import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
+from tests.announced import TORCH_RPC
 from tests.group import rpc_group, run_group, unused_path
 
 _TINY = 0.05  # a time-out that is meant to pass
@@ -286,6 +287,7 @@ _BETTER = {
 }
 
 
+@pytest.mark.prints(*TORCH_RPC)
 def test_torchs_rrefs_are_the_oracle() -> None:
     ours = rpc_group(_over_ours, 3)[0]
     theirs = run_group(_over_torch, 3, unused_path("rref"), leak_wait=None)[0]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
+from tests.announced import OUTSIDE_OF_A_CONTEXT, TORCH_RPC
 from tests.group import rpc_group, run_group, unused_path
 
 _REAL = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -47,7 +48,7 @@ def by_geometry() -> Iterator[tuple[str, torch.Tensor]]:
         yield f"flipped {n}", base.flip(0)
         yield f"expanded {n}", base[:1].expand(3, n, n)
         yield f"stride 0 {n}", torch.ones(1).expand(n)
-        yield f"overlapping {n}", base.flatten().as_strided((n, 3), (1))
+        yield f"overlapping {n}", base.flatten().as_strided((n, 3), (1, 1))
         yield f"diagonal {n}", base[0].diagonal()
         yield f"channels last {n}", torch.randn(2, 3, n, n).to(memory_format=torch.channels_last)
         yield f"empty part {n}", base[:, 2:2]
@@ -202,10 +203,19 @@ def _travel(rank: int, world_size: int) -> list[str]:
     return problems
 
 
+# What torch says of the odd kinds, once in each process.
+_ODD = (
+    "UserWarning: Sparse invariant checks are implicitly disabled",
+    "UserWarning: Sparse CSR tensor support is in beta state",
+    "UserWarning: .*quantized tensor creation functions.* are deprecated",
+    "UserWarning: ComplexHalf support is experimental",
+    "UserWarning: The PyTorch API of nested tensors is in prototype stage",
+)
 _WAYS: list[dict[str, Any]] = [{}, {"lane": False}, {"transport": "tcp", "lane": False}]
 
 
 @pytest.mark.parametrize("options", _WAYS, ids=["shared memory", "socket", "tcp"])
+@pytest.mark.prints(*_ODD)
 def test_every_tensor_arrives_equal(options: dict[str, Any]) -> None:
     problems = rpc_group(_travel, 2, options=options)[0]
     assert not problems, f"{len(problems)} differences:\n" + "\n".join(problems[:40])
@@ -238,6 +248,7 @@ def _over_torch(rank: int, world_size: int, path: str) -> dict[str, dict[str, An
     return found
 
 
+@pytest.mark.prints(*TORCH_RPC, *_ODD)
 def test_torchs_rpc_does_not_keep_more() -> None:
     """Where what arrives over torch's RPC equals what was sent, it does over ours; our exceptions are its, too."""
     theirs = run_group(_over_torch, 2, unused_path("tensors"), leak_wait=None)[0]
@@ -383,6 +394,7 @@ def _grad(rank: int, world_size: int) -> None:
                 torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
 def test_gradients_and_modes() -> None:
     rpc_group(_grad, 2)
 

@@ -18,7 +18,7 @@ from actorrpc.core.peer import Peer
 from actorrpc.core.posts import post
 from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, ShutdownError
 from actorrpc.futures import Future
-from actorrpc.testing import Fault, delay, drop
+from actorrpc.testing import Fault, delay, drop, kill_at
 from actorrpc.testing.gate import FaultGate
 from tests.core.agents import agents
 
@@ -422,3 +422,44 @@ def test_many_threads(pair: list[Agent], gates: list[FaultGate], to: str) -> Non
     assert len(ends) == 240
     assert "wrong" not in ends
     assert sum(fault.count for fault in faults) == ends.count("lost")
+
+
+# -- what is sent has left ------------------------------------------------------------------------------
+
+
+class _Taken:
+    """A lock that looks as if another thread had it, until somebody waits for it."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._taken = True
+
+    def acquire(self, blocking: bool = True) -> bool:
+        if blocking:
+            self._taken = False
+        return not self._taken and self._lock.acquire(blocking)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    __enter__ = acquire
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@pytest.mark.parametrize(("point", "side"), [("call.sent", 0), ("answer.sent", 1)])
+def test_what_is_sent_is_with_the_kernel_even_if_another_thread_writes(
+    pair: list[Agent], gates: list[FaultGate], monkeypatch: pytest.MonkeyPatch, point: str, side: int
+) -> None:
+    assert sync(pair[0], "a1", note, 0) == 0
+    conn: Any = pair[side].peer(f"a{1 - side}").conn
+    left: list[int] = []
+    kill = kill_at(point, function=note)
+    monkeypatch.setattr(kill, "_act", lambda _: left.append(len(conn.outbox)))
+    gates[side].add(kill)
+    with monkeypatch.context() as patch:
+        patch.setattr(conn, "write_lock", _Taken(conn.write_lock))
+        assert later(pair[0], "a1", note, 1).wait() == 1
+        until(lambda: left)  # the answer is here before its sender goes on
+    assert left == [0]

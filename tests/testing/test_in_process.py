@@ -338,6 +338,7 @@ def test_the_example_of_the_readme() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.prints("the main thread waits, and virtual time stands still: call advance")
 def test_who_waits_where_time_stands_still_is_told(
     caplog: pytest.LogCaptureFixture, gate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,12 +365,12 @@ def _files() -> int:
 
 def test_nothing_is_left_behind() -> None:
     with InProcessCluster() as cluster:  # what is made once in a process
-        cluster["worker0"].rpc_sync("worker1", add, (torch.ones(1 << 16)))
+        cluster["worker0"].rpc_sync("worker1", add, (torch.ones(1 << 16), 1))
     gc.collect()
     threads, files = _threads(), _files()
     for _ in range(3):
         with InProcessCluster(3, autojump=True) as cluster:
-            cluster["worker0"].rpc_sync("worker1", add, (torch.ones(1 << 16)))
+            cluster["worker0"].rpc_sync("worker1", add, (torch.ones(1 << 16), 1))
             cluster["worker1"].remote("worker2", add, (1, 2)).to_here()
             cluster.kill("worker2")
             cluster.clock.sleep(20.0)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import operator
+import os
+import subprocess
+import sys
 from typing import Any
+
+import pytest
 
 import actorrpc
 from actorrpc import rpc
@@ -58,3 +63,30 @@ def test_lives_are_not_compared() -> None:
     rpc_group(lives, 1)
     assert leaks.Holdings.take() == leaks.Holdings(None, leaks.Counter())
     assert not actorrpc.is_initialized()
+
+
+_HOLDS = "import _multiprocessing, sys; held = _multiprocessing.SemLock(1, 1, 1, sys.argv[1], False); print(flush=True); input()"
+
+
+def test_a_semaphore_that_another_session_has_made_is_not_left_by_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What made it has it mapped under the name that it was given before its own."""
+    name = f"left-{os.getpid()}"
+    path = f"/dev/shm/sem.{name}"
+    monkeypatch.setattr(leaks.processes, "of_session", set)
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLDS, f"/{name}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdin is not None
+        holder.stdout.readline()
+        try:
+            assert leaks._held_elsewhere(path)
+            holder.stdin.write(b"\n")
+            holder.stdin.close()
+            holder.wait()
+            assert not leaks._held_elsewhere(path)
+        finally:
+            os.unlink(path)
+    assert leaks._held_elsewhere(path)

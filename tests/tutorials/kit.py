@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tests.output import check
 from tests.ports import free_port
 
 __all__ = ["EXPECTED", "NIGHTLY", "PROGRAMS", "Program", "Run", "run"]
@@ -47,6 +48,7 @@ class Program:
     on_torch: tuple[str, ...] = ()  # further arguments for torch's own RPC
     on_actorrpc: tuple[str, ...] = ()
     before: tuple[str, ...] = ()  # what starts it
+    prints: tuple[str, ...] = ()  # what it may write to standard error on actorrpc (tests/output.py)
 
 
 # Those that print the same on both.
@@ -117,6 +119,8 @@ def run(folder: Path, program: Program, *arguments: str, way: str) -> Run:
         if file.name.isdigit()
         for line in file.read_text().splitlines()
     ]
+    if not done.returncode and way != "torch":
+        check(done.stderr, *program.prints, what=program.name)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return Run(done.returncode, lines, done.stderr, agents)
 

@@ -31,7 +31,7 @@ class Model(nn.Module):
         return self.layer(x)
 
     def norm(self) -> float:
-        return float(sum(p.norm() for p in self.parameters()))
+        return float(sum(p.detach().norm() for p in self.parameters()))
 
     def options(self) -> str:
         return "the class's own"

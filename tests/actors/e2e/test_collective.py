@@ -64,8 +64,9 @@ class TestUse:
             equal(get(actor.state.remote())[:3], wanted)
         get(collective.broadcast(lambda instance: instance.model, src=2))
         equal(get(actors[0].state.remote())[3], get(actors[2].state.remote())[3])
-        with pytest.raises(actorrpc.errors.ConfigError, match="not a Member"):
-            get(collective.broadcast())
+        for ref in collective.broadcast():
+            with pytest.raises(actorrpc.errors.ConfigError, match="not a Member"):
+                get(ref)
         with pytest.raises(actorrpc.errors.ConfigError, match="rank from 0 to 2"):
             collective.broadcast("weights", src=3)
 

@@ -70,11 +70,10 @@ def test_it_ends_with_its_maker() -> None:
     maker.kill()
 
     def ended() -> bool:
-        try:
-            get([each.total.remote([1.0]) for each in actors])
-        except CollectiveError:
-            return True
-        return False
+        refs = [each.total.remote([1.0]) for each in actors]
+        errors = [ref.future().exception() for ref in refs]
+        assert all(error is None or isinstance(error, CollectiveError) for error in errors)
+        return any(errors)
 
     until(ended)
 
@@ -84,11 +83,11 @@ def test_it_ends_with_its_maker() -> None:
 def test_nothing_is_left() -> None:
     actors = [Member.remote() for _ in range(3)]
     once = actorrpc.collective(actors)  # whatever is made once in a process
-    get(once.call("train"))
+    get(once.call("train", 1))
     once.destroy()
     before = resources_of(actors)
     collective = actorrpc.collective(actors)
-    get(collective.call("train"))
+    get(collective.call("train", 1))
     collective.rebuild()
     get(collective.call("operations"))
     collective.destroy()

@@ -15,7 +15,7 @@ from actorrpc.errors import ActorDiedError, ActorUnavailableError
 from tests.actors.e2e.kit import alive, until
 from tests.actors.e2e.mortals import Fragile, Keeper, Parent, error_of
 
-pytestmark = pytest.mark.usefixtures("embedded")
+pytestmark = [pytest.mark.usefixtures("embedded"), pytest.mark.prints("^the last words$")]
 
 
 def test_the_death_report_is_in_theerror_of() -> None:

@@ -12,8 +12,9 @@ from torch.autograd import profiler_legacy
 import actorrpc
 from actorrpc.rpc import profiling
 from tests.actors.e2e.kit import open_gate, pass_gate
+from tests.announced import PROFILER
 
-pytestmark = pytest.mark.usefixtures("place")
+pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.prints(PROFILER)]
 
 
 @actorrpc.remote

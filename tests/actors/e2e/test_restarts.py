@@ -233,6 +233,7 @@ def test_a_death_report_says_what_is_known() -> None:
     del caught
 
 
+@pytest.mark.prints("^these are my last words$")
 def test_the_last_words_are_in_the_report() -> None:
     actor = LastWords.remote()
     with pytest.raises(actorrpc.ActorDiedError, match="these are my last words"):

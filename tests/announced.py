@@ -1,0 +1,19 @@
+"""What tests of several folders announce that it is printed (tests/output.py)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["OUTSIDE_OF_A_CONTEXT", "PROFILER", "TORCH_RPC"]
+
+# torch.distributed.rpc itself: a line and a traceback for each function that raises.
+TORCH_RPC: Final = (
+    r"UserWarning: You are using a Backend <class 'torch\..*ProcessGroupGloo'> as a ProcessGroup",
+    r"On WorkerInfo\(id=\d+, name=\w+\):$",
+    r"^\w+\(.*Traceback .*/torch/distributed/rpc/internal\.py\", line \d+, in _run_function",
+)
+# torch's profiler, each time.
+PROFILER: Final = r"^USDT:.* profiler_(start|stop)$"
+OUTSIDE_OF_A_CONTEXT: Final = (
+    r"a tensor that requires grad was sent outside of a distributed autograd context.*\(Said once\.\)$"
+)
