@@ -64,10 +64,8 @@ class Deadlocks:
         seen, self._seen = self._seen, {}
         for resident in self._runtime.residents.all():
             for station in _blocked(resident):
+                busy = True  # also where it waits for no call yet: one to an actor that is being made comes later
                 calls = station.waits_for
-                if not calls:
-                    continue
-                busy = True
                 before = seen.get(id(station), ())
                 self._seen[id(station)] = calls
                 running = station.running
@@ -87,7 +85,7 @@ def _blocked(resident: Resident) -> list[Station | LoopStation]:
     found: list[Station | LoopStation] = []
     lane = resident.mailbox.lanes[""]
     if lane.limit == 1 and not lane.yielding and lane.waiting:
-        found += [each for each in list(resident.crew) if each.lane is lane and each.waits_for][:1]
+        found += [each for each in list(resident.crew) if each.lane is lane and each.waiting][:1]
     loop = resident.loop
     if loop is not None and loop.station.waiting:
         found.append(loop.station)
