@@ -101,10 +101,8 @@ class Deadlocks:
                 probe = Probe(self._runtime.references.me, resident.id, -head.number, (_say(head),))
                 self._inquire(seen, (resident.id, head.number), _awaited_arguments(head), probe)
             for station in _blocked(resident):
+                busy = True  # also where it waits for no call yet: one to an actor that is being made comes later
                 calls = [each for each in station.waits_for if not isinstance(each, Producer)]
-                if not calls:
-                    continue
-                busy = True
                 running = station.running
                 if not isinstance(running, LetterEntry) or running.execution is None:
                     continue
@@ -145,7 +143,7 @@ def _blocked(resident: Resident) -> list[Station | LoopStation]:
     found: list[Station | LoopStation] = []
     lane = resident.mailbox.lanes[""]
     if lane.limit == 1 and not lane.yielding and lane.waiting:
-        found += [each for each in list(resident.crew) if each.lane is lane and each.waits_for][:1]
+        found += [each for each in list(resident.crew) if each.lane is lane and each.waiting][:1]
     loop = resident.loop
     if loop is not None and loop.station.waiting:
         found.append(loop.station)

@@ -480,13 +480,13 @@ class Resident:
     def _close(self, state: str) -> list[LetterEntry]:
         """Refuse what waits, and everything from now on; return what is running."""
         BYSTANDERS.leave(self)
+        loop = self.loop  # the last station that ends takes it away
         entries, stations = self.mailbox.close()
         with self._lock:
             self.state = state
             intake, self._intake = self._intake or [], None
         for entry in [*entries, *intake]:
             self.callee.refuse(entry, ResidentGoneError(self.id, self.why))  # type: ignore[arg-type]
-        loop = self.loop
         if loop is not None:
             self.refuse_due(loop.station)
         for station in stations:

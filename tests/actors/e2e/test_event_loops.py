@@ -48,6 +48,10 @@ class Async:
     def beside(self) -> int:
         return threading.get_ident()
 
+    @actorrpc.method(thread=True)
+    def all_beside(self) -> list[Any]:
+        return self.log
+
     @actorrpc.method(concurrency_group="io")
     def grouped(self) -> int:
         return threading.get_ident()
@@ -319,7 +323,7 @@ def test_unrelated_calls_wait() -> None:
 def test_a_plain_call_that_is_cancelled_before_its_turn_never_runs(gate: Path) -> None:
     actor = _made()
     held = actor.hold.remote(str(gate))
-    until(lambda: row_of(actor).running_calls == 1)
+    until(lambda: get(actor.all_beside.remote()) == ["held"])
     waiting = actor.put.remote("never")
     assert actorrpc.cancel(waiting)
     with pytest.raises(actorrpc.CancelledError):
@@ -333,7 +337,7 @@ def test_a_plain_call_that_is_cancelled_before_its_turn_never_runs(gate: Path) -
 def test_calls_end_with_their_actor_also_where_the_loop_is_held(place: str, gate: Path) -> None:
     actor = _made()
     held = actor.hold.remote(str(gate))
-    until(lambda: row_of(actor).running_calls == 1)
+    until(lambda: get(actor.all_beside.remote()) == ["held"])
     waiting = [actor.tick.remote(), actor.put.remote("never")]
     actor.kill()
     for each in [held, *waiting]:
