@@ -74,6 +74,7 @@ class _Consumer(Stall):
         self._items: deque[Any] = deque()
         self._charge = 0  # what they count, in bytes
         self.reader = Reader.here(None)
+        self.reader.threads = frozenset(threading.enumerate())
         self.touched = moments.now()  # when somebody last asked for an item
         self._count = 0  # of items that were taken
         self._ended = False  # nothing comes any more
@@ -257,6 +258,7 @@ class _Consumer(Stall):
             _Over: there are no more.
         """
         self.reader = reader = Reader.here(self.reader)
+        reader.threads = None
         self.touched = moments.now()
         with self._lock:
             if not self._items:
@@ -276,7 +278,6 @@ class _Consumer(Stall):
             packed = self._items.popleft()
             self._charge -= charge_of(packed)
             self._count += 1
-            reader.took = True
             wants = self._wants()
         if wants:
             self._pull()
