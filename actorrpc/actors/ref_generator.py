@@ -81,6 +81,7 @@ class _Consumer(Stall):
         self._error: BaseException | None = None  # what comes behind the items
         self.over = False  # and everything was taken
         self._closed = False
+        self.swept = 0  # the search that has had the garbage collected which may hold the stream
         self._stuck: tuple[int, Reader | None] = -1, None
         self._signal: Future[None] | None = None  # for who waits until something changes
         self._finished: Future[None] | None = None

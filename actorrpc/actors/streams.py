@@ -34,7 +34,7 @@ from actorrpc.actors.stalls import Stall
 from actorrpc.core import codec, exceptions
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT
-from actorrpc.core.execution import Later
+from actorrpc.core.execution import Later, let_frames_go
 from actorrpc.core.peer import Peer
 from actorrpc.errors import CancelledError, RpcError, ShutdownError
 from actorrpc.futures import Future
@@ -267,7 +267,9 @@ class Producer(Stall):
 
     def fail(self, error: BaseException) -> None:
         """End the stream with an error, which the consumer gets behind the items that are there."""
-        self._finish(exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps))
+        packed = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps)
+        let_frames_go(error)  # they may hold other streams, which hold their actors
+        self._finish(packed)
 
     def abort(self, error: BaseException) -> None:
         """End the stream from outside: as :meth:`fail`, and the generator is closed at its yield."""

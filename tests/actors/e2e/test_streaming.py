@@ -369,7 +369,8 @@ def test_a_reader_below_its_own_stream() -> None:
 
 @pytest.mark.slow
 @pytest.mark.limit(60)
-def test_an_end_that_waits_for_who_waits_for_it() -> None:
+def test_an_end_that_waits_for_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ref_generator, "PATIENCE_S", 1.0)  # threads of other tests may have read streams
     actor = Producer.remote()
     stream = actor.numbers.options(backpressure=2).remote(40)
     with pytest.raises(actorrpc.DeadlockError, match=r"the end of .* can never come"):
