@@ -19,6 +19,7 @@ Runs on the clock's thread and on pool threads; takes no lock of its own.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -383,6 +384,12 @@ def _at_consumer(worker: WorkerKey, stream: int, probe: Probe) -> None:
     runtime = current()
     consumer = None if runtime is None else runtime.streams.consumers.get((worker, stream))
     if runtime is None or consumer is None or consumer.over:
+        return
+    if consumer.swept != probe.execution:
+        # An error and its frames may be all that holds the stream, and an idle process does not come to collect them: it is
+        # closed then, before the next question.
+        consumer.swept = probe.execution
+        gc.collect()
         return
     reader = consumer.reader
     if not reader.alone and moments.now() - consumer.touched < PATIENCE_S:

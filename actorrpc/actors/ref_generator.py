@@ -80,6 +80,7 @@ class _Consumer(Stall):
         self._items: deque[Any] = deque()
         self._charge = 0  # what they count, in bytes
         self.reader = Reader.here(None)
+        self.reader.threads = frozenset(threading.enumerate())
         self.touched = moments.now()  # when somebody last asked for an item
         self._count = 0  # of items that were taken
         self._given = 0  # items that have come
@@ -88,6 +89,7 @@ class _Consumer(Stall):
         self._error: BaseException | None = None  # what comes behind the items
         self.over = False  # and everything was taken
         self._closed = False
+        self.swept = 0  # the search that has had the garbage collected which may hold the stream
         self._stuck: tuple[int, Reader | None] = -1, None
         self._signal: Future[None] | None = None  # for who waits until something changes
         self._finished: Future[None] | None = None
@@ -293,6 +295,7 @@ class _Consumer(Stall):
             _Over: there are no more.
         """
         self.reader = reader = Reader.here(self.reader)
+        reader.threads = None
         self.touched = moments.now()
         with self._lock:
             if not self._items:
@@ -312,7 +315,6 @@ class _Consumer(Stall):
             packed = self._items.popleft()
             self._charge -= charge_of(packed)
             self._count += 1
-            reader.took = True
             wants = self._wants()
         if wants:
             self._pull()

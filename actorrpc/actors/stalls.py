@@ -130,26 +130,32 @@ class Onlooker:
 _onlookers: Final[weakref.WeakSet[Onlooker]] = weakref.WeakSet()
 
 
-def _others_run() -> bool:
-    """Whether the user has threads that do not wait for anything of ours: they may come to read any stream."""
-    waiting = {each.ident for each in list(_onlookers) if each.waiting}
-    return any(
-        not isinstance(thread, Daemon)
-        and not thread.name.startswith("actorrpc")
-        and thread.ident not in waiting
-        for thread in threading.enumerate()
-    )
+def _others_may(known: frozenset[threading.Thread]) -> bool:
+    """Whether the user has threads that may be about to read a stream, which was made when there were the ``known`` ones.
+
+    That is those that were started since, and those that have read streams before; not one that waits for something of ours.
+    """
+    readers = {each.ident: each.waiting for each in list(_onlookers)}
+    for thread in threading.enumerate():
+        if isinstance(thread, Daemon) or thread.name.startswith("actorrpc") or thread.ident is None:
+            continue
+        if not readers.get(thread.ident, thread in known):
+            return True
+    return False
 
 
 class Reader:
-    """Who reads a stream: the thread or the coroutine that has taken its last item, or else has begun it. Holds nothing.
+    """Who reads a stream: the thread or the coroutine that has asked for its last item, or else has made it.
+
+    It holds neither.
 
     Attributes:
         name: what messages call it.
-        took: it has taken an item. Otherwise it may have handed the stream to somebody else, who is about to read it.
+        threads: those there were when it made the stream, which it may have handed to another, who is about to read it; None
+            where it has asked for an item itself.
     """
 
-    __slots__ = ("_key", "_station", "_task", "name", "took")
+    __slots__ = ("_key", "_station", "_task", "name", "threads")
 
     def __init__(self, station: Any, key: tuple[int, int, int], task: asyncio.Task[Any] | None) -> None:
         self._station = weakref.ref(station)
@@ -158,7 +164,7 @@ class Reader:
         self.name = "a coroutine" if task is not None else threading.current_thread().name
         if task is None and not isinstance(station, Onlooker):
             self.name = "a thread of its actor"
-        self.took = False
+        self.threads: frozenset[threading.Thread] | None = None
 
     @staticmethod
     def here(known: Reader | None) -> Reader:
@@ -203,6 +209,6 @@ class Reader:
             return task is not None and not task.done()
         station = self._station()
         if isinstance(station, Onlooker):
-            return station.key == self._key and (self.took or not _others_run())
+            return station.key == self._key and (self.threads is None or not _others_may(self.threads))
         runs: Callable[[int], bool] | None = getattr(station, "runs", None)
         return runs is not None and runs(self._key[0])

@@ -34,7 +34,7 @@ from actorrpc.actors.stalls import Stall
 from actorrpc.core import codec, exceptions
 from actorrpc.core.agent import Agent
 from actorrpc.core.calls import CURRENT
-from actorrpc.core.exception_parts import cut_frames, is_a
+from actorrpc.core.exception_parts import cut_frames, is_a, let_frames_go
 from actorrpc.core.exception_text import report
 from actorrpc.core.execution import Later
 from actorrpc.core.peer import Peer
@@ -274,7 +274,9 @@ class Producer(Stall):
     def fail(self, error: BaseException) -> None:
         """End the stream with an error, which the consumer gets behind the items that are there."""
         dumps = codec.dumper(self.peer is None or self.peer.same_main)
-        self._finish(exceptions.dump(error, worker=self._agent.name, dumps=dumps))
+        packed = exceptions.dump(error, worker=self._agent.name, dumps=dumps)
+        let_frames_go(error)  # they may hold other streams, which hold their actors
+        self._finish(packed)
 
     def abort(self, error: BaseException) -> None:
         """End the stream from outside: as :meth:`fail`, and the generator is closed at its yield."""

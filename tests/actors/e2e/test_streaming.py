@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import gc
 import threading
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 import actorrpc
-from actorrpc.actors import ref_generator
+from actorrpc.actors import deadlocks, ref_generator
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
@@ -302,3 +304,209 @@ def test_an_item_that_is_here_is_not_waited_for(monkeypatch: pytest.MonkeyPatch,
     assert list(items) == []
     until(lambda: late)
     assert late == [False]
+
+
+# -- circles -------------------------------------------------------------------------------------------------------
+
+
+@actorrpc.remote
+class Reader:
+    def between(self, other: Any) -> list[int]:
+        """A call to the producing actor for each of its items."""
+        stream = other.numbers.options(backpressure=2).remote(40)
+        return [actorrpc.get(other.add.remote(actorrpc.get(ref), 1)) for ref in stream]
+
+    def own(self, me: Any) -> list[int]:
+        return list(me.numbers.options(backpressure=2).remote(40).values())
+
+    def numbers(self, count: int) -> Any:
+        yield from range(count)
+
+    def passed_on(self, other: Any) -> Any:
+        yield from self.between(other)
+
+
+@actorrpc.remote
+class AsyncReader:
+    async def between(self, other: Any) -> list[int]:
+        stream = other.numbers.options(backpressure=2).remote(40)
+        return [await other.add.remote(await ref, 1) async for ref in stream]
+
+    async def together(self, other: Any) -> list[int]:
+        stream = other.numbers.options(backpressure=2).remote(40)
+        refs = [other.add.remote(n, 1) for n in range(3)]
+        found = await asyncio.gather(*refs)
+        stream.close()
+        return found
+
+
+@actorrpc.remote
+def between(other: Any) -> list[int]:
+    stream = other.numbers.options(backpressure=2).remote(40)
+    return [actorrpc.get(other.add.remote(n, 1)) for n in stream.values()]
+
+
+def test_what_streams_buffer_is_in_nobodys_way() -> None:
+    actor = Producer.remote()
+    assert [actorrpc.get(actor.add.remote(n, 1)) for n in actor.numbers.remote(300).values()] == list(
+        range(1, 301)
+    )
+    two = actor.numbers.remote(300).values(), actor.numbers.remote(300).values()
+    assert list(zip(*two, strict=True)) == [(n, n) for n in range(300)]
+    stream = actor.numbers.remote(300)
+    assert actorrpc.get(actor.add.remote(1, 1)) == 2
+    assert actorrpc.get(stream.completed()) is None
+    assert list(stream.values()) == list(range(300))
+
+
+def test_who_waits_for_an_actor_that_its_stream_holds() -> None:
+    actor = Producer.remote()
+    values = actor.numbers.options(backpressure=2).remote(40).values()
+    assert next(values) == 0
+    with pytest.raises(
+        actorrpc.DeadlockError, match=r"add\(\) can never run: .*numbers\(\) \(pauses .*MainThread .*add"
+    ):
+        actorrpc.get(actor.add.remote(1, 1))
+    assert list(values) == list(range(1, 40))
+    assert actorrpc.get(actor.add.remote(1, 1)) == 2
+
+
+def _zipped(actor: Any, count: int = 2) -> Any:
+    with contextlib.ExitStack() as streams:
+        made = [actor.numbers.options(backpressure=2).remote(40) for _ in range(count)]
+        for each in made:
+            streams.callback(each.close)
+        return list(zip(*(each.values() for each in made), strict=True))
+
+
+def _in_asyncio(actor: Any) -> Any:
+    async def main() -> list[int]:
+        with actor.numbers.options(backpressure=2).remote(40) as stream:
+            return [await actor.add.remote(await ref, 1) async for ref in stream]
+
+    return asyncio.run(main())
+
+
+_CIRCLES = {
+    "zip": _zipped,
+    "asyncio": _in_asyncio,
+    "actor": lambda actor: actorrpc.get(Reader.remote().between.remote(actor)),
+    "generator": lambda actor: list(Reader.remote().passed_on.remote(actor).values()),
+    "async actor": lambda actor: actorrpc.get(AsyncReader.remote().between.remote(actor)),
+    "gather": lambda actor: actorrpc.get(AsyncReader.remote().together.remote(actor)),
+    "task": lambda actor: actorrpc.get(between.remote(actor)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("how", _CIRCLES)
+def test_circles(how: str) -> None:
+    actor = Producer.remote()
+    with pytest.raises(actorrpc.DeadlockError, match=r"pauses until its reader .*wait for each other"):
+        _CIRCLES[how](actor)
+    assert actorrpc.get(actor.add.remote(1, 1)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("cls", [Producer, AsyncProducer])
+def test_circles_through_all_places_of_an_actor(cls: Any) -> None:
+    actor = cls.options(max_concurrency=2).remote()
+    assert _zipped(actor, 2) == [(n, n) for n in range(40)]
+    with pytest.raises(actorrpc.DeadlockError, match=r"numbers\(\) can never run"):
+        _zipped(actor, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.limit(60)
+def test_a_reader_below_its_own_stream() -> None:
+    reader = Reader.remote()
+    with pytest.raises(actorrpc.DeadlockError, match="can never go on"):
+        actorrpc.get(reader.own.remote(reader))
+    assert list(reader.numbers.remote(3).values()) == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.limit(60)
+def test_an_end_that_waits_for_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ref_generator, "PATIENCE_S", 1.0)  # threads of other tests may have read streams
+    actor = Producer.remote()
+    stream = actor.numbers.options(backpressure=2).remote(40)
+    with pytest.raises(actorrpc.DeadlockError, match=r"the end of .* can never come"):
+        actorrpc.get(stream.completed())
+    with pytest.raises(actorrpc.DeadlockError):
+        actorrpc.wait([stream.completed()])[0][0].future().wait()
+    assert list(stream.values()) == list(range(40))
+    assert actorrpc.get(stream.completed()) is None
+
+
+@pytest.mark.slow
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("took", [False, True], ids=["handed on", "reads"])
+def test_what_another_thread_reads_is_no_circle(monkeypatch: pytest.MonkeyPatch, took: bool) -> None:
+    """The search asks again and again, and leaves a reader alone that is only slow."""
+    asked, begun, enough = [0], threading.Event(), threading.Event()
+    found: list[int] = []
+    at_consumer = deadlocks._at_consumer
+
+    def counted(*args: Any) -> None:
+        at_consumer(*args)
+        asked[0] += 1
+        if asked[0] == 4:
+            enough.set()
+
+    monkeypatch.setattr(deadlocks, "_at_consumer", functools.wraps(at_consumer)(counted))
+    actor = Producer.remote()
+    stream = actor.numbers.options(backpressure=2).remote(40)
+
+    def read() -> None:
+        if took:
+            found.append(actorrpc.get(next(stream)))
+        begun.set()
+        enough.wait()
+        found.extend(stream.values())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    begun.wait()
+    assert actorrpc.get(actor.add.remote(1, 1)) == 2
+    thread.join()
+    assert found == list(range(40))
+
+
+@pytest.mark.slow
+@pytest.mark.limit(60)
+def test_what_nobody_comes_to_read_is_a_circle_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlocks, "PATIENCE_S", 2.0)
+    over = threading.Event()
+    idle = threading.Thread(target=over.wait)
+    try:
+        actor = Producer.remote()
+        stream = actor.numbers.options(backpressure=2).remote(40)
+        idle.start()
+        with pytest.raises(actorrpc.DeadlockError, match="add"):
+            actorrpc.get(actor.add.remote(1, 1))
+        stream.close()
+    finally:
+        over.set()
+        idle.join()
+
+
+def _last_first(streams: list[Any]) -> None:
+    values = [each.values() for each in reversed(streams)]
+    assert [next(each) for each in values] == [0] * len(streams)
+    assert [list(each) for each in values] == [[1, 2]] * len(streams)
+
+
+def test_more_streams_than_an_async_actor_runs_calls() -> None:
+    actor = AsyncProducer.remote()
+    _last_first([actor.numbers.options(backpressure=1).remote(3) for _ in range(1010)])
+
+
+@pytest.mark.slow
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("options", [{}, {"backpressure": 1}], ids=["bytes", "items"])
+def test_thousands_of_streams_of_an_async_actor(options: dict[str, Any]) -> None:
+    actor = AsyncProducer.remote()
+    _last_first([actor.numbers.options(**options).remote(3) for _ in range(5000)])
