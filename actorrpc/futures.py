@@ -438,6 +438,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             return self._outcome()
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
+        waiter.awaited = self  # type: ignore[attr-defined]  # the search for deadlocks looks here
 
         def wake() -> None:
             if not waiter.done():

@@ -2,8 +2,8 @@
 
 Where calls wait for an actor, and the actor itself waits for a call for a second, its worker asks the worker of that
 call what *it* waits for, and so on. Only what is certain is followed: a method that waits for a call (or for all of
-several), and a call that waits for the one method that a serial actor runs, for its arguments, or for an earlier call
-of its caller that waits for its arguments. If the question comes back to where it
+several; a coroutine that awaits one), and a call that waits for the one method that a serial actor runs, for its
+arguments, or for an earlier call of its caller that waits for its arguments. If the question comes back to where it
 began, twice in a row, none of them can ever go on: the call that closes the circle fails with DeadlockError, which
 names all of it. (Edge chasing, after Chandy, Misra and Haas.)
 
@@ -199,6 +199,9 @@ def _pursue(id: int, probe: Probe) -> None:
     execution = running.execution
     seat: Any = resident.mailbox.seat_of(execution.chain) if execution is not None else None
     if seat is None:
+        awaited = getattr(getattr(running.task, "_fut_waiter", None), "awaited", None)
+        for call in calls_of(awaited)[:_BRANCHES] if isinstance(awaited, Future) else ():
+            _send(runtime, call, probe.past(_say(running)))
         return
     # What runs within it, on the same thread, has to end before it.
     inner = seat.running
