@@ -2,10 +2,10 @@
 
 Where calls wait for an actor, and the actor itself waits for a call for a second, its worker asks the worker of that
 call what *it* waits for, and so on. Only what is certain is followed: a method that waits for a call (or for all of
-several), and a call that waits for the one method that a serial actor runs, for an event loop that is blocked, for its
-arguments, or for an earlier call of its caller that waits for its arguments. If the question comes back to where it
-began, twice in a row, none of them can ever go on: the call that closes the circle fails with DeadlockError, which
-names all of it. (Edge chasing, after Chandy, Misra and Haas.)
+several; a coroutine that awaits one), and a call that waits for the one method that a serial actor runs, for an event loop
+that is blocked, for its arguments, or for an earlier call of its caller that waits for its arguments. If the question comes
+back to where it began, twice in a row, none of them can ever go on: the call that closes the circle fails with
+DeadlockError, which names all of it. (Edge chasing, after Chandy, Misra and Haas.)
 
 A stream is in the way where its generator pauses and holds its actor, as its reader has not taken what is there. Then a
 search begins with the pause, when calls wait for the actor and all of its places are held by what waits, or where the reader

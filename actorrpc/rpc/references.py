@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -70,7 +71,7 @@ class References:
         self.me = WorkerKey(agent.record.rank, agent.record.incarnation)
         self.table = RRefTable(self.me)
         #: what has been promised and is not here: it says what the promise waits for
-        self.promised: dict[RRefId, Future[Any]] = {}
+        self.promised: weakref.WeakValueDictionary[RRefId, Future[Any]] = weakref.WeakValueDictionary()
         self._collecting = False
         agent.on_notice[RECEIPT] = self._noticed
         agent.on_notice[_GIVEN_UP] = self._creation_given_up
@@ -266,7 +267,6 @@ class References:
         self.promised[rref_id] = future
 
         def fulfil(done: Future[Any]) -> None:
-            self.promised.pop(rref_id, None)
             error = done._error
             if error is None:
                 self.carry_out(self.table.set_value(rref_id, done._value))

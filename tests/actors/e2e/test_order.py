@@ -224,6 +224,15 @@ class Caller:
         return actorrpc.get(to.note.remote("second"))
 
 
+@actorrpc.remote
+class AsyncCaller:
+    async def inner(self, to: Any) -> Any:
+        return await to.note.remote("inner")
+
+    async def outer(self, to: Any, through: Any) -> Any:
+        return await to.note.remote(through.inner.remote(to))
+
+
 def test_actors_that_share_a_worker_do_not_stand_in_each_others_way() -> None:
     recorder, first = Recorder.remote(), Caller.remote()
     second = Caller.options(worker=first).remote()
@@ -241,9 +250,10 @@ def test_the_calls_of_one_actor_keep_their_order_from_method_to_method(gate: Pat
     assert actorrpc.get(recorder.all.remote()) == ["first", "second"]
 
 
-def test_a_call_behind_one_that_waits_for_it_is_a_deadlock_and_said_so() -> None:
-    """``inner`` runs within ``outer``: what it calls comes after what ``outer`` has called, which needs its result."""
-    recorder, caller = Recorder.options(name="the_recorder").remote(), Caller.remote()
+@pytest.mark.parametrize("kind", [Caller, AsyncCaller])
+def test_a_call_behind_one_that_waits_for_it_is_a_deadlock_and_said_so(kind: Any) -> None:
+    """``inner`` runs while ``outer`` waits: what it calls comes after what ``outer`` has called, which needs its result."""
+    recorder, caller = Recorder.remote(), kind.remote()
     with pytest.raises(actorrpc.DeadlockError, match=r"note\(\).*inner\(\).*earlier call of the same caller"):
         actorrpc.get(caller.outer.remote(recorder, caller))
     assert actorrpc.get(recorder.note.remote("alive")) == "alive"
