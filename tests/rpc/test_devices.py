@@ -108,6 +108,7 @@ def _calls(device: str) -> None:
     assert {str(each.device) for each in model.parameters()} == {device}
 
 
+@pytest.mark.prints("UserWarning: Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("device", DEVICES)
 def test_tensors_arrive_equal_in_both_directions(device: str) -> None:
     run(_calls, device)

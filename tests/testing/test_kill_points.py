@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import pickle
+import re
 import signal
 import tempfile
 import threading
@@ -200,8 +201,9 @@ def test_every_point_is_reached() -> None:
         before, _, stage = name.partition(".")
         if stage == "sent":  # nobody has dropped any, and nobody has died
             sent, sending = sum(c[name] for c in each), sum(c[f"{before}.sending"] for c in each)
-            # The last of these may be on its way when its worker has counted already, at the end.
-            assert sent == sending or (before == "rref_delete" and 0 < sent < sending), name
+            # The last one of each worker may be with the kernel, and have been heard of, before its thread comes to the point.
+            assert sent, name
+            assert sending - len(each) <= sent <= sending, name
 
 
 def restarted(rank: int, world_size: int) -> None:
@@ -226,17 +228,18 @@ def test_the_restart_of_an_actor_that_fails() -> None:
 # -- what happens ----------------------------------------------------------------------------------
 
 
-def calling(rank: int, world_size: int) -> list[str]:
+def calling(rank: int, world_size: int) -> str:
+    """Make three calls; return how they ended: "a" for answered, else whether they may have run: "p" for perhaps, "n" for no."""
     if rank:
         rpc.shutdown()
-        return []
-    ends = []
+        return ""
+    ends = ""
     for _ in range(3):
         try:
             assert rpc.rpc_sync("worker1", operator.add, (1, 2), timeout=20) == 3
-            ends.append("")
+            ends += "a"
         except PeerDiedError as error:
-            ends.append("perhaps" if error.maybe_executed else "no")
+            ends += "p" if error.maybe_executed else "n"
     rpc.shutdown(graceful=False)
     return ends
 
@@ -244,19 +247,15 @@ def calling(rank: int, world_size: int) -> list[str]:
 @pytest.mark.parametrize(
     ("fault", "ends", "code"),
     [
-        ("kill call.starting nth=2 on=worker1 code=7", [["", "perhaps", "no"]], 7),
-        (
-            "kill answer.sending nth=2 function=add action=kill on=worker1",
-            [["", "perhaps", "no"]],
-            -signal.SIGKILL,
-        ),
-        # The answer has left, and the next call may, too, before its end is noticed.
-        ("kill answer.sent nth=1 function=add on=worker1", [["", "perhaps", "no"], ["", "no", "no"]], 1),
+        ("kill call.starting nth=2 on=worker1 code=7", "apn", 7),
+        ("kill answer.sending nth=2 function=add action=kill on=worker1", "apn", -signal.SIGKILL),
+        # The first answer has left; another thread may answer further calls before the process has ended.
+        ("kill answer.sent nth=1 function=add on=worker1", "a+p?n*", 1),
     ],
 )
-def test_processes_end_there(fault: str, ends: list[list[str]], code: int) -> None:
+def test_processes_end_there(fault: str, ends: str, code: int) -> None:
     found, died = rpc_group(calling, 2, env={"ACTORRPC_FAULT": fault}, may_die={1}, leak_wait=None)
-    assert found in ends
+    assert re.fullmatch(ends, found)
     assert died == Died(code)
 
 
