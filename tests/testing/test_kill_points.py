@@ -200,8 +200,9 @@ def test_every_point_is_reached() -> None:
         before, _, stage = name.partition(".")
         if stage == "sent":  # nobody has dropped any, and nobody has died
             sent, sending = sum(c[name] for c in each), sum(c[f"{before}.sending"] for c in each)
-            # The last of these may be on its way when its worker has counted already, at the end.
-            assert sent == sending or (before == "rref_delete" and 0 < sent < sending), name
+            # The last ones may be on their way when their worker has counted already, at the end.
+            late = sending if before == "rref_delete" else len(each)
+            assert 0 < sent <= sending <= sent + late, name
 
 
 def restarted(rank: int, world_size: int) -> None:
@@ -250,8 +251,15 @@ def calling(rank: int, world_size: int) -> list[str]:
             [["", "perhaps", "no"]],
             -signal.SIGKILL,
         ),
-        # The answer has left, and the next call may, too, before its end is noticed.
-        ("kill answer.sent nth=1 function=add on=worker1", [["", "perhaps", "no"], ["", "no", "no"]], 1),
+        # The answer has left; how many calls come through between that and the end, nobody can say.
+        (
+            "kill answer.sent nth=1 function=add on=worker1",
+            [
+                ["", *rest]
+                for rest in (["", ""], ["", "perhaps"], ["", "no"], ["perhaps", "no"], ["no", "no"])
+            ],
+            1,
+        ),
     ],
 )
 def test_processes_end_there(fault: str, ends: list[list[str]], code: int) -> None:
