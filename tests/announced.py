@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["OUTSIDE_OF_A_CONTEXT", "PROFILER", "TORCH_RPC"]
+__all__ = ["ODD_TENSORS", "OUTSIDE_OF_A_CONTEXT", "PROFILER", "TORCH_RPC"]
 
 # torch.distributed.rpc itself: a line and a traceback for each function that raises.
 TORCH_RPC: Final = (
@@ -16,4 +16,13 @@ TORCH_RPC: Final = (
 PROFILER: Final = r"^USDT:.* profiler_(start|stop)$"
 OUTSIDE_OF_A_CONTEXT: Final = (
     r"a tensor that requires grad was sent outside of a distributed autograd context.*\(Said once\.\)$"
+)
+# What torch says of the odd kinds of tensors, once in each process.
+ODD_TENSORS: Final = (
+    "UserWarning: Sparse invariant checks are implicitly disabled",
+    "UserWarning: Sparse CSR tensor support is in beta state",
+    "UserWarning: .*quantized tensor creation functions.* are deprecated",
+    "UserWarning: ComplexHalf support is experimental",
+    "UserWarning: The PyTorch API of nested tensors is in prototype stage",
+    "UserWarning: TypedStorage is deprecated",
 )

@@ -135,6 +135,7 @@ def test_the_path_of_executions_travels_with_nested_calls() -> None:
 
         class Within:
             peer = a0.self_peer
+            id = 0
             deadline = float("inf")
             cancelled = False
             nested = None

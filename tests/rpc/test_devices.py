@@ -16,6 +16,7 @@ import torch
 import actorrpc.autograd as dist_autograd
 from actorrpc import errors, rpc
 from tests.actors.e2e.kit import open_gate, pass_gate
+from tests.announced import ODD_TENSORS
 from tests.devices import DEVICES, leak_wait
 from tests.group import rpc_group, run_group, unused_path
 
@@ -110,6 +111,7 @@ def _calls(device: str) -> None:
 
 @pytest.mark.prints("UserWarning: Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.prints(*ODD_TENSORS)
 def test_tensors_arrive_equal_in_both_directions(device: str) -> None:
     run(_calls, device)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
-from tests.announced import OUTSIDE_OF_A_CONTEXT, TORCH_RPC
+from tests.announced import ODD_TENSORS, OUTSIDE_OF_A_CONTEXT, TORCH_RPC
 from tests.group import rpc_group, run_group, unused_path
 
 _REAL = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -203,19 +203,11 @@ def _travel(rank: int, world_size: int) -> list[str]:
     return problems
 
 
-# What torch says of the odd kinds, once in each process.
-_ODD = (
-    "UserWarning: Sparse invariant checks are implicitly disabled",
-    "UserWarning: Sparse CSR tensor support is in beta state",
-    "UserWarning: .*quantized tensor creation functions.* are deprecated",
-    "UserWarning: ComplexHalf support is experimental",
-    "UserWarning: The PyTorch API of nested tensors is in prototype stage",
-)
 _WAYS: list[dict[str, Any]] = [{}, {"lane": False}, {"transport": "tcp", "lane": False}]
 
 
 @pytest.mark.parametrize("options", _WAYS, ids=["shared memory", "socket", "tcp"])
-@pytest.mark.prints(*_ODD)
+@pytest.mark.prints(*ODD_TENSORS)
 def test_every_tensor_arrives_equal(options: dict[str, Any]) -> None:
     problems = rpc_group(_travel, 2, options=options)[0]
     assert not problems, f"{len(problems)} differences:\n" + "\n".join(problems[:40])
@@ -248,7 +240,7 @@ def _over_torch(rank: int, world_size: int, path: str) -> dict[str, dict[str, An
     return found
 
 
-@pytest.mark.prints(*TORCH_RPC, *_ODD)
+@pytest.mark.prints(*TORCH_RPC, *ODD_TENSORS)
 def test_torchs_rpc_does_not_keep_more() -> None:
     """Where what arrives over torch's RPC equals what was sent, it does over ours; our exceptions are its, too."""
     theirs = run_group(_over_torch, 2, unused_path("tensors"), leak_wait=None)[0]

@@ -201,9 +201,9 @@ def test_every_point_is_reached() -> None:
         before, _, stage = name.partition(".")
         if stage == "sent":  # nobody has dropped any, and nobody has died
             sent, sending = sum(c[name] for c in each), sum(c[f"{before}.sending"] for c in each)
-            # The last one of each worker may be with the kernel, and have been heard of, before its thread comes to the point.
-            assert sent, name
-            assert sending - len(each) <= sent <= sending, name
+            # The last ones may be on their way when their worker has counted already, at the end.
+            late = sending if before == "rref_delete" else len(each)
+            assert 0 < sent <= sending <= sent + late, name
 
 
 def restarted(rank: int, world_size: int) -> None:

@@ -236,6 +236,7 @@ def test_calls_that_are_made_before_the_actors_are_there(way: str) -> None:
     check(way, Layer.remote(1), Layer.remote(2), (1, 2))
 
 
+@pytest.mark.prints(r"waits \(get\(\) and the like\) on the actor's event loop")
 def test_gradients_through_coroutines() -> None:
     layers = AsyncLayer.remote(1), AsyncLayer.remote(2)
     for way in ("values", "references", "from actor to actor", "a stream"):

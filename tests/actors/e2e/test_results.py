@@ -178,6 +178,7 @@ def test_they_stream_into_actors() -> None:
     assert actorrpc.get(Sink.remote().take.remote(Source.remote(), 50)) == list(range(50))
 
 
+@pytest.mark.prints(r"waits \(get\(\) and the like\) on the actor's event loop")
 def test_generators_may_call_whoever_consumes_them() -> None:
     sink = Sink.remote()
     assert actorrpc.get(sink.take_asking.remote(Source.remote(), sink, 20)) == [2 * n for n in range(20)]
