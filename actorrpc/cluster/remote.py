@@ -17,7 +17,7 @@ from actorrpc.core.calls import CURRENT
 from actorrpc.core.identity import WorkerInfo, WorkerRecord
 from actorrpc.core.peer import Peer
 from actorrpc.errors import PlacementError, RpcError
-from actorrpc.futures import Future
+from actorrpc.futures import WAITING, Future
 
 __all__ = ["RemoteDirectory", "RemoteSpawner"]
 
@@ -52,9 +52,12 @@ class RemoteDirectory:
         assert agent is not None
         # Whoever waits for an answer may be given up: what is learned is of use to others.
         token = CURRENT.set(None)
+        # A question of ours, in whatever the user does here: no wait of the method that leads to it.
+        station, WAITING.station = WAITING.station, None
         try:
             return agent.call(agent.peer(self._driver.name), function, args, {}, _ASK_S).result()
         finally:
+            WAITING.station = station
             CURRENT.reset(token)
 
     def resolve(self, to: str | int) -> WorkerRecord | None:
