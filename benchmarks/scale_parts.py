@@ -47,7 +47,6 @@ def memory(workers: int) -> dict[str, float]:
             resolve=lambda to: table.get(str(to)),
             members=lambda: list(table.values()),
             replaced=lambda peer: None,
-            device_maps={},
         )
         empty = tracemalloc.get_traced_memory()[0]
         for name in table:

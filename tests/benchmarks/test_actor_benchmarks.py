@@ -52,6 +52,9 @@ def test_report_judges_by_the_targets_it_is_given(tmp_path: Path) -> None:
     assert verdicts["actor call p50, own CPUs / Monarch"]["reached"] is None
 
 
+@pytest.mark.prints(
+    r"^usage: python -m benchmarks\.", r"^python -m benchmarks\.\w+: error: (argument --only|--rounds)"
+)
 def test_flags() -> None:
     assert run.parse(actors.ACTORS, []).rounds == 5
     assert run.parse(actors.ACTORS, ["--quick"]).rounds == 2
@@ -69,6 +72,7 @@ def test_picture(tmp_path: Path) -> None:
     assert (tmp_path / "actors.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.prints("^ *note: ray is not installed here")
 def test_a_peer_that_is_not_installed_is_a_note_and_a_gap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,9 @@ def test_report_compares_with_torch_and_with_plain_autograd(tmp_path: Path) -> N
     assert verdicts[target.text]["measured"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.prints(
+    r"^usage: python -m benchmarks\.", r"^python -m benchmarks\.\w+: error: (argument --only|--rounds)"
+)
 def test_flags() -> None:
     assert run.parse(autograd.AUTOGRAD, []).rounds == 5
     assert run.parse(autograd.AUTOGRAD, ["--quick"]).rounds == 2

@@ -229,6 +229,9 @@ class TestRigs:
 
 
 class TestCommand:
+    @pytest.mark.prints(
+        r"^usage: python -m benchmarks\.", r"^python -m benchmarks\.\w+: error: (argument --only|--rounds)"
+    )
     def test_flags(self) -> None:
         assert parse(CORE, []).rounds == 7
         assert parse(CORE, ["--quick"]).rounds == 3

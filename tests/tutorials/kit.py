@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tests.announced import OUTSIDE_OF_A_CONTEXT
 from tests.output import check
 from tests.ports import free_port
 
@@ -66,7 +67,7 @@ PROGRAMS: Final = {
         Program("autograd", 2, before=TORCHRUN),
         Program("rrefs", 3),
         Program("async_functions", 3),
-        Program("remote_modules", 2),
+        Program("remote_modules", 2, prints=(OUTSIDE_OF_A_CONTEXT,)),
         # torch does not come through a second group in one process where the first had an RRef.
         Program("starting", 10, on_actorrpc=("--rrefs",)),
     )
