@@ -8,6 +8,7 @@ __all__ = ["ODD_TENSORS", "OUTSIDE_OF_A_CONTEXT", "PROFILER", "TORCH_RPC"]
 
 # torch.distributed.rpc itself: a line and a traceback for each function that raises.
 TORCH_RPC: Final = (
+    r"DeprecationWarning: `TorchScript` support for functional optimizers is deprecated",
     r"UserWarning: You are using a Backend <class 'torch\..*ProcessGroupGloo'> as a ProcessGroup",
     r"On WorkerInfo\(id=\d+, name=\w+\):$",
     r"^\w+\(.*Traceback .*/torch/distributed/rpc/internal\.py\", line \d+, in _run_function",

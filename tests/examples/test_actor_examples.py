@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PNG = b"\x89PNG\r\n\x1a\n"
 
+PROGRESS = r"^\[[# ]*\] episode "
+
 
 def environment() -> dict[str, str]:
     """This tree's actorrpc, and no group's addresses."""
@@ -51,7 +53,8 @@ class TestCartpole:
     @pytest.mark.limit(60)
     def test_plays_shows_its_progress_and_draws(self, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'actorrpc[examples]'")
-        done = run(tmp_path, "cartpole.py", "--max-episodes", "10", "--observers", "2", "--seed", "1")
+        flags = ("--max-episodes", "10", "--observers", "2", "--seed", "1")
+        done = run(tmp_path, "cartpole.py", *flags, prints=[PROGRESS])
         report, curve = done.stdout.splitlines()
         assert report.startswith("not solved after 10 episodes: running reward ")
         assert curve == "learning curve: cartpole.png"
@@ -62,7 +65,9 @@ class TestCartpole:
     @pytest.mark.skipif(not NIGHTLY, reason="two runs: nightly")
     def test_a_seed_gives_the_same_games_again(self, tmp_path: Path) -> None:
         flags = ("--max-episodes", "3", "--observers", "3", "--seed", "7", "--plot", "")
-        reports = [run(tmp_path, "cartpole.py", *flags).stdout.split(" in ")[0] for _ in range(2)]
+        reports = [
+            run(tmp_path, "cartpole.py", *flags, prints=[PROGRESS]).stdout.split(" in ")[0] for _ in range(2)
+        ]
         assert reports[0] == reports[1]
         assert list(tmp_path.iterdir()) == []
 
@@ -126,7 +131,7 @@ def test_data_parallel_actors_learn_as_one_process_does(tmp_path: Path, lose: in
     if lose and not NIGHTLY:
         pytest.skip("a second run: nightly")
     flags = ("--trainers", "2", "--epochs", "2", "--lose", str(lose))
-    done = run(tmp_path, "data_parallel_actors.py", *flags)
+    done = run(tmp_path, "data_parallel_actors.py", *flags, prints=[r"^epoch \d+: loss "])
     assert done.stdout.startswith("2 trainers, 2 epochs in ")
     if lose:
         assert "all 2 are back: it goes on at epoch 1, step 4" in done.stderr
