@@ -32,13 +32,14 @@ _FLOORS: dict[str, Floor] = {
     "moments": Floor(0),
     "config": Floor(0),
     "futures": Floor(0),
+    "core.exception_parts": Floor(0),
+    "core.exception_text": Floor(0),
     # bytes: no I/O
     "core": Floor(1),  # the package itself; all modules in it are named
     "core.by_value": Floor(1),
     "core.codec": Floor(1),
     "core.culprits": Floor(1),
     "core.definitions": Floor(1),
-    "core.exception_text": Floor(1),
     "core.exceptions": Floor(1),
     "core.frames": Floor(1),
     "core.handshake": Floor(1),
@@ -62,6 +63,7 @@ _FLOORS: dict[str, Floor] = {
     "core.descriptors": Floor(2),
     "core.events": Floor(2),
     "core.interrupts": Floor(2),
+    "core.limits": Floor(2),
     "core.liveness": Floor(2),
     "core.peer": Floor(2),
     "core.replay": Floor(2),

@@ -14,7 +14,11 @@ from actorrpc import autograd
 from actorrpc.autograd import wiring
 from tests.actors.e2e import kit
 
-pytestmark = pytest.mark.usefixtures("place")
+pytestmark = [
+    pytest.mark.usefixtures("place"),
+    # AsyncLayer's plain methods ask for gradients: said once of each actor.
+    pytest.mark.prints(r"waits \(get\(\) and the like\) on the actor's event loop"),
+]
 
 WIDTH = 6
 LARGE = 32  # repeated so often in both directions, a result is more than what rides on a reply
@@ -236,7 +240,6 @@ def test_calls_that_are_made_before_the_actors_are_there(way: str) -> None:
     check(way, Layer.remote(1), Layer.remote(2), (1, 2))
 
 
-@pytest.mark.prints(r"waits \(get\(\) and the like\) on the actor's event loop")
 def test_gradients_through_coroutines() -> None:
     layers = AsyncLayer.remote(1), AsyncLayer.remote(2)
     for way in ("values", "references", "from actor to actor", "a stream"):
