@@ -34,6 +34,9 @@ from tests.cluster.drive import until
 from tests.cluster.joiners import CLEAN, is_there, joiner, output
 from tests.ports import free_port
 
+# Said by the driver of several tests when it ends, of those whom it has refused.
+pytestmark = pytest.mark.prints(r"^\d+ more connections were refused within a minute.*'joining-\w+'")
+
 _KEY = "a key for these tests, long enough"
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -158,9 +161,6 @@ def test_code_that_only_the_driver_has_and_the_drivers_end_ends_the_worker(tmp_p
 _CLIENT = r"""
 import actorrpc, sys, os
 from actorrpc import rpc
-
-# Said by the driver of several tests when it ends, of those whom it has refused.
-pytestmark = pytest.mark.prints(r"^\d+ more connections were refused within a minute.*'joining-\w+'")
 
 with actorrpc.init(sys.argv[1], name="client") as context:
     assert rpc.rpc_sync("driver", os.getpid) == int(sys.argv[2])
