@@ -36,14 +36,44 @@ pytest_plugins = ["actorrpc.testing.pytest_plugin", "tests.output", "tests.red"]
 _TESTS = Path(__file__).resolve().parent
 # Folders and modules whose tests are all slow; single tests carry the marker.
 _SLOW = (
+    "actors/e2e/",
+    "actors/test_typing.py",
     "benchmarks/",
+    "cluster/test_ends.py",
+    "cluster/test_fork_server.py",
+    "cluster/test_hosts.py",
+    "cluster/test_joining_secured.py",
+    "cluster/test_logs.py",
+    "cluster/test_ray_engine.py",
+    "cluster/test_scale.py",
+    "cluster/test_torchrun.py",
+    "compat/test_profiling.py",
     "compat/test_programs.py",
     "conformance/",
     "examples/",
     "faults/",
     "tutorials/",
 )
-_QUICK = ("faults/test_maybe_executed.py", "faults/test_repeats.py")
+# But these of them: what users meet first, and each promise once.
+_QUICK = (
+    "actors/e2e/test_cancel.py",
+    "actors/e2e/test_chains.py",
+    "actors/e2e/test_deadlines.py",
+    "actors/e2e/test_ends.py",
+    "actors/e2e/test_errors.py",
+    "actors/e2e/test_event_loops.py",
+    "actors/e2e/test_exits.py",
+    "actors/e2e/test_gradients.py",
+    "actors/e2e/test_in_a_group.py",
+    "actors/e2e/test_order.py",
+    "actors/e2e/test_restarts.py",
+    "actors/e2e/test_results.py",
+    "actors/e2e/test_streaming.py",
+    "actors/e2e/test_supervision_groups.py",
+    "actors/e2e/test_unruly.py",
+    "faults/test_maybe_executed.py",
+    "faults/test_repeats.py",
+)
 
 # No assertion on time, in examples neither; the same examples in each run of the CI.
 hypothesis.settings.register_profile(

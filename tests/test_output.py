@@ -52,6 +52,7 @@ def complain_in_rank(rank: int, world_size: int) -> None:
     logging.getLogger("actorrpc.somewhere").warning("a warning of rank %d", rank)
 
 
+@pytest.mark.slow
 def test_what_no_test_announced_fails_it(tmp_path: Path) -> None:
     status, output = run_session(
         tmp_path,

@@ -52,6 +52,7 @@ def test_init_does_not_wait_and_shutdown_ends_everything() -> None:
         rpc.rpc_sync("boss", os.getpid)
 
 
+@pytest.mark.slow
 def test_settings_reach_the_workers() -> None:
     with init(heartbeat=3.5, max_threads=77, rpc_timeout=9), workers(1) as (name,):
         found = rpc.rpc_sync(name, _settings)

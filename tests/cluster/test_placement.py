@@ -223,6 +223,7 @@ def test_contradictions(driver: Context) -> None:
         Place.options(worker="driver", spread=True).remote()
 
 
+@pytest.mark.slow
 def test_a_worker_that_has_died_gets_nothing_even_before_the_books_say_so(driver: Context) -> None:
     first, second = scale(2, labels={"zone": "x"})
     found = serving.current()

@@ -325,7 +325,7 @@ def world(seed: int, sealed: bool) -> Iterator[_World]:
 
 
 @pytest.mark.limit(60)
-@pytest.mark.parametrize("seed", rest_is_slow(range(2_000 if NIGHTLY else 25), 5))
+@pytest.mark.parametrize("seed", rest_is_slow(range(2_000 if NIGHTLY else 25), 3))
 def test_every_byte_comes_once_and_in_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The odd ones sealed, which notices each byte that is not the one that was sent."""
     # So small that acknowledgements come, and what is kept is forgotten, and full.

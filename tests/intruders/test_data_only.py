@@ -508,6 +508,7 @@ def _ordinary(rank: int, world_size: int) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_without_the_mode_nothing_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACTORRPC_DATA_ONLY", raising=False)
     assert rpc_group(_ordinary, 2) == [True, True]

@@ -160,6 +160,7 @@ def test_a_key_of_the_environment_opens_the_door(tmp_path: Path) -> None:
         assert len(found["tcp"]) == 1
 
 
+@pytest.mark.slow
 def test_a_key_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(_KEY_TEXT)

@@ -292,6 +292,7 @@ def _first(name: str, _: torch.Tensor) -> str:
     return _hold(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", rest_is_slow(["unix", "tcp"]))
 def test_ctrl_c_ends_every_wait(tmp_path: Path, transport: str) -> None:
     run_group(_interrupts, 2, str(tmp_path / "store"), env={"ACTORRPC_TRANSPORT": transport})

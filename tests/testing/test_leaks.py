@@ -45,6 +45,7 @@ def references(rank: int, world_size: int) -> None:
     assert not any("RRef" in each for each in leaks.settle(before, 2.0).holdings)
 
 
+@pytest.mark.slow
 def test_references_are_counted_and_waited_for() -> None:
     rpc_group(references, 2)
 

@@ -119,6 +119,7 @@ def test_the_interpreter_ends_without_shutdown(scripts: Any) -> None:
     script.is_tidy(pids)
 
 
+@pytest.mark.slow
 def test_hooks_run_at_a_graceful_end(scripts: Any) -> None:
     script = scripts("""
     worker = Worker.remote()
@@ -181,6 +182,7 @@ def test_ctrl_c_in_a_wait(scripts: Any, wait: str) -> None:
     script.is_tidy(pids)
 
 
+@pytest.mark.slow
 def test_prints_of_actors_reach_the_terminal(scripts: Any) -> None:
     script = scripts("""
     @actorrpc.remote

@@ -246,6 +246,7 @@ def test_gradients_through_coroutines() -> None:
         check(way, *layers, (1, 2))
 
 
+@pytest.mark.slow
 def test_an_argument_for_many() -> None:
     group = Layer.group(10, 4)
     x = torch.randn(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True)

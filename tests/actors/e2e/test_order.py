@@ -291,6 +291,7 @@ def test_a_call_that_is_made_again_goes_before_what_waits_for_it(how: dict[str, 
         assert actorrpc.get(uses) == [turn] * 3
 
 
+@pytest.mark.slow
 def test_a_call_that_is_to_be_made_again_within_one_that_waits_for_it_is_a_deadlock() -> None:
     moody = Moody.remote()
     actorrpc.get(actorrpc.ready(moody))

@@ -499,6 +499,7 @@ def _last_first(streams: list[Any]) -> None:
     assert [list(each) for each in values] == [[1, 2]] * len(streams)
 
 
+@pytest.mark.slow
 def test_more_streams_than_an_async_actor_runs_calls() -> None:
     actor = AsyncProducer.remote()
     _last_first([actor.numbers.options(backpressure=1).remote(3) for _ in range(1010)])

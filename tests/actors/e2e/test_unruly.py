@@ -64,6 +64,7 @@ def test_exceptions_that_refuse_attributes_are_the_callers(cls: Any) -> None:
         assert actorrpc.get(actor.ping.remote()) == "pong", kind
 
 
+@pytest.mark.slow
 def test_constructors_that_raise_such() -> None:
     actors = [(kind, Unruly.remote(kind)) for kind in unruly.KINDS]
     for kind, actor in actors:
