@@ -317,7 +317,7 @@ class Callee:
         if self.resident.is_plain(entry):
             loop.station.due[entry] = None
             loop.turn(partial(self._turn, entry, loop), loop.station.fresh_context())
-            if self.mailbox.closed:  # whoever ends the actor may have looked before that
+            if self.mailbox.closed:  # the thread that ends the actor may have looked before that
                 self.resident.refuse_due(loop.station)
             return
         self._task(entry, lane, loop, partial(self._run_async, entry))

@@ -534,7 +534,7 @@ class Line:
             self._asking = False
             if self.death is not None:
                 return
-            if peer is None:  # gone again: whoever waits hears of that, too
+            if peer is None:  # gone again: those that wait for a location hear of that, too
                 self._after = max(self._after, location.epoch)
                 if self._queue or self._waiters or self._failing:
                     self._ask_soon()

@@ -1,6 +1,6 @@
 """The thread of an actor's event loop as one that may wait: what runs on it, and what may run inside of a wait.
 
-Whoever waits with ``get()`` on the loop's thread blocks the loop, and with it all of the actor's coroutines. So that this
+A ``get()`` on the loop's thread blocks the loop, and with it all of the actor's coroutines. So that this
 ends: plain methods that the loop would run, and that descend from the call that waits (or are what it waits for), run
 within the wait; a coroutine of this very actor that it waits for can never go on, and ends with DeadlockError. Circles
 that lead through other actors are found as those of serial actors are (see ``deadlocks.py``).
@@ -41,7 +41,7 @@ class LoopStation:
 
     Attributes:
         entries: the calls that run on the loop, by the number of their execution. Any thread may look.
-        due: the plain methods whose turn on the loop has not come yet, in order. Whoever takes one out runs it, or
+        due: the plain methods whose turn on the loop has not come yet, in order. The thread that takes one out runs it, or
             answers it; any thread may.
         plain: the plain method that runs now, the innermost one. Any thread may look.
     """
@@ -239,7 +239,7 @@ class LoopStation:
     # -- looking ------------------------------------------------------------------------------------------
 
     def ended(self) -> list[LetterEntry]:
-        """Take out the calls whose turn has not come; for whoever ends the actor."""
+        """Take out the calls whose turn has not come; for the thread that ends the actor."""
         found = []
         for each in list(self.due):
             if self.due.pop(each, each) is None:

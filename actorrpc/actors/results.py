@@ -55,7 +55,7 @@ class ResultFuture(Future[Any]):
         route = self._route
         source = self._source
         if type(source) is Call and source.stopping and (error is None or isinstance(error, CancelledError)):
-            # It may have come to its end before; and whoever cancels it counts on its being cancelled, and knows.
+            # It may have come to its end before; and its caller counts on its being cancelled, and knows.
             value, error = None, source.was_cancelled(error)
         if route is not None:
             line = route._line

@@ -241,7 +241,7 @@ def settle() -> None:
     """Wait until tensors that were made on the current streams are whole, where these are not the default ones.
 
     For what other threads take up: they use the default streams, which wait for no other. A message needs none of that: its
-    bytes are copied on the streams of whoever sends it.
+    bytes are copied on the streams of the thread that sends it.
     """
     if torch.cuda.is_initialized():
         for device in range(torch.cuda.device_count()):

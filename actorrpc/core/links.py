@@ -96,7 +96,9 @@ class Links:
                 self.watch(conn)
             except (OSError, ValueError):  # the epoll was closed meanwhile
                 conn.close()
-            if self._agent.closed_down:  # whoever closed the agent may have looked before this one came
+            if (
+                self._agent.closed_down
+            ):  # the thread that closed the agent may have looked before this one came
                 conn.close()
                 conn.reap()
             return
@@ -347,7 +349,7 @@ class Links:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             plain.settimeout(max(0.05, limit - moments.now()))
             self._dialling.add(plain)
-            if agent.closed_down:  # whoever closed the agent may have looked before this one came
+            if agent.closed_down:  # the thread that closed the agent may have looked before this one came
                 raise self._shut_down()
             plain.connect(address)
             limit = min(limit, moments.now() + agent.settings.handshake_timeout)

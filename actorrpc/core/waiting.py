@@ -37,7 +37,7 @@ class Waiting:
         self._conn = conn
         self._spin = Spin()
         self._at_once = 0.0
-        self._asleep = False  # whoever has the read lock is in poll, and has touched nothing yet
+        self._asleep = False  # the thread with the read lock is in poll, and has touched nothing yet
 
     @holding
     @uninterruptible
