@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-__all__ = ["Entry", "Lane", "Mailbox", "Seat", "Todo"]
+__all__ = ["TAKEN", "Entry", "Lane", "Mailbox", "Seat", "Todo"]
 
 NEW: Final = "new"  # in a queue
 TAKEN: Final = "taken"  # handed out
@@ -539,6 +539,13 @@ class Mailbox:
             lanes = [*self.lanes.values(), *self.async_lanes.values()]
             nested = sum(len(seat.work) for seat in set(self._running.values()) if seat is not None)
             return sum(lane.waiting for lane in lanes) + nested, sum(lane.running for lane in lanes)
+
+    def close_if_idle(self) -> bool:
+        """Take no more if nothing waits or runs; say whether that is so. One step: nothing can come in between."""
+        with self._lock:
+            idle = not any(self.counts())
+            self.closed = self.closed or idle
+            return idle
 
     def close(self) -> tuple[list[Entry], list[Any]]:
         """Take no more. Returns what was waiting, in order, and the idle stations."""

@@ -19,7 +19,7 @@ from actorrpc.actors.exits import exit_text
 from actorrpc.actors.letter_entry import LetterEntry
 from actorrpc.actors.loop import EventLoop
 from actorrpc.actors.loop_station import LoopStation
-from actorrpc.actors.mailbox import Entry, Lane, Mailbox, Todo
+from actorrpc.actors.mailbox import TAKEN, Entry, Lane, Mailbox, Todo
 from actorrpc.actors.obituaries import IN_RESTORE
 from actorrpc.actors.reports import send_ended
 from actorrpc.actors.snapshot import Snapshot
@@ -448,10 +448,8 @@ class Resident:
         return self.over
 
     def _end_if_idle(self) -> None:
-        waiting, running = self.mailbox.counts()
-        if waiting or running or self._intake is not None:
-            return
-        self._end_now()
+        if self._intake is None and self.mailbox.close_if_idle():
+            self._end_now()
 
     def _end_now(self) -> None:
         with self._lock:
@@ -536,9 +534,9 @@ class Resident:
             self.state = "over"
             for peer in (self.agent.self_peer, *self.agent.peers()):
                 for each in list(peer.running.values()):
-                    if (
-                        type(each) is LetterEntry and each.office is self
-                    ):  # whatever was to answer it, does not any more
+                    if type(each) is LetterEntry and each.office is self and each.state is TAKEN:
+                        # Whatever was to answer it, does not any more. One that has not been handed out is refused, as not
+                        # executed, by the thread that has found the mailbox closed.
                         self.callee.fail(each, died(self, self.why))
             if self.over._claim():
                 self.over._finish(state, None)

@@ -124,12 +124,17 @@ class Residents:
                 return
         if whole:
             error = ResidentGoneError(resident_id, self._ended.get(resident_id, ""))
-            self._agent.submit(partial(self._refuse, conn, frame, error))
+            peer.running[frame.id] = entry  # a worker that is to leave when nothing runs answers it before
+            self._agent.submit(partial(self._refuse, entry, error))
 
-    def _refuse(self, conn: Connection | None, frame: Frame, error: ResidentGoneError) -> None:
-        self._agent.executor.refuse(conn, frame, error)
-        if conn is not None:
-            conn.flush()
+    def _refuse(self, entry: LetterEntry, error: ResidentGoneError) -> None:
+        conn = entry.conn
+        try:
+            self._agent.executor.refuse(conn, entry.frame, error)
+            if conn is not None:
+                conn.flush()
+        finally:
+            entry.peer.running.pop(entry.frame.id, None)
 
     def new_execution(self, caller: int | None) -> int:
         """Return a number for an execution that no other worker has; ``caller``: see :meth:`new_caller`."""

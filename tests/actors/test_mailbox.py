@@ -409,6 +409,24 @@ def test_a_closed_mailbox_takes_nothing_and_gives_everything_back() -> None:
     assert mailbox.take(lane) == (None, None)
 
 
+def test_a_mailbox_closes_by_itself_only_where_nothing_waits_or_runs() -> None:
+    mailbox = Mailbox({"": 1})
+    lane = mailbox.lanes[""]
+    mailbox.put(Entry("a", 1), lane)
+    assert not mailbox.close_if_idle()  # it waits
+    entry, _ = mailbox.take(lane)
+    assert entry is not None
+    assert not mailbox.close_if_idle()  # it runs
+    assert mailbox.put(Entry("a", 2), lane) is not None
+    assert mailbox.take(lane)[0] is None
+    mailbox.done(lane)
+    assert not mailbox.close_if_idle()
+    assert mailbox.take(lane)[0] is not None
+    mailbox.done(lane)
+    assert mailbox.close_if_idle()
+    assert mailbox.put(Entry("a", 3), lane) is None
+
+
 def test_a_station_that_has_looked_by_itself_is_not_woken_for_others() -> None:
     """One that reads what comes looks without having been woken, and gets what another one was woken for."""
     mailbox = Mailbox({"": 3})
