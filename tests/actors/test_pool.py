@@ -18,7 +18,6 @@ from actorrpc.actors.pool import ActorPool
 from actorrpc.errors import ActorDiedError, ConfigError, RpcTimeoutError, WrongTypeError
 from actorrpc.futures import Future
 
-
 # An example of hypothesis that is broken off in the middle leaves failures that nobody gets, which a later test may collect.
 pytestmark = pytest.mark.prints(r"a future failed and nobody looked at the error: ValueError\('x'\)$")
 
