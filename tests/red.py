@@ -7,14 +7,7 @@ from collections.abc import Generator
 import pytest
 
 from actorrpc.testing import processes
-
-_BEFORE = pytest.StashKey[set[processes.ProcessId]]()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Note which processes are not this test's."""
-    item.stash[_BEFORE] = processes.descendants()
+from actorrpc.testing.pytest_plugin import WATCHDOG
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -26,10 +19,7 @@ def pytest_runtest_makereport(
     if not report.failed:
         return report
     if call.when == "call":
-        own = processes.of_session() - item.stash.get(_BEFORE, set())
-        stacks = processes.dump_stacks(
-            process for process in own if process.pid not in processes.helper_pids()
-        )
+        stacks = processes.dump_stacks(item.config.stash[WATCHDOG].of_test())
         if stacks:
             report.sections.append(("processes of the test as it failed", stacks))
     seed = item.config.getoption("randomly_seed", None)

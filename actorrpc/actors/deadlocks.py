@@ -8,7 +8,7 @@ back to where it began, twice in a row, none of them can ever go on: the call th
 DeadlockError, which names all of it. (Edge chasing, after Chandy, Misra and Haas.)
 
 A stream is in the way where its generator pauses and holds its actor, as its reader has not taken what is there. Then a
-search begins with the pause, when calls wait for the actor and all of its places are held by what waits, or where the reader
+search begins with the pause, when calls wait for the actor and all of its places are held by calls that wait, or where the reader
 is below the generator on the same thread. It goes on with what the reader waits for: a thread or a coroutine (see
 ``stalls.py``). If it comes to a call that waits for those places, and does so from each of them, that call fails; if it comes
 back to the generator itself, the stream does. A thread that has only made a stream may have given it to another, which is about
@@ -59,7 +59,7 @@ _MIB: Final = 1 << 20
 class Probe:
     """A question on its way: who asked it, and whom it has passed.
 
-    ``execution`` is what waits where it began; of a call that waits for its arguments, its number, negative.
+    ``execution`` is the execution that waits where it began; of a call that waits for its arguments, its number, negative.
     """
 
     worker: WorkerKey
@@ -331,7 +331,7 @@ def _holders(
     """Return what the places of a lane are held by, and what that waits for; None unless all of it waits."""
     found: dict[int, tuple[str, list[Call | Stall]]] = {}
     if lane.yielding:
-        return None  # what waits holds no place
+        return None  # a call that waits holds no place
     if lane.is_async:
         for producer in runtime.streams.pausing():
             if producer.entry is not None and producer.entry.lane is lane:

@@ -539,7 +539,7 @@ class Line:
                 if self._queue or self._waiters or self._failing:
                     self._ask_soon()
                 return
-            # Those of the former incarnation: what waits is sent from here on, and may fail in a moment.
+            # Those of the former incarnation: queued calls are sent from here on, and may fail in a moment.
             failing, self._failing = self._failing, []
             self.location, self._peer = location, peer
             waiters, self._waiters = self._waiters, []

@@ -224,7 +224,7 @@ class LoopStation:
 
     def _run_within(self, entry: LetterEntry) -> None:
         waits, plain = self._waits, self.plain
-        # What waits below is not stirred by what runs above it; a wait up there brings its own.
+        # The wait below is not stirred by calls that run above it; a wait up there brings its own.
         self._waits = []
         grad = torch.is_grad_enabled()
         if grad is not self._grad:

@@ -5,7 +5,6 @@ What the kernel answers is one word for several limits: those that are set are n
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import threading
@@ -14,7 +13,7 @@ from typing import Final
 
 from actorrpc.errors import LimitError
 
-__all__ = ["NO_THREAD", "explain_fork", "explain_memory", "explain_space", "explain_threads", "start_thread"]
+__all__ = ["NO_THREAD", "explain_fork", "explain_memory", "explain_threads", "start_thread"]
 
 NO_THREAD: Final = (RuntimeError, MemoryError)
 """What the start of a thread raises where there can be no more of them."""
@@ -69,14 +68,6 @@ def _limits() -> list[str]:
     if most:
         known.append(f"pids.max of its control group is {most}")
     return known
-
-
-def explain_space(error: OSError) -> str:
-    """Say what is full, where that is why something could not be written; of other errors, what they say themselves."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = f" ({error.filename})" if error.filename else ""
-        return f"there is no space left{where}: {error.strerror}"
-    return str(error)
 
 
 def _count_threads() -> int:

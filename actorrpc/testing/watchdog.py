@@ -77,7 +77,7 @@ class Watchdog:
             self._armed = None
             faulthandler.cancel_dump_traceback_later()
             if self._report is not None:
-                processes.kill(self._of_test())
+                processes.kill(self.of_test())
 
     def close(self) -> None:
         """End the thread and put the signal's handler back."""
@@ -87,7 +87,8 @@ class Watchdog:
         self._thread.join()
         signal.signal(signal.SIGALRM, self._previous)
 
-    def _of_test(self) -> set[processes.ProcessId]:
+    def of_test(self) -> set[processes.ProcessId]:
+        """Return the processes that the test which runs has started and that exist now."""
         helpers = processes.helper_pids()
         return {process for process in processes.of_session() - self._before if process.pid not in helpers}
 
@@ -114,7 +115,7 @@ class Watchdog:
         report = f"the test was not over within its {self._limit:g} s\n{self._stacks()}"
         for attempt in range(_LAST_RETRIES + 1):
             if attempt:
-                processes.kill(self._of_test())
+                processes.kill(self.of_test())
             with self._changed:  # so that the next test cannot be armed in between
                 if self._armed is not token:
                     return
@@ -124,7 +125,7 @@ class Watchdog:
                 return
         self._stderr.write(f"\n{report}\nIt could not be ended: the session ends.\n")
         self._stderr.flush()
-        processes.kill(self._of_test())
+        processes.kill(self.of_test())
         processes.end_session()
         os._exit(70)
 
@@ -145,7 +146,7 @@ class Watchdog:
             for thread in threading.enumerate():
                 own = own.replace(f"0x{thread.ident:016x}", f"0x{thread.ident:016x} {thread.name}")
             return (
-                f"stacks of the test process {os.getpid()}:\n{own}\n{processes.dump_stacks(self._of_test())}"
+                f"stacks of the test process {os.getpid()}:\n{own}\n{processes.dump_stacks(self.of_test())}"
             )
         except Exception:  # a report without stacks is better than no limit
             return f"(no stacks: {traceback.format_exc()})"
