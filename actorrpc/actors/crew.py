@@ -19,6 +19,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -46,6 +47,19 @@ _PACKAGE: Final = __name__.partition(".")[0] + "."
 
 class Interrupted(BaseException):
     """Raised in a running method whose call was cancelled. Not an Exception: ``except Exception`` lets it pass."""
+
+
+def _starts_a_thread(frame: FrameType | None) -> bool:
+    """Tell whether a stack is within ``Thread.start``.
+
+    CPython 3.11 gives the state of a new thread the id of the thread that makes it, until the new one runs. Meanwhile an
+    exception that is set for this id goes to the new thread, as the first found, and that ends before its first line.
+    """
+    while frame is not None:
+        if frame.f_code is threading.Thread.start.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Stations:
@@ -261,8 +275,8 @@ class Station:
     def interrupt(self, entry: Entry, again: Callable[[float, Callable[[], None]], object]) -> None:
         """Raise :class:`Interrupted` in the method that runs ``entry``, if it (still) does.
 
-        Not while the thread is in our own code, which must not be cut in two: then it is tried again a little
-        later (``again(delay, run)``), for as long as the entry runs.
+        Not while the thread is in our own code, which must not be cut in two, nor while it starts another thread:
+        then it is tried again a little later (``again(delay, run)``), for as long as the entry runs.
         """
         time.sleep(0)  # a fresh turn of the interpreter: the thread cannot move between the look and the blow
         with self._interrupts:
@@ -270,7 +284,7 @@ class Station:
                 return
             frame = sys._current_frames().get(self.ident)
             module = frame.f_globals.get("__name__", "") if frame is not None else ""
-            if frame is not None and not module.startswith(_PACKAGE):
+            if frame is not None and not module.startswith(_PACKAGE) and not _starts_a_thread(frame):
                 self._interrupted = entry
                 _set_async_exc(ctypes.c_ulong(self.ident), ctypes.py_object(Interrupted))
                 return

@@ -144,6 +144,8 @@ class Watchdog:
                 file.seek(0)
                 own = "".join(line for line in file if not _PYTEST.search(line))
             for thread in threading.enumerate():
+                if thread.ident is None:
+                    continue  # it is being started
                 own = own.replace(f"0x{thread.ident:016x}", f"0x{thread.ident:016x} {thread.name}")
             return (
                 f"stacks of the test process {os.getpid()}:\n{own}\n{processes.dump_stacks(self.of_test())}"
