@@ -33,7 +33,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 from actorrpc.core import keys
 from tests import leaks, processes
@@ -45,6 +45,7 @@ __all__ = [
     "remember_environment",
     "rpc_group",
     "run_group",
+    "show_errors",
     "start_server",
     "stop_server",
     "unused_path",
@@ -88,6 +89,10 @@ class _Rank:
     over: bool = False
     exitcode: int | None = None
     must_end_by: float = float("inf")
+    shown: int = 0  # how much of its errors a test has been shown, in bytes
+
+
+_running: list[_Rank] = []  # all ranks there are
 
 
 # -- the server ----------------------------------------------------------------------------------
@@ -279,21 +284,24 @@ def run_group(
             finally:
                 sender.close()
             ranks.append(_Rank(process, receiver, output, errors))
+            _running.append(ranks[-1])
         failures = _collect(ranks, time.monotonic() + timeout, may_die)
     finally:
         _end(ranks)
+        for state in ranks:
+            _running.remove(state)
         printed = [
-            [(what, path.read_text(errors="replace").rstrip()) for what, path in _streams(state)]
+            {"output": state.output.read_text(errors="replace").rstrip(), "errors": _errors(state)}
             for state in ranks
         ]
         shutil.rmtree(directory, ignore_errors=True)
         for rank, texts in enumerate(printed):
-            for (what, text), stream in zip(texts, (sys.stdout, sys.stderr), strict=True):
-                if text and rank not in failures:
-                    # On the same stream of the test: what is on standard error fails it, unless it is announced.
-                    print(f"--- {what} of rank {rank} ---\n{text}\n---", file=stream)
+            if rank not in failures:
+                # On the same stream of the test: what is on standard error fails it, unless it is announced.
+                for (what, text), stream in zip(texts.items(), (sys.stdout, sys.stderr), strict=True):
+                    _show(what, rank, text, stream)
     for rank in failures:
-        for what, text in printed[rank]:
+        for what, text in printed[rank].items():
             if text:
                 failures[rank] += f"\n{what}:\n{text[-_OUTPUT_TAIL:]}"
     if failures:
@@ -350,9 +358,22 @@ def rpc_group(
             keys.sweep()  # the next worker to start would do it: the sockets of those that were killed
 
 
-def _streams(state: _Rank) -> Iterator[tuple[str, Path]]:
-    yield "output", state.output
-    yield "errors", state.errors
+def show_errors() -> None:
+    """Show what ranks that still run have written to their standard error since the last time: it is the present test's."""
+    for rank, state in enumerate(list(_running)):
+        _show("errors", rank, _errors(state), sys.stderr)
+
+
+def _errors(state: _Rank) -> str:
+    """Read what a rank has written to its standard error since the last time."""
+    new = state.errors.read_bytes()[state.shown :]
+    state.shown += len(new)
+    return new.decode(errors="replace").rstrip()
+
+
+def _show(what: str, rank: int, text: str, stream: TextIO) -> None:
+    if text:
+        print(f"--- {what} of rank {rank} ---\n{text}\n---", file=stream)
 
 
 def _collect(ranks: list[_Rank], deadline: float, may_die: Collection[int]) -> dict[int, str]:

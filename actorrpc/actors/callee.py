@@ -44,6 +44,7 @@ __all__ = ["Callee", "died"]
 
 _log = logging.getLogger("actorrpc.actors")
 INFINITE: Final = float("inf")
+_AT_ONCE: Final = 64  # calls are started in one callback of the event loop
 _MAX_DEPTH: Final = 60  # calls nested on one thread
 _NOTHING: Final = object()
 _use_count: Final = getattr(torch._C, "_storage_Use_Count", None)
@@ -551,9 +552,9 @@ class Callee:
         return entry.peer.running.pop(entry.frame.id, None) is entry
 
     def pump(self, lane: Lane) -> None:
-        """Start what the lane has. Runs on the loop's thread."""
-        while True:
-            entry, _ = self.mailbox.take(lane)
+        """Start what the lane has, in portions between which the loop goes on. Runs on the loop's thread."""
+        for _ in range(_AT_ONCE):
+            entry, _todo = self.mailbox.take(lane)
             if entry is None:
                 entry = self.mailbox.take_descendant(lane)
             if entry is None:
@@ -563,6 +564,9 @@ class Callee:
                 self._start(entry, lane)
             except BaseException as error:
                 self.resident.broken(error, entry)
+        loop = self.resident.loop
+        if loop is not None:
+            loop.submit(partial(self.pump, lane))
 
 
 async def _stepwise(items: Any) -> AsyncGenerator[Any, None]:

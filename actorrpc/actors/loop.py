@@ -211,7 +211,10 @@ class _Watch:
         self._turn = 0  # of the loop
         self._sleeps = False
         self.over = False
-        self._seen = 0  # the turn that was under way at the last look, and since when it is known to be
+        # The turn, and what ran in it, at the last look, and since when that is known. A turn runs all that is ready: a thousand
+        # coroutines take it long, of which none holds the loop. Whatever runs in a turn was there at its beginning, therefore
+        # no two of them have the same id.
+        self._seen: tuple[int, int] | None = None
         self._since = 0.0
         self._named: set[str] = set()
         selector = getattr(loop, "_selector", None)
@@ -234,19 +237,23 @@ class _Watch:
             return False
         # In real time: a virtual clock may look twice within a moment.
         now = time.monotonic()
-        if self._turn != self._seen:
-            self._seen, self._since = self._turn, now
+        present = self._present()
+        if present != self._seen:
+            self._seen, self._since = present, now
         elif now - self._since >= _HELD_S * 0.9:
             self._since = now
             self._submit(self._report)  # it reads source files
         return True
+
+    def _present(self) -> tuple[int, int]:
+        return self._turn, id(self._station.plain or asyncio.current_task(self._loop))
 
     def _report(self) -> None:
         name = self._station.holder(asyncio.current_task(self._loop))
         if name in self._named:
             return
         frame = sys._current_frames().get(self._station.ident)
-        if frame is None or self._sleeps or self.over or self._turn != self._seen:
+        if frame is None or self._sleeps or self.over or self._present() != self._seen:
             return
         self._named.add(name)
         _log.warning(

@@ -25,7 +25,7 @@ import heapq
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 __all__ = ["TAKEN", "Entry", "Lane", "Mailbox", "Seat", "Todo"]
@@ -148,6 +148,9 @@ class Lane:
         self._held: dict[tuple[object, int], deque[Entry]] = {}
         self._parked: set[Entry] = set()
         self.waiting = 0  # entries in here that have neither been handed out nor cancelled
+        self._of_chain: dict[
+            int, dict[Entry, None]
+        ] = {}  # those that wait, by each execution they descend from
 
     @property
     def full(self) -> bool:
@@ -159,10 +162,9 @@ class Lane:
 
     def put(self, entry: Entry) -> None:
         """Put in an entry that has just come."""
-        entry.lane = self
         if self.loose:
             entry.loose = True
-        self.waiting += 1
+        self._enter(entry)
         if entry.again:
             self._put_before(entry)
             heapq.heappush(self._heap, entry)
@@ -187,9 +189,36 @@ class Lane:
         """Put in an entry that came earlier than others which are here."""
         if entry.again:
             self._put_before(entry)
+        self._enter(entry)
+        heapq.heappush(self._heap, entry)
+
+    def _enter(self, entry: Entry) -> None:
         entry.lane = self
         self.waiting += 1
-        heapq.heappush(self._heap, entry)
+        for execution in entry.path:
+            self._of_chain.setdefault(execution, {})[entry] = None
+
+    def left(self, entry: Entry) -> None:
+        """Count an entry no more that is handed out or cancelled."""
+        self.waiting -= 1
+        for execution in entry.path:
+            rest = self._of_chain.get(execution)
+            if rest is not None:
+                rest.pop(entry, None)
+                if not rest:
+                    del self._of_chain[execution]
+
+    def descendant(self, running: Mapping[int, object]) -> Entry | None:
+        """Return the first entry that is ready and descends from one of some executions."""
+        return min(
+            (
+                entry
+                for execution in running.keys() & self._of_chain.keys()
+                for entry in self._of_chain[execution]
+                if entry.ready and entry.seat is None
+            ),
+            default=None,
+        )
 
     def next(self) -> Entry | None:
         """Take out the next entry that can run; None if there is none."""
@@ -210,7 +239,7 @@ class Lane:
                     continue
             if entry.ready:
                 entry.state = TAKEN
-                self.waiting -= 1
+                self.left(entry)
                 return entry
             if entry.loose:
                 entry.parked = True  # comes back when it is ready
@@ -254,6 +283,7 @@ class Lane:
         everything = self.entries()
         for queue in (self._fresh, self._heap, self._held, self._parked):
             queue.clear()
+        self._of_chain.clear()
         self.waiting = 0
         return everything
 
@@ -343,9 +373,6 @@ class Mailbox:
                 return seat
         return None
 
-    def _descends(self, entry: Entry) -> bool:
-        return any(execution in self._running for execution in entry.path)
-
     def ready(self, entry: Entry) -> Todo:
         """Note that an entry's arguments are here."""
         todo = Todo()
@@ -359,7 +386,7 @@ class Mailbox:
             seat = self._seat_of(entry, lane) if entry.path and self.reentrant else None
             if seat is not None:
                 entry.seat = seat
-                lane.waiting -= 1
+                lane.left(entry)
                 seat.work.append(entry)
                 todo.wake.append(seat)
             lane.release(entry)
@@ -376,7 +403,7 @@ class Mailbox:
             lane = entry.lane
             if lane is not None:
                 if entry.seat is None:
-                    lane.waiting -= 1
+                    lane.left(entry)
                 lane.release(entry)
                 self._look(lane, todo)
         return todo
@@ -424,13 +451,12 @@ class Mailbox:
         with self._lock:
             if not self.reentrant or not self._running:
                 return None
-            for entry in lane.entries():
-                if entry.ready and entry.path and self._descends(entry):
-                    entry.state = TAKEN
-                    lane.waiting -= 1
-                    lane.running += 1
-                    return entry
-        return None
+            entry = lane.descendant(self._running)
+            if entry is not None:
+                entry.state = TAKEN
+                lane.left(entry)
+                lane.running += 1
+            return entry
 
     def take_within(self, fits: Callable[[Entry], bool]) -> Entry | None:
         """Hand out an entry of an async lane that may run within what blocks the event loop, over the limit.
@@ -442,7 +468,7 @@ class Mailbox:
                 for entry in lane.entries():
                     if fits(entry):
                         entry.state = TAKEN
-                        lane.waiting -= 1
+                        lane.left(entry)
                         lane.running += 1
                         return entry
         return None

@@ -205,12 +205,12 @@ class Pool:
         return True
 
     def start(self, count: int) -> None:
-        """Start the first threads.
+        """Start the first threads, at most as many as there may be.
 
         Raises:
             LimitError: the system has not so many.
         """
-        for _ in range(count):
+        for _ in range(min(count, self._max)):
             if not self._start():
                 raise LimitError(explain_threads())
 

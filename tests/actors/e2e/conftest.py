@@ -15,6 +15,7 @@ import actorrpc
 from actorrpc.testing.pytest_plugin import WATCHDOG
 from tests import processes
 from tests.actors.e2e import kit
+from tests.group import show_errors
 
 _RAISED = pytest.StashKey[bool]()
 
@@ -73,6 +74,7 @@ def _test_leaves_nothing(request: pytest.FixtureRequest, _module_leaves_nothing:
     actors = _living()
     request.config.stash[WATCHDOG].keep(processes.descendants())
     yield
+    show_errors()
     if request.node.stash.get(_RAISED, False):  # a traceback keeps the test's variables alive
         return
     deadline = time.monotonic() + 5.0
