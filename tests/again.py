@@ -70,24 +70,27 @@ def _portions(asked: argparse.Namespace) -> Iterator[list[str]]:
             yield asked.only
             continue
         commit = _commit()
-        for folder in _folders():
+        for portion in _folders():
             done = [
                 row
                 for row in _rows()
-                if row["layer"] == "slow" and row["commit"] == commit and row["what"] == folder
+                if row["layer"] == "slow" and row["commit"] == commit and row["what"] == " ".join(portion)
             ]
             if len(done) < number or "+" in commit:
-                yield [folder]
+                yield portion
 
 
-def _folders() -> list[str]:
-    """The folders with tests, and the tests that are in none."""
+def _folders() -> list[list[str]]:
+    """The folders with tests, and, as one portion, the tests that are in none."""
     folders = {path.parent for path in (_ROOT / "tests").rglob("test_*.py") if "programs" not in path.parts}
     top = _ROOT / "tests"
     named = sorted(str(folder.relative_to(_ROOT)) for folder in folders - {top})
     # A folder within another one is a part of that one.
     outer = [name for name in named if not any(name.startswith(other + "/") for other in named)]
-    return [*outer, *sorted(str(path.relative_to(_ROOT)) for path in top.glob("test_*.py"))]
+    return [
+        *([name] for name in outer),
+        sorted(str(path.relative_to(_ROOT)) for path in top.glob("test_*.py")),
+    ]
 
 
 def _run(what: list[str], asked: argparse.Namespace) -> dict[str, Any]:

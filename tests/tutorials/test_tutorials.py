@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from actorrpc.core import keys
+from tests.announced import PROFILER
 from tests.tutorials.kit import EXPECTED, NIGHTLY, PROGRAMS, Program, Run, run
 
 EXPECTATIONS = json.loads(EXPECTED.read_text())
@@ -91,7 +92,7 @@ def test_prints_what_is_expected_on_torch(tmp_path: Path, name: str) -> None:
 
 # -- profiles ------------------------------------------------------------------------------------
 
-PROFILING = Program("profiling", 2)
+PROFILING = Program("profiling", 2, prints=(PROFILER,))
 OPERATORS = ("add", "empty", "mul", "rand", "uniform_")  # of its user-defined function
 
 
@@ -188,7 +189,8 @@ def test_ddp_around_a_remote_module_is_refused_by_torch(tmp_path: Path) -> None:
 @LIMIT
 def test_a_worker_that_ends_with_an_error_does_not_keep_the_others(tmp_path: Path) -> None:
     """With torch's own RPC they wait for ever."""
-    done = run(tmp_path, Program("losing_a_worker", 3), way="command")
+    prints = (r"^Process Process-\d:\nTraceback.*ValueError: a bug", "worker2 died before; the others go on$")
+    done = run(tmp_path, Program("losing_a_worker", 3, prints=prints), way="command")
     assert done.lines == [{"found": [2.0, 2.0]}, {"exits": [0, 0, 1]}], done.errors
     check_agents(done, 3, "command")
     assert "ValueError: a bug in the user's code" in done.errors
