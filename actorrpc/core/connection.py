@@ -95,6 +95,7 @@ class Connection:
         self.lender: Any = None
         self.borrower: Any = None
         self.lane_failed = False
+        self.lane_after = 0.0  # when opening a tensor lane may be tried again
         self.striping = False  # whether stripes are dialled, or were, without anybody waiting for them
         self.main: Connection | None = None  # a stripe carries chunks for it and nothing else
         self.stripes: list[Connection] = []
