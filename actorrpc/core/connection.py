@@ -55,6 +55,7 @@ from actorrpc.core.frames import (
     pack_frame,
 )
 from actorrpc.core.interrupts import holding, uninterruptible
+from actorrpc.core.limits import explain_memory
 from actorrpc.core.replay import Replay
 from actorrpc.core.seals import SealedReader, Seals
 from actorrpc.core.tls import Stream, TlsSocket
@@ -490,6 +491,10 @@ class Connection:
 
     def failed(self, error: BaseException) -> None:
         """Take a failed read or write as the end of the connection, or of its socket only."""
+        if isinstance(error, MemoryError):
+            error = MemoryError(
+                f"{error or 'no memory for what goes over the connection'}: {explain_memory()}"
+            )
         if self.replay is not None and not self.goodbye and isinstance(error, (OSError, EOFError)):
             self.suspend(error)
         else:
@@ -575,7 +580,7 @@ class Connection:
                 while True:
                     target = self._reader.target()
                     self._take(self.sock.recvmsg_into(target, 0, _DONTWAIT)[0], frames)
-            except (OSError, EOFError, ProtocolError):
+            except (OSError, EOFError, ProtocolError, MemoryError):
                 return frames
 
     def reap(self) -> None:
