@@ -111,10 +111,8 @@ def write_secret(secret: str, port: int) -> str:
     Raises:
         ConfigError: the runtime directory cannot be used.
     """
-    made = keys.create_key_file()
+    made = keys.create_key_file(secret.encode())
     path = made.rpartition("-")[0] + _ending(port)
-    with open(made, "r+b") as file:
-        file.write(secret.encode())
     os.replace(made, path)
     return path
 

@@ -46,6 +46,7 @@ from actorrpc.core.meeting import poll
 from actorrpc.core.tls import Stream, Tls, explain
 from actorrpc.errors import (
     ConfigError,
+    LimitError,
     ProtocolError,
     RendezvousError,
     RpcError,
@@ -184,7 +185,7 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
 
     try:
         there = poll(once, deadline, 0.25)
-    except ProtocolError as error:
+    except (ProtocolError, LimitError) as error:
         raise type(error)(f"cannot join the cluster at {where}: {error}") from error
     if not there:
         why = problem[0] if problem else "no answer"

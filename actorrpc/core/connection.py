@@ -55,6 +55,7 @@ from actorrpc.core.frames import (
     pack_frame,
 )
 from actorrpc.core.interrupts import holding, uninterruptible
+from actorrpc.core.limits import explain_memory
 from actorrpc.core.replay import Replay
 from actorrpc.core.seals import SealedReader, Seals
 from actorrpc.core.tls import Stream, TlsSocket
@@ -95,6 +96,7 @@ class Connection:
         self.lender: Any = None
         self.borrower: Any = None
         self.lane_failed = False
+        self.lane_after = 0.0  # when opening a tensor lane may be tried again
         self.striping = False  # whether stripes are dialled, or were, without anybody waiting for them
         self.main: Connection | None = None  # a stripe carries chunks for it and nothing else
         self.stripes: list[Connection] = []
@@ -489,6 +491,10 @@ class Connection:
 
     def failed(self, error: BaseException) -> None:
         """Take a failed read or write as the end of the connection, or of its socket only."""
+        if isinstance(error, MemoryError):
+            error = MemoryError(
+                f"{error or 'no memory for what goes over the connection'}: {explain_memory()}"
+            )
         if self.replay is not None and not self.goodbye and isinstance(error, (OSError, EOFError)):
             self.suspend(error)
         else:
@@ -574,7 +580,7 @@ class Connection:
                 while True:
                     target = self._reader.target()
                     self._take(self.sock.recvmsg_into(target, 0, _DONTWAIT)[0], frames)
-            except (OSError, EOFError, ProtocolError):
+            except (OSError, EOFError, ProtocolError, MemoryError):
                 return frames
 
     def reap(self) -> None:

@@ -14,7 +14,7 @@ import os
 import resource
 from typing import Final
 
-__all__ = ["SHORT", "SPARE", "explain", "has_room", "make_room"]
+__all__ = ["SHORT", "SPARE", "explain", "has_room", "make_room", "missing", "say_why"]
 
 _log = logging.getLogger("actorrpc.links")
 _AHEAD: Final = 256  # numbers that are kept free above the newest: more than come at once between two looks
@@ -53,6 +53,24 @@ def has_room(count: int) -> bool:
         return soft == resource.RLIM_INFINITY or len(os.listdir("/proc/self/fd")) - 1 + count + SPARE <= soft
     except OSError:  # not even one more, to look with
         return False
+
+
+def say_why(error: OSError) -> str:
+    """Say in few words, to another worker, why this one has no descriptor for it."""
+    if error.errno == errno.EMFILE:
+        return f"it may open no more descriptors (RLIMIT_NOFILE, ulimit -n: {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
+    if error.errno == errno.ENFILE:
+        return "no process of its host may open more descriptors (sysctl fs.file-max)"
+    return f"its system has nothing left for another connection ({error.strerror})"
+
+
+def missing() -> str:
+    """Say why a descriptor that was sent to this process has found no place in it."""
+    try:
+        os.close(os.eventfd(0, os.EFD_CLOEXEC))
+    except OSError as error:
+        return explain(error)
+    return "there was no descriptor left for it"
 
 
 def explain(error: OSError) -> str:

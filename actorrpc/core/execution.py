@@ -25,6 +25,7 @@ from actorrpc.core.interceptors import RECEIPT, Interceptor, answer_header, inte
 from actorrpc.errors import (
     CancelledError,
     DeadlockError,
+    LimitError,
     ProtocolError,
     RpcError,
     RpcTimeoutError,
@@ -100,6 +101,12 @@ class Executor:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
+        # Made ahead: it is for when there is no memory to make one.
+        short = LimitError(
+            f"worker {agent.name!r} has nothing left to say what became of the call: no memory, or no descriptors"
+        )
+        short.maybe_executed = True
+        self._short = exceptions.dump(short, worker=agent.name, dumps=codec.dumps)
 
     def run(self, task: tuple[Any, Frame, float]) -> None:
         """Execute a request that was read at ``task[2]``, answer it, and see what came meanwhile."""
@@ -287,7 +294,15 @@ class Executor:
             let_frames_go(error)
             self._send(conn, FAILURE, id, messages.Plain(data), _with_receipt(execution, None), execution)
         except BaseException as failure:  # memory or descriptors have run out: then little may still be sent
-            _log.error("an error cannot be sent to %r: %s", execution.peer.name, line_of(failure))
+            self._fail_shortly(conn, id, execution.peer.name, failure)
+
+    def _fail_shortly(self, conn: Any, id: int, name: str, failure: BaseException) -> None:
+        """End a call whose error cannot be packed: its caller would wait for ever."""
+        if conn is None:
+            self._agent.loop_back(FAILURE, id, messages.Plain(self._short), None, INFINITE, 0)
+        else:
+            conn.outbox.append(pack_frame(FAILURE, id, self._short))
+        _log.error("an error cannot be sent to %r: %s", name, line_of(failure))
 
     def refuse(self, conn: Any, frame: Frame, error: RpcError, *, sealed: bool = True) -> None:
         """Answer a request that is not executed with an error. Never raises.
@@ -298,8 +313,12 @@ class Executor:
             self._agent.inbox.discard(conn, frame)
         if frame.flags & POST:
             return
-        data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps, executed=False)
-        self._send(conn, FAILURE, frame.id, messages.Plain(data), None)
+        try:
+            data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps, executed=False)
+            self._send(conn, FAILURE, frame.id, messages.Plain(data), None)
+        except MemoryError as failure:
+            peer = self._agent.self_peer if conn is None else conn.peer
+            self._fail_shortly(conn, frame.id, peer.name, failure)
 
     def refuse_stuck(self, task: tuple[Any, Frame, float], why: str) -> None:
         """Answer a request that no thread will ever take: every one that may exist is blocked."""

@@ -49,6 +49,7 @@ __all__ = [
     "STREAM",
     "STREAM_ABORT",
     "STREAM_READY",
+    "UNREAD",
     "Frame",
     "FrameReader",
     "pack_frame",
@@ -80,6 +81,9 @@ STREAM_READY: Final = 15  # the memory for a stream is there: chunks may come ov
 NOTICE: Final = 16  # one way, for the floors above: extra["n"] names the handler
 ACK: Final = 17  # id counts the bytes of this connection that have come: so much need not be kept any more
 LAST_KIND: Final = ACK
+UNREAD: Final = (
+    255  # never sent: a message for whose body there was no memory; ``buffers`` has its kind and size
+)
 
 _OFFSET_BITS: Final = 40
 _OFFSET_MASK: Final = (1 << _OFFSET_BITS) - 1
@@ -253,7 +257,10 @@ class FrameReader:
                 and remaining == remaining
             ):
                 self.more = False
-                body = bytes(self._view[PREFIX_SIZE:count])
+                try:
+                    body = bytes(self._view[PREFIX_SIZE:count])
+                except MemoryError:
+                    return [Frame(UNREAD, 0, id, remaining, chain, b"", b"", (kind, length))]
                 return [_new(Frame, (kind, 0, id, remaining, chain, b"", body, None))]
         frames: list[Frame] = []
         self.more = False
@@ -289,10 +296,15 @@ class FrameReader:
                     raise ProtocolError(self._nonsense(kind, length, extra))
                 header = bytes(view[start : start + extra])
                 start += extra
-            # As Frame(...), without the call in Python that it is.
-            frames.append(
-                _new(Frame, (kind, flags, id, remaining, chain, header, bytes(view[start:stop]), None))
-            )
+            try:
+                body = bytes(view[start:stop])
+            except MemoryError:
+                if kind > FAILURE or flags & STREAM:  # more depends on it than one call
+                    raise
+                frames.append(Frame(UNREAD, flags, id, remaining, chain, header, b"", (kind, stop - start)))
+            else:
+                # As Frame(...), without the call in Python that it is.
+                frames.append(_new(Frame, (kind, flags, id, remaining, chain, header, body, None)))
             start = stop
             if flags & STREAM and kind <= FAILURE:
                 # Its chunks may be here already, and need the memory that is made when this frame is seen.
@@ -329,7 +341,10 @@ class FrameReader:
         capacity = len(self._buffer)
         if needed > capacity:
             # Checked against the limit above; grown once, and kept.
-            larger = self._allocate(max(needed, 2 * capacity))
+            try:
+                larger = self._allocate(max(needed, 2 * capacity))
+            except OSError as error:  # of a mapping
+                raise MemoryError(f"no memory to read a frame of {needed} bytes") from error
             larger[:here] = self._view[self._start : self._end]
             self._buffer, self._view = larger, memoryview(larger)
             self._whole = [self._view]

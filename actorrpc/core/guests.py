@@ -15,8 +15,9 @@ Where there are certificates, the handshake of TLS comes first, within the same 
 TLS is told so. Who fails in it is heard until it closes, or its time is over: closed at once, its unread bytes would have
 the kernel take back the alert that tells it why.
 
-Where there are no descriptors for another one, the listeners rest, and are tried again until there are: whoever wants to come
-waits at the door, and those who are in have what they need.
+Where there are no descriptors for another one, the listeners rest, and are tried again: those who are in have what they need, and
+guests wait at the door. When they have waited for a second in vain, they are told why and sent away, over a descriptor that is
+held for that alone. Only guests that begin with TLS could not read it: they wait for as long as their own time-outs allow.
 
 ``_lock`` guards the tables; nothing is called under it. A guest's ``turn`` is held by whoever takes a step of its handshake,
 and nobody waits for it: its socket is closed by whoever lets it go, if it is to be closed.
@@ -24,6 +25,7 @@ and nobody waits for it: its socket is closed by whoever lets it go, if it is to
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -38,7 +40,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import moments
 from actorrpc.core import descriptors
-from actorrpc.core.handshake import Acceptor, Refusal
+from actorrpc.core.handshake import MAX_MESSAGE, Acceptor, Refusal
 from actorrpc.core.keys import remove_file
 from actorrpc.core.tls import HELLO, Stream, Tls, explain
 from actorrpc.errors import AuthenticationError, ProtocolError
@@ -46,12 +48,13 @@ from actorrpc.errors import AuthenticationError, ProtocolError
 if TYPE_CHECKING:
     from actorrpc.core.agent import Agent
 
-__all__ = ["FAILURES_PER_S", "Guest", "Guests"]
+__all__ = ["FAILURES_PER_S", "Guest", "Guests", "no_room"]
 
 FAILURES_PER_S: Final = 3
 _MAX_ADDRESSES: Final = 1024  # whose failures are remembered; they are for one second
 _READ: Final = 4096  # more than any first message of TLS: what is left unread when a socket closes resets it
 _AGAIN_S: Final = 0.2
+_PATIENCE_S: Final = 1.0  # so long there may be no descriptor before guests at the door are sent away
 _MINUTE_S: Final = 60.0
 _TELL_S: Final = 10.0  # how often it is said that nobody can be accepted
 _GIVE: Final = "set ACTORRPC_TLS_CERT, ACTORRPC_TLS_KEY and ACTORRPC_TLS_CA for all workers, or for none"
@@ -115,6 +118,8 @@ class Guests:
         self._closed = False
         self._scarce = False  # the hard limit of descriptors is near
         self._resting: set[socket.socket] = set()
+        self._short_since: dict[socket.socket, float] = {}  # listeners for which there is no descriptor
+        self._held = -1  # a descriptor to send guests away with; -1 also while a thread does that
         self._told = float("-inf")
         # Refusals that no line has told of, by address, since the last line of them.
         self._refused: Counter[str] = Counter()
@@ -130,6 +135,7 @@ class Guests:
         """Serve these listening sockets from now on."""
         pool = self._agent.pool
         self._scarce = not descriptors.make_room(pool.epoll.fileno())
+        self._held = _open_one()
         for sock in sockets:
             sock.setblocking(False)
             self._listeners.append(sock)
@@ -147,11 +153,13 @@ class Guests:
             try:
                 sock, where = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
+                self._short_since.pop(listener, None)
                 return
             except OSError as error:
                 if error.errno in descriptors.SHORT:
                     self._rest(listener, error)
                 return
+            self._short_since.pop(listener, None)
             self._scarce = not descriptors.make_room(sock.fileno())
             local = sock.family == socket.AF_UNIX
             sock.setblocking(False)
@@ -164,6 +172,7 @@ class Guests:
             if listener in self._resting or listener not in self._listeners:
                 return
             self._resting.add(listener)
+            in_vain = now - self._short_since.setdefault(listener, now) >= _PATIENCE_S
             tell = now - self._told >= _TELL_S
             if tell:
                 self._told = now
@@ -173,7 +182,32 @@ class Guests:
                 self._agent.name,
                 descriptors.explain(error),
             )
+        if in_vain and (self._tls is None or listener.family == socket.AF_UNIX):
+            self._send_away(listener, error)
         self._agent.clock.after(_AGAIN_S, partial(self._agent.submit, partial(self._resume, listener)))
+
+    def _send_away(self, listener: socket.socket, error: OSError) -> None:
+        """Tell the guests at the door that there is no descriptor for them: accepts each for that long."""
+        with self._lock:
+            held, self._held = self._held, -1
+        if held >= 0:
+            os.close(held)
+        try:
+            while True:
+                sock, _ = listener.accept()
+                with sock, contextlib.suppress(OSError):
+                    sock.setblocking(False)
+                    sock.send(no_room(error))
+                    sock.shutdown(socket.SHUT_WR)
+                    sock.recv(MAX_MESSAGE)  # its hello: unread, it would have the kernel drop what was sent
+        except OSError:  # there are no more, or the descriptor went to another thread
+            pass
+        held = _open_one()
+        with self._lock:
+            if self._held < 0 and not self._closed:
+                self._held, held = held, -1
+        if held >= 0:
+            os.close(held)
 
     def _resume(self, listener: socket.socket) -> None:
         with self._lock:
@@ -431,6 +465,9 @@ class Guests:
             self._closed = True
             guests = list(self._guests.values())
             self._guests.clear()
+            held, self._held = self._held, -1
+        if held >= 0:
+            os.close(held)
         for guest in guests:
             guest.close()
 
@@ -440,3 +477,18 @@ class Guests:
             sock.close()
         for guest in list(self._guests.values()):
             guest.sock.close()
+        if self._held >= 0:
+            os.close(self._held)
+
+
+def no_room(error: OSError) -> bytes:
+    """Return the message that sends a guest away because a descriptor could not be had."""
+    return Acceptor.refuse(Refusal.BUSY, descriptors.say_why(error))
+
+
+def _open_one() -> int:
+    """Return a descriptor of nothing; -1 where there is none."""
+    try:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1

@@ -26,7 +26,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from actorrpc.core.identity import check_name
-from actorrpc.errors import AuthenticationError, ConfigError, ProtocolError, RpcError, VersionError
+from actorrpc.errors import (
+    AuthenticationError,
+    ConfigError,
+    LimitError,
+    ProtocolError,
+    RpcError,
+    VersionError,
+)
 
 __all__ = [
     "BULK",
@@ -339,6 +346,7 @@ class Dialler(_Side):
         Raises:
             AuthenticationError: it does not hold the key, or is not the worker that was meant.
             VersionError: it speaks no common version.
+            LimitError: it has no place for another connection now.
             ProtocolError: anything else.
         """
         if not self._started:
@@ -376,6 +384,8 @@ class Dialler(_Side):
             self._fail(VersionError(f"{text}; install the same version of actorrpc on both sides"))
         if self.refused is Refusal.PEER:
             self._fail(AuthenticationError(text))
+        if self.refused is Refusal.BUSY:
+            self._fail(LimitError(text))
         self._fail(ProtocolError(text))
 
     def _read_challenge(self, message: bytes) -> None:

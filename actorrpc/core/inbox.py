@@ -85,6 +85,10 @@ class Inbox:
                     return None
                 return whole
             return None
+        if kind == frames.UNREAD:
+            kind, size = frame.buffers
+            self._refuse_large(conn, frame._replace(kind=kind, buffers=None), size)
+            return None
         peer = conn.peer
         if kind == frames.INTRO:
             self._agent.links.introduced(conn, frame.body)
@@ -129,11 +133,12 @@ class Inbox:
         """Have the sender of a message hear, or who waits for it here, that there is no memory for it."""
         peer = self._sender(conn)
         where = f"worker {self._agent.name!r}: {explain_memory()}"
+        much = f"{size >> 20} MiB" if size >> 20 else f"{size} bytes"
         if frame.kind == frames.REQUEST:
-            name = unpack_extra(frame.extra).get("m")
+            name = unpack_extra(frame.extra).get("m") if frame.extra else None
             what = f"the call of {name}()" if isinstance(name, str) else "the call"
             error = LimitError(
-                f"{what} was not executed: its arguments, of {size >> 20} MiB, find no memory in {where}"
+                f"{what} was not executed: its arguments, of {much}, find no memory in {where}"
             )
 
             def refuse() -> None:
@@ -144,9 +149,11 @@ class Inbox:
             return
         call: Call | None = peer.pending.pop(frame.id, None)
         if call is not None:
-            error = LimitError(f"the result of {call}, of {size >> 20} MiB, finds no memory in {where}")
+            error = LimitError(f"the result of {call}, of {much}, finds no memory in {where}")
             error.maybe_executed = True
             call.fail(error, self._agent.pool.submit)
+        if not frame.flags & messages.STREAM:  # of those, nothing has been placed
+            self._agent.pool.submit(partial(self.discard, conn, frame))
 
     def _take(self, conn: Connection, letter: Frame) -> None:
         peer = self._sender(conn)
@@ -335,7 +342,7 @@ class Inbox:
 
     def closed(self, conn: Connection, error: BaseException | None) -> None:
         """Take note that a connection is closed; see to it on a pool thread."""
-        if isinstance(error, ProtocolError):
+        if isinstance(error, (ProtocolError, MemoryError)):
             _log.error(
                 "the connection to %s was closed: %s", conn.peer.name if conn.peer else "a stranger", error
             )

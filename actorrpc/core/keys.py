@@ -176,20 +176,22 @@ def _unfit(found: os.stat_result) -> str:
 # -- keys that are made ----------------------------------------------------------------------------
 
 
-def create_key_file() -> str:
-    """Write 32 random bytes into a new file that only this user can read; return its path.
+def create_key_file(data: bytes = b"") -> str:
+    """Write a key, or else 32 random bytes, into a new file that only this user can read; return its path.
 
     Raises:
-        ConfigError: the runtime directory cannot be used.
+        ConfigError: the runtime directory cannot be used, or its disk is full; no file is left.
     """
     path = os.path.join(runtime_directory(), _new_name(f"{secrets.token_hex(8)}.key"))
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            os.fchmod(fd, 0o600)  # a umask may have taken away our own right to read
-            os.write(fd, secrets.token_bytes(_RAW))
-        finally:
-            os.close(fd)
+            with open(fd, "wb") as file:
+                os.fchmod(fd, 0o600)  # a umask may have taken away our own right to read
+                file.write(data or secrets.token_bytes(_RAW))
+        except BaseException:
+            remove_file(path)
+            raise
     except OSError as error:
         raise ConfigError(
             f"cannot write a key file into {os.path.dirname(path)!r}: {error.strerror}"

@@ -30,7 +30,7 @@ from actorrpc import moments
 from actorrpc.core import descriptors
 from actorrpc.core.connection import Connection
 from actorrpc.core.frames import INTRO, STREAM_ABORT, pack_frame
-from actorrpc.core.guests import Guest, Guests
+from actorrpc.core.guests import Guest, Guests, no_room
 from actorrpc.core.handshake import Dialler, Purpose, Session
 from actorrpc.core.identity import WorkerRecord
 from actorrpc.core.interrupts import Taken, checkpoint, pending_here, uninterruptible
@@ -58,6 +58,7 @@ __all__ = ["Links"]
 
 _log = logging.getLogger("actorrpc.links")
 _BUSY: Final = (errno.EAGAIN, errno.ECONNRESET, errno.EPIPE)
+_LANE_AGAIN_S: Final = 10.0  # a tensor lane that could not be opened is tried again after so long
 _GONE: Final = (errno.ECONNREFUSED, errno.ENOENT)
 
 
@@ -139,7 +140,10 @@ class Links:
                 seals=Seals.of(session.key, dialled=dialled) if session.sealed else None,
                 leftover=session.leftover,
             )
-        except OSError:  # it takes another descriptor
+        except OSError as error:  # it takes another descriptor
+            if not dialled and error.errno in descriptors.SHORT:
+                with contextlib.suppress(OSError):
+                    sock.send(no_room(error))
             sock.close()
             raise
         conn.dialled = dialled
@@ -227,7 +231,7 @@ class Links:
             PeerDiedError: nobody listens there any more.
             RpcTimeoutError: no connection within the deadline, or the connect time-out.
             AuthenticationError, VersionError: the two do not share a key or a protocol.
-            LimitError: this process may open no more descriptors.
+            LimitError: this process may open no more descriptors, or the peer.
         """
         limit = min(deadline, moments.now() + self._agent.settings.connect_timeout)
         with Taken(peer.dial_lock, limit) as taken:
@@ -258,10 +262,14 @@ class Links:
                 # Nothing was proved; but who could lie here could as well refuse the connection, which says the same.
                 self._agent.peer_ended(peer, "dead", "a new life of it answers at its address")
                 raise
+            except LimitError as error:
+                raise LimitError(
+                    f"cannot call {what}: {error}; nothing was sent. Call again when it has some left, or raise its limit"
+                ) from error
             except (TimeoutError, OSError) as error:
                 if isinstance(error, RpcError):
                     raise
-                if error.errno in (errno.EMFILE, errno.ENFILE):
+                if error.errno in descriptors.SHORT:
                     raise LimitError(
                         f"cannot call {what}: there is no connection to {peer.name!r}, none can be opened, and nothing was "
                         f"sent: {descriptors.explain(error)}"
@@ -434,11 +442,11 @@ class Links:
         """Make the descriptor socket over which memory is lent to the peer; None where that is not possible."""
         peer: Peer = conn.peer
         path = peer.record.unix_path
-        if not conn.local or not path or conn.lane_failed:
+        if not conn.local or not path or conn.lane_failed or moments.now() < conn.lane_after:
             return None
         with peer.dial_lock:
-            if conn.lender is not None:
-                return cast(Lender, conn.lender)
+            if conn.lender is not None or moments.now() < conn.lane_after:
+                return cast("Lender | None", conn.lender)
             settings = self._agent.settings
             try:
                 sock, _ = self.dial(
@@ -451,7 +459,9 @@ class Links:
                 )
             except (OSError, RpcError) as error:
                 _log.info("no shared memory with %r: %s", peer.name, error)
-                conn.lane_failed = True
+                # One of the two may have had no descriptor, or no time: that passes.
+                conn.lane_failed = not isinstance(error, (OSError, LimitError))
+                conn.lane_after = moments.now() + _LANE_AGAIN_S
                 return None
             sock.setblocking(False)
             lender = Lender(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from actorrpc import moments
 from actorrpc.core.handshake import Purpose, Session
 from actorrpc.core.tls import Stream
-from actorrpc.errors import ProtocolError, RpcError
+from actorrpc.errors import LimitError, ProtocolError, RpcError
 
 if TYPE_CHECKING:
     from actorrpc.core.agent import Agent
@@ -107,6 +107,8 @@ class Resumption:
                     return
                 self._end(conn, error)  # the other side has given it up
                 return
+            except LimitError:  # it has no descriptor for it now
+                gone = False
             except RpcError as refused:
                 gone = False
                 refusals += 1

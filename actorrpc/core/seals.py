@@ -34,6 +34,7 @@ from actorrpc.core.frames import (
     PREFIX,
     PREFIX_SIZE,
     STREAM,
+    UNREAD,
     Frame,
     FrameReader,
 )
@@ -212,9 +213,16 @@ class SealedReader(FrameReader):
                         raise ProtocolError(self._nonsense(kind, length, extra))
                     header = bytes(view[begin : begin + extra])
                     begin += extra
-                frames.append(
-                    _new(Frame, (kind, flags, id, remaining, chain, header, bytes(view[begin:stop]), None))
-                )
+                try:
+                    body = bytes(view[begin:stop])
+                except MemoryError:
+                    if kind > FAILURE or flags & STREAM:
+                        raise
+                    frames.append(
+                        Frame(UNREAD, flags, id, remaining, chain, header, b"", (kind, stop - begin))
+                    )
+                else:
+                    frames.append(_new(Frame, (kind, flags, id, remaining, chain, header, body, None)))
                 start = after
                 if flags & STREAM and kind <= FAILURE:
                     self.more = True  # its chunks need the memory that is made when this frame is seen

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from actorrpc import moments
+from actorrpc.core import descriptors
 from actorrpc.core.buffers import (
     ForkGuard,
     Loans,
@@ -354,7 +355,7 @@ class Lender:
                 segment.memory = memory
                 return True
             pause = _NO_ROOM
-        except OSError:
+        except (OSError, MemoryError):
             pass
         finally:
             if fd >= 0:
@@ -417,6 +418,7 @@ class Borrower:
         self._unmapped: dict[
             int, tuple[int, int]
         ] = {}  # size and descriptor of those for which there was no memory
+        self._unseen: set[int] = set()  # retired before their announcements could be taken
         self._loans: Loans[tuple[int, int]] = Loans(on_freed)
         self._closed = False
         self._forks: ForkGuard[tuple[int, int]] = ForkGuard()
@@ -489,9 +491,15 @@ class Borrower:
         for number in segment_ids:
             if number not in self._segments and number not in self._unmapped:
                 # Announced and never used: its descriptor waits in the socket still.
-                with self._fetch_lock:
-                    while not self._closed and number not in self._segments and self._receive():
-                        pass
+                try:
+                    with self._fetch_lock:
+                        while not self._closed and number not in self._segments and self._receive():
+                            pass
+                except (
+                    LimitError
+                ):  # its announcement cannot be taken now: that is for whoever takes the next one
+                    if len(self._unseen) < self._max_segments:
+                        self._unseen.add(number)
             self._segments.pop(number, None)
             self._forget_unmapped(number)
 
@@ -577,10 +585,18 @@ class Borrower:
                 poll.poll(1000 * remaining)
 
     def _receive(self) -> bool:
-        """Take in one announcement if there is one."""
+        """Take in one announcement if there is one.
+
+        Raises:
+            LimitError: there is no descriptor for it; it stays where it is.
+            ProtocolError: it is not one.
+        """
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         try:
-            data, ancillary, state, _ = self._sock.recvmsg(_ANNOUNCEMENT.size, _ONE_FD, flags)
+            # A look does not take it away: one whose descriptor finds no place here can still be taken later.
+            data, ancillary, state, _ = self._sock.recvmsg(
+                _ANNOUNCEMENT.size, _ONE_FD, flags | socket.MSG_PEEK
+            )
         except BlockingIOError:
             return False
         except OSError as error:
@@ -589,13 +605,21 @@ class Borrower:
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+        if len(data) == _ANNOUNCEMENT.size and state & socket.MSG_CTRUNC and not fds:
+            raise LimitError(
+                f"{_ANNOUNCEMENT.unpack(data)[1] >> 20} MiB of shared memory cannot be taken here: {descriptors.missing()}"
+            )
         try:
+            self._sock.recv(_ANNOUNCEMENT.size, socket.MSG_DONTWAIT)
             if not data and not fds:
                 raise ProtocolError("the peer closed the descriptor socket")
             cut = state & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
             if len(data) != _ANNOUNCEMENT.size or len(fds) != 1 or cut:
-                raise ProtocolError("not an announcement of shared memory (or no descriptor is left for it)")
+                raise ProtocolError("not an announcement of shared memory")
             number, size = _ANNOUNCEMENT.unpack(data)
+            if number in self._unseen:
+                self._unseen.discard(number)
+                return True
             try:
                 self._segments[number] = self._map(number, size, fds[0])
             except LimitError:  # there may be memory for it when it is lent again

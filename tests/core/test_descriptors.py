@@ -5,6 +5,7 @@ Where the hard limit is reached, those who are in contact stay so, others wait a
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from actorrpc import rpc
-from actorrpc.core import links
+from actorrpc.core import descriptors, guests, links
 from actorrpc.core.descriptors import SPARE, make_room
 from actorrpc.core.frames import PING, PONG, pack_frame
-from actorrpc.core.handshake import Dialler
+from actorrpc.core.handshake import Dialler, Purpose
 from actorrpc.core.identity import WorkerRecord
 from actorrpc.errors import LimitError
 from tests import certificates
@@ -110,9 +112,12 @@ class _Pair:
         made.write_bytes(data)
         made.rename(self._directory / what)
 
-    def hear(self, what: str) -> bytes:
+    def wait(self, what: str) -> None:
         while not (self._directory / what).exists():
             self._pause.wait(0.01)
+
+    def hear(self, what: str) -> bytes:
+        self.wait(what)
         return (self._directory / what).read_bytes()
 
 
@@ -207,7 +212,8 @@ def _come(rank: int, _size: int, directory: str) -> list[str]:
         return []
     said = _Said()
     logging.getLogger("actorrpc.links").addHandler(said)
-    with agents(1, handshake_timeout=60.0) as (agent,):
+    with agents(1, handshake_timeout=60.0) as (agent,), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guests, "_PATIENCE_S", float("inf"))
         pair.say("there", agent.record.to_bytes())
         pair.hear("six")
         limit = _open() + SPARE + 8
@@ -258,6 +264,118 @@ def test_however_many_knock_it_is_tried_again_once_at_a_time(monkeypatch: pytest
         assert (door.tries, len(due)) == (6, 1)
         agent.links.guests._listeners.remove(door)
         monkeypatch.undo()
+
+
+def _hog() -> list[int]:
+    """Take all descriptors that there are."""
+    found = []
+    with contextlib.suppress(OSError):
+        while True:
+            found.append(os.open(os.devnull, os.O_RDONLY))
+    return found
+
+
+def _call_one_that_is_full(rank: int, _size: int, directory: str) -> int:
+    pair = _Pair(directory)
+    with agents(1) as (agent,):
+        if not rank:
+            logging.getLogger("actorrpc.links").addHandler(_Said())
+            pair.say("there", agent.record.to_bytes())
+            limit = _open() + SPARE + 8
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+            taken = _hog()
+            os.close(taken.pop())
+            pair.say("full")
+            taken += _hog()
+            pair.wait("refused")
+            for fd in taken:
+                os.close(fd)
+            pair.say("free")
+            pair.hear("done")
+            return _open()
+        to = agent.adopt(WorkerRecord.from_bytes(pair.hear("there")))
+        pair.hear("full")
+        for _ in range(2):
+            with pytest.raises(
+                LimitError, match=r"call here: worker 'a0' refused.*ulimit -n.*nothing was sent"
+            ):
+                agent.call(to, os.getpid, (), {}, 40.0, label="here")
+        assert to.state == "alive"
+        pair.say("refused")
+        pair.hear("free")
+        assert agent.call(to, os.getpid, (), {}, 40.0).result() == to.record.pid
+        pair.say("done")
+        return 0
+
+
+@_plain
+@pytest.mark.limit(30)
+def test_who_calls_a_worker_without_descriptors_hears_it_and_can_call_again(tmp_path: Path) -> None:
+    run_group(_call_one_that_is_full, 2, str(tmp_path))
+
+
+@_plain
+@pytest.mark.limit(15)
+@pytest.mark.prints("'a1' accepts no more connections until some have ended")
+def test_who_is_at_the_door_in_vain_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guests, "_PATIENCE_S", 0.0)
+    with agents(2) as (first, second):
+        with monkeypatch.context() as patch:
+            patch.setattr(descriptors, "has_room", lambda _: False)
+            second.links.guests._scarce = True
+            with pytest.raises(LimitError, match="'a1' refused worker 'a0': it may open no more descriptors"):
+                first.call(first.peer("a1"), os.getpid, (), {}, 60.0)
+        pause = threading.Event()
+        while second.links.guests._resting:  # until then it sends away who else comes
+            pause.wait(0.01)
+        assert first.peer("a1").state == "alive"
+        assert first.call(first.peer("a1"), os.getpid, (), {}, 10.0).result() == os.getpid()
+
+
+@pytest.mark.limit(15)
+def test_a_guest_for_whose_connection_there_is_no_descriptor_hears_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    eventfd = os.eventfd
+
+    def none(*given: Any, **__: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():  # who dials has enough
+            return eventfd(*given)
+        raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+
+    with agents(2) as (first, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "eventfd", none)
+            with pytest.raises(
+                LimitError, match=r"'a1' refused worker 'a0': no process of its host.*fs.file-max"
+            ):
+                first.call(first.peer("a1"), os.getpid, (), {}, 60.0)
+        assert first.call(first.peer("a1"), os.getpid, (), {}, 10.0).result() == os.getpid()
+
+
+def test_a_tensor_lane_for_which_there_was_no_descriptor_is_opened_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with agents(2) as (first, _):
+        to = first.peer("a1")
+        dial = first.links.dial
+
+        def none(peer: Any, family: Any, address: Any, purpose: Any, *more: Any) -> Any:
+            if purpose is Purpose.LANE:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return dial(peer, family, address, purpose, *more)
+
+        large = torch.ones(1 << 20)
+        monkeypatch.setattr(first.links, "dial", none)
+        assert first.call(to, torch.numel, (large,), {}, 10.0).result() == 1 << 20
+        if not to.conn.local:
+            pytest.skip("these connections have no shared memory")
+        monkeypatch.setattr(first.links, "dial", dial)
+        assert first.call(to, torch.numel, (large,), {}, 10.0).result() == 1 << 20
+        assert to.conn.lender is None  # it is not tried with each tensor
+        to.conn.lane_after = 0.0
+        assert first.call(to, torch.numel, (large,), {}, 10.0).result() == 1 << 20
+        assert to.conn.lender is not None
 
 
 def test_who_cannot_dial_says_which_limit_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

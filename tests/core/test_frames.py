@@ -93,6 +93,33 @@ def _feed(reader: FrameReader, data: bytes, sizes: list[int]) -> list[Frame]:
     return found
 
 
+def _no_large_bytes(given: memoryview) -> bytes:
+    if len(given) > 100:
+        raise MemoryError
+    return bytes(given)
+
+
+@pytest.mark.parametrize("sizes", [[], [40], [5000]])
+@pytest.mark.parametrize(("flags", "extra"), [(0, b""), (frames.LETTER, b"header")])
+def test_a_message_without_memory_for_its_body_is_told_apart_from_the_others(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int], flags: int, extra: bytes
+) -> None:
+    monkeypatch.setattr(frames, "bytes", _no_large_bytes, raising=False)
+    reader = _reader()
+    large = pack_frame(frames.REPLY, 7, b"x" * 200, flags=flags, extra=extra)
+    for data in (large, pack_frame(frames.REQUEST, 1, b"a") + large + pack_frame(frames.REQUEST, 2, b"b")):
+        found = {frame.id: frame for frame in _feed(reader, data, sizes)}
+        assert found.pop(7) == Frame(frames.UNREAD, flags, 7, math.inf, 0, extra, b"", (frames.REPLY, 200))
+        assert [frame.body for frame in found.values()] in ([], [b"a", b"b"])
+
+
+def test_what_more_than_one_call_depends_on_needs_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "bytes", _no_large_bytes, raising=False)
+    for kind, flags in ((frames.DEFINITION, 0), (frames.REQUEST, frames.STREAM)):
+        with pytest.raises(MemoryError):
+            _feed(_reader(), pack_frame(kind, 1, b"x" * 200, flags=flags), [])
+
+
 @given(st.lists(st.one_of(_small, _chunks), max_size=12), st.lists(st.integers(1, 5000), max_size=8))
 def test_frames_come_out_as_they_went_in(
     items: list[tuple[Frame, bytes] | tuple[int, int, bytes]], sizes: list[int]

@@ -18,7 +18,7 @@ import pytest
 
 from actorrpc.core import handshake, identity
 from actorrpc.core.handshake import MAX_MESSAGE, Acceptor, Dialler, Purpose, Refusal, Session
-from actorrpc.errors import AuthenticationError, ConfigError, ProtocolError, VersionError
+from actorrpc.errors import AuthenticationError, ConfigError, LimitError, ProtocolError, VersionError
 
 KEY = hashlib.sha256(b"the key").digest()
 OTHER = hashlib.sha256(b"another key").digest()
@@ -244,7 +244,7 @@ def test_an_acceptor_may_turn_away_who_has_proved_himself() -> None:
 def test_too_busy_is_said_before_anything_else() -> None:
     one = dialler(peer_name="bob")
     one.start()
-    with pytest.raises(ProtocolError, match="worker 'bob' refused worker 'alice': too many guests \\?"):
+    with pytest.raises(LimitError, match="worker 'bob' refused worker 'alice': too many guests \\?"):
         one.feed(Acceptor.refuse(Refusal.BUSY, "too many guests \x1b"))
     assert one.refused is Refusal.BUSY
     assert len(Acceptor.refuse(Refusal.BUSY, "é" * 1000)) <= MAX_MESSAGE

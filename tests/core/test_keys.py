@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import resource
 import socket
 import stat
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from actorrpc.cluster import addresses
 from actorrpc.core import keys
 from actorrpc.core.keys import Key
 from actorrpc.errors import AuthenticationError, ConfigError
@@ -312,6 +314,21 @@ def test_a_made_key_is_read_by_the_others_of_this_user(directory: Path) -> None:
     keys.remove_file(path)
     with pytest.raises(AuthenticationError, match="is gone"):
         keys.read_key_file(path)
+
+
+@pytest.mark.parametrize("room", [0, 10])
+def test_a_key_file_on_a_full_disk_is_an_error_and_not_half_a_key(directory: Path, room: int) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    keys.runtime_directory()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"cannot write a key file into .*run': File too large"):
+            keys.create_key_file()
+        with pytest.raises(ConfigError, match=r"cannot write a key file into .*run': File too large"):
+            addresses.write_secret("secret" * 6, 4711)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(directory.iterdir()) == []
 
 
 def test_a_path_from_the_store_leads_nowhere_else(directory: Path, tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from actorrpc.core import limits, tensor_lane
+from actorrpc.core import exceptions, frames, limits, seals, tensor_lane
 from actorrpc.core.clock import Clock
 from actorrpc.core.threads import Pool
-from actorrpc.errors import LimitError
+from actorrpc.errors import LimitError, PeerDiedError
 from tests.core.agents import agents
 
 pytestmark = pytest.mark.limit(30)
@@ -29,7 +29,7 @@ def _ones(size: int) -> torch.Tensor:
     return torch.ones(size, dtype=torch.uint8)
 
 
-def _no_memory(*_: Any) -> Any:
+def _no_memory(*_: Any, **__: Any) -> Any:
     raise MemoryError
 
 
@@ -66,6 +66,97 @@ def test_a_result_without_memory_for_it_fails_the_call_and_not_the_next_one(
         assert one.call(to, _ones, (8 * _MIB,), {}, 20.0).result().numel() == 8 * _MIB
         assert not to.conn.assemblies
         del refused
+
+
+def _length(data: bytes) -> int:
+    return len(data)
+
+
+def _large(size: int) -> bytes:
+    return bytes(size)
+
+
+def _numbers(count: int) -> list[int]:
+    return list(range(count))  # nothing in it is large enough to travel beside the message
+
+
+def _no_large_bytes(given: Any = b"") -> bytes:
+    if len(memoryview(given)) > 40_000:
+        raise MemoryError
+    return bytes(given)
+
+
+def test_a_small_message_without_memory_for_it_fails_its_call_and_not_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with agents(2) as (one, other):
+        to = one.peer(other.name)
+        assert one.call(to, _length, (b"",), {}, 20.0).result() == 0
+        conn = to.conn
+        with monkeypatch.context() as patch:
+            patch.setattr(frames, "bytes", _no_large_bytes, raising=False)
+            patch.setattr(seals, "bytes", _no_large_bytes, raising=False)
+            for _ in range(2):
+                with pytest.raises(
+                    LimitError, match=r"its arguments, of 50\d\d\d bytes, find no memory in worker 'a1'"
+                ) as no:
+                    one.call(to, _length, (b"x" * 50_000,), {}, 20.0).result()
+                assert no.value.maybe_executed is False
+                with pytest.raises(
+                    LimitError, match=r"the result of the call of _large on 'a1', of 50\d\d\d bytes"
+                ) as no:
+                    one.call(to, _large, (50_000,), {}, 20.0).result()
+                assert no.value.maybe_executed is True
+            assert one.call(to, _length, (b"x" * 3,), {}, 20.0).result() == 3
+        assert one.call(to, _length, (b"x" * 50_000,), {}, 20.0).result() == 50_000
+        assert to.conn is conn
+        del no
+
+
+def test_a_small_message_with_a_header_and_shared_memory_gives_it_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with agents(2) as (one, other):
+        to = one.peer(other.name)
+        given = (_ones(8 * _MIB), b"x" * 50_000)
+        assert one.call(to, len, (given,), {}, 20.0).result() == 2
+        with monkeypatch.context() as patch:
+            patch.setattr(frames, "bytes", _no_large_bytes, raising=False)
+            for _ in range(8):
+                with pytest.raises(LimitError, match=r"its arguments, of 50\d\d\d bytes, find no memory"):
+                    one.call(to, len, (given,), {}, 20.0).result()
+        if to.conn.lender is None:
+            pytest.skip("these connections have no shared memory")
+        assert one.call(to, len, (given,), {}, 20.0).result() == 2
+        assert to.conn.lender.stats().segments <= 4  # what was refused has come back
+
+
+@pytest.mark.prints("the connection to a[01] was closed: no memory to read a frame of")
+def test_a_connection_that_ends_for_want_of_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with agents(2) as (one, other):
+        to = one.peer(other.name)
+        assert one.call(to, _length, (b"",), {}, 20.0).result() == 0
+        monkeypatch.setattr(to.conn._reader, "_allocate", refuse)
+        with pytest.raises(PeerDiedError, match=r"no memory to read a frame of \d{6} bytes: "):
+            one.call(to, _numbers, (200_000,), {}, 20.0).result()
+
+
+@pytest.mark.prints("an error cannot be sent to 'a0': MemoryError")
+def test_an_error_that_cannot_be_packed_still_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    with agents(2) as (one, other):
+        to = one.peer(other.name)
+        monkeypatch.setattr(exceptions, "dump", _no_memory)
+        with pytest.raises(
+            LimitError, match="worker 'a1' has nothing left to say what became of the call"
+        ) as raised:
+            one.call(to, int, ("x",), {}, 20.0).result()
+        assert raised.value.maybe_executed is True
+        with pytest.raises(LimitError, match="worker 'a0' has nothing left to say"):
+            one.call(one.self_peer, int, ("x",), {}, 20.0).result()
+        del raised
 
 
 def test_shared_memory_that_cannot_be_mapped_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,12 @@ import torch
 
 from actorrpc import testing
 from actorrpc.config import Settings
-from actorrpc.core import replay
+from actorrpc.core import guests, handshake, replay
 from actorrpc.core.agent import Agent
 from actorrpc.core.connection import Connection
 from actorrpc.core.frames import REPLY, Frame, pack_frame
 from actorrpc.core.identity import WorkerRecord
-from actorrpc.errors import PeerDiedError, RpcError
+from actorrpc.errors import PeerDiedError, ProtocolError, RpcError
 from actorrpc.futures import Future
 from actorrpc.testing import FaultProxy
 from tests.core.agents import KEY, record
@@ -195,6 +195,30 @@ def test_deadlines_hold_while_a_connection_is_away() -> None:
         for proxy in proxies:
             proxy.resume()
         assert call(a0, note, 0, 3) == 3
+
+
+@pytest.mark.prints("refused.* no descriptors")
+def test_who_has_no_descriptor_for_it_now_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = 0
+
+    with behind() as ((a0, a1), proxies):
+        assert call(a0, note, 0, 1) == 1
+        read_auth = handshake.Acceptor._read_auth
+
+        def busy(self: Any, *given: Any) -> bytes:
+            nonlocal tries
+            tries += 1
+            if tries > 6:
+                return read_auth(self, *given)
+            self.farewell = self.refuse(handshake.Refusal.BUSY, "no descriptors")
+            raise ProtocolError("no descriptors")
+
+        monkeypatch.setattr(handshake.Acceptor, "_read_auth", busy)
+        monkeypatch.setattr(guests, "FAILURES_PER_S", 100)
+        proxies[1].reset()
+        assert call(a0, note, 0, 2) == 2
+        assert tries == 7
+        assert a1.peers()[0].state == "alive"
 
 
 def test_where_nobody_listens_any_more_the_peer_is_dead_at_once() -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorrpc.core import frames
+from actorrpc.core import frames, seals
 from actorrpc.core.chunks import ChunkSender
 from actorrpc.core.frames import CHUNK, PREFIX, PREFIX_SIZE, Frame, FrameReader, pack_frame, pack_position
 from actorrpc.core.seals import DIGEST_SIZE, SHORT, TAG_SIZE, Seal, SealedReader, Seals, chunk_head
@@ -227,6 +227,28 @@ def test_a_resumption_at_another_byte_splices_nothing() -> None:
             unit = max(number for number, start in enumerate(starts) if start <= here)
             assert count <= unit or here == there
             assert (end == "whole") == (here == there) or here == 0 or there == len(whole)
+
+
+def test_a_message_without_memory_for_its_body_is_told_apart_from_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_large(given: memoryview) -> bytes:
+        if len(given) > 2_500:
+            raise MemoryError
+        return bytes(given)
+
+    seals_ = _seals()
+    assert seals_.outgoing is not None
+    reader = _reader(seal=seals_.incoming)
+    parts = [pack_frame(frames.REQUEST, id, b"x" * size) for id, size in enumerate((10, 3_000, 20))]
+    data = b"".join(seals_.outgoing.sealed(part) for part in parts)
+    monkeypatch.setattr(seals, "bytes", no_large, raising=False)
+    found = _feed(reader, data, [])
+    assert [(frame.kind, len(frame.body), frame.buffers) for frame in found] == [
+        (frames.REQUEST, 10, None),
+        (frames.UNREAD, 0, (frames.REQUEST, 3_000)),
+        (frames.REQUEST, 20, None),
+    ]
 
 
 def test_frames_of_others_are_refused() -> None:

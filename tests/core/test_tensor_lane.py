@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -9,6 +10,7 @@ import gc
 import json
 import mmap
 import os
+import resource
 import signal
 import socket
 import struct
@@ -18,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,7 +31,7 @@ from hypothesis import strategies as st
 from actorrpc.core import tensor_lane
 from actorrpc.core.buffers import Span, copy, sealed_memfd
 from actorrpc.core.tensor_lane import Borrower, Lender, Placement
-from actorrpc.errors import ProtocolError
+from actorrpc.errors import LimitError, ProtocolError
 
 KIB = 1 << 10
 SEGMENT = 256 * KIB  # the smallest
@@ -95,6 +98,17 @@ def lane() -> Iterator[Lane]:
     lane = Lane.open()
     yield lane
     lane.close()
+
+
+@contextlib.contextmanager
+def full() -> Iterator[None]:
+    """Have this process get no further descriptor."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def mappings() -> int:
@@ -357,6 +371,17 @@ def test_a_full_descriptor_socket_sends_tensors_over_the_other(kind: int) -> Non
     lane.close()
 
 
+def test_no_memory_sends_tensors_over_the_socket(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    for where, name in ((os, "ftruncate"), (tensor_lane, "reserve")):
+        for error in (OSError(errno.ENOSPC, "No space left on device"), MemoryError()):
+            with monkeypatch.context() as patched:
+                patched.setattr(where, name, Mock(side_effect=error))
+                assert lane.lender.place([span(b"b" * 1000)]) is None
+            lane.clock.now += 2
+            assert lane.lender.stats().segments == 0
+    assert lane.send(b"d" * 1000) == [b"d" * 1000]
+
+
 def test_a_closed_descriptor_socket_sends_tensors_over_the_other(lane: Lane) -> None:
     lane.theirs.close()
     assert lane.lender.place([span(b"a" * 1000)]) is None
@@ -478,6 +503,30 @@ def test_a_hostile_announcement_is_refused(case: str, kind: int) -> None:
             pass  # the descriptor of the listing itself
     assert mappings() == 0
     lane.close()
+
+
+def test_an_announcement_without_a_descriptor_for_it_waits_for_one(lane: Lane) -> None:
+    for _ in range(2):
+        placement = lane.lender.place([span(b"a" * (3 << 20))])
+        assert placement is not None
+        with (
+            full(),
+            pytest.raises(LimitError, match=r"3 MiB of shared memory cannot be taken here: .*RLIMIT_NOFILE"),
+        ):
+            lane.receive(placement)
+        lane.settle()
+        assert lane.lender.stats().lent_bytes == 0
+    assert lane.send(b"b" * (3 << 20)) == [b"b" * (3 << 20)]
+    assert lane.lender.stats().segments == 1
+
+
+def test_a_segment_that_is_retired_before_it_could_be_taken_is_not_kept(lane: Lane) -> None:
+    announce(lane.ours, GOOD, [sealed_memfd(SEGMENT)])
+    announce(lane.ours, struct.pack("<QQ", 2, SEGMENT), [sealed_memfd(SEGMENT)])
+    with full():
+        lane.borrower.retire([1])
+    lane.borrower.views(2, 1, (0,), (10,))
+    assert mappings() == 1
 
 
 def test_a_segment_announced_twice_is_refused(lane: Lane) -> None:
