@@ -426,9 +426,7 @@ def _culprit(obj: object, encoded: Encoded, remote_main: bool) -> str:
     def passes(part: object) -> bool:
         probe.outgoing = probe.buffers = None
         try:
-            pickler = ByValuePickler(
-                _Nowhere, table, remote_main=remote_main, buffer_callback=_take_buffer
-            )
+            pickler = ByValuePickler(_Nowhere, table, remote_main=remote_main, buffer_callback=_take_buffer)
             pickler.dump(part)
         except Exception:
             return False

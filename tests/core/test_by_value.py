@@ -289,5 +289,5 @@ def test_an_error_names_the_part_of_what_is_in_the_main_module(monkeypatch: pyte
 
     Holds.__module__, Holds.__qualname__ = "__main__", "Holds"
     monkeypatch.setattr(sys.modules["__main__"], "Holds", Holds, raising=False)
-    with pytest.raises(SerializationError, match="index 0 -> attribute 'get' -> .*'lock': cannot pickle"):
+    with pytest.raises(SerializationError, match=r"index 0 -> attribute 'get' -> .*'lock': cannot pickle"):
         encode([Holds], remote_main=False)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import os
 import sys
 import threading
 from pathlib import Path
@@ -281,6 +282,33 @@ def test_the_process_of_a_tasks_stream_dies() -> None:
         actorrpc.PeerDiedError, match=r"^task count_and_leave was not finished, and is not run"
     ):
         list(count_and_leave.remote(2).values())
+
+
+@actorrpc.remote(max_retries=1)
+def count_in_the_end(path: str, after: int) -> Any:
+    yield from range(after)
+    if not os.path.exists(path):
+        with open(path, "w"):
+            sys.exit(3)
+    yield from range(after, 3)
+
+
+@actorrpc.remote
+class Leaver:
+    def once(self, path: str) -> Any:
+        if not os.path.exists(path):
+            with open(path, "w"):
+                sys.exit(3)
+        yield "again"
+
+
+def test_a_tasks_stream_that_has_given_nothing_is_made_again_when_its_process_dies(tmp_path: Path) -> None:
+    assert _values(count_in_the_end.remote(str(tmp_path / "one"), 0)) == [0, 1, 2]
+    stream = count_in_the_end.options(max_retries=0).remote(str(tmp_path / "two"), 0)
+    with pytest.raises(actorrpc.PeerDiedError, match="is not run again"):
+        next(stream.values())
+    stream = Leaver.options(max_restarts=1).remote().once.options(max_task_retries=1)
+    assert list(stream.remote(str(tmp_path / "three")).values()) == ["again"]
 
 
 def test_streams_among_what_is_waited_for(gate: Path) -> None:
