@@ -12,6 +12,7 @@ future is safe in a ``__del__``, in a signal handler and under any lock, apart f
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import sys
 import threading
@@ -26,7 +27,17 @@ from actorrpc.core.exception_parts import CAUSE, TRACEBACK
 from actorrpc.core.exception_text import report, say, type_name
 from actorrpc.errors import CancelledError, RpcTimeoutError
 
-__all__ = ["WAITING", "Future", "Station", "bystander", "collect_all", "hush", "stand_by", "wait_all"]
+__all__ = [
+    "WAITING",
+    "ConcurrentFuture",
+    "Future",
+    "Station",
+    "bystander",
+    "collect_all",
+    "hush",
+    "stand_by",
+    "wait_all",
+]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -189,11 +200,11 @@ class Future(torch.futures.Future[T], Generic[T]):
         "_devices",
         "_done",
         "_error",
+        "_parked",
         "_report",
         "_source",
         "_unclaimed",
         "_value",
-        "_waiters",
         "label",
     )
 
@@ -209,7 +220,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         # May be set before the future fails, to that of another one with the same error: who looks at one has seen both.
         self._report: _Unretrieved | None = None
         self._callbacks: list[Callable[[Future[T]], Any]] = []
-        self._waiters: list[threading.Lock] = []
+        self._parked: list[threading.Lock] = []
         # Whatever makes progress on this future when somebody waits for it (a call that reads its own reply).
         self._source: Any = None
         self.label: object = "a future"
@@ -241,9 +252,9 @@ class Future(torch.futures.Future[T], Generic[T]):
             _base_set_unwrap(self, _unwrapping(report))
             _base_set_result(self, _twin(error))
         self._source = None
-        while self._waiters:
+        while self._parked:
             try:
-                self._waiters.pop().release()
+                self._parked.pop().release()
             except IndexError:
                 break
             except RuntimeError:  # its station has stirred it in this moment
@@ -390,7 +401,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         """Sleep until completion or the deadline. Interruptible by signals on the main thread."""
         lock = threading.Lock()
         lock.acquire()
-        self._waiters.append(lock)
+        self._parked.append(lock)
         station = WAITING.station
         if station is not None:
 
@@ -415,7 +426,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             if station is not None:
                 station.end_wait()
             try:
-                self._waiters.remove(lock)
+                self._parked.remove(lock)
             except ValueError:
                 pass
 
@@ -509,6 +520,42 @@ class Future(torch.futures.Future[T], Generic[T]):
         raise TypeError(
             "a Future cannot be sent or pickled: wait for it, or return it from an async_execution function"
         )
+
+
+class ConcurrentFuture(Future[T], concurrent.futures.Future):  # type: ignore[type-arg, misc]
+    """A Future that is a ``concurrent.futures.Future``, too: for the functions there, and ``asyncio.wrap_future``.
+
+    Those look into a future: at its lock ``_condition``, which guards ``_state`` and ``_waiters``, and is held for a few
+    steps of theirs, in which they call nothing. All else is as in :class:`Future`.
+    """
+
+    __slots__ = ("_condition", "_state", "_waiters")
+
+    def __init__(self, *, devices: Sequence[Any] | None = None) -> None:
+        super().__init__(devices=devices)
+        self._condition = threading.Condition()
+        self._state = "RUNNING"
+        self._waiters: list[Any] = []
+
+    def _finish(
+        self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
+    ) -> None:
+        super()._finish(value, error, submit)
+        cancelled = self.cancelled()
+        with self._condition:
+            self._state = "CANCELLED_AND_NOTIFIED" if cancelled else "FINISHED"
+            for waiter in self._waiters:
+                if cancelled:
+                    waiter.add_cancelled(self)
+                elif error is not None:
+                    waiter.add_exception(self)
+                else:
+                    waiter.add_result(self)
+            self._condition.notify_all()
+
+    def running(self) -> bool:
+        """Say whether the future is not complete yet: cancel() gives up what has begun, too."""
+        return not self._done
 
 
 def collect_all(futures: Iterable[torch.futures.Future[Any]]) -> Future[list[Any]]:

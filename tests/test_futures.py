@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import copy
 import gc
@@ -22,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorrpc import errors, rpc
-from actorrpc.futures import Future, collect_all, wait_all
+from actorrpc.futures import ConcurrentFuture, Future, collect_all, wait_all
 from tests.group import rpc_group
 
 _TINY = 0.02  # a time-out that is meant to pass
@@ -614,3 +615,45 @@ def test_names() -> None:
     for name in ("wait", "value", "done", "then", "add_done_callback", "set_result", "set_exception"):
         assert callable(getattr(Future, name))
         assert callable(getattr(torch.futures.Future, name))
+
+
+# -- with concurrent.futures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("waits_first", [True, False])
+def test_the_standard_library_waits_for_one(waits_first: bool) -> None:
+    work: list[ConcurrentFuture[Any]] = [ConcurrentFuture() for _ in range(3)]
+
+    def end() -> None:
+        while waits_first and not all(future._waiters for future in work):
+            threading.Event().wait(0.001)
+        work[0].set_result(7)
+        work[1].set_exception(LookupError("gone"))
+        work[2].cancel()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    if not waits_first:
+        thread.join()
+    done, rest = concurrent.futures.wait(work)
+    thread.join()
+    assert (done, rest) == (set(work), set())
+    assert list(concurrent.futures.as_completed(work[:1])) == work[:1]
+    assert isinstance(work[1].exception(), LookupError)
+    assert [future.cancelled() for future in work] == [False, False, True]
+    assert not work[0].running()
+
+
+def test_asyncio_wraps_one_up() -> None:
+    async def main() -> list[Any]:
+        work: list[ConcurrentFuture[Any]] = [ConcurrentFuture() for _ in range(4)]
+        wrapped = [asyncio.wrap_future(future) for future in work]
+        work[0].set_result(7)
+        work[1].set_exception(LookupError("gone"))
+        work[2].cancel()
+        wrapped[3].cancel()
+        found = await asyncio.gather(*wrapped, return_exceptions=True)
+        assert work[3].cancelled()
+        return [type(each) for each in found]
+
+    assert asyncio.run(main()) == [int, LookupError, asyncio.CancelledError, asyncio.CancelledError]

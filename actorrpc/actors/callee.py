@@ -29,7 +29,7 @@ from actorrpc.actors.streams import aproduce, produce
 from actorrpc.core import messages
 from actorrpc.core.calls import CURRENT, Execution
 from actorrpc.core.exception_parts import cut_frames, is_a, let_frames_go
-from actorrpc.core.execution import ASYNC_MARK, Later, future_of
+from actorrpc.core.execution import ASYNC_MARK, Later, future_of, named
 from actorrpc.core.frames import CREDIT, LETTER, pack_frame
 from actorrpc.core.interceptors import TAG, intercepted
 from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
@@ -510,7 +510,8 @@ class Callee:
         return True
 
     def _split(self, entry: LetterEntry, value: Any, count: int, keeps: bool) -> list[Any]:
-        name = f"{self.resident.title}.{entry.header.get('m')}"
+        assert entry.execution is not None
+        name = named(entry.execution)
         try:
             values = list(value)
         except TypeError:

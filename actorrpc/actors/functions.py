@@ -21,6 +21,7 @@ from actorrpc.actors.residents import ResidentState, states
 from actorrpc.actors.runtime import runtime
 from actorrpc.actors.tasks import TaskFuture
 from actorrpc.core.calls import CURRENT
+from actorrpc.core.execution import named
 from actorrpc.core.identity import WorkerInfo
 from actorrpc.errors import ActorDiedError, ConfigError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
@@ -229,6 +230,10 @@ def exit_actor() -> NoReturn:
     execution = CURRENT.get()
     if execution is None or execution.actor is None:
         raise RuntimeError("exit_actor() was called outside of an actor; from there it is kill(handle)")
+    if execution.actor.spec is not None and execution.actor.spec.info.name == TASKS:
+        raise RuntimeError(
+            f"exit_actor() was called in {named(execution)}, and not in an actor: a task ends by returning"
+        )
     why = "exit_actor() was called in it"
     execution.actor.leave(execution, why)
     raise ActorExit(why)

@@ -163,7 +163,7 @@ class GroupMethod(Generic[P, R]):
         label = self._label()
         group = self._group
         for at, ref in enumerate(self._send("broadcast", args, kwargs)):
-            # Not ref.future(): nobody wants the values, so large ones are not fetched.
+            # Not ref._final(): nobody wants the values, so large ones are not fetched.
             ref._ask().add_done_callback(partial(_log_failure, label, group, at))
 
     def stream(self, *args: P.args, **kwargs: P.kwargs) -> GroupStream[R]:
@@ -264,7 +264,7 @@ class Gathering:
 
     def start(self, parts: Sequence[ObjectRef[Any] | Future[Any]]) -> None:
         """Begin to collect."""
-        self._futures = [part.future() if isinstance(part, ObjectRef) else part for part in parts]
+        self._futures = [part._final() if isinstance(part, ObjectRef) else part for part in parts]
         self._left = [None] * len(self._futures)
         self.future._source = self
         for at, future in enumerate(self._futures):

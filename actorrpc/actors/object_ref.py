@@ -19,7 +19,7 @@ from actorrpc.core.exception_text import shown, type_name
 from actorrpc.core.holder import Holder
 from actorrpc.core.messages import Parcel
 from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, RRefError, SerializationError
-from actorrpc.futures import Future
+from actorrpc.futures import ConcurrentFuture, Future
 from actorrpc.rpc import rref as rrefs
 from actorrpc.rpc.rref import RRef
 
@@ -100,8 +100,8 @@ class _Pursuit:
 
     __slots__ = ("_claim", "_hops", "_rref", "future")
 
-    def __init__(self, label: object) -> None:
-        self.future: Future[Any] = Future()
+    def __init__(self, future: Future[Any], label: object) -> None:
+        self.future = future
         self.future.label = label
         self.future._source = self
         self._rref: RRef[Any] | None = None
@@ -270,7 +270,7 @@ class ObjectRef(Generic[T_co]):
             return future
         found = self._fetched
         if found is None or _worth_another_try(found):
-            pursuit = _Pursuit(f"the result of {self._name()}")
+            pursuit = _Pursuit(Future(), f"the result of {self._name()}")
             with _lock:
                 if self._fetched is found:
                     self._fetched = pursuit.future
@@ -282,9 +282,15 @@ class ObjectRef(Generic[T_co]):
                 pursuit.follow(future)
         return found
 
-    def future(self) -> Future[T_co]:
-        """Return a Future of the value itself. A value that stayed elsewhere is fetched."""
-        return self._final()
+    def future(self) -> ConcurrentFuture[T_co]:
+        """Return a Future of the value itself, which ``concurrent.futures`` and ``asyncio.wrap_future`` take, too.
+
+        A value that stayed elsewhere is fetched.
+        """
+        final = self._final()
+        future: ConcurrentFuture[T_co] = ConcurrentFuture()
+        _Pursuit(future, final.label).follow(final)
+        return future
 
     def done(self) -> bool:
         """Say whether the call is over. A large result may still have to be fetched."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from actorrpc.actors.methods import MethodInfo
 from actorrpc.actors.object_ref import ObjectRef
@@ -12,9 +12,18 @@ from actorrpc.actors.ref_generator import Again, ObjectRefGenerator
 from actorrpc.futures import Future
 
 if TYPE_CHECKING:
-    from actorrpc.actors.route import Route
+    from actorrpc.core.peer import Peer
 
-__all__ = ["Whole", "shaped"]
+__all__ = ["Explains", "Whole", "shaped"]
+
+
+class Explains(Protocol):
+    """Says what the end of a stream's worker means: a route."""
+
+    def explain(
+        self, method: MethodInfo, options: CallOptions, error: BaseException, peer: Peer | None
+    ) -> BaseException | Future[Any]:
+        """See :meth:`Route.explain`."""
 
 
 def shaped(
@@ -22,7 +31,7 @@ def shaped(
     info: MethodInfo,
     options: CallOptions,
     label: object = None,
-    route: Route | None = None,
+    route: Explains | None = None,
     again: Again | None = None,
 ) -> Any:
     """Return what ``remote`` gives for a call: an ObjectRef, several, none, or a stream.

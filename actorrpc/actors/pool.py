@@ -38,7 +38,7 @@ def _futures_of(result: Any) -> list[torch.futures.Future[Any]]:
     futures: list[torch.futures.Future[Any]] = []
     for part in parts:
         if isinstance(part, ObjectRef):
-            futures.append(part.future())
+            futures.append(part._final())
         elif isinstance(part, torch.futures.Future):
             futures.append(part)
         else:

@@ -308,9 +308,9 @@ class Queue(Generic[T]):
         # Not as part of the call that this one is nested in: that may be over or cancelled.
         token = CURRENT.set(None)
         try:
-            self._call("withdraw", ticket).future().add_done_callback(_look_away)
+            self._call("withdraw", ticket)._ask().add_done_callback(_look_away)
             if not ref.cancel():  # its time may have been over in the same moment
-                ref.future().add_done_callback(_look_away)
+                ref._ask().add_done_callback(_look_away)
         except RpcError:  # the actor is gone, and its items with it
             pass
         finally:
@@ -474,7 +474,7 @@ class Queue(Generic[T]):
         if not force:
             try:
                 drained = self._call("drain")
-                drained.future().add_done_callback(_look_away)
+                drained._ask().add_done_callback(_look_away)
                 wait([drained], timeout=seconds)
             except RpcError:  # it is gone already
                 pass

@@ -21,7 +21,7 @@ from actorrpc.actors.runtime import runtime
 from actorrpc.actors.snapshot import Snapshot
 from actorrpc.actors.stalls import PATIENCE_S, Reader, Stall
 from actorrpc.actors.streams import DONE, WINDOW_BYTES, Batch, StreamTicket, charge_of, close_stream, pull
-from actorrpc.actors.waits import deadline_of, time_left
+from actorrpc.actors.waits import Arrivals, deadline_of, time_left
 from actorrpc.core import codec, exceptions
 from actorrpc.core.calls import CURRENT, Execution
 from actorrpc.core.peer import Peer
@@ -92,6 +92,7 @@ class _Consumer(Stall):
         self.swept = 0  # the search that has had the garbage collected which may hold the stream
         self._stuck: tuple[int, Reader | None] = -1, None
         self._signal: Future[None] | None = None  # for who waits until something changes
+        self._arrival: Future[None] | None = None  # for wait(), which takes nothing
         self._finished: Future[None] | None = None
         # Pulls belong to the stream, not to the call in which somebody happens to take an item.
         self._apart = Execution(self._agent.self_peer, 0, _INFINITE, 0)
@@ -281,6 +282,11 @@ class _Consumer(Stall):
         with self._lock:
             signal, self._signal = self._signal, None
             finished = self._finished if self._ended else None
+            arrival = None
+            if self._there():
+                arrival, self._arrival = self._arrival, None
+        if arrival is not None and arrival._claim():
+            arrival._finish(None, None)
         if signal is not None and signal._claim():
             signal._finish(None, None)
         if finished is not None and finished._claim():
@@ -324,6 +330,28 @@ class _Consumer(Stall):
             return packed.open_once(), None, None
         except Exception as error:
             return None, error, None
+
+    def _there(self) -> bool:
+        """Whether take() gives an item, an error or the end, under the lock."""
+        return bool(self._items) or self._ended or self._closed
+
+    def arrival(self) -> Future[None]:
+        """Return a future that completes when take() need not wait: an item is here, an error, or the end."""
+        self.reader = reader = Reader.here(self.reader)
+        reader.threads = None
+        self.touched = moments.now()
+        with self._lock:
+            there = self._there()
+            arrival = self._arrival
+            if arrival is None:
+                arrival = Future()
+                arrival.label = f"item {self._count} of {self.label}"
+                arrival.awaits = (self,)
+                if not there:
+                    self._arrival = arrival
+        if there and arrival._claim():
+            arrival._finish(None, None)
+        return arrival
 
     @property
     def count(self) -> int:
@@ -427,7 +455,7 @@ def _look_away(done: Future[Any]) -> None:
     done.acknowledge()
 
 
-class ObjectRefGenerator(Generic[T]):
+class ObjectRefGenerator(Arrivals, Generic[T]):
     """What a call of a generator method returns: an iterator over ObjectRefs of what it yields, as it comes.
 
     ``for ref in generator`` and ``async for ref in generator`` give ObjectRefs whose values are here already;
@@ -524,6 +552,13 @@ class ObjectRefGenerator(Generic[T]):
         It raises what the generator raised, and CancelledError where the stream was closed before its end.
         """
         return ObjectRef(self._consumer.finished(), label=f"the end of {self._consumer.label}")
+
+    def next_ready(self) -> bool:
+        """Say whether :meth:`next` returns, or raises StopIteration, at once."""
+        return self._arrival().done()
+
+    def _arrival(self) -> Future[None]:
+        return self._consumer.arrival()
 
     def is_finished(self) -> bool:
         """Say whether there are no more items to take."""

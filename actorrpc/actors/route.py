@@ -40,6 +40,11 @@ __all__ = ["Route", "Routes"]
 _INLINED: Final = 8  # calls under way whose large results may come with the reply
 
 
+def _has_died(error: BaseException) -> bool:
+    """Say whether an error of a stream is the end of its actor's process."""
+    return type(error) is PeerDiedError or isinstance(error, ResidentGoneError)
+
+
 class Route:
     """The way to one actor. Thread-safe. The actor lives at least as long as a route with an anchor.
 
@@ -215,15 +220,16 @@ class Route:
     ) -> Callable[[BaseException, int], Future[Any] | None] | None:
         """Return what makes a call again whose stream has failed with an error, after so many items; None: nobody is to.
 
-        It is made again as long as it has given nothing; later only where the method itself says that its exceptions are a
-        reason for that, since what it gives is then made a second time.
+        It is made again, after an exception that is a reason for that or the death of its process, as long as it has given
+        nothing; later only where the method itself says that its exceptions are a reason, since what it gives is then made
+        a second time.
 
         Raises:
             SerializationError: an argument cannot be sent.
         """
         left = options.max_task_retries
         streams = method.streams or options.num_returns == "streaming"
-        if not left or not options.retry_exceptions or not streams:
+        if not left or not streams:
             return None
         held = Trip.hold(args, kwargs)
         tries = itertools.count() if left < 0 else iter(range(left))
@@ -232,7 +238,8 @@ class Route:
         def again(error: BaseException, given: int) -> Future[Any] | None:
             if given and not method.given.get("retry_exceptions"):
                 return None
-            if not line.is_retried(options.retry_exceptions, error) or next(tries, None) is None:
+            retried = _has_died(error) or line.is_retried(options.retry_exceptions, error)
+            if not retried or next(tries, None) is None:
                 return None
             args, kwargs = held if type(held) is tuple else held.open()
             return self.call(method, options, args, kwargs, refs=True)

@@ -28,6 +28,7 @@ from actorrpc.futures import Future
 
 if TYPE_CHECKING:
     from actorrpc.actors.route import Route
+    from actorrpc.core.peer import Peer
 
 __all__ = ["RemoteFunction", "TaskFuture", "TaskRunner", "forget"]
 
@@ -291,6 +292,48 @@ def _same(function: Any) -> Any:
     return function
 
 
+def _told(label: object, error: BaseException) -> BaseException:
+    """Return the error of a task, in the place of that of the actor that executed it."""
+    if not isinstance(error, (ActorDiedError, ActorUnavailableError)):
+        return error
+    # Whatever it died of is in the text; that it can be called again later is no comfort to the task.
+    cause = str(error.__cause__ or error).partition("is being restarted: ")[2] or str(error)
+    told = PeerDiedError(
+        f"{label} was not finished, and is not run again (max_retries=): {cause.partition('. Call again')[0]}",
+        maybe_executed=error.maybe_executed,
+        worker=error.worker,
+    )
+    told.__cause__ = error
+    return told
+
+
+class _StreamRoute:
+    """The route to where a task's stream is made; what it explains speaks of the task, as :class:`TaskFuture` does."""
+
+    __slots__ = ("_label", "_route")
+
+    def __init__(self, route: Route, label: object) -> None:
+        self._route = route
+        self._label = label
+
+    def explain(
+        self, method: MethodInfo, options: CallOptions, error: BaseException, peer: Peer | None
+    ) -> BaseException | Future[Any]:
+        """Say what it means that the stream has broken off with an error. As :meth:`Route.explain`."""
+        meaning = self._route.explain(method, options, error, peer)
+        if not isinstance(meaning, Future):
+            return _told(self._label, meaning)
+        told: Future[Any] = Future()
+        told.label = meaning.label
+
+        def known(done: Future[Any]) -> None:
+            done.acknowledge()  # it goes on in ours
+            told.set_exception(_told(self._label, done._error or error))
+
+        meaning.add_done_callback(known)
+        return told
+
+
 class TaskFuture(Future[Any]):
     """The result of a task. Its errors speak of the task and not of the actor that executes it."""
 
@@ -310,16 +353,8 @@ class TaskFuture(Future[Any]):
         if runner is not None:
             self._crews.give_back(runner, dead=isinstance(error, ActorDiedError))
         call.acknowledge()  # it goes on in ours
-        if isinstance(error, (ActorDiedError, ActorUnavailableError)):
-            # Whatever it died of is in the text; that it can be called again later is no comfort to the task.
-            cause = str(error.__cause__ or error).partition("is being restarted: ")[2] or str(error)
-            told = PeerDiedError(
-                f"{self.label} was not finished, and is not run again (max_retries=): {cause.partition('. Call again')[0]}",
-                maybe_executed=error.maybe_executed,
-                worker=error.worker,
-            )
-            told.__cause__ = error
-            error = told
+        if error is not None:
+            error = _told(self.label, error)
         if self._claim():
             self._finish(call._value if error is None else None, error)
 
@@ -399,7 +434,8 @@ class RemoteFunction(Generic[P, Out]):
                 crews.give_back(runner)
                 raise
             task = TaskFuture(future, crews, runner, self._title)
-            return shaped(task, self._method, self._shape, label=self._title, route=runner.route, again=again)
+            route = _StreamRoute(runner.route, task.label)
+            return shaped(task, self._method, self._shape, label=self._title, route=route, again=again)
 
     @overload
     def options(self, *, num_returns: int | str, **options: Any) -> RemoteFunction[P, Any]: ...

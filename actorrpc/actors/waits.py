@@ -21,6 +21,7 @@ from actorrpc.futures import Future
 from actorrpc.rpc.rref import RRef
 
 __all__ = [
+    "Arrivals",
     "Completed",
     "GetTimeoutError",
     "all_of",
@@ -44,6 +45,16 @@ _INFINITE: Final = float("inf")
 # -- what can be waited for --------------------------------------------------------------------------------
 
 
+class Arrivals:
+    """What gives results one by one: :func:`wait` waits for the next one, and takes nothing."""
+
+    __slots__ = ()
+
+    def _arrival(self) -> Future[None]:
+        """Return a future that completes when there is something to take, or the end to see."""
+        raise TypeError(f"{self!r} gives nothing")
+
+
 def _start(item: Any, what: str, final: bool) -> Future[Any]:
     """Return the future to wait for; of a value that is known to be elsewhere, start to fetch it if ``final``.
 
@@ -65,6 +76,10 @@ def _start(item: Any, what: str, final: bool) -> Future[Any]:
 
 
 def _nothing_to_wait_for(item: object, what: str) -> TypeError:
+    if isinstance(item, Arrivals):
+        return TypeError(
+            f"{what} takes ObjectRefs, not {_short(item)}: iterating over it gives them, or next(), and .values() the values"
+        )
     return TypeError(
         f"{what} takes ObjectRefs (what .remote() returns), Futures and RRefs, not {type(item).__name__} {_short(item)}"
     )
@@ -188,7 +203,7 @@ class _Watch:
         """Watch a future."""
         self.future = future
         self._claim = [None]
-        waiters: list[Any] = future._waiters
+        waiters: list[Any] = future._parked
         waiters.append(self)
         if future._done:  # it may have looked at its waiters before the line above
             self.release()
@@ -211,7 +226,7 @@ class _Watch:
     def disarm(self) -> None:
         """Leave the future alone."""
         self._claim = []
-        waiters: list[Any] = self.future._waiters
+        waiters: list[Any] = self.future._parked
         try:
             waiters.remove(self)
         except ValueError:
@@ -372,7 +387,8 @@ def wait(
     """Wait until some of several results are there, failed ones included.
 
     Args:
-        refs: a list of different ObjectRefs (Futures and RRefs will do, too).
+        refs: a list of different ObjectRefs (Futures and RRefs will do, too), and of ObjectRefGenerators: one of those
+            counts when its ``next()`` returns, or raises StopIteration, at once.
         num_returns: so many are waited for.
         timeout: seconds; None waits without a bound, 0 only looks.
         fetch_local: a large result that is elsewhere counts when it has been fetched; False: as soon as it exists.
@@ -397,12 +413,15 @@ def wait(
         )
     seen: set[Any] = set()
     for item in refs:
-        if not isinstance(item, _WAITABLE):
+        if not isinstance(item, (*_WAITABLE, Arrivals)):
             raise _nothing_to_wait_for(item, "wait()")
         if item in seen:
             raise ValueError(f"wait() takes each ObjectRef once, and {item!r} is there twice")
         seen.add(item)
-    futures = [_start(item, "wait()", fetch_local) for item in refs]
+    futures = [
+        item._arrival() if isinstance(item, Arrivals) else _start(item, "wait()", fetch_local)
+        for item in refs
+    ]
     if sum([future._done for future in futures]) < num_returns and not (
         until != _INFINITE and until <= moments.now()
     ):

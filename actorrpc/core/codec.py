@@ -410,14 +410,14 @@ def _encode_by_value(
     try:
         if isinstance(error, RpcError) and not isinstance(error, SerializationError):
             raise error
-        where = _culprit(obj, encoded)
+        where = _culprit(obj, encoded, remote_main)
         assert error is not None
         raise SerializationError(f"{where}: {describe(error)}" if where else describe(error)) from error
     finally:
         del error  # its traceback holds this frame, and the frame the whole message
 
 
-def _culprit(obj: object, encoded: Encoded) -> str:
+def _culprit(obj: object, encoded: Encoded, remote_main: bool) -> str:
     """Return the way to the part that cannot be pickled; registered reducers are left alone."""
     probe = Encoded(None, encoded.device_map, False)
     foreign = {cls: _stand_in for cls in _own if cls not in _TENSOR_REDUCERS}
@@ -426,7 +426,7 @@ def _culprit(obj: object, encoded: Encoded) -> str:
     def passes(part: object) -> bool:
         probe.outgoing = probe.buffers = None
         try:
-            pickler = ByValuePickler(_Nowhere, table, remote_main=True, buffer_callback=_take_buffer)
+            pickler = ByValuePickler(_Nowhere, table, remote_main=remote_main, buffer_callback=_take_buffer)
             pickler.dump(part)
         except Exception:
             return False

@@ -35,7 +35,7 @@ from actorrpc.errors import (
 if TYPE_CHECKING:
     from actorrpc.core.agent import Agent
 
-__all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "path_of"]
+__all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "named", "path_of"]
 
 _PLAIN: Final = frozenset({int, float, bool, type(None)})  # values that need no codec
 _dumps = pickle.dumps
@@ -86,7 +86,7 @@ def future_of(value: Any, function: Any) -> Any:
     return value
 
 
-def _named(execution: Execution) -> str:
+def named(execution: Execution) -> str:
     """Return what messages call what is executed."""
     what = execution.what
     name = what if isinstance(what, str) else getattr(what, "__qualname__", None)
@@ -277,9 +277,7 @@ class Executor:
         except BaseException as error:
             agent.roll_back(parcel)
             if is_a(error, SerializationError) or not is_a(error, RpcError):
-                wrapped = SerializationError(
-                    f"the result of {_named(execution)} cannot be sent: {say(error)}"
-                )
+                wrapped = SerializationError(f"the result of {named(execution)} cannot be sent: {say(error)}")
                 wrapped.__cause__ = error
                 error = wrapped
             self.fail(conn, id, error, execution)

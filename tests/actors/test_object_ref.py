@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import copy
 import gc
 import os
@@ -243,7 +244,20 @@ def test_a_future_of_a_pending_one_has_the_value_itself(group: None) -> None:
     value = ref.future()
     future.set_result(_kept(_large()))
     assert torch.equal(value.wait(), _large())
-    assert ref.future() is value
+    assert ref.future().wait() is value.wait()
+
+
+def test_a_future_of_one_goes_where_the_standard_librarys_go(group: None) -> None:
+    future, ref = _pending()
+    kept: ObjectRef[Any] = ObjectRef.of(_kept(_large()))
+    work = [ref.future(), kept.future(), ObjectRef.failed(LookupError("gone")).future()]
+    future.set_result(1)
+    assert {each.exception() is None for each in concurrent.futures.as_completed(work)} == {True, False}
+
+    async def main() -> Any:
+        return await asyncio.wrap_future(ref.future())
+
+    assert asyncio.run(main()) == 1
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -56,6 +56,12 @@ def test_several_results(here: None) -> None:
     assert pair.options(num_returns=0).remote() is None
     both: Any = pair.options(num_returns=1).remote()
     assert get(both)[0] == 1
+    with pytest.raises(ValueError, match="task _three has num_returns=2, but returned 3 values"):
+        get(Remote(num_returns=2)(_three).remote()[0])
+
+
+def _three() -> tuple[int, int, int]:
+    return 1, 2, 3
 
 
 def test_refs_as_arguments(here: None) -> None:

@@ -56,7 +56,7 @@ def _started(target: Any) -> threading.Thread:
 
 def _until_watched(future: Future[Any], others: int = 0) -> None:
     """Return when somebody waits for the future."""
-    while len(future._waiters) <= others and not future._done:
+    while len(future._parked) <= others and not future._done:
         threading.Event().wait(0.001)
 
 
@@ -121,7 +121,7 @@ def test_the_first_failure_is_raised_at_once() -> None:
     with pytest.raises(ValueError, match="third"):
         get(work.refs)
     thread.join()
-    assert not work.futures[0]._waiters
+    assert not work.futures[0]._parked
     with pytest.raises(ValueError, match="third"):
         get(work.refs)
     work.end(0, 1)
@@ -135,7 +135,7 @@ def test_time_is_up() -> None:
             get(refs, timeout=_TINY)
         with pytest.raises(TimeoutError):
             get(refs, timeout=0)
-    assert not work.futures[0]._waiters
+    assert not work.futures[0]._parked
     work.end(0)
     assert get(work.refs[0], timeout=0) == 0
     with pytest.raises(TimeoutError):
@@ -236,7 +236,7 @@ def test_those_that_are_ready_come_first_in_order() -> None:
     assert wait(work.refs) == ([b], [a, c, d])
     assert wait(work.refs, num_returns=4, timeout=0) == ([b, d], [a, c])
     assert wait(work.refs, num_returns=3, timeout=_TINY) == ([b, d], [a, c])
-    assert not work.futures[0]._waiters
+    assert not work.futures[0]._parked
     thread = _started(lambda: (_until_watched(work.futures[2]), work.end(2)))
     assert wait(work.refs, num_returns=3) == ([b, c, d], [a])
     thread.join()

@@ -278,3 +278,16 @@ class Deaf(Plain):
 def test_methods_that_their_objects_do_not_have_by_name(method: Any) -> None:
     assert opened_without([method])[0]() == 5
     assert opened_without([Plain(6).show])[0](1) == ("plain", 6, (1,))
+
+
+def test_an_error_names_the_part_of_what_is_in_the_main_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.Lock()
+
+    class Holds:
+        def get(self) -> Any:
+            return lock
+
+    Holds.__module__, Holds.__qualname__ = "__main__", "Holds"
+    monkeypatch.setattr(sys.modules["__main__"], "Holds", Holds, raising=False)
+    with pytest.raises(SerializationError, match=r"index 0 -> attribute 'get' -> .*'lock': cannot pickle"):
+        encode([Holds], remote_main=False)

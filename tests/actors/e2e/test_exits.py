@@ -177,6 +177,16 @@ def test_a_task_is_run_again_after_sys_exit(tmp_path: Path) -> None:
 
 
 @actorrpc.remote
+def no_actor() -> None:
+    actorrpc.exit_actor()
+
+
+def test_a_task_is_no_actor() -> None:
+    with pytest.raises(RuntimeError, match="called in task no_actor, and not in an actor"):
+        get(no_actor.remote())
+
+
+@actorrpc.remote
 class Unmade:
     def __init__(self) -> None:
         sys.exit(3)

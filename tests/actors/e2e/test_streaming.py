@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import functools
 import gc
+import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -267,6 +269,67 @@ def test_streams_that_have_given_something_are_made_again_where_their_method_say
 def test_tasks_stream_too() -> None:
     assert [actorrpc.get(ref) for ref in count.remote(50)] == list(range(50))
     assert [actorrpc.get(ref) for ref in count_async.remote(50)] == list(range(50))
+
+
+@actorrpc.remote(max_retries=0)
+def count_and_leave(to: int) -> Any:
+    yield from range(to)
+    sys.exit(3)
+
+
+def test_the_process_of_a_tasks_stream_dies() -> None:
+    with pytest.raises(
+        actorrpc.PeerDiedError, match=r"^task count_and_leave was not finished, and is not run"
+    ):
+        list(count_and_leave.remote(2).values())
+
+
+@actorrpc.remote(max_retries=1)
+def count_in_the_end(path: str, after: int) -> Any:
+    yield from range(after)
+    if not os.path.exists(path):
+        with open(path, "w"):
+            sys.exit(3)
+    yield from range(after, 3)
+
+
+@actorrpc.remote
+class Leaver:
+    def once(self, path: str) -> Any:
+        if not os.path.exists(path):
+            with open(path, "w"):
+                sys.exit(3)
+        yield "again"
+
+
+def test_a_tasks_stream_that_has_given_nothing_is_made_again_when_its_process_dies(tmp_path: Path) -> None:
+    assert _values(count_in_the_end.remote(str(tmp_path / "one"), 0)) == [0, 1, 2]
+    stream = count_in_the_end.options(max_retries=0).remote(str(tmp_path / "two"), 0)
+    with pytest.raises(actorrpc.PeerDiedError, match="is not run again"):
+        next(stream.values())
+    stream = Leaver.options(max_restarts=1).remote().once.options(max_task_retries=1)
+    assert list(stream.remote(str(tmp_path / "three")).values()) == ["again"]
+
+
+def test_streams_among_what_is_waited_for(gate: Path) -> None:
+    actor = Producer.remote()
+    stuck, stream = actor.blocks.remote(str(gate)), count.remote(2)
+    found: list[int] = []
+    assert actorrpc.get(next(stuck)) == 0
+    left: list[Any] = [stuck, stream, actorrpc.put(7)]
+    assert actorrpc.wait(left, num_returns=2)[0] == left[1:]
+    while stream in left:
+        assert actorrpc.wait([stuck, stream])[0] == [stream]
+        assert stream.next_ready()
+        try:
+            found.append(actorrpc.get(next(stream)))
+        except StopIteration:
+            left.remove(stream)
+    assert found == [0, 1]
+    assert not stuck.next_ready()
+    assert actorrpc.wait([stuck], timeout=0) == ([], [stuck])
+    open_gate(gate)
+    assert actorrpc.wait([stuck])[0] == [stuck]
 
 
 def test_an_item_that_is_here_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, gate: Path) -> None:
