@@ -29,10 +29,9 @@ from actorrpc.actors import collective_groups, collective_members
 from actorrpc.actors.asking import call_quietly, peer_of
 from actorrpc.actors.collective_meetings import Meeting
 from actorrpc.actors.collective_members import Ticket, collective_group
-from actorrpc.actors.functions import call
 from actorrpc.actors.group_calls import handles_of, route_of
 from actorrpc.actors.groups import ActorGroup
-from actorrpc.actors.handle import ActorHandle
+from actorrpc.actors.handle import ActorHandle, call
 from actorrpc.actors.methods import MethodInfo
 from actorrpc.actors.object_ref import ObjectRef
 from actorrpc.actors.options import CallOptions

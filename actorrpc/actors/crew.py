@@ -45,8 +45,12 @@ _set_async_exc: Final = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _PACKAGE: Final = __name__.partition(".")[0] + "."
 
 
-class Interrupted(BaseException):
-    """Raised in a running method whose call was cancelled. Not an Exception: ``except Exception`` lets it pass."""
+class Interrupted(KeyboardInterrupt):
+    """Raised in a running method whose call was cancelled.
+
+    No Exception, so that ``except Exception`` lets it pass; and of the kind that Ctrl-C raises, as libraries are prepared for
+    that: an event loop that the method runs itself lets it pass, and swallows all others in its callbacks.
+    """
 
 
 def _starts_a_thread(frame: FrameType | None) -> bool:

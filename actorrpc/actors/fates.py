@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from actorrpc.actors.processes import DeathReport
 
-__all__ = ["ActorState", "Restarting"]
+__all__ = ["IN_RESTORE", "ActorState", "Restarting"]
+
+# The note of an error of restore(), from which its supervisor knows that it was not the constructor's.
+IN_RESTORE: Final = (
+    "raised by restore(), which was given what checkpoint() of the former incarnation had returned"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
+from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
 from actorrpc import moments
 from actorrpc.actors.asking import call_quietly, gather_states, peer_of
 from actorrpc.actors.exits import ActorExit
 from actorrpc.actors.fates import ActorState
-from actorrpc.actors.handle import ActorHandle, ActorMethod, call_function, offer
-from actorrpc.actors.methods import TASKS, kind_of, method
+from actorrpc.actors.handle import ActorHandle, as_handle, call, kill, offer, route_to
+from actorrpc.actors.methods import TASKS, method
 from actorrpc.actors.object_ref import ObjectRef
 from actorrpc.actors.residents import ResidentState, states
 from actorrpc.actors.runtime import runtime
@@ -48,21 +48,6 @@ C = TypeVar("C")
 P = ParamSpec("P")
 R = TypeVar("R")
 _ASK_S: Final = 30.0  # how long others may take to answer
-
-
-def _handle(given: Any, what: str) -> ActorHandle[Any]:
-    if isinstance(given, ActorHandle):
-        return given
-    hint = ""
-    if isinstance(given, ObjectRef):
-        hint = "; a call is given up with cancel(ref)"
-    elif isinstance(given, ActorMethod):
-        hint = ", and this is one of its methods"
-    raise TypeError(f"{what} takes the handle of an actor, not a {type(given).__name__}{hint}")
-
-
-def _route(given: Any, what: str) -> Any:
-    return _handle(given, what).__dict__["_actorrpc_route"]
 
 
 # -- finding -------------------------------------------------------------------------------------------------
@@ -161,21 +146,6 @@ def _row(known: ActorState, life: ResidentState | None) -> ActorInfo:
 # -- ending --------------------------------------------------------------------------------------------------
 
 
-def kill(actor: ActorHandle[Any], *, no_restart: bool = True) -> None:
-    """End an actor at once: calls that run are cut short, calls that wait fail with ActorDiedError. Idempotent.
-
-    Its hooks (``on_stop``, ``__del__``) do not run where it has its process to itself.
-
-    Args:
-        no_restart: for good, whatever its ``max_restarts``; False: as if it had died by itself.
-
-    Raises:
-        RpcError: the worker that looks after it does not answer.
-    """
-    asked = _route(actor, "kill()").kill(no_restart)
-    asked.wait(_ASK_S)
-
-
 def cancel(ref: Any, *, force: bool = False, recursive: bool = True) -> bool:
     """Give a call up: it ends with CancelledError; return False if it was over.
 
@@ -247,8 +217,8 @@ def ready(actor: ActorHandle[Any]) -> ObjectRef[None]:
 
     It fails with ActorDiedError if that is not to be; with what the constructor raised as its cause.
     """
-    handle = _handle(actor, "ready()")
-    located: Future[Any] = _route(actor, "ready()").located()
+    handle = as_handle(actor, "ready()")
+    located: Future[Any] = route_to(actor, "ready()").located()
 
     def nothing(done: Future[Any]) -> None:
         done.value()
@@ -262,7 +232,7 @@ def is_alive(actor: ActorHandle[Any], timeout: float = 10.0) -> bool:
     Args:
         timeout: seconds for the worker that looks after it; it counts as dead if that does not answer.
     """
-    asked: Future[bool] = _route(actor, "is_alive()").alive()
+    asked: Future[bool] = route_to(actor, "is_alive()").alive()
     try:
         return asked.wait(timeout)
     except RpcTimeoutError:
@@ -284,7 +254,7 @@ def monitor(
     """
     if callback is not None and not callable(callback):
         raise TypeError(f"callback must be callable, not a {type(callback).__name__}")
-    watched: Future[ActorDiedError] = _route(actor, "monitor()").watch()
+    watched: Future[ActorDiedError] = route_to(actor, "monitor()").watch()
     if callback is not None:
         tell = callback
         watched.add_done_callback(lambda done: tell(done.value()))
@@ -292,34 +262,6 @@ def monitor(
 
 
 # -- running something inside ----------------------------------------------------------------------------------
-
-
-def call(
-    actor: ActorHandle[C],
-    function: Callable[Concatenate[C, P], R],
-    /,
-    *args: P.args,
-    **kwargs: P.kwargs,
-) -> ObjectRef[R]:
-    """Run ``function(instance, *args, **kwargs)`` inside an actor, through its mailbox; return an ObjectRef at once.
-
-    ``call(handle, getattr, "x")`` reads an attribute, ``call(handle, setattr, "x", 1)`` sets it.
-
-    Raises:
-        TypeError: it is not a function, or one that would not run but return a coroutine or a generator.
-        SerializationError: the function, or an argument, cannot be sent.
-    """
-    _handle(actor, "call()")
-    if not callable(function):
-        raise TypeError(f"call() takes a function, not {function!r}")
-    kind = kind_of(function)
-    if kind != "sync":
-        what = "a coroutine" if kind == "async" else "a generator"
-        raise TypeError(
-            f"call() takes a plain function, and {getattr(function, '__qualname__', function)} only returns {what}: make it a "
-            "method of the class"
-        )
-    return call_function(actor, (function, *args), dict(kwargs))
 
 
 # -- being inside ------------------------------------------------------------------------------------------------

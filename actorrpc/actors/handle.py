@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, Literal, ParamSpec, TypeVar, overload
 
 from actorrpc.actors import module_methods
-from actorrpc.actors.methods import MethodInfo
+from actorrpc.actors.methods import MethodInfo, kind_of
 from actorrpc.actors.object_ref import ObjectRef
 from actorrpc.actors.options import CallOptions
 from actorrpc.actors.outcomes import shaped
@@ -30,12 +30,26 @@ if TYPE_CHECKING:
     from actorrpc.actors.spec import Card
     from actorrpc.rpc.rref import RRef
 
-__all__ = ["ActorHandle", "ActorMethod", "ActorProxy", "call_function", "offer"]
+__all__ = [
+    "ActorHandle",
+    "ActorMethod",
+    "ActorProxy",
+    "as_handle",
+    "call",
+    "call_function",
+    "kill",
+    "offer",
+    "route_to",
+]
 
+C = TypeVar("C")
 C_co = TypeVar("C_co", covariant=True)
+R = TypeVar("R")
 P = ParamSpec("P")
 Out = TypeVar("Out")
 Style = Literal["rpc_sync", "rpc_async", "remote"]
+
+_ASK_S: Final = 30.0  # how long a supervisor may take to answer
 
 # What the runtime itself asks of an actor, through its mailbox. No class has methods of such names.
 _GETATTR: Final = MethodInfo.anything("<getattr>", "getattr")
@@ -545,3 +559,70 @@ offer("remote", _remote)
 offer("options", _options)
 offer("actor_id", _actor_id, value=True)
 offer("rref", _rref, value=True)
+
+
+# -- what functions do with a handle -------------------------------------------------------------------------------
+
+
+def as_handle(given: Any, what: str) -> ActorHandle[Any]:
+    """Return what is given where it is a handle; ``what`` is what takes one.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(given, ActorHandle):
+        return given
+    hint = ""
+    if isinstance(given, ObjectRef):
+        hint = "; a call is given up with cancel(ref)"
+    elif isinstance(given, ActorMethod):
+        hint = ", and this is one of its methods"
+    raise TypeError(f"{what} takes the handle of an actor, not a {type(given).__name__}{hint}")
+
+
+def route_to(given: Any, what: str) -> Any:
+    """Return the route of a handle, as :func:`as_handle` takes it."""
+    return as_handle(given, what).__dict__["_actorrpc_route"]
+
+
+def kill(actor: ActorHandle[Any], *, no_restart: bool = True) -> None:
+    """End an actor at once: calls that run are cut short, calls that wait fail with ActorDiedError. Idempotent.
+
+    Its hooks (``on_stop``, ``__del__``) do not run where it has its process to itself.
+
+    Args:
+        no_restart: for good, whatever its ``max_restarts``; False: as if it had died by itself.
+
+    Raises:
+        RpcError: the worker that looks after it does not answer.
+    """
+    asked = route_to(actor, "kill()").kill(no_restart)
+    asked.wait(_ASK_S)
+
+
+def call(
+    actor: ActorHandle[C],
+    function: Callable[Concatenate[C, P], R],
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> ObjectRef[R]:
+    """Run ``function(instance, *args, **kwargs)`` inside an actor, through its mailbox; return an ObjectRef at once.
+
+    ``call(handle, getattr, "x")`` reads an attribute, ``call(handle, setattr, "x", 1)`` sets it.
+
+    Raises:
+        TypeError: it is not a function, or one that would not run but return a coroutine or a generator.
+        SerializationError: the function, or an argument, cannot be sent.
+    """
+    as_handle(actor, "call()")
+    if not callable(function):
+        raise TypeError(f"call() takes a function, not {function!r}")
+    kind = kind_of(function)
+    if kind != "sync":
+        what = "a coroutine" if kind == "async" else "a generator"
+        raise TypeError(
+            f"call() takes a plain function, and {getattr(function, '__qualname__', function)} only returns {what}: make it a "
+            "method of the class"
+        )
+    return call_function(actor, (function, *args), dict(kwargs))

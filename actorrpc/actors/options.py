@@ -11,13 +11,10 @@ import math
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from actorrpc.core.identity import WorkerInfo
 from actorrpc.errors import ConfigError, WrongTypeError
-
-if TYPE_CHECKING:
-    from actorrpc.actors.mesh import Point
 
 __all__ = ["NEW_PROCESS", "ActorOptions", "CallOptions", "TaskOptions"]
 
@@ -525,7 +522,7 @@ class ActorOptions:
     concurrency_group: str | None = None
     max_buffered_items: int | None = None
     yielding: bool = False
-    place: Point | None = None
+    place: Mapping[str, int] | None = None
 
     def merged(self, **given: Any) -> Self:
         """Return these options with some of them changed.

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
 from actorrpc.actors.actor_class import ActorClass
-from actorrpc.actors.functions import kill
+from actorrpc.actors.handle import kill
 from actorrpc.actors.object_ref import ObjectRef
 from actorrpc.actors.waits import get, wait
 from actorrpc.core.calls import CURRENT

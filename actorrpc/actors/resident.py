@@ -16,11 +16,11 @@ from actorrpc.actors.arguments import resolve
 from actorrpc.actors.callee import Callee, died
 from actorrpc.actors.crew import BYSTANDERS, Station, Stations, wake_all
 from actorrpc.actors.exits import exit_text
+from actorrpc.actors.fates import IN_RESTORE
 from actorrpc.actors.letter_entry import LetterEntry
 from actorrpc.actors.loop import EventLoop
 from actorrpc.actors.loop_station import LoopStation
 from actorrpc.actors.mailbox import TAKEN, Entry, Lane, Mailbox, Todo
-from actorrpc.actors.obituaries import IN_RESTORE
 from actorrpc.actors.reports import send_ended
 from actorrpc.actors.snapshot import Snapshot
 from actorrpc.actors.spec import ActorSpec, ResidentGoneError

@@ -26,7 +26,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from actorrpc.actors.runtime import runtime
 from actorrpc.actors.snapshot import Snapshot
@@ -41,9 +41,6 @@ from actorrpc.core.peer import Peer
 from actorrpc.errors import CancelledError, RpcError, SerializationError, ShutdownError
 from actorrpc.futures import Future
 from actorrpc.rpc.fork_messages import WorkerKey
-
-if TYPE_CHECKING:
-    from actorrpc.actors.letter_entry import LetterEntry
 
 __all__ = [
     "DONE",
@@ -105,6 +102,16 @@ def charge_of(packed: Any) -> int:
     return max(_LEAST_BYTES, sys.getsizeof(packed))
 
 
+class _Caller(Protocol):
+    """The call that a generator runs in, as its actor's mailbox has it."""
+
+    @property
+    def lane(self) -> Any: ...
+
+    @property
+    def office(self) -> Any: ...
+
+
 class Producer(Stall):
     """The producing end of one stream. Thread-safe; one thread or coroutine puts items in.
 
@@ -149,10 +156,10 @@ class Producer(Stall):
         limit: int,
         peer: Peer | None,
         owner: object,
-        entry: LetterEntry | None,
+        entry: _Caller | None,
     ) -> None:
         self.stream = stream
-        self.entry = entry
+        self.entry: Any = entry  # hosts, which are above streams, know more of it
         self.pause = 0
         self.suspected: dict[int, float] = {}  # the searches that have come back to the pause
         self.limit = limit
@@ -434,7 +441,7 @@ class Streams:
         peer: Peer | None = None,
         *,
         owner: object = None,
-        entry: LetterEntry | None = None,
+        entry: _Caller | None = None,
     ) -> Producer:
         """Begin a stream.
 

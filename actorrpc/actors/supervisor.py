@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc.actors import obituaries, residents
+from actorrpc.actors import deaths, obituaries, residents
 from actorrpc.actors.asking import ask_for_detached, call_quietly, peer_of
 from actorrpc.actors.families import Deed, perform
 from actorrpc.actors.fates import ActorState, Restarting
@@ -283,7 +283,7 @@ class Supervisor:
         original = exceptions.original(error)
         if is_a(original, ActorDiedError) and (actor.killed or actor.doomed):
             return  # whoever ends it sees to the rest
-        text, final = obituaries.not_made(error, None if actor.worker is None else actor.worker_name)
+        text, final = deaths.not_made(error, None if actor.worker is None else actor.worker_name)
         if actor.family is not None and actor.epoch:
             # Its group will try again, as often as it may; but not where it has no place any more.
             final = self._places.is_gone(actor.place) or is_a(original, ActorDiedError)
@@ -308,7 +308,7 @@ class Supervisor:
     def _worker_died(
         self, actor: Supervised, resident_id: int, error: BaseException, report: DeathReport | None
     ) -> None:
-        text = obituaries.without_worker(actor, report, self._places.cause(actor.worker))
+        text = deaths.without_worker(actor, report, self._places.cause(actor.worker))
         self.ended(actor, resident_id, text, report=report)
 
     def ended(
@@ -377,7 +377,7 @@ class Supervisor:
         with self.lock:
             if actor.phase == "dead":
                 return
-            death = actor.death = obituaries.dead(actor, text, report, cause, verdict or Verdict())
+            death = actor.death = deaths.dead(actor, text, report, cause, verdict or Verdict())
             actor.phase = "dead"
             family, deeds = actor.family, []
             if family is not None and not self._closed:

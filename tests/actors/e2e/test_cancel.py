@@ -37,6 +37,21 @@ class Busy:
         while True:
             time.sleep(0.001)
 
+    def loops(self) -> None:
+        """In the callbacks of an event loop of its own, which catches most of what they raise."""
+        self.log.append("loops")
+
+        async def run() -> None:
+            loop = asyncio.get_running_loop()
+
+            def again() -> None:
+                loop.call_soon(again)
+
+            again()
+            await asyncio.Event().wait()
+
+        asyncio.run(run())
+
     def stubborn(self, gate: str) -> str:
         """In C code, until the gate opens."""
         self.log.append("stubborn")
@@ -167,7 +182,7 @@ def _started(actor: Any, ref: Any) -> None:
     assert not ref.done()
 
 
-@pytest.mark.parametrize("method", ["spin", "sleepy", "catches"])
+@pytest.mark.parametrize("method", ["spin", "sleepy", "catches", "loops"])
 def test_a_running_method_is_interrupted(method: str) -> None:
     actor = Busy.remote()
     for _ in range(3):
