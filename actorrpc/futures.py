@@ -198,6 +198,7 @@ class Future(torch.futures.Future[T], Generic[T]):
     )
 
     awaits: Sequence[Any] = ()
+    _covered = False  # see cover()
 
     def __init__(self, *, devices: Sequence[Any] | None = None) -> None:
         self._devices = [torch.device(each) for each in devices] if devices else []
@@ -237,6 +238,8 @@ class Future(torch.futures.Future[T], Generic[T]):
             report = self._report
             if report is None:
                 report = self._report = _Unretrieved(error, self.label)
+            if self._covered:  # looked at after the line above: seen here or in cover()
+                report.seen = True
             self._done = True
             _base_set_unwrap(self, _unwrapping(report))
             _base_set_result(self, _twin(error))
@@ -337,6 +340,11 @@ class Future(torch.futures.Future[T], Generic[T]):
         """Note that its failure, if it has failed, is known: it is not reported as one that nobody looked at."""
         if self._report is not None:
             self._report.seen = True
+
+    def cover(self) -> None:
+        """Do as :meth:`acknowledge` does, also of a failure that is still to come."""
+        self._covered = True
+        self.acknowledge()
 
     def value(self) -> T:
         """Return the value of a completed future, or raise its error.
@@ -490,6 +498,11 @@ class Future(torch.futures.Future[T], Generic[T]):
             station.begin_await()
         try:
             yield from waiter
+        except asyncio.CancelledError:
+            # It has failed, the coroutine is to hear of it, and is cancelled before its turn comes: as where its own time
+            # is over together with that of the call it waits for.
+            self.acknowledge()
+            raise
         finally:
             if station is not None:
                 station.end_await()
@@ -545,8 +558,11 @@ def wait_all(futures: Iterable[torch.futures.Future[Any]], timeout: float | None
 
     Raises:
         RpcTimeoutError: not all complete within ``timeout`` seconds.
-        Exception: the error of the first future in the list that failed.
+        Exception: the error of the first future in the list that failed; those of others are not reported.
     """
     given = list(futures)
     collect_all(given).wait(timeout)
+    for future in given:
+        if isinstance(future, Future):
+            future.acknowledge()
     return [future.wait() for future in given]
