@@ -24,9 +24,20 @@ import torch
 from actorrpc import moments
 from actorrpc.core.exception_parts import CAUSE, TRACEBACK
 from actorrpc.core.exception_text import report, say, type_name
-from actorrpc.errors import CancelledError, RpcTimeoutError
+from actorrpc.errors import CancelledError, NotInitializedError, RpcTimeoutError
 
-__all__ = ["WAITING", "Future", "Station", "bystander", "collect_all", "hush", "stand_by", "wait_all"]
+__all__ = [
+    "WAITING",
+    "Future",
+    "Station",
+    "bystander",
+    "collect_all",
+    "forked",
+    "generation",
+    "hush",
+    "stand_by",
+    "wait_all",
+]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -132,6 +143,20 @@ def hush(hushed: bool) -> None:
     _reporter.hushed = hushed
 
 
+_generation = 0  # how many forks of processes that were in a group lie behind this process
+
+
+def forked() -> None:
+    """Note that this process is a fork of one that was in a group: futures that are pending now never complete here."""
+    global _generation
+    _generation += 1
+
+
+def generation() -> int:
+    """Return what tells this process from the one that it is a fork of."""
+    return _generation
+
+
 def _twin(error: BaseException) -> BaseException:
     """Return an error like this one, without what is attached to it when it is raised.
 
@@ -198,11 +223,15 @@ class Future(torch.futures.Future[T], Generic[T]):
     )
 
     awaits: Sequence[Any] = ()
+    _then_class: type[Future[Any]] | None = None  # of what then() returns; None: its own
     _covered = False  # see cover()
+    _born = 0  # the generation of the process that has made it
 
     def __init__(self, *, devices: Sequence[Any] | None = None) -> None:
         self._devices = [torch.device(each) for each in devices] if devices else []
         _base_init(self, self._devices)
+        if _generation:
+            self._born = _generation
         self._unclaimed = None
         self._done = False
         self._value: Any = None
@@ -313,6 +342,20 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     # -- looking -----------------------------------------------------------------------------
 
+    def check_process(self) -> None:
+        """Refuse to wait for it where that would be for ever.
+
+        Raises:
+            NotInitializedError: it is pending, and was made before this process was forked from the one that it completes in.
+        """
+        if self._born != _generation and not self._done:
+            raise NotInitializedError(
+                f"{self.label} was not over when this process was forked (os.fork(), or multiprocessing's start method "
+                "'fork') from the one that waits for it: the outcome comes there, and never here. Wait for it before the "
+                "fork; for calls of its own, start the process with the method 'spawn', or call actorrpc.init() (or "
+                "init_rpc()) in it"
+            )
+
     def done(self) -> bool:
         """Say whether the future is complete, with a value or an error."""
         if not self._done:
@@ -374,9 +417,11 @@ class Future(torch.futures.Future[T], Generic[T]):
 
         Raises:
             RpcTimeoutError: not complete within ``timeout``; the call goes on.
+            NotInitializedError: it is pending in the process of which this one is a fork.
             Exception: whatever the future was completed with.
         """
         if not self._done:
+            self.check_process()
             deadline = None if timeout is None else moments.now() + timeout
             source = self._source
             if source is not None:
@@ -434,9 +479,13 @@ class Future(torch.futures.Future[T], Generic[T]):
 
         Callbacks of a call run on a worker thread of this process, never on the thread that happens to be
         waiting. They may make calls and wait for them. What they raise is logged.
+
+        Raises:
+            NotInitializedError: it is pending in the process of which this one is a fork.
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable, not {type(callback).__name__}")
+        self.check_process()
         self._callbacks.append(callback)
         if self._done:
             self._run_callbacks()
@@ -453,7 +502,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable, not {type(callback).__name__}")
-        following: Future[S] = type(self)(devices=self._devices)  # type: ignore[assignment]
+        cls: Any = self._then_class or type(self)
+        following: Future[S] = cls(devices=self._devices)
         following.label = f"then({getattr(callback, '__qualname__', callback)!s}) of {self.label}"
 
         def run(done: Future[T]) -> None:

@@ -49,13 +49,16 @@ def _start(item: Any, what: str, final: bool) -> Future[Any]:
 
     Raises:
         TypeError: there is nothing to wait for.
+        NotInitializedError: it is pending in the process of which this one is a fork.
     """
     if type(item) is ObjectRef:
         future = item._ask()
         if final and future._done and type(future._value) is Kept:
             return item._final()
+        future.check_process()
         return future
     if isinstance(item, Future):
+        item.check_process()
         return item
     if isinstance(item, RRef):
         return item._to_future()

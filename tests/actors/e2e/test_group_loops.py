@@ -13,7 +13,7 @@ import pytest
 
 import actorrpc
 from actorrpc import get
-from tests.actors.e2e.kit import Gate, open_gate, pass_gate, until
+from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
 
 pytestmark = [
     pytest.mark.usefixtures("place"),
@@ -197,10 +197,11 @@ def test_one_that_waits_for_its_turn_never_runs(gate: Path) -> None:
     held = actor.hold.options(**_IO).remote(str(gate))
     until(lambda: get(actor.look.remote())[0] == "held")
     waiting = actor.wait.options(**_IO).remote()
+    until(lambda: row_of(actor).pending_calls == 1)
     assert actorrpc.cancel(waiting)
     with pytest.raises(actorrpc.CancelledError):
         get(waiting)
-    get(actor.look.remote())  # behind the cancellation
+    until(lambda: row_of(actor).pending_calls == 0)
     open_gate(gate)
     assert get(held) == "go"
     get(actor.tick.options(**_IO).remote())
