@@ -25,7 +25,7 @@ import torch
 from actorrpc import moments
 from actorrpc.core.exception_parts import CAUSE, TRACEBACK
 from actorrpc.core.exception_text import report, say, type_name
-from actorrpc.errors import CancelledError, RpcTimeoutError
+from actorrpc.errors import CancelledError, NotInitializedError, RpcTimeoutError
 
 __all__ = [
     "WAITING",
@@ -34,6 +34,8 @@ __all__ = [
     "Station",
     "bystander",
     "collect_all",
+    "forked",
+    "generation",
     "hush",
     "stand_by",
     "wait_all",
@@ -143,6 +145,20 @@ def hush(hushed: bool) -> None:
     _reporter.hushed = hushed
 
 
+_generation = 0  # how many forks of processes that were in a group lie behind this process
+
+
+def forked() -> None:
+    """Note that this process is a fork of one that was in a group: futures that are pending now never complete here."""
+    global _generation
+    _generation += 1
+
+
+def generation() -> int:
+    """Return what tells this process from the one that it is a fork of."""
+    return _generation
+
+
 def _twin(error: BaseException) -> BaseException:
     """Return an error like this one, without what is attached to it when it is raised.
 
@@ -209,10 +225,15 @@ class Future(torch.futures.Future[T], Generic[T]):
     )
 
     awaits: Sequence[Any] = ()
+    _then_class: type[Future[Any]] | None = None  # of what then() returns; None: its own
+    _covered = False  # see cover()
+    _born = 0  # the generation of the process that has made it
 
     def __init__(self, *, devices: Sequence[Any] | None = None) -> None:
         self._devices = [torch.device(each) for each in devices] if devices else []
         _base_init(self, self._devices)
+        if _generation:
+            self._born = _generation
         self._unclaimed = None
         self._done = False
         self._value: Any = None
@@ -248,6 +269,8 @@ class Future(torch.futures.Future[T], Generic[T]):
             report = self._report
             if report is None:
                 report = self._report = _Unretrieved(error, self.label)
+            if self._covered:  # looked at after the line above: seen here or in cover()
+                report.seen = True
             self._done = True
             _base_set_unwrap(self, _unwrapping(report))
             _base_set_result(self, _twin(error))
@@ -321,6 +344,20 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     # -- looking -----------------------------------------------------------------------------
 
+    def check_process(self) -> None:
+        """Refuse to wait for it where that would be for ever.
+
+        Raises:
+            NotInitializedError: it is pending, and was made before this process was forked from the one that it completes in.
+        """
+        if self._born != _generation and not self._done:
+            raise NotInitializedError(
+                f"{self.label} was not over when this process was forked (os.fork(), or multiprocessing's start method "
+                "'fork') from the one that waits for it: the outcome comes there, and never here. Wait for it before the "
+                "fork; for calls of its own, start the process with the method 'spawn', or call actorrpc.init() (or "
+                "init_rpc()) in it"
+            )
+
     def done(self) -> bool:
         """Say whether the future is complete, with a value or an error."""
         if not self._done:
@@ -348,6 +385,11 @@ class Future(torch.futures.Future[T], Generic[T]):
         """Note that its failure, if it has failed, is known: it is not reported as one that nobody looked at."""
         if self._report is not None:
             self._report.seen = True
+
+    def cover(self) -> None:
+        """Do as :meth:`acknowledge` does, also of a failure that is still to come."""
+        self._covered = True
+        self.acknowledge()
 
     def value(self) -> T:
         """Return the value of a completed future, or raise its error.
@@ -377,9 +419,11 @@ class Future(torch.futures.Future[T], Generic[T]):
 
         Raises:
             RpcTimeoutError: not complete within ``timeout``; the call goes on.
+            NotInitializedError: it is pending in the process of which this one is a fork.
             Exception: whatever the future was completed with.
         """
         if not self._done:
+            self.check_process()
             deadline = None if timeout is None else moments.now() + timeout
             source = self._source
             if source is not None:
@@ -437,9 +481,13 @@ class Future(torch.futures.Future[T], Generic[T]):
 
         Callbacks of a call run on a worker thread of this process, never on the thread that happens to be
         waiting. They may make calls and wait for them. What they raise is logged.
+
+        Raises:
+            NotInitializedError: it is pending in the process of which this one is a fork.
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable, not {type(callback).__name__}")
+        self.check_process()
         self._callbacks.append(callback)
         if self._done:
             self._run_callbacks()
@@ -456,7 +504,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable, not {type(callback).__name__}")
-        following: Future[S] = type(self)(devices=self._devices)  # type: ignore[assignment]
+        cls: Any = self._then_class or type(self)
+        following: Future[S] = cls(devices=self._devices)
         following.label = f"then({getattr(callback, '__qualname__', callback)!s}) of {self.label}"
 
         def run(done: Future[T]) -> None:
@@ -501,6 +550,11 @@ class Future(torch.futures.Future[T], Generic[T]):
             station.begin_await()
         try:
             yield from waiter
+        except asyncio.CancelledError:
+            # It has failed, the coroutine is to hear of it, and is cancelled before its turn comes: as where its own time
+            # is over together with that of the call it waits for.
+            self.acknowledge()
+            raise
         finally:
             if station is not None:
                 station.end_await()
@@ -592,8 +646,11 @@ def wait_all(futures: Iterable[torch.futures.Future[Any]], timeout: float | None
 
     Raises:
         RpcTimeoutError: not all complete within ``timeout`` seconds.
-        Exception: the error of the first future in the list that failed.
+        Exception: the error of the first future in the list that failed; those of others are not reported.
     """
     given = list(futures)
     collect_all(given).wait(timeout)
+    for future in given:
+        if isinstance(future, Future):
+            future.acknowledge()
     return [future.wait() for future in given]

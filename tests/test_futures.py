@@ -424,12 +424,54 @@ def test_a_failure_that_was_seen_is_not(reports: _Reports, see: Callable[[Any], 
     with contextlib.suppress(KeyError):
         see(future)
     del future
+    _last_report(reports)
+
+
+def _last_report(reports: _Reports) -> None:
+    """Check that nothing has been reported; reports come in order."""
     gc.collect()
-    last = failed(KeyError("the last one"))  # reports come in order: none is before this one
+    last = failed(KeyError("the last one"))
     del last
     gc.collect()
     assert reports.come.acquire(timeout=20)
     assert "the last one" in reports.texts[0]
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.prints(r"a future failed and nobody looked at the error: KeyError\('the last one'\)")
+def test_a_failure_that_is_covered_is_not_reported(reports: _Reports, before: bool) -> None:
+    future: Future[Any] = Future()
+    if before:
+        future.set_exception(KeyError("covered"))
+    future.cover()
+    if not before:
+        future.set_exception(KeyError("covered"))
+    del future
+    _last_report(reports)
+
+
+@pytest.mark.prints(r"a future failed and nobody looked at the error: KeyError\('the last one'\)")
+def test_wait_all_has_seen_all_failures(reports: _Reports) -> None:
+    futures = [failed(KeyError("first")), done(1), failed(KeyError("second"))]
+    with pytest.raises(KeyError, match="first"):
+        wait_all(futures)
+    del futures
+    _last_report(reports)
+
+
+@pytest.mark.prints(r"a future failed and nobody looked at the error: KeyError\('the last one'\)")
+def test_a_failure_that_comes_together_with_a_cancellation_is_not_reported(reports: _Reports) -> None:
+    async def main() -> None:
+        future: Future[Any] = Future()
+        task = asyncio.create_task(_await(future))
+        await asyncio.sleep(0)
+        future.set_exception(KeyError("seen"))
+        task.cancel()  # before its turn comes
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    _last_report(reports)
 
 
 # -- asyncio -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How a resident's calls are run and answered: on its stations, and on its event loop.
+"""How a resident's calls are run and answered: on its stations, and on its event loops.
 
 Answering is claimed by taking the entry out of its caller's table of running calls, one atomic step: a method that
 was given up on (killed, cancelled) may come to its end, and finds that it has been answered.
@@ -306,10 +306,10 @@ class Callee:
 
         future.add_done_callback(ready)
 
-    # -- on the event loop -----------------------------------------------------------------------------
+    # -- on an event loop ------------------------------------------------------------------------------
 
     def _start(self, entry: LetterEntry, lane: Lane) -> None:
-        loop = self.resident.loop
+        loop = self.resident.loop_of(lane)
         if loop is None:  # its actor has ended in this moment
             self.refuse(entry, ResidentGoneError(self.resident.id, self.resident.why))
         if loop is None or not self._may_start(entry):
@@ -382,7 +382,7 @@ class Callee:
         )
         if entry.conn is not None:
             entry.conn.flush()
-        loop = self.resident.loop
+        loop = self.resident.loop_of(entry.lane)
         if loop is not None:
             loop.submit(task.cancel)
 
@@ -553,7 +553,7 @@ class Callee:
         return entry.peer.running.pop(entry.frame.id, None) is entry
 
     def pump(self, lane: Lane) -> None:
-        """Start what the lane has, in portions between which the loop goes on. Runs on the loop's thread."""
+        """Start what the lane has, in portions between which the loop goes on. Runs on the thread of the lane's loop."""
         for _ in range(_AT_ONCE):
             entry, _todo = self.mailbox.take(lane)
             if entry is None:
@@ -565,7 +565,7 @@ class Callee:
                 self._start(entry, lane)
             except BaseException as error:
                 self.resident.broken(error, entry)
-        loop = self.resident.loop
+        loop = self.resident.loop_of(lane)
         if loop is not None:
             loop.submit(partial(self.pump, lane))
 

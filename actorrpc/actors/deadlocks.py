@@ -140,20 +140,18 @@ def _awaited_arguments(entry: LetterEntry) -> list[Call | Stall]:
 
 
 def _blocked(resident: Resident) -> list[Station | LoopStation]:
-    """Return what calls wait for at an actor and waits itself: the station of a serial one, and its event loop."""
+    """Return what calls wait for at an actor and waits itself: the station of a serial one, and its event loops."""
     found: list[Station | LoopStation] = []
     lane = resident.mailbox.lanes[""]
     if lane.limit == 1 and not lane.yielding and lane.waiting:
         found += [each for each in list(resident.crew) if each.lane is lane and each.waiting][:1]
-    loop = resident.loop
-    if loop is not None and loop.station.waiting:
-        found.append(loop.station)
+    found += [loop.station for loop in list(resident.loops.values()) if loop.station.waiting]
     return found
 
 
 def _holder(entry: LetterEntry, resident: Resident) -> LetterEntry | None:
     """Return the call that has to go on before this one, which is its actor's, can; itself if it runs on a thread."""
-    lane, loop = entry.lane, resident.loop
+    lane, loop = entry.lane, resident.loop_of(entry.lane)
     if lane is not None and lane.is_async:
         # On a loop: what blocks that, unless this one runs inside of the wait.
         held = loop.station.running if loop is not None else None
@@ -245,7 +243,7 @@ def _pursue(id: int, probe: Probe) -> None:
     if running is not entry and probe.began(runtime, resident, execution.chain):
         _verdict(resident, entry, probe)
         return
-    on_loop, loop = lane is not None and lane.is_async, resident.loop
+    on_loop, loop = lane is not None and lane.is_async, resident.loop_of(lane)
     seat: Any = resident.mailbox.seat_of(execution.chain) if not on_loop else loop and loop.station
     if seat is None:
         return

@@ -1,7 +1,9 @@
-"""The event loop of an actor that has ``async def`` methods, and the thread that runs it.
+"""The event loops of an actor that has ``async def`` methods, and the threads that run them.
 
-The actor's coroutines run on it, and its plain methods, which block it. A watch names what holds the loop for longer than a
-second: it goes by the loop's selector, which says when the loop sleeps, and costs an idle loop nothing.
+There is one for each concurrency group, the default group included: what blocks one of them does not hold the others. The
+coroutines of the group run on it; on that of the default group, the actor's plain methods do, too, which block it. A watch
+names what holds the loop for longer than a second: it goes by the loop's selector, which says when the loop sleeps, and
+costs an idle loop nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class EventLoop:
     The thread is started by :meth:`start`, never under a lock; what is submitted before is kept.
 
     Args:
-        title: the actor, in messages.
+        title: the actor, in messages, and the group where that is not the default one.
         station: what the thread does while it waits.
         exits: hears, on the loop's thread, of a ``sys.exit()`` that no call's own code has made.
         lost: hears, on the loop's thread, of anything else that has ended the loop.

@@ -1,9 +1,10 @@
 """The thread of an actor's event loop as one that may wait: what runs on it, and what may run inside of a wait.
 
-A ``get()`` on the loop's thread blocks the loop, and with it all of the actor's coroutines. So that this
+A ``get()`` on the loop's thread blocks the loop, and with it all coroutines of its concurrency group. So that this
 ends: plain methods that the loop would run, and that descend from the call that waits (or are what it waits for), run
-within the wait; a coroutine of this very actor that it waits for can never go on, and ends with DeadlockError. Circles
-that lead through other actors are found as those of serial actors are (see ``deadlocks.py``).
+within the wait; a coroutine of this very loop that it waits for can never go on, and ends with DeadlockError. Circles
+that lead through other loops of the actor, or through other actors, are found as those of serial actors are (see
+``deadlocks.py``).
 
 The loop's thread alone does all of it; other threads call :meth:`LoopStation.wake`, and look at what is said to be
 open to them. No lock: what others look at changes by single atomic steps.
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from actorrpc.actors.letter_entry import LetterEntry
-from actorrpc.actors.mailbox import Entry
+from actorrpc.actors.mailbox import Entry, Lane
 from actorrpc.actors.stalls import Stall, awaited
 from actorrpc.core.calls import CURRENT, Call, Execution
 from actorrpc.errors import DeadlockError
@@ -40,13 +41,15 @@ class LoopStation:
     """What the thread of an event loop does while it waits. Made with its loop.
 
     Attributes:
+        lane: whose calls run on the loop, and nowhere else.
         entries: the calls that run on the loop, by the number of their execution. Any thread may look.
         due: the plain methods whose turn on the loop has not come yet, in order. The thread that takes one out runs it, or
             answers it; any thread may.
         plain: the plain method that runs now, the innermost one. Any thread may look.
     """
 
-    def __init__(self, resident: Resident) -> None:
+    def __init__(self, resident: Resident, lane: Lane) -> None:
+        self.lane = lane
         self.entries: dict[int, LetterEntry] = {}
         self.due: dict[LetterEntry, None] = {}
         self.plain: LetterEntry | None = None
@@ -135,11 +138,12 @@ class LoopStation:
             self._resident.agent.submit(
                 partial(
                     _log.warning,
-                    "%s of actor %s waits (get() and the like) on the actor's event loop, and blocks all of its coroutines. In "
-                    "an async method, await the ObjectRef; a plain method is taken off the loop by @method(thread=True). "
+                    "%s of actor %s waits (get() and the like) on the actor's event loop%s, and blocks all coroutines on that. "
+                    "In an async method, await the ObjectRef; a plain method is taken off the loop by @method(thread=True). "
                     "This is said once.",
                     name,
                     self._resident.title,
+                    f" of concurrency group {self.lane.name!r}" if self.lane.name else "",
                 )
             )
 
@@ -187,7 +191,7 @@ class LoopStation:
         for each in list(self.due):
             if fits(each) and self.due.pop(each, each) is None:
                 return each
-        found = self._resident.mailbox.take_within(fits)
+        found = self._resident.mailbox.take_within(self.lane, fits)
         return found if isinstance(found, LetterEntry) else None
 
     def _awaited(self) -> list[LetterEntry]:
@@ -198,8 +202,7 @@ class LoopStation:
                 continue
             entry: Any = call.peer.running.get(call.id)
             if isinstance(entry, LetterEntry) and entry.office is self._resident:
-                lane = entry.lane
-                if lane is not None and lane.is_async:
+                if entry.lane is self.lane:
                     found.append(entry)
         return found
 

@@ -314,7 +314,7 @@ class Mailbox:
         self.closed = False
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
-        self._running: dict[int, Seat | None] = {}  # execution -> where; None: on the event loop
+        self._running: dict[int, Seat | None] = {}  # execution -> where; None: on an event loop
 
     def configure(
         self,
@@ -458,19 +458,18 @@ class Mailbox:
                 lane.running += 1
             return entry
 
-    def take_within(self, fits: Callable[[Entry], bool]) -> Entry | None:
-        """Hand out an entry of an async lane that may run within what blocks the event loop, over the limit.
+    def take_within(self, lane: Lane, fits: Callable[[Entry], bool]) -> Entry | None:
+        """Hand out an entry of an async lane that may run within what blocks its event loop, over the limit.
 
         ``fits`` is called under the lock: it looks at the entry and at nothing that has a lock of its own.
         """
         with self._lock:
-            for lane in self.async_lanes.values():
-                for entry in lane.entries():
-                    if fits(entry):
-                        entry.state = TAKEN
-                        lane.left(entry)
-                        lane.running += 1
-                        return entry
+            for entry in lane.entries():
+                if fits(entry):
+                    entry.state = TAKEN
+                    lane.left(entry)
+                    lane.running += 1
+                    return entry
         return None
 
     def take_nested(self, seat: Seat) -> Entry | None:

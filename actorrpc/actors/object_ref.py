@@ -280,6 +280,8 @@ class ObjectRef(Generic[T_co]):
                 if future._done and type(future._value) is Kept and future._value.taste is not None:
                     future._value.taste.fetched()
                 pursuit.follow(future)
+        if future._covered:  # looked at when the fetch can be seen: covered here, or with the call
+            found.cover()
         return found
 
     def future(self) -> ConcurrentFuture[T_co]:

@@ -459,7 +459,9 @@ class ActorOptions:
             ``"new process"``. None: in a process of its own where the embedded cluster runs, else on the group's
             workers in turn.
         max_concurrency: how many calls may run at a time; None: one, or 1000 where it has async methods.
-        concurrency_groups: limits for the methods of each group, which run beside the others.
+        concurrency_groups: limits for the methods of each group, which run beside the others: plain methods on threads of the
+            group, ``async def`` methods on its event loop, which has a thread of its own and is made with its first call. What
+            blocks the loop of one group does not hold the others. asyncio's locks and events work within one group only.
         max_pending_calls: calls of one caller beyond this number are refused; -1: no limit.
         max_restarts: how often it is made again when it dies; -1: for ever. In a supervision group (:func:`supervise`)
             that, the window and the back-off are the group's; there it must not be 0.

@@ -26,7 +26,7 @@ from actorrpc.core import codec, exceptions
 from actorrpc.core.calls import CURRENT, Execution
 from actorrpc.core.peer import Peer
 from actorrpc.errors import CancelledError, DeadlockError, RpcTimeoutError, SerializationError
-from actorrpc.futures import Future
+from actorrpc.futures import Future, generation
 from actorrpc.rpc import rref as rrefs
 
 __all__ = ["Again", "ObjectRefGenerator", "Translate"]
@@ -91,6 +91,7 @@ class _Consumer(Stall):
         self._closed = False
         self.swept = 0  # the search that has had the garbage collected which may hold the stream
         self._stuck: tuple[int, Reader | None] = -1, None
+        self._generation = generation()
         self._signal: Future[None] | None = None  # for who waits until something changes
         self._arrival: Future[None] | None = None  # for wait(), which takes nothing
         self._finished: Future[None] | None = None
@@ -315,6 +316,8 @@ class _Consumer(Stall):
                 signal = self._signal
                 if signal is None:
                     signal = self._signal = Future()
+                    if self._generation != generation():  # this process is a fork, to which no item comes
+                        signal._born = self._generation
                     signal.label = f"item {self._count} of {self.label}"
                     signal._source = self
                 return None, None, signal

@@ -90,7 +90,8 @@ class Resident:
         self.begun = moments.now()
         self._lock = threading.RLock()
         self._intake: list[LetterEntry] | None = []
-        self.loop: EventLoop | None = None
+        # The event loops of an async actor, by concurrency group: added to under _lock, and replaced by none at the end.
+        self.loops: dict[str, EventLoop] = {}
         # Says what callers get for what a method raised, where something here knows better (collectives do).
         self.on_error: Callable[[BaseException], BaseException] | None = None
         self._plans: dict[str, Lane] = {}
@@ -211,16 +212,48 @@ class Resident:
             wake_all(todo)
         for lane in todo.start:
             if lane.is_async:
-                loop = self.loop
-                try:
-                    if loop is not None:
-                        loop.submit(partial(self.callee.pump, lane))
-                        if loop.station.waiting:
-                            loop.station.wake()
-                except NO_THREAD:
-                    self.agent.submit(partial(self.understaffed, lane))
+                loop = self.loops.get(lane.name)
+                if loop is None:
+                    self.agent.submit(partial(self._open_loop, lane))
+                else:
+                    self._have_pumped(loop, lane)
             else:
                 self.agent.submit(Station(self, lane).start)
+
+    def _have_pumped(self, loop: EventLoop, lane: Lane) -> None:
+        """Have a loop start what its lane has."""
+        try:
+            loop.submit(partial(self.callee.pump, lane))
+            if loop.station.waiting:
+                loop.station.wake()
+        except NO_THREAD:
+            self.agent.submit(partial(self.understaffed, lane))
+
+    def _open_loop(self, lane: Lane) -> None:
+        """Make the event loop of a concurrency group, when the first call of the group has come."""
+        loop = self.loops.get(lane.name)
+        if loop is None:
+            try:
+                made = self._new_loop(lane)
+            except OSError as error:
+                self.understaffed(lane, f"it needs an event loop, which cannot be made: {error}")
+                return
+            with self._lock:
+                # What ends the actor says so under this lock, and looks for loops later: it finds this one.
+                if self.state in ("alive", "ending"):
+                    loop = self.loops.setdefault(lane.name, made)
+            if loop is not made:
+                _ = made.close()
+        if loop is not None:  # otherwise the actor has ended, and with it what waited
+            self._have_pumped(loop, lane)
+
+    def _new_loop(self, lane: Lane) -> EventLoop:
+        title = f"{self.title} (concurrency group {lane.name!r})" if lane.name else self.title
+        return EventLoop(title, LoopStation(self, lane), self._exited_aside, self.broken, self.agent)
+
+    def loop_of(self, lane: Lane | None) -> EventLoop | None:
+        """Return the loop that runs the calls of a lane; None where they run on threads, or there is none (any more)."""
+        return self.loops.get(lane.name) if lane is not None and lane.is_async else None
 
     def finished(self, lane: Lane, todo: Todo) -> None:
         """Go on after an entry of a lane is over."""
@@ -230,12 +263,15 @@ class Resident:
         if ending is not None:
             ending()
 
-    def understaffed(self, lane: Lane) -> None:
-        """Refuse what waits in a lane for a thread that the system does not have. The next call asks for one again."""
-        why = explain_threads()
+    def understaffed(self, lane: Lane, why: str = "") -> None:
+        """Refuse what waits in a lane for a thread that the system does not have. The next call asks for one again.
+
+        ``why``: what else the system does not have.
+        """
+        why = why or f"it needs a thread: {explain_threads()}"
         for entry in self.mailbox.understaffed(lane):
             assert isinstance(entry, LetterEntry)
-            text = f"{self.callee.label(entry)} was not executed, as it needs a thread: {why}"
+            text = f"{self.callee.label(entry)} was not executed, as {why}"
             self.callee.refuse(entry, LimitError(text))
 
     def broken(self, error: BaseException, entry: Entry | None = None) -> None:
@@ -282,7 +318,7 @@ class Resident:
             )
             self.carry_out(todo)
             return
-        execution, loop = entry.execution, self.loop
+        execution, loop = entry.execution, self.loop_of(lane)
         if lane is not None and lane.is_async:
             if entry.task is not None and loop is not None:
                 loop.submit(partial(self.callee.stop, entry, stop))
@@ -301,7 +337,7 @@ class Resident:
         self.callee.fail(entry, error)
         if entry.conn is not None:
             entry.conn.flush()
-        loop = self.loop
+        loop = self.loop_of(entry.lane)
         if entry.task is not None and loop is not None:
             loop.submit(partial(self.callee.stop, entry, True))
 
@@ -366,13 +402,6 @@ class Resident:
         most = options.max_concurrency
         limits = {"": (1 if info.is_async else most or 1), **groups}
         async_limits = {"": most or _ASYNC_LIMIT, **groups} if info.is_async else {}
-        with self._lock:
-            if (
-                info.is_async and not self._wound_up
-            ):  # it may have been killed meanwhile: nobody would close the loop
-                self.loop = EventLoop(
-                    self.title, LoopStation(self), self._exited_aside, self.broken, self.agent
-                )
         loose = options.allow_out_of_order_execution
         if loose is None and (info.is_async or limits[""] > 1):
             loose = True
@@ -422,7 +451,9 @@ class Resident:
         entry: Any = None
         if isinstance(station, Station) and station in self.crew:
             entry = station.running
-        elif isinstance(station, LoopStation) and self.loop is not None and station is self.loop.station:
+        elif isinstance(station, LoopStation) and any(
+            station is each.station for each in list(self.loops.values())
+        ):
             entry = station.current
         if entry is None or entry.execution is not execution:
             self.agent.submit(partial(self.exited, None, why))
@@ -478,14 +509,14 @@ class Resident:
     def _close(self, state: str) -> list[LetterEntry]:
         """Refuse what waits, and everything from now on; return what is running."""
         BYSTANDERS.leave(self)
-        loop = self.loop  # the last station that ends takes it away
+        loops = list(self.loops.values())  # the last station that ends takes them away
         entries, stations = self.mailbox.close()
         with self._lock:
             self.state = state
             intake, self._intake = self._intake or [], None
         for entry in [*entries, *intake]:
             self.callee.refuse(entry, ResidentGoneError(self.id, self.why))  # type: ignore[arg-type]
-        if loop is not None:
+        for loop in loops:
             self.refuse_due(loop.station)
         for station in stations:
             station.end()
@@ -494,7 +525,7 @@ class Resident:
             station.end()
             if isinstance(station.running, LetterEntry):
                 running.append(station.running)
-        if loop is not None:
+        for loop in loops:
             running += list(loop.station.entries.values())
         if state == "over":
             self.runtime.residents.forget(self)
@@ -503,7 +534,7 @@ class Resident:
         return running
 
     def refuse_due(self, station: LoopStation) -> None:
-        """Refuse the plain methods whose turn on the loop will not come any more."""
+        """Refuse the plain methods whose turn on a loop will not come any more."""
         for entry in station.ended():
             self.callee.refuse(entry, ResidentGoneError(self.id, self.why))
 
@@ -528,9 +559,14 @@ class Resident:
             except BaseException as error:
                 report(_log, error, "on_stop of actor %s raised", self.title)
         instance = None
-        loop, self.loop = self.loop, None
+        with self._lock:
+            loops, self.loops = list(self.loops.values()), {}
+        ends = [loop.close() for loop in loops]
 
-        def over(_: Any) -> None:
+        def over() -> None:
+            if ends:
+                ends.pop().add_done_callback(lambda _: over())
+                return
             self.state = "over"
             for peer in (self.agent.self_peer, *self.agent.peers()):
                 for each in list(peer.running.values()):
@@ -541,10 +577,7 @@ class Resident:
             if self.over._claim():
                 self.over._finish(state, None)
 
-        if loop is not None:
-            loop.close().add_done_callback(over)
-        else:
-            over(None)
+        over()
 
     def _last_state(self, instance: Any) -> Snapshot | None:
         """Return what the next incarnation, on another worker, starts from."""

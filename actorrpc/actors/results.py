@@ -41,6 +41,8 @@ class ResultFuture(Future[Any]):
 
     __slots__ = ("_number", "_plan", "_route", "_trip")
 
+    _then_class = Future
+
     def __init__(self, route: Route, plan: Plan, number: int) -> None:
         _init(self)
         # Holds the anchor, so that the actor lives as long as the call is under way. Nothing is held after that.

@@ -339,6 +339,8 @@ class TaskFuture(Future[Any]):
 
     __slots__ = ("_crews", "_runner")
 
+    _then_class = Future
+
     def __init__(self, call: Future[Any], crews: _Crews, runner: _Runner, title: str) -> None:
         Future.__init__(self)
         self.label = f"task {title}"

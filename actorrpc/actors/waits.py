@@ -60,13 +60,16 @@ def _start(item: Any, what: str, final: bool) -> Future[Any]:
 
     Raises:
         TypeError: there is nothing to wait for.
+        NotInitializedError: it is pending in the process of which this one is a fork.
     """
     if type(item) is ObjectRef:
         future = item._ask()
         if final and future._done and type(future._value) is Kept:
             return item._final()
+        future.check_process()
         return future
     if isinstance(item, Future):
+        item.check_process()
         return item
     if isinstance(item, RRef):
         return item._to_future()
@@ -264,7 +267,8 @@ def get(refs: Any, *, timeout: float | None = None) -> Any:
     Raises:
         RpcTimeoutError: not everything was there in time (also known as GetTimeoutError). The calls go on.
         TypeError: there is nothing to wait for in ``refs``.
-        Exception: what a call raised; of several, the first that fails, at once.
+        Exception: what a call raised; of several, the first that fails, at once. What the others raise is not logged as
+            something that nobody looked at.
     """
     if type(refs) is ObjectRef:
         until = deadline_of(timeout)
@@ -303,8 +307,16 @@ def _wait_for(future: Future[Any], until: float, timeout: float | None) -> Any:
             return future.wait(max(0.0, until - moments.now()))
         except RpcTimeoutError:
             if not future._done:
+                if _time_is_over():
+                    future.cover()
                 raise _late(f"{future.label}", timeout) from None
     return future.wait()
+
+
+def _time_is_over() -> bool:
+    """Whether the call that waits must be over: what it waits for ends with it, and it hears of that no more."""
+    execution = CURRENT.get()
+    return execution is not None and execution.deadline <= moments.now()
 
 
 def _late(what: str, timeout: float | None) -> RpcTimeoutError:
@@ -316,6 +328,27 @@ def _late(what: str, timeout: float | None) -> RpcTimeoutError:
 
 def _get_all(items: list[Any], until: float, timeout: float | None) -> list[Any]:
     futures = [_start(item, "get()", True) for item in items]
+    try:
+        return _values(items, futures, until, timeout)
+    except BaseException:
+        if _time_is_over() or any(each._error is not None for each in _behind(items, futures)):
+            _cover(items, futures)
+        raise
+
+
+def _behind(items: Sequence[Any], futures: Sequence[Future[Any]]) -> list[Future[Any]]:
+    """Return the futures whose failures end a wait for several results: those of calls and those of fetches."""
+    refs = [item for item in items if type(item) is ObjectRef]
+    found = [future for ref in refs for future in (ref._future, ref._fetched) if future is not None]
+    return [*futures, *found]
+
+
+def _cover(items: Sequence[Any], futures: Sequence[Future[Any]]) -> None:
+    for each in _behind(items, futures):
+        each.cover()
+
+
+def _values(items: list[Any], futures: list[Future[Any]], until: float, timeout: float | None) -> list[Any]:
     for future in futures:
         if future._done and future._error is not None:
             future.wait()
@@ -362,8 +395,8 @@ def all_of(refs: Sequence[Any]) -> Future[list[Any]]:
         for watch in watches:
             future = watch.future
             if future._done and future._error is not None:
-                future.acknowledge()
                 gate.close()
+                _cover(refs, futures)
                 values.set_exception(future._error)
                 return
         gate.close()
@@ -446,6 +479,8 @@ def wait(
             fetch_local and type(item) is ObjectRef and future._error is None and type(future._value) is Kept
         )
         (ready if done and len(ready) < num_returns else rest).append(item)
+    if rest and _time_is_over():
+        _cover(refs, futures)
     return ready, rest
 
 
@@ -538,6 +573,9 @@ class Completed(Generic[T]):
         return found, signal
 
     def _late(self) -> RpcTimeoutError:
+        if _time_is_over():
+            watches = self._stream.watches
+            _cover([each.item for each in watches], [each.future for each in watches])
         return _late(f"one of {self._left} results", self._timeout)
 
 

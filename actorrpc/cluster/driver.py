@@ -137,7 +137,7 @@ class Cluster:
             there: Future[WorkerInfo] = Future()
             self._take_seat(there, spec, spec.rank, 0)
             return there
-        plain = not spec.is_picky and not needs_of(spec) and not self.seats_first
+        plain = self._is_plain(spec)
         simple = not self.book.workers and not spec.is_picky and not spec.wait_s and self._is_local
         if plain or (simple and self._is_possible(spec)):
             return self._start(spec, creator)
@@ -146,6 +146,10 @@ class Cluster:
         with self._lock:
             self._place(wish, first=True)
         return wish.future
+
+    def _is_plain(self, spec: ProcessSpec) -> bool:
+        """Say whether an actor gets a process of its own without a place being looked for."""
+        return not spec.is_picky and not needs_of(spec) and not self.seats_first
 
     @property
     def _is_local(self) -> bool:
@@ -324,6 +328,13 @@ class Cluster:
         Raises:
             PlacementError: nobody has what it needs, and it does not want to wait for one who has.
         """
+        if spec.num_cpus is None and spec.rank is None and self._is_local and self._is_plain(spec):
+            # It books no processor, and its process uses one: the engine would refuse it later.
+            counted = replace(spec, num_cpus=1.0)
+            with self._lock:
+                self._refresh()
+                if not any(each.suits(counted) for each in self.book.nodes):
+                    raise self._lacking(counted, 0.0)
         asks = spec.is_picky or self.book.workers or (self._is_local and needs_of(spec))
         if spec.wait_s or not asks:
             return

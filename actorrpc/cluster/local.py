@@ -153,8 +153,8 @@ def init(
         engine_options: what that engine takes, by name; for one that is named, keywords that are no settings go there as
             well, and ``num_cpus``, ``num_gpus``, ``resources`` are of each of its workers: ``init("ray://head", num_workers=8)``.
         spmd: under a launcher: every rank goes on with the script, as a worker.
-        num_cpus: the most that one actor may ask for; default: the processors of this machine. More actors than
-            processors may be created.
+        num_cpus: the most that one actor may ask for, one that says nothing asks for 1; default: the processors of this
+            machine. More actors than processors may be created.
         num_gpus: how many CUDA devices there are to give; default: all that this process sees.
         resources: further amounts that this machine has, by name, for ``options(resources=...)``.
         labels: words about this machine, by name, for ``options(labels=...)``.

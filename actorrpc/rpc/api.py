@@ -23,7 +23,7 @@ from actorrpc.core.rendezvous import open_store
 from actorrpc.core.several import here
 from actorrpc.core.tls import Tls
 from actorrpc.errors import ConfigError, NotInitializedError, WrongTypeError
-from actorrpc.futures import Future, hush
+from actorrpc.futures import Future, forked, hush
 from actorrpc.rpc import group as groups
 from actorrpc.rpc import rref as rrefs
 from actorrpc.rpc import script
@@ -389,6 +389,7 @@ def _after_fork() -> None:
     global _state
     state, _state = _state, None
     if state is not None:
+        forked()
         rrefs.set_runtime(None)
         groups.set_current(None)
         state.agent.abandon()

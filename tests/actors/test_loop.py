@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 import actorrpc
 from actorrpc.actors import callee
 from actorrpc.actors.runtime import Runtime
+from actorrpc.errors import LimitError
 from tests.actors.alone import alone
 
 
@@ -57,12 +59,15 @@ class _Holds:
     gate = threading.Event()
 
 
-@actorrpc.remote
+@actorrpc.remote(concurrency_groups={"io": 2})
 class Held:
     def plain(self) -> None:
         _Holds.gate.wait(20)
 
     async def coroutine(self) -> None:
+        _Holds.gate.wait(20)
+
+    async def coroutine_in_group(self) -> None:
         _Holds.gate.wait(20)
 
     async def in_a_task(self) -> None:
@@ -74,6 +79,9 @@ class Held:
     async def tick(self) -> None: ...
 
     def get_from(self, other: Any) -> Any:
+        return actorrpc.get(other.wait.remote())
+
+    async def get_later(self, other: Any) -> Any:
         return actorrpc.get(other.wait.remote())
 
     async def sleep(self) -> None:
@@ -97,16 +105,19 @@ def test_what_holds_the_loop_is_named_once_each(lines: _Lines) -> None:
         ("plain", ".plain()"),
         ("coroutine", ".coroutine()"),
         ("in_a_task", "a task"),
+        ("coroutine_in_group", ".coroutine_in_group()"),
         ("plain", ""),
     ):
         _Holds.gate.clear()
-        ref = getattr(actor, method).remote()
+        group = "io" if method.endswith("_in_group") else None
+        ref = getattr(actor, method).options(concurrency_group=group).remote()
         if name:
             said += 1
             found = lines.wait_for("has held the event loop", said)
             assert name in found[-1].partition(" has held")[0]
             assert f"in {'task' if method == 'in_a_task' else method}\n" in found[-1]
             assert "threading.Thread" not in found[-1]
+            assert ("(concurrency group 'io') for more than 1 s" in found[-1]) is (group == "io")
         else:
             actorrpc.wait([ref], timeout=2.5)
         _Holds.gate.set()
@@ -132,6 +143,81 @@ def test_a_wait_on_the_loop_is_said_once(lines: _Lines) -> None:
     del actor, other
 
 
+@pytest.mark.prints(r"waits \(get\(\) and the like\)")
+@pytest.mark.usefixtures("runtime")
+def test_a_wait_on_the_loop_of_a_group_names_the_group(lines: _Lines) -> None:
+    actor, other = Held.remote(), Other.remote()
+    _Holds.gate.set()
+    assert actorrpc.get(actor.get_later.options(concurrency_group="io").remote(other)) == "waited"
+    (said,) = lines.wait_for("waits (get() and the like)", 1)
+    assert "on the actor's event loop of concurrency group 'io', and blocks" in said
+    del actor, other
+
+
+# -- the loops of the groups -----------------------------------------------------------------------------------
+
+
+def _loops() -> set[threading.Thread]:
+    """The threads of the event loops of this process's actors."""
+    return {each for each in threading.enumerate() if each.name.startswith("actorrpc-loop-")}
+
+
+@pytest.mark.usefixtures("runtime")
+def test_the_loop_of_a_group_is_made_with_the_first_call_and_ends_with_the_actor() -> None:
+    before = _loops()
+    actor = Held.remote()
+    found = []
+    for group in (None, "io", "io"):
+        actorrpc.get(actor.tick.options(concurrency_group=group).remote())
+        found.append(len(_loops() - before))
+    assert found == [1, 2, 2]
+    ours = _loops() - before
+    actor.kill()
+    for thread in ours:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.mark.usefixtures("runtime")
+def test_loops_end_with_their_actor_also_where_their_coroutines_wait() -> None:
+    before = _loops()
+    actor = Stubborn.options(concurrency_groups={"io": 2}).remote()
+    refs = [actor.sleep.options(concurrency_group=group).remote() for group in (None, "io")]
+    actorrpc.get([actor.tick.options(concurrency_group=group).remote() for group in (None, "io")])
+    ours = _loops() - before
+    assert len(ours) == 2
+    actor.kill()
+    for ref in refs:
+        with pytest.raises(actorrpc.ActorDiedError):
+            actorrpc.get(ref)
+    for thread in ours:
+        thread.join(20)
+        assert not thread.is_alive()
+    del refs, ref
+
+
+@pytest.mark.usefixtures("runtime")
+def test_a_call_whose_group_can_have_no_loop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = Held.remote()
+    actorrpc.get(actor.tick.remote())
+
+    def none() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "new_event_loop", none)
+        for _ in range(2):
+            with pytest.raises(
+                LimitError, match=r"it needs an event loop, which cannot be made: .*Too many open"
+            ) as refused:
+                actorrpc.get(actor.tick.options(concurrency_group="io").remote())
+            assert refused.value.maybe_executed is False
+            del refused
+        actorrpc.get(actor.tick.remote())
+    actorrpc.get(actor.tick.options(concurrency_group="io").remote())
+    del actor
+
+
 @actorrpc.remote
 class Stubborn:
     def __init__(self) -> None:
@@ -151,6 +237,9 @@ class Stubborn:
                 except actorrpc.CancelledError as error:
                     return f"again: {error}"
         return "never"
+
+    async def sleep(self) -> None:
+        await asyncio.sleep(3600)
 
     async def has_begun(self) -> None:
         await self.begun.wait()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -46,6 +49,26 @@ class _Work:
 
 def _kept(value: Any) -> Kept:
     return Kept(rpc.RRef(Snapshot.of(value)))
+
+
+class _Fetched:
+    """Stands for an RRef of a value that is elsewhere."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    @property
+    def _references(self) -> Any:
+        return self
+
+    @property
+    def agent(self) -> Any:
+        return self
+
+    def _to_future(self) -> Future[Any]:
+        return self._future
+
+    def flush(self) -> None: ...
 
 
 def _started(target: Any) -> threading.Thread:
@@ -125,6 +148,103 @@ def test_the_first_failure_is_raised_at_once() -> None:
     with pytest.raises(ValueError, match="third"):
         get(work.refs)
     work.end(0, 1)
+
+
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is to be logged of failures that nobody looked at."""
+    lines: list[str] = []
+    monkeypatch.setattr("actorrpc.futures._reporter.report", lines.append)
+    return lines
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_what_a_get_has_covered_is_not_reported(when: str, reports: list[str]) -> None:
+    work = _Work(4)
+    work.end(0)
+
+    def fail(futures: list[Future[Any]]) -> None:
+        if when == "meanwhile":
+            _until_watched(futures[3])
+        for number in (1, 2):
+            futures[number].set_exception(ValueError(f"number {number}"))
+
+    thread = _started(partial(fail, work.futures))
+    if when == "before":
+        thread.join()
+    with pytest.raises(ValueError, match=r"number [12]"):
+        get([work.refs[:2], work.refs[2:]])
+    thread.join()
+    work.futures[3].set_exception(ValueError("number 3"))
+    del work, thread
+    gc.collect()
+    assert reports == []
+
+
+def _fail_a_fetch() -> None:
+    """Have a fetch fail of what a get() was to bring that has failed before."""
+    work = _Work(2)
+    fetch: Future[Any] = Future()
+    kept = Kept(_Fetched(fetch))  # type: ignore[arg-type]
+    work.futures[1].set_exception(ValueError("number 1"))
+    with contextlib.suppress(ValueError):
+        get(work.refs)
+    work.futures[0].set_result(kept)
+    found = work.refs[0].future()
+    fetch.set_exception(ValueError("lost"))
+    assert found._error is not None
+
+
+def test_a_fetch_for_a_get_that_has_failed_is_not_reported(reports: list[str]) -> None:
+    _fail_a_fetch()
+    gc.collect()
+    assert reports == []
+
+
+def test_of_the_arguments_of_a_call_one_failure_is_reported_by_the_call(reports: list[str]) -> None:
+    work = _Work(2)
+    values = all_of(work.refs)
+    for number in (0, 1):
+        work.futures[number].set_exception(ValueError(f"number {number}"))
+    with pytest.raises(ValueError, match="number 0"):
+        values.wait()
+    del work, values
+    gc.collect()
+    assert reports == []
+
+
+@pytest.mark.parametrize(
+    "look",
+    [lambda refs: get(refs[0]), get, lambda refs: wait(refs)[0][0], lambda refs: next(as_completed(refs))],
+    ids=["get one", "get all", "wait", "as_completed"],
+)
+def test_what_ends_together_with_the_call_that_waits_is_not_reported(
+    look: Callable[[Any], Any], reports: list[str]
+) -> None:
+    work = _Work(1)
+    agent = rpc.api._require().agent  # type: ignore[attr-defined]
+    token = CURRENT.set(Execution(agent.self_peer, 1, 0.0, 1))
+    try:
+        with pytest.raises((errors.RpcTimeoutError, IndexError)):
+            look(work.refs)
+    finally:
+        CURRENT.reset(token)
+    work.futures[0].set_exception(errors.RpcTimeoutError("late, too"))
+    del work
+    gc.collect()
+    assert reports == []
+
+
+def test_what_a_get_has_given_up_by_its_own_time_out_is_reported(reports: list[str]) -> None:
+    work = _Work(2)
+    for refs in (work.refs, work.refs[1]):
+        with pytest.raises(errors.RpcTimeoutError):
+            get(refs, timeout=0)
+    work.end(0)
+    work.futures[1].set_exception(ValueError("later"))
+    del work, refs
+    gc.collect()
+    assert reports == ["a future failed and nobody looked at the error: ValueError('later')"]
 
 
 def test_time_is_up() -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
+import actorrpc
 from actorrpc import rpc
 from actorrpc.actors import runtime
 from actorrpc.actors.processes import ProcessSpec
 from actorrpc.cluster import Context, init, serving
-from actorrpc.errors import ConfigError, NotInitializedError, RpcError, ShutdownError
+from actorrpc.errors import ConfigError, NotInitializedError, PlacementError, RpcError, ShutdownError
 from tests.cluster import remotes
 from tests.cluster.drive import cluster, script, until, workers
 from tests.group import rpc_group
@@ -334,6 +335,26 @@ def test_ctrl_c_at_any_time_leaves_no_mess(tmp_path: Path, inside: str) -> None:
         code, _, err = _finish(process)
     assert code == 0, err
     check(err, _BETWEEN)
+
+
+@actorrpc.remote
+class _Plain:
+    def pid(self) -> int:
+        return os.getpid()
+
+
+@actorrpc.remote
+def _task() -> int:
+    return 1
+
+
+def test_without_a_processor_there_is_no_place_for_what_says_nothing() -> None:
+    with init(num_cpus=0):
+        for make in (_Plain.remote, _Plain.options(placement_timeout=60).remote, _task.remote):
+            with pytest.raises(PlacementError, match=r"needs CPU 1; there are .*new processes on"):
+                make()
+        actor = _Plain.options(num_cpus=0).remote()
+        assert actorrpc.get(actor.pid.remote()) != os.getpid()
 
 
 # -- forks of the driver ---------------------------------------------------------------------------------

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import actorrpc
+from actorrpc import rpc
 from actorrpc.errors import NotInitializedError
 from tests.actors.e2e.kit import Gate, until
 
@@ -211,6 +217,24 @@ def _sum(x: Any) -> float:
     return float(x.sum())
 
 
+# -- futures -------------------------------------------------------------------------------------------------------------
+
+
+@actorrpc.remote
+def _double(n: int) -> int:
+    return 2 * n
+
+
+def test_futures_of_calls_and_tasks_can_be_followed() -> None:
+    actor = Adder.remote(1)
+    assert actor.rpc_async().add(1).then(lambda done: done.value() + 1).wait() == 3
+    assert actor.add.remote(1).future().then(lambda done: done.value() + 1).wait() == 3
+    assert (
+        _double.remote(4).future().then(lambda done: done.value() + 1).then(lambda done: -done.value()).wait()
+        == -9
+    )
+
+
 # -- forks -----------------------------------------------------------------------------------------------------------------
 
 
@@ -241,3 +265,82 @@ def test_a_forked_data_loader_is_told() -> None:
     assert actorrpc.get(actor.add.remote(1)) == 2
     # In this process it works.
     assert [int(each) for each in DataLoader(FromActor(actor))] == [1, 2, 3, 4]
+
+
+def _in_fork(work: Callable[[], Any]) -> str:
+    """Return what ``work`` returns in a fork of this process, or the error that it raises, as text."""
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            try:
+                said = str(work())
+            except BaseException as error:
+                said = f"{type(error).__name__}: {error}"
+            os.write(writes, said.encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with open(reads) as file:
+        said = file.read()
+    assert os.waitpid(pid, 0)[1] == 0
+    return said
+
+
+async def _await(ref: Any) -> Any:
+    return await ref
+
+
+def _items(gate: Any) -> Any:
+    yield 1
+    actorrpc.get(gate.wait.remote())
+    yield 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_is_told_that_what_its_parent_waits_for_never_comes_to_it() -> None:
+    actor, gate = Adder.remote(1), Gate.remote()
+    over = actor.add.remote(1)
+    assert actorrpc.get(over) == 2
+    pending = [gate.wait.remote(), gate.wait.remote()]
+    stream = actorrpc.remote(_items).remote(gate)
+    assert actorrpc.get(next(stream)) == 1
+    future = gate.rpc_async().wait()
+    until(lambda: actorrpc.get(gate.count.remote()) == 4)
+    for wait in (
+        lambda: actorrpc.get(pending[0]),
+        lambda: actorrpc.get(pending[0], timeout=60),
+        lambda: actorrpc.get(pending),
+        lambda: actorrpc.get([over, pending[0]]),
+        lambda: actorrpc.wait(pending),
+        lambda: list(actorrpc.as_completed(pending)),
+        lambda: asyncio.run(_await(pending[0])),
+        lambda: pending[0].future().exception(),
+        lambda: future.then(str),
+        lambda: future.wait(),
+        lambda: next(stream),
+    ):
+        told = _in_fork(wait)
+        assert re.match(
+            r"NotInitializedError: .* was not over when this process was forked .*'spawn'", told
+        ), told
+    assert _in_fork(lambda: actorrpc.get([over, over])) == "[2, 2]"
+    # They all come to this process.
+    actorrpc.get(gate.open.remote())
+    assert [*actorrpc.get(pending), future.wait(), actorrpc.get(next(stream))] == ["open", "open", "open", 2]
+
+
+def _with_a_group_of_its_own(folder: Path) -> int:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
+    rpc.init_rpc("fork", rank=0, world_size=1, rpc_backend_options=options)
+    actor = Adder.options(worker="fork").remote(1)
+    found = [actorrpc.get(actor.add.remote(1)), *actorrpc.get([actor.add.remote(2), actor.add.remote(3)])]
+    del actor
+    rpc.shutdown()
+    return sum(found)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_with_a_group_of_its_own_waits_for_its_own_calls(tmp_path: Path) -> None:
+    actorrpc.get(Adder.remote(1).add.remote(1))
+    assert _in_fork(partial(_with_a_group_of_its_own, tmp_path)) == "9"

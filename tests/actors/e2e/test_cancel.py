@@ -45,6 +45,8 @@ class Busy:
             loop = asyncio.get_running_loop()
 
             def again() -> None:
+                for _ in range(10_000):
+                    pass
                 loop.call_soon(again)
 
             again()

@@ -93,9 +93,6 @@ def test_results_that_cannot_be_sent() -> None:
         list(actor.stream.remote().values())
 
 
-@pytest.mark.prints(
-    r"the call of Gate\.wait on 'Gate-\d+' failed and nobody looked at the error: RpcTimeoutError"
-)
 def test_tasks_are_called_by_their_names() -> None:
     gate = Gate.remote()
     with pytest.raises(actorrpc.RpcTimeoutError, match=r"the call of task wait_for .*timed out"):
