@@ -18,6 +18,9 @@ from tests import processes
 __all__ = ["alone", "bare", "begin", "ended", "here"]
 
 
+_in_force = threading.Event()
+
+
 @contextlib.contextmanager
 def bare() -> Iterator[Runtime]:
     """Put a runtime into force that knows nothing but calls, references and streams."""
@@ -26,9 +29,11 @@ def bare() -> Iterator[Runtime]:
     made = Runtime(references.agent, references)
     made.streams = Streams(references.agent)
     set_runtime(made)
+    _in_force.set()
     try:
         yield made
     finally:
+        _in_force.clear()
         made.streams.close()
         ended()
         set_runtime(before)
@@ -55,6 +60,7 @@ _outcomes: list[BaseException | None] = []
 
 def begin(make: Callable[..., Any], limit: int, *args: Any) -> StreamTicket:
     """Run a generator on a thread of its own and return the ticket of its stream. Called by RPC."""
+    _in_force.wait()  # the caller may have its own already, and call before this worker has
     runtime = current()
     assert runtime is not None
     producer = runtime.streams.open(limit)
