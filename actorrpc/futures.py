@@ -22,9 +22,8 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import torch
 
-from actorrpc import moments
-from actorrpc.core.exception_parts import CAUSE, TRACEBACK
-from actorrpc.core.exception_text import report, say, type_name
+from actorrpc import _time
+from actorrpc._exception_text import CAUSE, TRACEBACK, report, say, type_name
 from actorrpc.errors import CancelledError, NotInitializedError, RpcTimeoutError
 
 __all__ = [
@@ -424,7 +423,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         """
         if not self._done:
             self.check_process()
-            deadline = None if timeout is None else moments.now() + timeout
+            deadline = None if timeout is None else _time.now() + timeout
             source = self._source
             if source is not None:
                 source.drive(deadline)
@@ -462,9 +461,9 @@ class Future(torch.futures.Future[T], Generic[T]):
                 if station is not None and station.work:
                     station.serve()
                     continue
-                if deadline is not None and deadline <= moments.now():
+                if deadline is not None and deadline <= _time.now():
                     break
-                if moments.doze(lock, _NEVER if deadline is None else deadline) and station is None:
+                if _time.doze(lock, _NEVER if deadline is None else deadline) and station is None:
                     break
         finally:
             if station is not None:

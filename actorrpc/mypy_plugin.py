@@ -45,18 +45,18 @@ from mypy.typevars import fill_typevars
 
 __all__ = ["ActorPlugin", "plugin"]
 
-_HANDLE: Final = "actorrpc.actors.handle.ActorHandle"
+_HANDLE: Final = "actorrpc.actors.client.handle.ActorHandle"
 # mypy looks names up through packages, which have them as they are exported.
 _METHOD: Final = "actorrpc.actors.ActorMethod"
 _CLASS: Final = "actorrpc.actors.ActorClass"
 _REF: Final = "actorrpc.actors.ObjectRef"
 _STREAM: Final = "actorrpc.actors.ObjectRefGenerator"
-_REMOTE: Final = frozenset({"actorrpc.remote", "actorrpc.actors.remote", "actorrpc.actors.decorator.remote"})
+_REMOTE: Final = frozenset({"actorrpc.remote", "actorrpc.actors.remote", "actorrpc.actors.api.remote"})
 _CALLS: Final = frozenset(
     {
         f"{_HANDLE.rpartition('.')[0]}.ActorMethod.remote",
-        "actorrpc.actors.actor_class.ActorClass.remote",
-        "actorrpc.actors.tasks.RemoteFunction.remote",
+        "actorrpc.actors.client.actor_class.ActorClass.remote",
+        "actorrpc.actors.library.tasks.RemoteFunction.remote",
     }
 )
 _GIVEN: Final = ("remote", "options", "group", "__actor_class__")

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from actorrpc.cluster import addresses, joining
-from actorrpc.core.identity import check_name
+from actorrpc.cluster import join
 from actorrpc.errors import ConfigError, RpcError
+from actorrpc.wire.identity import check_name
 
 __all__ = ["main"]
 
@@ -69,12 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     found = _parser().parse_args(given)
     try:
-        addresses.parse(found.join, "--join")
+        join.parse(found.join, "--join")
         if found.name is not None:
             check_name(found.name)
         if not found.timeout > 0:
             raise ConfigError("--timeout must be a number of seconds > 0")
-        means = joining.Means(
+        means = join.Means(
             num_cpus=found.num_cpus,
             num_gpus=found.num_gpus,
             resources=_amounts(found.resources),
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"python -m actorrpc.worker: {error}\n")
         return 2
     try:
-        return joining.serve(found.join, name=found.name, means=means, timeout=found.timeout)
+        return join.serve(found.join, name=found.name, means=means, timeout=found.timeout)
     except (RpcError, OSError) as error:
         sys.stderr.write(f"python -m actorrpc.worker: {error}\n")
         return 1

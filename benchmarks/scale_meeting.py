@@ -1,6 +1,6 @@
 """How a group of n workers meets in a store: the real code and a model of it, in virtual time, from one seed.
 
-The real code (:class:`actorrpc.core.rendezvous.Rendezvous`) runs on a thread for each worker, over torch's ``HashStore``; the
+The real code (:class:`actorrpc.group.rendezvous.Rendezvous`) runs on a thread for each worker, over torch's ``HashStore``; the
 model is a generator for each worker, and knows only which keys are there. Both are driven by the same schedule: one worker
 moves at a time, each operation of the store takes ``LATENCY_S``, and the workers come at moments that are drawn from the seed.
 So their operations can be compared one by one, and the model can go on to thousands of workers, for which
@@ -24,10 +24,10 @@ from unittest import mock
 
 from torch.distributed import HashStore
 
-from actorrpc.core import rendezvous
-from actorrpc.core.identity import WorkerRecord
-from actorrpc.core.keys import Key
-from actorrpc.core.rendezvous import Rendezvous
+from actorrpc.group import rendezvous
+from actorrpc.group.rendezvous import Rendezvous
+from actorrpc.wire.identity import WorkerRecord
+from actorrpc.wire.keys import Key
 
 __all__ = ["LATENCY_S", "SPREAD_S", "Meeting", "made_up", "model", "real"]
 

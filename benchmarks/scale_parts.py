@@ -2,7 +2,8 @@
 
 * the table of a fixed group, and a peer for each worker that there is contact with: bytes (``tracemalloc``);
 * the barrier at the end of a fixed group, as the one worker runs it that all others ask: seconds of processor time;
-* heartbeats of a worker and those that it is connected to, by :class:`actorrpc.core.liveness.Liveness`, in virtual time;
+* heartbeats of a worker and those that it is connected to, by :class:`actorrpc.transport.failure_detector.Liveness`, in virtual
+  time;
 * what torch's ``TCPStore`` serves a second on this machine: as fast as some clients in this process can ask.
 """
 
@@ -19,11 +20,11 @@ from typing import Any, Final
 
 from torch.distributed import TCPStore
 
+from actorrpc.agent.peers import Roster
 from actorrpc.config import Settings
-from actorrpc.core.liveness import Liveness
-from actorrpc.core.rendezvous import _pack, _read_outcome, _read_table
-from actorrpc.core.roster import Roster
-from actorrpc.rpc.group import _Barrier
+from actorrpc.group.group import _Barrier
+from actorrpc.group.rendezvous import _pack, _read_outcome, _read_table
+from actorrpc.transport.failure_detector import Liveness
 from benchmarks.scale_meeting import made_up
 
 __all__ = ["barrier", "heartbeats", "memory", "store_rates"]

@@ -25,8 +25,8 @@ import torch
 
 import actorrpc
 from actorrpc import autograd, rpc
-from actorrpc.core import frames
-from actorrpc.core.rendezvous import Rendezvous
+from actorrpc.group.rendezvous import Rendezvous
+from actorrpc.wire import frames
 from benchmarks import idle
 
 __all__ = ["Workers", "measure", "measure_cluster"]

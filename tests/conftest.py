@@ -29,7 +29,7 @@ import hypothesis
 import pytest
 
 from actorrpc.testing import processes
-from tests import certificates, devices, group
+from tests import certificates, devices, ranks
 
 pytest_plugins = ["actorrpc.testing.pytest_plugin", "tests.output", "tests.red"]
 
@@ -40,11 +40,11 @@ _SLOW = (
     "actors/test_typing.py",
     "benchmarks/",
     "cluster/test_ends.py",
-    "cluster/test_fork_server.py",
+    "cluster/provisioners/test_fork_server.py",
     "cluster/test_hosts.py",
-    "cluster/test_joining_secured.py",
+    "cluster/test_join_secured.py",
     "cluster/test_logs.py",
-    "cluster/test_ray_engine.py",
+    "cluster/provisioners/test_ray.py",
     "cluster/test_scale.py",
     "cluster/test_torchrun.py",
     "compat/test_profiling.py",
@@ -94,7 +94,7 @@ def pytest_configure() -> None:
         # A script that starts pytest in the background makes it ignore Ctrl-C, and all that it starts: but
         # what Ctrl-C does is something to test.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    group.remember_environment()
+    ranks.remember_environment()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -126,7 +126,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure() -> None:
-    group.stop_server()
+    ranks.stop_server()
 
 
 @pytest.fixture(autouse=True, scope="module")

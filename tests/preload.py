@@ -16,7 +16,7 @@ for _name in [
     "pytest",
     "actorrpc",
     "actorrpc.rpc",
-    "tests.group",
+    "tests.ranks",
 ]:
     with contextlib.suppress(Exception):
         importlib.import_module(_name)

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from actorrpc import errors, rpc
 from actorrpc.futures import ConcurrentFuture, Future, collect_all, wait_all
-from tests.group import rpc_group
+from tests.ranks import rpc_group
 
 _TINY = 0.02  # a time-out that is meant to pass
 

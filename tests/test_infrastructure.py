@@ -145,7 +145,7 @@ def test_a_test_over_its_limit_shows_all_stacks_and_leaves_no_process(tmp_path: 
         import pytest
         from tests import processes, watchdog
         from tests.test_infrastructure import hang_in_rank, return_at_once
-        from tests.group import run_group
+        from tests.ranks import run_group
 
         watchdog._RETRY = 0.2
 

@@ -59,7 +59,7 @@ def test_what_no_test_announced_fails_it(tmp_path: Path) -> None:
         textwrap.dedent("""
             import logging, subprocess, sys
             import pytest
-            from tests.group import run_group
+            from tests.ranks import run_group
             from tests.test_output import complain_in_rank
 
             log = logging.getLogger("actorrpc.somewhere")

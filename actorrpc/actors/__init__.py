@@ -5,11 +5,8 @@ Importing this puts the actor layer on top of every group that is joined from no
 
 from __future__ import annotations
 
-from actorrpc.actors import wiring as _wiring
-from actorrpc.actors.actor_class import ActorClass
-from actorrpc.actors.collective import Collective, collective, collective_group
-from actorrpc.actors.decorator import remote
-from actorrpc.actors.functions import (
+from actorrpc.actors import startup as _wiring
+from actorrpc.actors.api import (
     ActorInfo,
     RuntimeContext,
     call,
@@ -23,20 +20,23 @@ from actorrpc.actors.functions import (
     list_actors,
     monitor,
     ready,
+    remote,
 )
-from actorrpc.actors.groups import ActorGroup, GroupMethod, GroupStream, current_rank, spawn
-from actorrpc.actors.handle import ActorHandle, ActorMethod, ActorProxy
-from actorrpc.actors.mesh import Mesh, Point, ValueMesh
-from actorrpc.actors.methods import method
-from actorrpc.actors.object_ref import ObjectRef, put
-from actorrpc.actors.options import NEW_PROCESS, ActorOptions, CallOptions, TaskOptions
-from actorrpc.actors.pool import ActorPool, PoolResults
-from actorrpc.actors.processes import DeathReport
-from actorrpc.actors.queue import Empty, Full, Queue
-from actorrpc.actors.ref_generator import ObjectRefGenerator
-from actorrpc.actors.supervision import Supervision, supervise
-from actorrpc.actors.tasks import RemoteFunction
-from actorrpc.actors.waits import GetTimeoutError, as_completed, get, wait
+from actorrpc.actors.client.actor_class import ActorClass
+from actorrpc.actors.client.handle import ActorHandle, ActorMethod, ActorProxy
+from actorrpc.actors.collectives.collective import Collective, collective, collective_group
+from actorrpc.actors.groups.group import ActorGroup, GroupMethod, GroupStream, current_rank, spawn
+from actorrpc.actors.groups.mesh import Mesh, Point, ValueMesh
+from actorrpc.actors.groups.supervision import Supervision, supervise
+from actorrpc.actors.library.pool import ActorPool, PoolResults
+from actorrpc.actors.library.queue import Empty, Full, Queue
+from actorrpc.actors.library.tasks import RemoteFunction
+from actorrpc.actors.refs.object_ref import ObjectRef, put
+from actorrpc.actors.refs.wait import GetTimeoutError, as_completed, get, wait
+from actorrpc.actors.spec.class_info import method
+from actorrpc.actors.spec.death_report import DeathReport
+from actorrpc.actors.spec.options import NEW_PROCESS, ActorOptions, CallOptions, TaskOptions
+from actorrpc.actors.streams.consumer import ObjectRefGenerator
 
 __all__ = [
     "NEW_PROCESS",

@@ -4,6 +4,6 @@
 """
 
 from actorrpc.autograd.api import backward, context, get_gradients
-from actorrpc.autograd.recording import current_context
+from actorrpc.autograd.recorder import current_context
 
 __all__ = ["backward", "context", "current_context", "get_gradients"]

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from actorrpc.autograd import recording
-from actorrpc.autograd.wiring import participant
+from actorrpc.autograd import recorder
+from actorrpc.autograd.startup import participant
 from actorrpc.rpc import api, rref
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 
@@ -38,14 +38,14 @@ class context:
 
     def __enter__(self) -> int:
         part = participant()
-        outer = recording.current_context()
+        outer = recorder.current_context()
         if outer is not None:
             raise RuntimeError(
                 f"Already have an autograd context id for this thread: {outer}. Contexts cannot be nested; leave that one "
                 f"first, or use its id"
             )
         self._id = part.contexts.create().id
-        self._token = recording.enter(self._id)
+        self._token = recorder.enter(self._id)
         return self._id
 
     def __exit__(
@@ -57,7 +57,7 @@ class context:
         id, token, self._id, self._token = self._id, self._token, None, None
         if id is None:
             return
-        recording.leave(token)
+        recorder.leave(token)
         if api.is_initialized():
             participant().release(id)
 

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.autograd.graph import GradientEdge
 
-from actorrpc import moments
+from actorrpc import _time
 from actorrpc.errors import RpcError
-from actorrpc.rpc.fork_messages import WorkerKey
+from actorrpc.rpc.refcount.messages import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.autograd.graph import Reach
+    from actorrpc.autograd.local_pass import Pass
     from actorrpc.autograd.messages import Sink
-    from actorrpc.autograd.passes import Pass
 
 __all__ = ["Context", "Contexts", "Node", "Receipt"]
 
@@ -95,7 +95,7 @@ class Context:
         self.sinks: dict[tuple[WorkerKey, int], Sequence[Sink]] = {}
         self.told: dict[WorkerKey, set[int]] = {}
         self.maker: WorkerKey | None = None
-        self.touched = moments.now()
+        self.touched = _time.now()
         self.released = False
 
     @property
@@ -117,7 +117,7 @@ class Context:
 
     def joined_by(self, peer: WorkerKey) -> None:
         """Note that a worker was sent a message of this context."""
-        self.touched = moments.now()
+        self.touched = _time.now()
         if peer not in self.peers:
             with self.lock:
                 self.peers.add(peer)

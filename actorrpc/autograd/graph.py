@@ -7,35 +7,154 @@ as a local backward pass would, with hooks of every kind, those made in C++ (DDP
 from one part only, as they mostly are, that part *runs* as a local pass does, and nothing is left to be finished.
 
 All runs on the thread that calls, user code (hooks, custom Functions) included; no lock is held here.
+
+The ``.grad`` of leaves, one user at a time.
+
+Hooks of a leaf run on a gradient only while the engine puts it into ``.grad``, and a local optimizer takes it from
+there: both are done with the slot borrowed, and what was in it is put back.
+
+Where the history of a tensor begins that has arrived here, and where that of one ends that leaves.
+
+A received message is one node of torch's graph, whose outputs are those of its tensors that require grad. A backward pass
+takes the gradients that come to it, and sends them to whoever sent the message.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from actorrpc.autograd import slots
+from actorrpc import _time
 from actorrpc.autograd.contexts import Node, Receipt
-from actorrpc.autograd.received import ANCHOR
+from actorrpc.errors import RpcTimeoutError
 
 __all__ = [
+    "ANCHOR",
     "Reach",
+    "Received",
     "Tensors",
     "accumulate",
     "add",
     "add_to",
+    "borrowed",
     "capture",
+    "edge_of",
     "finish",
     "nodes",
     "reach",
     "reach_if_small",
+    "receive",
     "run",
 ]
+
+_SLICE_S: Final = 1.0
+
+# Guards ``_taken`` only; held for microseconds. Re-entrant: the collector may run under it.
+_changed = threading.Condition(threading.RLock())
+_taken: set[torch.Tensor] = set()  # tensors hash by identity
+
+
+@contextmanager
+def borrowed(
+    leaves: Iterable[torch.Tensor], deadline: float | None = None
+) -> Iterator[list[torch.Tensor | None]]:
+    """Have the ``.grad`` of leaves for oneself, empty; afterwards it is what it was.
+
+    All are taken at once, so that two users of overlapping sets cannot wait for each other. The block is given what was in
+    the slots, in order, and what it puts into that list is what is there afterwards.
+
+    Args:
+        leaves: the tensors; each once.
+        deadline: on the monotonic clock; None waits for as long as others use them.
+
+    Raises:
+        RpcTimeoutError: others did not give them back in time. Nothing was taken.
+    """
+    mine = list(leaves)
+    wanted = set(mine)
+    with _changed:
+        while not wanted.isdisjoint(_taken):
+            left = _SLICE_S if deadline is None else deadline - _time.now()
+            if left <= 0:
+                raise RpcTimeoutError(
+                    "another backward pass or optimizer did not give the gradients of a leaf back in time"
+                )
+            _changed.wait(min(_time.patience(left), _SLICE_S))
+        _taken.update(wanted)
+    try:
+        before = [leaf.grad for leaf in mine]
+        for leaf in mine:
+            leaf.grad = None
+        try:
+            yield before
+        finally:
+            for leaf, grad in zip(mine, before, strict=True):
+                leaf.grad = grad
+    finally:
+        with _changed:
+            _taken.difference_update(wanted)
+            _changed.notify_all()
+
+
+class Received(torch.autograd.Function):
+    """Makes tensors that have arrived the outputs of one node. They are hidden from it in a list, so that they stay the
+    same objects, are views of nothing, and may be changed in place.
+
+    A backward pass puts a list into the node's attribute ``box`` before it runs the engine, and finds the gradients there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: torch.Tensor, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        ctx.box = None
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        box = ctx.box
+        if box is None:
+            raise RuntimeError(
+                "this tensor's history leads to another worker, where a local backward() does not go: call "
+                "actorrpc.autograd.backward(context_id, [loss]) inside of `with context() as context_id`, or detach() it"
+            )
+        box += gradients
+        return None, None
+
+
+#: The leaf that all these nodes hang from: a walk that gets to it has passed through one.
+ANCHOR: Final = torch.empty(0, requires_grad=True)
+# What Function.apply calls at last, without its questions about torch.func, which never sees these tensors.
+_apply: Final[Callable[..., tuple[torch.Tensor, ...]]] = super(torch.autograd.Function, Received).apply
+
+
+def receive(tensors: Sequence[torch.Tensor]) -> Any:
+    """Give tensors that have arrived a history: one node, whose outputs they are; return the node."""
+    for each in tensors:
+        each.requires_grad_(False)
+    if torch.is_grad_enabled():  # not so in inference mode
+        outputs = _apply(ANCHOR, list(tensors))
+    else:
+        with torch.inference_mode(False), torch.enable_grad():
+            outputs = _apply(ANCHOR, list(tensors))
+    return outputs[0].grad_fn
+
+
+def edge_of(tensor: torch.Tensor) -> GradientEdge:
+    """Return where the gradient of a tensor goes. torch's own function takes a view of leaves and of what nodes written in
+    Python give (:class:`Received` is one): sparse tensors have none."""
+    if tensor.layout is torch.strided:
+        return get_gradient_edge(tensor)
+    token: Any = tensor.clone().grad_fn  # keeps nodes alive that are written in Python
+    node, index = token.next_functions[0]
+    return GradientEdge(node, index, ownership_token=token)
+
 
 #: Gradients of some tensors, in order; None where there is none.
 Tensors = list["torch.Tensor | None"]
@@ -276,7 +395,7 @@ def add_to(total: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def accumulate(gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
     """Add gradients to the ``.grad`` of leaves as a local backward pass does: in place where it would."""
-    with slots.borrowed(gradients) as grads:
+    with borrowed(gradients) as grads:
         for index, gradient in enumerate(gradients.values()):
             before = grads[index]
             grads[index] = gradient if before is None else add_to(before, gradient)
@@ -318,7 +437,7 @@ def run(
         boxes.append(box)
     before = _silence(False)
     try:
-        with slots.borrowed(leaves, deadline):
+        with borrowed(leaves, deadline):
             _run(tuple(outputs), _placed(outputs, gradients), retain_graph, False, (), True, True)
             found = [(leaf, leaf.grad) for leaf in leaves]
     finally:
@@ -413,7 +532,7 @@ def finish(
         for index, gradient in enumerate(box):
             box[index] = _unshared(gradient)
         del gradient
-        with slots.borrowed(leaves, deadline):
+        with borrowed(leaves, deadline):
             root = _root(leaves, box)
             _run((root,), (_one,), False, False, (), True, True)
             return {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from actorrpc.futures import Future
-from actorrpc.rpc.fork_messages import WorkerKey
+from actorrpc.rpc.refcount.messages import WorkerKey
 
 __all__ = [
     "Contribution",

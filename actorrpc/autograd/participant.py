@@ -3,6 +3,8 @@
 Any thread may call, any number at once. The engine runs on the calling thread, under ``Context.engine``; nothing is
 called under ``Context.lock`` that could wait or run user code. Messages are asked and told without waiting: what comes of
 them arrives in callbacks.
+
+The roots of a backward pass: checked before anything is asked of anybody, with torch's words.
 """
 
 from __future__ import annotations
@@ -15,11 +17,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
-from actorrpc import moments
+from actorrpc import _time
+from actorrpc._exception_text import line_of
 from actorrpc.autograd.contexts import Context, Contexts
-from actorrpc.autograd.faults import blame, died, late, timed_out
+from actorrpc.autograd.coordinator import Origin
+from actorrpc.autograd.errors import blame, died, late, timed_out
 from actorrpc.autograd.graph import Reach
+from actorrpc.autograd.local_pass import FINISH, Pass, Terms, reach_of, remember
 from actorrpc.autograd.messages import (
     Discover,
     Gradient,
@@ -33,15 +39,91 @@ from actorrpc.autograd.messages import (
     Transport,
     Verdict,
 )
-from actorrpc.autograd.origin import Origin
-from actorrpc.autograd.passes import FINISH, Pass, Terms, reach_of, remember
-from actorrpc.autograd.roots import check_roots
-from actorrpc.core.exception_text import line_of
 from actorrpc.errors import RpcError, RpcTimeoutError
 from actorrpc.futures import Future
-from actorrpc.rpc.fork_messages import WorkerKey
+from actorrpc.rpc.refcount.messages import WorkerKey
 
-__all__ = ["Participant"]
+__all__ = ["Participant", "check_roots"]
+
+_Given = torch.Tensor | Sequence[torch.Tensor | None] | None
+
+
+def check_roots(
+    roots: Sequence[torch.Tensor], gradients: _Given
+) -> tuple[tuple[GradientEdge, ...], tuple[torch.Tensor, ...]]:
+    """Return the edges of the roots and the gradient of each.
+
+    Args:
+        gradients: one for each root, or None for all or some of them: then it is ones, and the root has to be a real scalar.
+
+    Raises:
+        TypeError: the roots, or the gradients, are not sequences of tensors.
+        ValueError: there are not as many gradients as roots.
+        RuntimeError: there are no roots; one does not require grad, has more than one element without a gradient, or has
+            no history; gradients do not fit.
+    """
+    if not isinstance(roots, (list, tuple)):
+        raise TypeError(
+            f"backward(): incompatible function arguments: roots must be a list of tensors, not {type(roots).__name__}"
+        )
+    if not roots:
+        raise RuntimeError("No tensors provided for gradient computation.")
+    given = _sequence(gradients, len(roots))
+    edges = []
+    found = []
+    for index, (root, gradient) in enumerate(zip(roots, given, strict=True)):
+        if not isinstance(root, torch.Tensor):
+            raise TypeError(
+                f"backward(): incompatible function arguments: roots must be tensors, but roots[{index}] is of type "
+                f"{type(root).__name__}"
+            )
+        if not root.requires_grad:
+            raise RuntimeError(f"requires_grad not set on root (roots[{index}])")
+        if gradient is None and root.numel() != 1:
+            raise RuntimeError(
+                f"roots[{index}] is not a scalar, all roots need to be scalar (or have a gradient given)"
+            )
+        if root.grad_fn is None:
+            raise RuntimeError(f"roots[{index}] does not have a valid gradient function.")
+        edges.append(GradientEdge(root.grad_fn, root.output_nr, None))
+        found.append(_ones(root) if gradient is None else _fitting(gradient, root, index))
+    return tuple(edges), tuple(found)
+
+
+def _sequence(gradients: _Given, count: int) -> Sequence[Any]:
+    if gradients is None:
+        return (None,) * count
+    if isinstance(gradients, torch.Tensor):
+        gradients = (gradients,)
+    if not isinstance(gradients, (list, tuple)):
+        raise TypeError(f"gradient must be a tensor or a sequence of tensors, not {type(gradients).__name__}")
+    if len(gradients) != count:
+        raise ValueError(f"gradient must have one entry for each of the {count} roots, not {len(gradients)}")
+    return gradients
+
+
+def _ones(root: torch.Tensor) -> torch.Tensor:
+    if not root.is_floating_point():
+        raise RuntimeError(
+            f"grad can be implicitly created only for real scalar outputs but got {root.dtype}"
+        )
+    return torch.ones_like(root, memory_format=torch.preserve_format)
+
+
+def _fitting(gradient: Any, root: torch.Tensor, index: int) -> torch.Tensor:
+    if not isinstance(gradient, torch.Tensor):
+        raise TypeError(f"gradient[{index}] must be a tensor or None, not {type(gradient).__name__}")
+    if gradient.shape != root.shape:
+        raise RuntimeError(
+            f"Mismatch in shape: gradient[{index}] has a shape of {tuple(gradient.shape)} and roots[{index}] has a shape of "
+            f"{tuple(root.shape)}."
+        )
+    if gradient.is_complex() != root.is_complex():
+        raise RuntimeError(
+            f"gradient[{index}] has dtype {gradient.dtype}, but roots[{index}] {root.dtype}: both must be complex, or neither"
+        )
+    return gradient
+
 
 _log = logging.getLogger("actorrpc.autograd")
 
@@ -130,7 +212,7 @@ class Participant:
             RpcTimeoutError: a verdict did not come in time.
         """
         context = self.contexts.get(context_id)
-        deadline = moments.now() + timeout if timeout else None
+        deadline = _time.now() + timeout if timeout else None
         while True:
             with context.lock:
                 pending = next((each for each in context.passes.values() if each.finished), None)
@@ -138,7 +220,7 @@ class Participant:
                     return dict(context.gradients)
                 decided = self._verdict_on(pending)
             try:
-                decided.wait(None if deadline is None else max(0.0, deadline - moments.now()))
+                decided.wait(None if deadline is None else max(0.0, deadline - _time.now()))
             except RpcTimeoutError:
                 raise RpcTimeoutError(
                     f"a backward pass of {context} is done on worker {self.transport.name(self.me)}, but worker "
@@ -157,7 +239,7 @@ class Participant:
         if late:
             return None  # the pass was given up here, which its sender is told in another way
         context = self.contexts.get(message.context)
-        context.touched = moments.now()
+        context.touched = _time.now()
         if sender.rank == context.origin:
             context.maker = sender
         if isinstance(message, Gradient):
@@ -528,7 +610,7 @@ class Participant:
 
     def expire(self, older_than: float) -> None:
         """Drop contexts of other workers that nobody has used for longer than ``older_than`` seconds."""
-        before = moments.now() - older_than
+        before = _time.now() - older_than
         for context in self.contexts.all():
             if context.touched < before and context.origin != self.me.rank and not context.passes:
                 error = RpcError(f"{context} was not used for {older_than} s, and dropped")

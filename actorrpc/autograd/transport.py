@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.executor import Later
+from actorrpc.agent.outbound import post
+from actorrpc.agent.peers import Peer
 from actorrpc.autograd.messages import (
     Contribution,
     Discover,
@@ -19,15 +24,10 @@ from actorrpc.autograd.messages import (
     Stratum,
     Verdict,
 )
-from actorrpc.core.agent import Agent
-from actorrpc.core.calls import CURRENT
-from actorrpc.core.execution import Later
-from actorrpc.core.peer import Peer
-from actorrpc.core.posts import post
 from actorrpc.errors import NotInitializedError, ProtocolError, RpcError
 from actorrpc.futures import Future
-from actorrpc.rpc.fork_messages import WorkerKey
-from actorrpc.rpc.references import References
+from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.rpc.refcount.runtime import References
 
 if TYPE_CHECKING:
     from actorrpc.autograd.participant import Participant

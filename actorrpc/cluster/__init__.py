@@ -3,8 +3,7 @@
 ``with actorrpc.init(): ...`` is all that most programs need of it.
 """
 
-from actorrpc.cluster.engine import Engine, LaunchedEngine, Node, Order
-from actorrpc.cluster.local import Context, init
-from actorrpc.cluster.scaling import drain, scale
+from actorrpc.cluster.api import Context, drain, init, scale
+from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, Node, Order
 
 __all__ = ["Context", "Engine", "LaunchedEngine", "Node", "Order", "drain", "init", "scale"]

@@ -6,6 +6,10 @@
 ``_lock`` guards the tables and the book. It is re-entrant, because the collector may run a finaliser that spawns or
 releases on the thread that has it. The engine's own lock may be taken under it, never the other way round; no user code
 runs under it, and nobody waits.
+
+Who is in the cluster: the driver's list. Thread-safe; ``_lock`` guards all of it and is a leaf.
+
+The lock is re-entrant, as the collector may run a finaliser on the thread that has it.
 """
 
 from __future__ import annotations
@@ -18,22 +22,71 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from actorrpc import moments
-from actorrpc.actors.processes import DeathReport, ProcessSpec, Seat
-from actorrpc.cluster import script
-from actorrpc.cluster.directory import Directory
-from actorrpc.cluster.engine import Engine, LaunchedEngine, Order
-from actorrpc.cluster.leaving import leave, leave_when_idle
-from actorrpc.cluster.placement import Book, Holder, lacking, needs_of, totals_of
-from actorrpc.core import keys
-from actorrpc.core.agent import Agent
-from actorrpc.core.identity import MAX_NAME, WorkerInfo, WorkerRecord, check_name
-from actorrpc.core.interrupts import uninterruptible
-from actorrpc.core.peer import Peer
+from actorrpc import _time
+from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec, Seat
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.peers import Peer
+from actorrpc.cluster import user_code
+from actorrpc.cluster.exit import leave, leave_when_idle
+from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, Order
+from actorrpc.cluster.scheduler import Book, Holder, lacking, needs_of, totals_of
 from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcError, ShutdownError
 from actorrpc.futures import Future
+from actorrpc.transport.signals import uninterruptible
+from actorrpc.wire import keys
+from actorrpc.wire.identity import MAX_NAME, WorkerInfo, WorkerRecord, check_name
 
-__all__ = ["VISITOR", "Cluster", "Reception"]
+__all__ = ["VISITOR", "Cluster", "Directory", "Reception"]
+
+
+class Directory:
+    """The workers of the cluster by name and rank. Ranks grow and are never given twice."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._names: dict[str, WorkerRecord] = {}
+        self._ranks: dict[int, WorkerRecord] = {}
+        self._next = 1  # the driver is 0
+
+    def new_rank(self) -> int:
+        """Return a rank that nobody has had."""
+        with self._lock:
+            rank = self._next
+            self._next += 1
+            return rank
+
+    def add(self, record: WorkerRecord) -> None:
+        """Put a worker on the list."""
+        with self._lock:
+            self._names[record.name] = record
+            self._ranks[record.rank] = record
+
+    def remove(self, name: str) -> None:
+        """Take a worker off the list."""
+        with self._lock:
+            record = self._names.pop(name, None)
+            if record is not None:
+                self._ranks.pop(record.rank, None)
+
+    def resolve(self, to: str | int) -> WorkerRecord | None:
+        """Return the record of a worker by name or rank; None if there is none."""
+        with self._lock:
+            return self._names.get(to) if isinstance(to, str) else self._ranks.get(to)
+
+    def members(self) -> list[WorkerRecord]:
+        """Return the records of all workers."""
+        with self._lock:
+            return list(self._names.values())
+
+    def leave(self) -> None:
+        """Do nothing: the list ends with the driver."""
+
+    def close(self) -> None:
+        """Do nothing: the list ends with the driver."""
+
+    def release(self) -> None:
+        """Do nothing: the list ends with the driver."""
+
 
 _log = logging.getLogger("actorrpc.cluster")
 VISITOR: Final = "joining-"
@@ -117,7 +170,7 @@ class Cluster:
         self.on_arrival: list[Callable[[], None]] = []
         agent.on_peer_end.append(self._peer_ended)
         if reception.address and not (seats_first and self._is_local):  # a launcher's ranks have the script
-            script.watch()
+            user_code.watch()
 
     @property
     def num_cpus(self) -> float:
@@ -365,7 +418,7 @@ class Cluster:
                 raise ConfigError(f"no worker may be called {name!r}")
         except ConfigError as error:
             return {"error": str(error)}
-        now = moments.now()
+        now = _time.now()
         with self._lock:
             if self._closing:
                 return {"error": "the driver is shutting down"}
@@ -388,8 +441,8 @@ class Cluster:
             "settings": dict(reception.settings),
             "namespace": reception.namespace,
             "timeout": reception.timeout,
-            "script": script.fingerprint(),
-            "directory": script.directory(),
+            "script": user_code.fingerprint(),
+            "directory": user_code.directory(),
         }
 
     def _is_gone(self, record: WorkerRecord) -> bool:
@@ -545,7 +598,7 @@ class Cluster:
 
     def wait_for_others(self, graceful: bool) -> None:
         """Wait, at a graceful end, until all who have joined have left, or its time is over. Interruptible."""
-        while graceful and self._joined and (left := self.agent.leave_by - moments.now()) > 0:
+        while graceful and self._joined and (left := self.agent.leave_by - _time.now()) > 0:
             self._gone.clear()
             if self._joined:
                 self._gone.wait(min(_LEAVE_S, left))
@@ -559,7 +612,7 @@ class Cluster:
                 seconds; 0 for 5 s.
         """
         seconds = timeout or _LEAVE_S
-        until = moments.now() + seconds
+        until = _time.now() + seconds
         names = self._begin_end()
         if names is None:
             return
@@ -572,8 +625,8 @@ class Cluster:
             graceful = False
             raise
         finally:
-            script.unwatch()
-            self.engine.end(graceful, max(_AT_LEAST_S, until - moments.now()))
+            user_code.unwatch()
+            self.engine.end(graceful, max(_AT_LEAST_S, until - _time.now()))
 
     @uninterruptible
     def _begin_end(self) -> list[str] | None:

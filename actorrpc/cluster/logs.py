@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from actorrpc.core import descriptors
-from actorrpc.core.limits import start_thread
+from actorrpc._limits import start_thread
+from actorrpc.transport import fd_limits
 
 __all__ = ["Labels", "Logs", "Output", "pipes"]
 
@@ -50,7 +50,7 @@ def pipes() -> tuple[int, int, int, int]:
         for fd in first:
             os.close(fd)
         raise
-    descriptors.make_room(second[1])  # many processes may be started before the first of them connects
+    fd_limits.make_room(second[1])  # many processes may be started before the first of them connects
     return *first, *second
 
 

@@ -9,10 +9,10 @@ import torch
 
 from actorrpc.autograd import api, context, get_gradients
 from actorrpc.autograd.contexts import Context
-from actorrpc.autograd.recording import current_context
-from actorrpc.autograd.wiring import contexts, participant
-from actorrpc.compat.profiled_passes import profiled_pass
-from actorrpc.compat.wording import as_runtime_error
+from actorrpc.autograd.recorder import current_context
+from actorrpc.autograd.startup import contexts, participant
+from actorrpc.compat.profiling import profiled_pass
+from actorrpc.compat.translate import as_runtime_error
 from actorrpc.errors import RemoteError, RpcError
 from actorrpc.rpc import api as core
 

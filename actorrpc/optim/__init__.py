@@ -4,10 +4,9 @@
 DistributedOptimizer``. Learning rate schedulers, clipping, checkpoints and gradient scaling work across workers, too.
 """
 
-from actorrpc.optim.errors import OptimizerError
-from actorrpc.optim.hyperparameters import ParamGroup
-from actorrpc.optim.optimizer import DistributedOptimizer
-from actorrpc.optim.scaler import DistributedGradScaler
+from actorrpc.optim.grad_scaler import DistributedGradScaler
+from actorrpc.optim.optimizer import DistributedOptimizer, OptimizerError
+from actorrpc.optim.parameters import ParamGroup
 from actorrpc.optim.scheduler import DistributedLRScheduler
 
 __all__ = [

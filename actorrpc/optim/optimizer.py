@@ -7,6 +7,8 @@ concern a context carry its id, so that every worker knows it; no tensor in them
 ``_lock`` guards the table of workers and the stand-in of the hyper-parameters. It is held while changes of
 hyper-parameters are sent, so that all workers get them in one order, and over the code of schedulers, which decide on
 them; re-entrant, because functions given to a scheduler may look at the optimizer. Steps do not take it.
+
+Failures of several workers at once, in one error.
 """
 
 from __future__ import annotations
@@ -19,21 +21,76 @@ from typing import Any
 
 import torch
 
-from actorrpc import moments
-from actorrpc.autograd import recording
-from actorrpc.core.identity import WorkerInfo
+from actorrpc import _time
+from actorrpc.autograd import recorder
+from actorrpc.errors import RpcError
 from actorrpc.futures import Future
-from actorrpc.optim.errors import gather
-from actorrpc.optim.gradients import check_context
-from actorrpc.optim.hyperparameters import ParamGroup, StandIn
-from actorrpc.optim.parameters import Given, parse
-from actorrpc.optim.resident import Account, LocalOptimizer, create
+from actorrpc.optim.local_optimizer import Account, LocalOptimizer, check_context, create
+from actorrpc.optim.parameters import Given, ParamGroup, StandIn, parse
 from actorrpc.optim.scheduler import DistributedLRScheduler
 from actorrpc.rpc import api
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from actorrpc.rpc.rref import RRef
+from actorrpc.wire.identity import WorkerInfo
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "OptimizerError", "gather"]
+
+
+class OptimizerError(ExceptionGroup[Exception], RpcError):
+    """Several workers failed in the same operation of a DistributedOptimizer. Catch it, or its members by ``except*``.
+
+    Each member is what that worker alone would have raised: what its optimizer raised is an instance of its own class
+    and a RemoteError. Where only one worker fails, that error itself is raised.
+
+    Attributes:
+        workers: the names of the workers that failed, in the order of ``exceptions``. Empty in parts that were split off.
+    """
+
+    maybe_executed = True
+    workers: tuple[str, ...] = ()
+
+    def derive(self, excs: Sequence[Exception], /) -> OptimizerError:  # type: ignore[override]
+        """Return a group of the same kind, for ``split`` and ``subgroup``."""
+        return OptimizerError(self.message, excs)
+
+
+def gather(what: str, calls: Mapping[str, Future[Any] | Exception]) -> dict[str, Any]:
+    """Wait for all calls; return their results by the names of the workers.
+
+    Args:
+        what: what is done, in words that begin an error's message.
+        calls: the call to each worker, or why it could not be made.
+
+    Raises:
+        Exception: the error of the only worker that failed, with a note that names it.
+        OptimizerError: those of all workers that failed, where they are several.
+    """
+    results: dict[str, Any] = {}
+    failures: dict[str, Exception] = {}
+    for name, call in calls.items():
+        if isinstance(call, Exception):
+            failures[name] = call
+            continue
+        try:
+            results[name] = call.wait()
+        except Exception as error:
+            failures[name] = error
+    if not failures:
+        return results
+    try:
+        if len(failures) == 1:
+            [(name, only)] = failures.items()
+            only.add_note(f"{what} on worker {name!r}.")
+            raise only
+        texts = "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in failures.items())
+        group = OptimizerError(
+            f"{what} on {len(failures)} of {len(calls)} workers: {texts}", list(failures.values())
+        )
+        group.workers = tuple(failures)
+        raise group
+    finally:
+        # The traceback of what is raised leads here: it must not lead back from here.
+        failures.clear()
 
 
 class _Time:
@@ -41,11 +98,11 @@ class _Time:
 
     def __init__(self, timeout: float) -> None:
         self._seconds = api.get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
-        self._until = moments.now() + self._seconds
+        self._until = _time.now() + self._seconds
 
     def left(self) -> float:
         """Return the time-out of calls that are made now: 0 means none."""
-        return max(0.001, self._until - moments.now()) if self._seconds else 0.0
+        return max(0.001, self._until - _time.now()) if self._seconds else 0.0
 
 
 class DistributedOptimizer:
@@ -161,7 +218,7 @@ class DistributedOptimizer:
             each: gives the arguments for a worker, in place of ``args``.
         """
         calls: dict[str, Future[Any] | Exception] = {}
-        token = None if context is None else recording.enter(context)
+        token = None if context is None else recorder.enter(context)
         try:
             for name, rref in list(self._optimizers.items()):
                 try:
@@ -171,7 +228,7 @@ class DistributedOptimizer:
                     calls[name] = error
         finally:
             if token is not None:
-                recording.leave(token)
+                recorder.leave(token)
         return gather(what, calls)
 
     # -- steps and gradients ----------------------------------------------------------------------------

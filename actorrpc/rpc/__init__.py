@@ -4,25 +4,27 @@
 defaults and error types are torch's; errors say more, waits heed Ctrl-C, and nothing hangs.
 """
 
-from actorrpc.core.identity import WorkerInfo
 from actorrpc.futures import Future
 from actorrpc.rpc import functions
 from actorrpc.rpc.api import (
+    WorkerState,
     get_rpc_timeout,
     get_worker_info,
     get_worker_infos,
     init_rpc,
     is_available,
     is_initialized,
+    on_member_change,
     remote,
     rpc_async,
     rpc_sync,
     shutdown,
+    workers,
 )
-from actorrpc.rpc.exposure import Named, allow, exposed
-from actorrpc.rpc.members import WorkerState, on_member_change, workers
+from actorrpc.rpc.functions import Named, allow, exposed
 from actorrpc.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from actorrpc.rpc.rref import RRef
+from actorrpc.wire.identity import WorkerInfo
 
 __all__ = [
     "BackendType",

@@ -1,4 +1,6 @@
-"""The functions of ``torch.distributed.rpc``: joining a group, calling, and leaving.
+"""Members: who is in the group, how they are, and word of every change of that.
+
+The functions of ``torch.distributed.rpc``: joining a group, calling, and leaving.
 
 One agent per process. All functions are thread-safe; ``init_rpc`` and ``shutdown`` are meant for one thread.
 """
@@ -9,26 +11,25 @@ import atexit
 import logging
 import numbers
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from actorrpc import moments
+from actorrpc import _time
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.context import here
+from actorrpc.agent.peers import Listener, Peer, state_of
 from actorrpc.config import Settings
-from actorrpc.core.agent import Agent
-from actorrpc.core.identity import WorkerInfo
-from actorrpc.core.interrupts import checkpoint, uninterruptible
-from actorrpc.core.rendezvous import open_store
-from actorrpc.core.several import here
-from actorrpc.core.tls import Tls
-from actorrpc.errors import ConfigError, NotInitializedError, WrongTypeError
+from actorrpc.errors import ConfigError, NotInitializedError, RpcError, WrongTypeError
 from actorrpc.futures import Future, forked, hush
-from actorrpc.rpc import group as groups
+from actorrpc.group import group as groups
+from actorrpc.group.group import Group
+from actorrpc.group.launchers import fill_in
+from actorrpc.group.rendezvous import open_store
 from actorrpc.rpc import rref as rrefs
-from actorrpc.rpc import script
-from actorrpc.rpc.group import Group
-from actorrpc.rpc.launched import fill_in
 from actorrpc.rpc.options import (
     UNSET_RPC_TIMEOUT,
     RpcBackendOptions,
@@ -38,25 +39,32 @@ from actorrpc.rpc.options import (
     options_of,
 )
 from actorrpc.rpc.profiling import ProfiledFuture, calling, modern, profiled
-from actorrpc.rpc.references import References
+from actorrpc.rpc.refcount.runtime import References
 from actorrpc.rpc.rref import RRef
+from actorrpc.serialization import torchscript
+from actorrpc.transport.signals import checkpoint, uninterruptible
+from actorrpc.transport.tls import Tls
+from actorrpc.wire.identity import WorkerInfo, WorkerRecord
 
 __all__ = [
+    "WorkerState",
     "get_rpc_timeout",
     "get_worker_info",
     "get_worker_infos",
     "init_rpc",
     "is_available",
     "is_initialized",
+    "on_member_change",
     "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "workers",
 ]
 
 T = TypeVar("T")
 
-script.register()
+torchscript.register()
 
 _log = logging.getLogger("actorrpc")
 _JOIN_TIMEOUT = 300.0  # how long workers wait for each other at the rendezvous, in seconds
@@ -331,7 +339,7 @@ def leave(
         rrefs.set_runtime(None)
         return ()
     seconds = check_timeout(timeout)
-    until = state.agent.leave_by = moments.now() + seconds if seconds else float("inf")
+    until = state.agent.leave_by = _time.now() + seconds if seconds else float("inf")
     try:
         return _end_together(state, until, let_go or let_go_of_all) if graceful else ()
     finally:
@@ -356,7 +364,7 @@ def let_go_of_all() -> None:
 
 def _end_together(state: _State, until: float, let_go: Callable[[], None]) -> Sequence[object]:
     def left() -> float:
-        return 0.0 if until == float("inf") else max(0.001, until - moments.now())
+        return 0.0 if until == float("inf") else max(0.001, until - _time.now())
 
     group, references = state.group, state.references
     group.wait_for_all(0, left())
@@ -369,10 +377,10 @@ def _end_together(state: _State, until: float, let_go: Callable[[], None]) -> Se
     # Let go of every reference, and see that the owners know.
     let_go()
     # Half of the time, so that others who wait for this worker do not give up on it.
-    references.settle(min(until, moments.now() + _SETTLE_S / 2))
+    references.settle(min(until, _time.now() + _SETTLE_S / 2))
     group.wait_for_all(1, min(left() or _SETTLE_S, _SETTLE_S))
     # A value may have been made here in the meantime: that it is not wanted has been sent, but may not be read yet.
-    references.settle(min(until, moments.now() + _LATE_S))
+    references.settle(min(until, _time.now() + _LATE_S))
     return references.table.leaks()
 
 
@@ -530,7 +538,7 @@ def remote(
     conn = peer.conn
     if (conn is None or conn.broken) and not peer.is_self:
         # Here, where Ctrl-C can come: it cannot while the reference is being made.
-        state.agent.links.connect(peer, moments.now() + (seconds or _JOIN_TIMEOUT), label)
+        state.agent.links.connect(peer, _time.now() + (seconds or _JOIN_TIMEOUT), label)
     rref: RRef[T]
     if modern._is_profiler_enabled or profiled():
         with calling("remote", func, state.agent, peer) as span:
@@ -607,3 +615,107 @@ def references() -> References:
         NotInitializedError: RPC is not initialised in this process.
     """
     return _require().references
+
+
+_members_log = logging.getLogger("actorrpc.members")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """How one worker is, as far as this one knows.
+
+    Attributes:
+        name: its name in the group.
+        rank: its number in the group.
+        state: ``"alive"``; ``"suspect"``: connected, but silent for two heartbeats; ``"dead"``: its process ended, or
+            it was silent for too long; ``"left"``: it shut down. The last two are final.
+        last_seen: seconds since anything was heard of it; 0 for this worker itself, None where there has been no contact.
+        host: the machine it runs on: the name of this one, or the address that it can be reached at.
+        pid: its process there.
+    """
+
+    name: str
+    rank: int
+    state: str
+    last_seen: float | None
+    host: str
+    pid: int
+
+
+def workers() -> list[WorkerState]:
+    """Return how every worker of the group is, this one included, by rank. Thread-safe.
+
+    Workers that have ended are listed, too, if there was contact with them: the last 128 that did. Of workers that there has
+    been no contact with, nothing is known but that they joined. Where workers may join at any time, the store or the driver
+    is asked who is there; where that fails, those are listed that this worker knows.
+
+    Raises:
+        NotInitializedError: RPC is not initialised in this process.
+    """
+    agent = group().agent
+    try:
+        records = agent.members()
+    except RpcError as error:
+        _members_log.info("nobody says who is in the group: %s", error)
+        records = []
+    members = [peer for peer in agent.peers() if not peer.record.is_visitor]
+    known = {peer.record.incarnation: peer for peer in (agent.self_peer, *members)}
+    rows = {row.incarnation: row for row in [*(peer.record for peer in known.values()), *records]}
+    now = _time.now()
+    states = [_state_of(agent, row, known.get(row.incarnation), now) for row in rows.values()]
+    return sorted(states, key=lambda state: (state.rank, state.name, state.state))
+
+
+def _state_of(agent: Agent, record: WorkerRecord, peer: Peer | None, now: float) -> WorkerState:
+    seen: float | None = None
+    if peer is not None and peer.is_self:
+        seen = 0.0
+    elif peer is not None:
+        conn = peer.conn
+        heard = peer.liveness.heard if conn is None else max(conn.heard, peer.liveness.heard)
+        seen = max(0.0, now - heard) if heard > 0 else None
+    if record.host == agent.record.host:
+        host = socket.gethostname()
+    else:
+        host = record.tcp[0][0] if record.tcp else record.host[:8]
+    return WorkerState(
+        name=record.name,
+        rank=record.rank,
+        state="alive" if peer is None else state_of(peer),
+        last_seen=seen,
+        host=host,
+        pid=record.pid,
+    )
+
+
+def on_member_change(callback: Listener) -> Callable[[], None]:
+    """Have ``callback(worker, old, new, reason)`` called whenever the state of another worker changes.
+
+    ``worker`` is a :class:`WorkerInfo`; ``old`` and ``new`` are states as in :class:`WorkerState`; ``reason`` says why in
+    words. Each change is told once, in order, on a thread of the pool and with no lock held; the callback may make calls,
+    but the next change is told only when it has returned. What it raises is logged. It is not called for joining, nor once
+    this worker has shut down.
+
+    So that all ends are noticed, this worker connects to all others that are there (in the background). A worker that
+    joins later is watched from the first contact with it.
+
+    Returns:
+        What ends it: a function without arguments, which may be called more than once and on any thread.
+
+    Raises:
+        NotInitializedError: RPC is not initialised in this process.
+        WrongTypeError: ``callback`` cannot be called.
+    """
+    joined = group()
+    if not callable(callback):
+        raise WrongTypeError(f"callback must be callable with four arguments, not {callback!r}")
+    remove = joined.agent.upkeep.changes.listen(callback)
+    joined.agent.submit(lambda: _watch(joined))
+    return remove
+
+
+def _watch(group: Group) -> None:
+    try:
+        group.watch_all()
+    except RpcError as error:
+        _members_log.info("only workers that there is contact with are watched: %s", error)

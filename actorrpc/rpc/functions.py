@@ -1,6 +1,13 @@
 """``async_execution``: functions whose answer is the value of a future.
 
 This module only marks functions; the executor acts on the mark.
+
+What a data-only worker lets its peers do: :func:`exposed`, :func:`allow` and :class:`Named`, for users.
+
+A group is joined with ``data_only=True`` (or ``ACTORRPC_DATA_ONLY=1``); from then on its peers may send data and call
+exposed functions, by ``rpc_sync``, ``rpc_async`` and ``remote``, and fetch what ``remote`` has made. Methods of what
+an RRef refers to, functions by value, actors and distributed autograd are refused: all of these let a peer choose
+what runs. This module also lets in what these calls and ``shutdown`` themselves need.
 """
 
 from __future__ import annotations
@@ -9,9 +16,20 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from actorrpc.core.execution import ASYNC_MARK
+from actorrpc.agent.executor import ASYNC_MARK
+from actorrpc.group import group
+from actorrpc.rpc import rref
+from actorrpc.rpc.refcount.messages import ForkId, RRefId
+from actorrpc.serialization.data_only import Named, allow, exposed, permit_function, permit_maker
 
-__all__ = ["async_execution"]
+__all__ = ["Named", "allow", "async_execution", "exposed"]
+
+for _function in (group._arrive, rref._create, rref._fetch):
+    permit_function(_function)
+permit_maker(rref._rebuild)
+for _class in (RRefId, ForkId):
+    allow(_class)
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from actorrpc.core.calls import CURRENT
-from actorrpc.core.execution import ASYNC_MARK, Later, future_of
+from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.executor import ASYNC_MARK, Later, future_of
 from actorrpc.futures import Future
 from actorrpc.rpc import rref as rrefs
 from actorrpc.rpc.rref import RRef

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from actorrpc.config import Settings
-from actorrpc.core.keys import Key
 from actorrpc.errors import ConfigError, WrongTypeError
+from actorrpc.wire.keys import Key
 
 if TYPE_CHECKING:
-    from actorrpc.core.agent import Agent
+    from actorrpc.agent.agent import Agent
 
 __all__ = [
     "DEFAULT_INIT_METHOD",

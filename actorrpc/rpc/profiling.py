@@ -28,13 +28,13 @@ from torch._C._profiler import ActiveProfilerType
 from torch.autograd import profiler_legacy as legacy
 from torch.autograd.profiler_util import MEMORY_EVENT_NAME, FunctionEvent
 
-from actorrpc.core.agent import Agent
-from actorrpc.core.calls import Execution
-from actorrpc.core.execution import ASYNC_MARK, Later
-from actorrpc.core.interceptors import RIDERS, Bystander, Interceptor
-from actorrpc.core.interrupts import uninterruptible
-from actorrpc.core.peer import Peer
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.calls import Execution
+from actorrpc.agent.executor import ASYNC_MARK, Later
+from actorrpc.agent.hooks import RIDERS, Bystander, Interceptor
+from actorrpc.agent.peers import Peer
 from actorrpc.futures import Future
+from actorrpc.transport.signals import uninterruptible
 
 __all__ = [
     "Collector",

@@ -15,16 +15,13 @@ from typing import Any, Final, Generic, Literal, TypeVar
 
 import torch
 
-from actorrpc.core import codec, exceptions, layout
-from actorrpc.core.agent import Agent
-from actorrpc.core.calls import CURRENT
-from actorrpc.core.exception_parts import cut_frames
-from actorrpc.core.execution import ASYNC_MARK, Later, future_of
-from actorrpc.core.holder import Holder
-from actorrpc.core.identity import WorkerInfo
-from actorrpc.core.messages import Parcel
-from actorrpc.core.peer import Peer
-from actorrpc.core.several import here
+from actorrpc._exception_text import cut_frames
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.context import here
+from actorrpc.agent.executor import ASYNC_MARK, Later, future_of
+from actorrpc.agent.outbound import Parcel
+from actorrpc.agent.peers import Peer
 from actorrpc.errors import (
     NotInitializedError,
     RemoteError,
@@ -32,15 +29,14 @@ from actorrpc.errors import (
     RRefError,
 )
 from actorrpc.futures import Future
-from actorrpc.rpc.fork_messages import (
-    ForkData,
-    ForkId,
-    RRefId,
-)
-from actorrpc.rpc.forks import Handle, Outcome
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from actorrpc.rpc.profiling import calling, modern, profiled
-from actorrpc.rpc.references import References
+from actorrpc.rpc.refcount.messages import ForkData, ForkId, RRefId
+from actorrpc.rpc.refcount.protocol import Handle, Outcome
+from actorrpc.rpc.refcount.runtime import References
+from actorrpc.serialization import codec, exceptions, tensors
+from actorrpc.serialization.local_refs import Holder
+from actorrpc.wire.identity import WorkerInfo
 
 __all__ = [
     "RRef",
@@ -246,7 +242,7 @@ class RRef(Generic[T]):
     def __init__(self, value: T, type_hint: Any = None) -> None:
         references = runtime()
         self._references = references
-        layout.settle()
+        tensors.settle()
         self._handle = references.table.create_owner(value)
         self._creation: Future[None] | None = None
         self._type_hint = type_hint

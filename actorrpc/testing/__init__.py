@@ -28,9 +28,12 @@ processes come with their environment (``ACTORRPC_FAULT="drop call times=1; dela
 (:class:`FaultyRpcBackendOptions`).
 """
 
-from actorrpc.testing import wiring as _wiring
-from actorrpc.testing.clock import VirtualTime
-from actorrpc.testing.disturbances import (
+from actorrpc.testing import startup as _wiring
+from actorrpc.testing.in_process import ClusterWorker, InProcessCluster
+from actorrpc.testing.messages.faults import Fault, delay, drop
+from actorrpc.testing.messages.kill_points import POINTS, KillPoint, KillPointError, kill_at
+from actorrpc.testing.messages.types import MESSAGES
+from actorrpc.testing.network.disturbances import (
     Disturbance,
     bit_flips,
     cut,
@@ -40,13 +43,9 @@ from actorrpc.testing.disturbances import (
     stall,
     throttle,
 )
-from actorrpc.testing.faults import Fault, delay, drop
-from actorrpc.testing.in_process import ClusterWorker, InProcessCluster
-from actorrpc.testing.kill_points import POINTS, KillPoint, KillPointError, kill_at
-from actorrpc.testing.message_types import MESSAGES
-from actorrpc.testing.options import FaultyRpcBackendOptions
-from actorrpc.testing.proxy import FaultProxy
-from actorrpc.testing.variable import faults_of
+from actorrpc.testing.network.proxy import FaultProxy
+from actorrpc.testing.startup import FaultyRpcBackendOptions, faults_of
+from actorrpc.testing.virtual_time import VirtualTime
 
 __all__ = [
     "MESSAGES",

@@ -34,22 +34,23 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, TypeVar
 
-from actorrpc.actors import runtime as actor_runtime
-from actorrpc.actors import wiring as actor_wiring
+from actorrpc.actors import context as actor_runtime
+from actorrpc.actors import startup as actor_wiring
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.context import Here, set_here
+from actorrpc.agent.peers import Peer
 from actorrpc.config import Settings
-from actorrpc.core.agent import Agent
-from actorrpc.core.identity import WorkerInfo, WorkerRecord, check_name, host_identity
-from actorrpc.core.keys import Key
-from actorrpc.core.peer import Peer
-from actorrpc.core.several import Here, set_here
 from actorrpc.errors import ConfigError, UnknownWorkerError, WrongTypeError
 from actorrpc.futures import Future, hush
-from actorrpc.rpc import api, members
-from actorrpc.rpc import group as groups
+from actorrpc.group import group as groups
+from actorrpc.rpc import api
+from actorrpc.rpc import api as api_module
 from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT, check_timeout
 from actorrpc.rpc.rref import RRef
-from actorrpc.testing.clock import VirtualTime
-from actorrpc.testing.proxy import FaultProxy
+from actorrpc.testing.network.proxy import FaultProxy
+from actorrpc.testing.virtual_time import VirtualTime
+from actorrpc.wire.identity import WorkerInfo, WorkerRecord, check_name, host_identity
+from actorrpc.wire.keys import Key
 
 __all__ = ["ClusterWorker", "InProcessCluster"]
 
@@ -181,15 +182,15 @@ class ClusterWorker:
         with self:
             return api.remote(to, func, args, kwargs, timeout)
 
-    def workers(self) -> list[members.WorkerState]:
+    def workers(self) -> list[api_module.WorkerState]:
         """Do what :func:`actorrpc.workers` does, as this worker."""
         with self:
-            return members.workers()
+            return api_module.workers()
 
     def on_member_change(self, callback: Callable[[WorkerInfo, str, str, str], None]) -> Callable[[], None]:
         """Do what :func:`actorrpc.on_member_change` does, as this worker."""
         with self:
-            return members.on_member_change(callback)
+            return api_module.on_member_change(callback)
 
 
 class InProcessCluster:

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from actorrpc.autograd.wiring import contexts
-from actorrpc.core.agent import Agent
+from actorrpc.agent.agent import Agent
+from actorrpc.autograd.startup import contexts
 from actorrpc.rpc import api
 from actorrpc.testing import processes
 

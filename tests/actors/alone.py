@@ -7,8 +7,8 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 
-import actorrpc.actors.wiring  # noqa: F401 (brings actors into force with RPC)
-from actorrpc.actors.runtime import Runtime, runtime
+import actorrpc.actors.startup  # noqa: F401 (brings actors into force with RPC)
+from actorrpc.actors.context import Runtime, runtime
 from actorrpc.rpc import TensorPipeRpcBackendOptions, init_rpc, shutdown
 
 __all__ = ["alone"]

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from actorrpc import rpc
-from actorrpc.actors.ref_generator import ObjectRefGenerator
-from actorrpc.actors.runtime import Runtime, current, set_runtime
-from actorrpc.actors.streams import Streams, StreamTicket, produce
+from actorrpc.actors.context import Runtime, current, set_runtime
+from actorrpc.actors.streams.consumer import ObjectRefGenerator
+from actorrpc.actors.streams.producer import Streams, StreamTicket, produce
 from actorrpc.rpc import rref as rrefs
 from tests import processes
 

@@ -15,27 +15,27 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from actorrpc.actors import asking
-from actorrpc.actors import residents as real_residents
-from actorrpc.actors import supervisor as supervisors
-from actorrpc.actors.mailbox import Entry, Mailbox
-from actorrpc.actors.methods import ClassInfo
-from actorrpc.actors.names import Names
-from actorrpc.actors.options import ActorOptions, CallOptions
-from actorrpc.actors.processes import DeathReport
-from actorrpc.actors.route import Route, Routes
-from actorrpc.actors.runtime import set_runtime
-from actorrpc.actors.spec import ResidentGoneError
-from actorrpc.actors.supervisor import Supervisor
-from actorrpc.core import codec, exceptions
-from actorrpc.core.buffers import BufferPool
-from actorrpc.core.calls import CURRENT
-from actorrpc.core.clock import VirtualClock
-from actorrpc.core.execution import Later
-from actorrpc.core.identity import WorkerInfo, WorkerRecord, new_incarnation
+from actorrpc.actors.client import supervisor_client
+from actorrpc.actors.client.route import Route, Routes
+from actorrpc.actors.context import set_runtime
+from actorrpc.actors.host import registry as real_residents
+from actorrpc.actors.host.mailbox import Entry, Mailbox
+from actorrpc.actors.spec.actor_spec import ResidentGoneError
+from actorrpc.actors.spec.class_info import ClassInfo
+from actorrpc.actors.spec.death_report import DeathReport
+from actorrpc.actors.spec.options import ActorOptions, CallOptions
+from actorrpc.actors.supervision import supervisor as supervisors
+from actorrpc.actors.supervision.names import Names
+from actorrpc.actors.supervision.supervisor import Supervisor
+from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.executor import Later
+from actorrpc.agent.timers import VirtualClock
 from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, UnknownWorkerError
 from actorrpc.futures import Future
-from actorrpc.rpc.fork_messages import WorkerKey
+from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.serialization import codec, exceptions
+from actorrpc.transport.buffers import BufferPool
+from actorrpc.wire.identity import WorkerInfo, WorkerRecord, new_incarnation
 
 __all__ = ["Counter", "FakeRRef", "Resident", "Worker", "World"]
 
@@ -515,7 +515,7 @@ class World:
         self.spawner = Spawner(self) if spawner else None
         monkeypatch.setattr(supervisors, "RRef", FakeRRef)
         monkeypatch.setattr(real_residents, "current", lambda: self.current.runtime if self.current else None)
-        monkeypatch.setattr(asking, "runtime", lambda: self.current.runtime)  # type: ignore[union-attr]
+        monkeypatch.setattr(supervisor_client, "runtime", lambda: self.current.runtime)  # type: ignore[union-attr]
         self.current: Worker | None = None
         for number in range(workers):
             self.add(f"w{number}")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from actorrpc.actors.handle import ActorHandle
-from actorrpc.actors.supervision import Supervision, supervise
+from actorrpc.actors.client.handle import ActorHandle
+from actorrpc.actors.groups.supervision import Supervision, supervise
 from tests.actors.fleet import Resident, Worker, World
 
 __all__ = ["Scene", "error_of"]
@@ -64,7 +64,7 @@ class Scene:
             if deeds:
                 self.world.tasks.append((self.driver, first))
 
-        for module in ("families", "supervision", "supervisor"):
+        for module in ("supervision.groups", "groups.supervision", "supervision.supervisor"):
             monkeypatch.setattr(f"actorrpc.actors.{module}.perform", perform)
 
     def _constructed(self, spec: Any) -> BaseException | None:

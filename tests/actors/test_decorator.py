@@ -14,11 +14,11 @@ import torch.distributed.rpc
 
 import actorrpc
 from actorrpc import RRef, WorkerInfo
-from actorrpc.actors.actor_class import ActorClass
-from actorrpc.actors.options import ActorOptions, TaskOptions
-from actorrpc.actors.tasks import RemoteFunction
-from actorrpc.core import codec
+from actorrpc.actors.client.actor_class import ActorClass
+from actorrpc.actors.library.tasks import RemoteFunction
+from actorrpc.actors.spec.options import ActorOptions, TaskOptions
 from actorrpc.errors import ConfigError
+from actorrpc.serialization import codec
 from tests.actors import things
 from tests.actors.alone import alone
 

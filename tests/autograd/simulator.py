@@ -23,15 +23,15 @@ from typing import Any
 import cloudpickle
 from torch import Tensor
 
-from actorrpc.autograd import slots
+from actorrpc.autograd import graph
 from actorrpc.autograd.contexts import Contexts
 from actorrpc.autograd.messages import Gradient, Message, Notice, Run
 from actorrpc.autograd.participant import Participant
-from actorrpc.autograd.recording import GraphRecorder
-from actorrpc.core import exceptions
+from actorrpc.autograd.recorder import GraphRecorder
 from actorrpc.errors import PeerDiedError, RpcTimeoutError
 from actorrpc.futures import Future
-from actorrpc.rpc.fork_messages import WorkerKey
+from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.serialization import exceptions
 from tests.autograd.programs import (
     Compute,
     InPlace,
@@ -442,7 +442,7 @@ class World:
         for worker in self.network.workers.values():
             for context in worker.contexts.all() if worker.alive else ():
                 assert not context.passes, f"{worker.me}: {context.passes}"
-        assert not slots._taken
+        assert not graph._taken
 
     def leave(self) -> None:
         """Release the context, and check that nothing is left of it."""
@@ -455,7 +455,7 @@ class World:
             if worker.alive:
                 assert len(worker.contexts) == 0, f"{worker.me} keeps {worker.contexts.all()}"
                 assert not worker.asks
-        assert not slots._taken
+        assert not graph._taken
 
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:

@@ -15,9 +15,9 @@ import torch
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
-from actorrpc.autograd.wiring import contexts
+from actorrpc.autograd.startup import contexts
 from actorrpc.errors import NotInitializedError, PeerDiedError, RemoteError, RpcError, RpcTimeoutError
-from tests.group import Died, rpc_group
+from tests.ranks import Died, rpc_group
 
 Tensor = torch.Tensor
 

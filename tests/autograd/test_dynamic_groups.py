@@ -10,7 +10,7 @@ import torch
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
-from tests.group import run_group
+from tests.ranks import run_group
 
 
 def _double(x: torch.Tensor) -> torch.Tensor:

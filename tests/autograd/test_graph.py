@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from actorrpc.autograd import graph, slots
+from actorrpc.autograd import graph
+from actorrpc.autograd import graph as graph_module
 from actorrpc.autograd.contexts import Node, Receipt
-from actorrpc.autograd.received import receive
+from actorrpc.autograd.graph import receive
 from actorrpc.errors import RpcTimeoutError
-from actorrpc.rpc.fork_messages import WorkerKey
+from actorrpc.rpc.refcount.messages import WorkerKey
 from tests.autograd.programs import Twice
 
 B = WorkerKey(1, "b")
@@ -360,7 +361,7 @@ def test_an_error_of_a_hook_leaves_grad_alone() -> None:
         graph.finish([a, b], [torch.ones(3, dtype=torch.float64) for _ in range(2)])
     assert a.grad is before
     assert b.grad is None
-    assert not slots._taken
+    assert not graph_module._taken
 
 
 def test_gradients_that_nobody_else_knows_are_not_copied() -> None:
@@ -457,9 +458,9 @@ def test_finishing_does_not_depend_on_the_mode_of_the_caller() -> None:
 
 def test_finishing_waits_for_who_uses_grad_only_so_long() -> None:
     a = _leaf(3)
-    with slots.borrowed([a]), pytest.raises(RpcTimeoutError):
+    with graph_module.borrowed([a]), pytest.raises(RpcTimeoutError):
         graph.finish([a], [torch.ones(3)], deadline=0.0)
-    assert not slots._taken
+    assert not graph_module._taken
 
 
 def test_finishing_with_a_history_runs_tensor_hooks() -> None:
@@ -533,7 +534,7 @@ def test_accumulating_is_in_place_where_torch_does_it_in_place() -> None:
     assert torch.equal(kept, new + 1)
     assert torch.equal(b.grad, new)  # type: ignore[arg-type]
     assert torch.equal(c.grad, torch.tensor([2.0, 3.0, 2.0], dtype=torch.float64))
-    assert not slots._taken
+    assert not graph_module._taken
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -586,7 +587,7 @@ def test_a_run_does_what_captures_and_finishing_do() -> None:
     assert {(name, tuple(each.tolist())) for name, each in seen} == {("a", (4.0,) * 3), ("b", (2.0,) * 3)}
     assert a.grad is before
     assert b.grad is None
-    assert not slots._taken
+    assert not graph_module._taken
     with pytest.raises(RuntimeError, match="second time"):
         _run([loss], receipts=receipts)
 
@@ -611,7 +612,7 @@ def test_a_run_that_fails_leaves_everything_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError, match="simulated"):
         _run([(a * x).sum()], receipts=receipts)
     assert a.grad is before
-    assert not slots._taken
+    assert not graph_module._taken
     with pytest.raises(RuntimeError, match="leads to another worker"):
         (x * 2).sum().backward()
 

@@ -22,11 +22,11 @@ from torch import Tensor
 import actorrpc
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
-from actorrpc.actors.snapshot import Snapshot
-from actorrpc.autograd import slots
+from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.autograd import graph
 from actorrpc.autograd.messages import Message
-from actorrpc.autograd.wiring import contexts, participant
-from actorrpc.rpc.fork_messages import WorkerKey
+from actorrpc.autograd.startup import contexts, participant
+from actorrpc.rpc.refcount.messages import WorkerKey
 from tests.autograd.programs import (
     Compute,
     InPlace,
@@ -44,7 +44,7 @@ from tests.autograd.programs import (
     perform,
     used_only,
 )
-from tests.group import rpc_group
+from tests.ranks import rpc_group
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 THREADS = 2  # in which each worker drives programs at the same time
@@ -286,7 +286,7 @@ def _programs(rank: int, workers: int, seeds: range) -> Counter[str]:
     for other in range(workers):
         _until(lambda other=other: rpc.rpc_sync(f"worker{other}", _is_finished))
     _until(lambda: len(contexts()) == 0)
-    assert not slots._taken
+    assert not graph._taken
     assert not _parts
     return done + Counter(handled)
 

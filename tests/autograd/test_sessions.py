@@ -15,7 +15,7 @@ import actorrpc.autograd as dist_autograd
 from actorrpc import rpc, testing
 from actorrpc.optim import DistributedOptimizer
 from tests.certificates import OVER_TLS
-from tests.group import run_group
+from tests.ranks import run_group
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 STEPS = 500 if NIGHTLY else 25

@@ -20,11 +20,11 @@ from actorrpc.autograd.messages import (
     Stratum,
     Verdict,
 )
+from actorrpc.autograd.startup import contexts
 from actorrpc.autograd.transport import fields_of, message_of, pack_notice, unpack_notice
-from actorrpc.autograd.wiring import contexts
 from actorrpc.errors import ProtocolError
-from actorrpc.rpc.fork_messages import WorkerKey
-from tests.group import rpc_group
+from actorrpc.rpc.refcount.messages import WorkerKey
+from tests.ranks import rpc_group
 
 
 @pytest.mark.parametrize("notice", [Release(5), Verdict(1 << 60, 7, True), Verdict(0, 1 << 60, False)])

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from actorrpc.rpc.group import _Barrier
+from actorrpc.group.group import _Barrier
 from benchmarks import scale, scale_meeting, scale_parts, scale_processes
-from tests.group import start_server
+from tests.ranks import start_server
 
 
 class TestMeeting:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from actorrpc.actors.processes import ProcessSpec
-from actorrpc.cluster import serving
-from actorrpc.cluster.processes import LocalCluster
+from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.cluster import driver_rpc
+from actorrpc.cluster.provisioners.local import LocalCluster
 from tests import output
 
 __all__ = ["cluster", "script", "until", "workers"]
@@ -23,8 +23,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 _HEAD = """
 import operator, os, signal, sys, threading, time
 from actorrpc import rpc
-from actorrpc.actors.processes import ProcessSpec
-from actorrpc.cluster import init, serving
+from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.cluster import init; from actorrpc.cluster import driver_rpc as serving
 from tests.cluster import remotes
 
 def spawn(label="Counter", **spec):
@@ -34,7 +34,7 @@ def spawn(label="Counter", **spec):
 
 def cluster() -> LocalCluster:
     """Return the embedded engine of the cluster that this process drives."""
-    found = serving.current()
+    found = driver_rpc.current()
     assert found is not None
     assert isinstance(found.engine, LocalCluster)
     return found.engine

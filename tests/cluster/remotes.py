@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from actorrpc import rpc
-from actorrpc.actors.processes import ProcessSpec
-from actorrpc.cluster.serving import spawn
+from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.cluster.driver_rpc import spawn
 
 _kept: list[Any] = []
 

@@ -14,17 +14,16 @@ from typing import Any
 import pytest
 
 import actorrpc
-from actorrpc import moments
-from actorrpc.actors.processes import ProcessSpec
-from actorrpc.cluster import LaunchedEngine, Node, Order, init, launch, local, scaling
-from actorrpc.cluster.directory import Directory
-from actorrpc.cluster.driver import Cluster, Reception
-from actorrpc.cluster.launch import Launch, LaunchMeeting
-from actorrpc.cluster.ray_engine import RayEngine
-from actorrpc.core.agent import Agent
-from actorrpc.core.identity import WorkerRecord, new_incarnation
+from actorrpc import _time
+from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.agent.agent import Agent
+from actorrpc.cluster import LaunchedEngine, Node, Order, api, init, join
+from actorrpc.cluster.driver import Cluster, Directory, Reception
+from actorrpc.cluster.join import Launch, LaunchMeeting
+from actorrpc.cluster.provisioners.ray import RayEngine
 from actorrpc.errors import PeerDiedError, RpcTimeoutError, ShutdownError
 from actorrpc.futures import Future
+from actorrpc.wire.identity import WorkerRecord, new_incarnation
 from tests.cluster.drive import cluster, until, workers
 
 
@@ -104,7 +103,7 @@ def test_those_who_joined_and_those_of_the_engine_share_one_time_out(
     timeout: float, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spent: list[float] = []
-    monkeypatch.setattr(moments, "now", lambda: 1000.0 + sum(spent))
+    monkeypatch.setattr(_time, "now", lambda: 1000.0 + sum(spent))
     engine = _Engine(spent.append)
     ending, agent = _cluster(engine)
     monkeypatch.setattr(ending._gone, "wait", lambda seconds: spent.append(seconds))
@@ -155,7 +154,7 @@ def test_rays_actors_and_their_processes_share_one_time_out(
     timeout: float, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spent: list[float] = []
-    monkeypatch.setattr(moments, "now", lambda: 1000.0 + sum(spent))
+    monkeypatch.setattr(_time, "now", lambda: 1000.0 + sum(spent))
     engine: Any = RayEngine.__new__(RayEngine)  # without Ray
     LaunchedEngine.__init__(engine)
     monkeypatch.setattr(engine, "_guard", threading.Lock(), raising=False)
@@ -308,8 +307,8 @@ def test_a_start_is_bounded_also_where_the_fork_server_does_nothing(monkeypatch:
         os.kill(server.pid, signal.SIGSTOP)
         try:
             with monkeypatch.context() as patch:
-                patch.setattr("actorrpc.cluster.processes._IMPORT_S", 0.0)
-                patch.setattr("actorrpc.cluster.processes._START_S", 0.05)
+                patch.setattr("actorrpc.cluster.provisioners.local._IMPORT_S", 0.0)
+                patch.setattr("actorrpc.cluster.provisioners.local._START_S", 0.05)
                 future = cluster().spawn(ProcessSpec(label="Late"))
             with pytest.raises(
                 RpcTimeoutError, match=r"'Late-\d+' \(the fork server has not made it\) has not joined"
@@ -352,7 +351,7 @@ def test_a_drain_that_gets_no_answer_says_that_it_is_one(monkeypatch: pytest.Mon
         raise RpcTimeoutError("the call of running has not ended in time")
 
     with init(), workers() as (name,), monkeypatch.context() as patch:
-        patch.setattr(scaling, "_runs", mute)
+        patch.setattr(api, "_runs", mute)
         with pytest.raises(RpcTimeoutError, match=rf"drain of '{name}'.*Call drain\(\) again"):
             actorrpc.drain(name, timeout=30)
 
@@ -377,12 +376,12 @@ def test_no_key_is_left_behind_by_a_rank_0_that_cannot_drive(monkeypatch: pytest
         launcher="test", rank=0, size=2, local_rank=0, master="127.0.0.1", port=29400, run="one"
     )
     store = _Store()
-    meeting = LaunchMeeting(launched, store, moments.now() + 10)
+    meeting = LaunchMeeting(launched, store, _time.now() + 10)
     path = next(value for name, value in store.values.items() if name.endswith("key")).split(" ", 2)[2]
     assert os.path.exists(path)
-    monkeypatch.setattr(launch, "of_environment", lambda: launched)
-    monkeypatch.setattr(launch, "meet", lambda *_: meeting)
-    monkeypatch.setattr(local, "_drive", fails)
+    monkeypatch.setattr(join, "of_environment", lambda: launched)
+    monkeypatch.setattr(join, "meet", lambda *_: meeting)
+    monkeypatch.setattr(api, "_drive", fails)
     with pytest.raises(OSError, match="no port"):
         init()
     assert not os.path.exists(path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actorrpc.core.launch import of_environment
+from actorrpc.group.launchers import of_environment
 
 yaml = pytest.importorskip("yaml")
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "cluster"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from actorrpc.core.launch import Launch, first_host, of_environment
 from actorrpc.errors import ConfigError
+from actorrpc.group.launchers import Launch, first_host, of_environment
 from tests import output
 from tests.cluster.joiners import CLEAN
 from tests.ports import free_port

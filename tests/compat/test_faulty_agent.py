@@ -16,7 +16,7 @@ from actorrpc import compat
 from actorrpc.compat.rpc._testing.faulty_agent import _TYPES, FaultyTensorPipeRpcBackendOptions
 from actorrpc.errors import ConfigError
 from actorrpc.testing import Fault
-from actorrpc.testing.message_types import MESSAGES, Message
+from actorrpc.testing.messages.types import MESSAGES, Message
 from tests.output import check
 
 NAMES = ["torch.distributed.rpc._testing", "torch.distributed.rpc._testing.faulty_agent_backend_registry"]

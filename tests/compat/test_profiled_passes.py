@@ -10,10 +10,10 @@ import torch
 import torch.distributed
 import torch.distributed.autograd
 
-from actorrpc.autograd.wiring import participant
+from actorrpc.autograd.startup import participant
 from tests.announced import PROFILER
 from tests.compat.test_profiling import KINDS, events_of, joined, profile
-from tests.group import run_group
+from tests.ranks import run_group
 
 pytestmark = pytest.mark.prints(PROFILER)
 

@@ -18,11 +18,11 @@ from torch.autograd import profiler_legacy
 from torch.profiler import record_function
 
 from actorrpc import compat
-from actorrpc.compat.futures import Future
+from actorrpc.compat.translate import Future
 from actorrpc.rpc import api, profiling
 from actorrpc.rpc.functions import async_execution
 from tests.announced import PROFILER
-from tests.group import run_group
+from tests.ranks import run_group
 
 pytestmark = pytest.mark.prints(PROFILER)
 

@@ -13,7 +13,7 @@ import torch.distributed
 from actorrpc.compat.rpc import server_process_global_profiler
 from actorrpc.rpc import api
 from tests.compat.test_profiling import events_of, fail, joined, one, profile, step
-from tests.group import run_group
+from tests.ranks import run_group
 
 _gate = threading.Event()
 _there = threading.Event()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actorrpc.compat.wording import reword
-from actorrpc.core import layout
+from actorrpc.compat.translate import reword
 from actorrpc.errors import SerializationError
+from actorrpc.serialization import tensors
 
 
 def test_a_device_that_is_in_no_map() -> None:
     with pytest.raises(SerializationError) as caught:
-        layout.Outgoing(None).target(torch.device("cuda:0"))
+        tensors.Outgoing(None).target(torch.device("cuda:0"))
     for _ in range(2):  # on its way it may be looked at more than once
         reword(caught.value, torch.add)
     assert isinstance(caught.value, RuntimeError)

@@ -36,7 +36,7 @@ from torch.distributed import TCPStore
 
 from actorrpc import rpc
 from tests import leaks, processes
-from tests.group import run_group
+from tests.ranks import run_group
 
 __all__ = ["Host", "Network", "Signals", "host_group", "needs_hosts"]
 
@@ -305,7 +305,7 @@ def host_group(
         advertise: by rank, the address that a worker tells the others instead of its own.
         fixed: whether the group has a `world_size`.
 
-    The other arguments, and what is raised, are those of `tests.group.run_group`.
+    The other arguments, and what is raised, are those of `tests.ranks.run_group`.
     """
     apart = "store" in network.hosts
     address = network.hosts["store" if apart else places[0]].address

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from actorrpc import rpc, testing
-from actorrpc.core import keys
-from actorrpc.core.liveness import process_state
 from actorrpc.errors import PeerDiedError
-from tests.group import Died, rpc_group, run_group
+from actorrpc.transport.failure_detector import process_state
+from actorrpc.wire import keys
+from tests.ranks import Died, rpc_group, run_group
 
 _nightly = pytest.mark.skipif(os.environ.get("ACTORRPC_NIGHTLY") != "1", reason="ACTORRPC_NIGHTLY is not 1")
 _for_ever = threading.Event()

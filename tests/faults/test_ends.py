@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from actorrpc.core.agent import Agent
+from actorrpc.agent.agent import Agent
 from actorrpc.errors import (
     CancelledError,
     PeerDiedError,
@@ -29,7 +29,7 @@ from actorrpc.errors import (
     ShutdownError,
 )
 from actorrpc.futures import Future
-from tests.core.agents import agents
+from tests.agent.agents import agents
 from tests.faults.figures import NIGHTLY, note
 
 _CALLS = 1_000_000 if NIGHTLY else 5_000  # in all rounds together

@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 
 from actorrpc import testing
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.peers import state_of
 from actorrpc.config import Settings
-from actorrpc.core.agent import Agent
-from actorrpc.core.changes import state_of
-from actorrpc.core.identity import WorkerInfo, WorkerRecord
 from actorrpc.errors import PeerDiedError
 from actorrpc.futures import Future
 from actorrpc.testing import FaultProxy
-from tests.core.agents import KEY, record
+from actorrpc.wire.identity import WorkerInfo, WorkerRecord
+from tests.agent.agents import KEY, record
 
 _entered = threading.Semaphore(0)
 _gate = threading.Event()

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.outbound import post
 from actorrpc.config import Settings
-from actorrpc.core import keys
-from actorrpc.core.agent import Agent
-from actorrpc.core.calls import CURRENT
-from actorrpc.core.identity import WorkerRecord
-from actorrpc.core.posts import post
 from actorrpc.errors import PeerDiedError, RpcError
 from actorrpc.futures import Future
-from tests.core.agents import KEY, record
+from actorrpc.wire import keys
+from actorrpc.wire.identity import WorkerRecord
+from tests.agent.agents import KEY, record
 from tests.faults.figures import NIGHTLY, note
 
 _RESTARTS = 1000 if NIGHTLY else 20

@@ -22,11 +22,11 @@ import pytest
 import torch
 
 from actorrpc import rpc
-from actorrpc.core.peer import MAX_PENDING
+from actorrpc.agent.peers import MAX_PENDING
 from actorrpc.futures import Future
 from tests.faults.figures import NIGHTLY, Taken, note
 from tests.faults.hosts import Signals
-from tests.group import rpc_group
+from tests.ranks import rpc_group
 
 _LIMIT = 1800 if NIGHTLY else 60
 nightly = pytest.mark.limit(_LIMIT)

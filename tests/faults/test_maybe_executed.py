@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from actorrpc.core.agent import Agent
-from actorrpc.core.connection import Connection
+from actorrpc.agent.agent import Agent
 from actorrpc.errors import (
     CancelledError,
     DeadlockError,
@@ -25,7 +24,8 @@ from actorrpc.errors import (
     ShutdownError,
 )
 from actorrpc.futures import Future
-from tests.core.agents import agents
+from actorrpc.transport.connection import Connection
+from tests.agent.agents import agents
 
 _ran: list[int] = []
 _entered = threading.Event()
@@ -190,7 +190,7 @@ def test_a_call_that_its_worker_refuses() -> None:
 
 
 def test_a_call_that_no_thread_can_take_has_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actorrpc.core.threads._STUCK_S", 0.2)
+    monkeypatch.setattr("actorrpc.agent.threads._STUCK_S", 0.2)
     with agents(2, max_threads=3) as (a, _):
         futures: list[Future[int]] = []
         for number in range(8):

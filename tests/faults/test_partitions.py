@@ -22,7 +22,7 @@ import actorrpc
 from actorrpc import rpc
 from actorrpc.errors import ActorError, PeerDiedError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
-from actorrpc.rpc import reach
+from actorrpc.group import group as group_module
 from tests.faults.figures import NIGHTLY, note
 from tests.faults.hosts import Network, host_group, needs_hosts
 
@@ -424,7 +424,7 @@ def test_leaving_when_the_worker_that_is_asked_first_cannot_be_dialled() -> None
 
 def _leave_unheard(rank: int, world_size: int, network: Network) -> float:
     if not NIGHTLY:
-        reach.PATIENCE_S = 0.5  # type: ignore[misc] # instead of 10 s
+        group_module.PATIENCE_S = 0.5  # type: ignore[misc] # instead of 10 s
     network.signals.meet("begun", rank, world_size)
     if rank == 0:
         network.split("a", "b", "c")

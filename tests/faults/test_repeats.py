@@ -22,20 +22,21 @@ import pytest
 import torch
 
 from actorrpc import rpc
-from actorrpc.core import frames, repeats
-from actorrpc.core.agent import Agent
-from actorrpc.core.frames import Frame, FrameReader, pack_frame
-from actorrpc.core.letters import Letter
+from actorrpc.agent import inbound
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.mail import Letter
 from actorrpc.futures import Future
 from actorrpc.testing import POINTS, kill_at
-from actorrpc.testing.message_types import ANSWER, CONTROL, MESSAGES, NOTICES
+from actorrpc.testing.messages.types import ANSWER, CONTROL, MESSAGES, NOTICES
+from actorrpc.wire import frames
+from actorrpc.wire.frames import Frame, FrameReader, pack_frame
 from tests import processes
-from tests.core.agents import Stranger, agents
-from tests.core.test_letters import Office
-from tests.core.test_resumption import behind
+from tests.agent.agents import Stranger, agents
+from tests.agent.test_mail import Office
+from tests.agent.test_resumption import behind
 from tests.faults.figures import NIGHTLY
-from tests.group import run_group
-from tests.testing.test_kill_points import _everything as everything
+from tests.ranks import run_group
+from tests.testing.messages.test_kill_points import _everything as everything
 
 _NO_KINDS = {"LAST_KIND", "LETTER", "POST", "STREAM", "UNREAD"}
 KINDS = {
@@ -283,10 +284,10 @@ def test_a_request_that_comes_again_much_later_is_not_executed() -> None:
         stranger = Stranger(agent)
         stranger.shake_hands()
         stranger.introduce()
-        for number in [*range(1, repeats.KEPT), 1]:
+        for number in [*range(1, inbound.KEPT), 1]:
             stranger.sock.sendall(pack_frame(frames.REQUEST, number, call, remaining=float("inf")))
         answers: set[int] = set()
-        while len(answers) < repeats.KEPT - 1:
+        while len(answers) < inbound.KEPT - 1:
             answers.update(each.id for each in stranger.frames() if each.kind == frames.REPLY)
         last = pickle.dumps((_note, ("last", 1), {}))
         stranger.sock.sendall(pack_frame(frames.REQUEST, 1, last, remaining=float("inf")))
@@ -294,7 +295,7 @@ def test_a_request_that_comes_again_much_later_is_not_executed() -> None:
         while not any(each.id == 1 << 40 for each in stranger.frames()):
             pass
         stranger.close()
-    assert _ran == {"again": repeats.KEPT - 1, "last": 1}
+    assert _ran == {"again": inbound.KEPT - 1, "last": 1}
 
 
 # -- messages of every type, in a group ---------------------------------------------------------------------
@@ -327,7 +328,7 @@ def test_messages_of_every_type_that_come_twice_are_executed_once(late: int) -> 
         if type == ANSWER:
             continue
         sent = total[f"{type}.sent"]
-        assert sent, f"{type} has no case: have tests/testing/test_kill_points.py send one"
+        assert sent, f"{type} has no case: have tests/testing/messages/test_kill_points.py send one"
         if type in NOTICES:
             assert total[f"{type}.handled"] > sent or late, type  # it was handled twice, and that did no harm
         elif type != CONTROL:  # the last of these are on their way when their worker leaves

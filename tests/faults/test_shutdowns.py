@@ -22,12 +22,13 @@ import pytest
 
 import actorrpc
 from actorrpc import rpc
-from actorrpc.core import keys
 from actorrpc.errors import ActorError, PeerDiedError, RpcError, ShutdownError
 from actorrpc.futures import Future
+from actorrpc.group import group as groups
 from actorrpc.testing import FaultProxy
+from actorrpc.wire import keys
 from tests.faults.figures import NIGHTLY, note
-from tests.group import run_group
+from tests.ranks import run_group
 
 STATES = ("idle", "calls", "killed", "stopped", "cut off", "left", "passive")
 MODES = ("graceful", "timeout", "forced", "ctrl-c")
@@ -261,7 +262,7 @@ def _passive(rank: int, world_size: int, directory: str) -> bool:
 
 
 def _is_leaving() -> bool:
-    barrier = rpc.group._current.barrier  # type: ignore[attr-defined]
+    barrier = groups._current.barrier  # type: ignore[attr-defined]
     return "worker0" in barrier._arrived.get(0, ())
 
 

@@ -21,8 +21,8 @@ import pytest
 import torch
 
 import actorrpc
-from actorrpc.core import roster
-from actorrpc.core.roster import KEPT
+from actorrpc.agent import peers
+from actorrpc.agent.peers import KEPT
 from actorrpc.errors import ActorError, DeadlockError, PeerDiedError, RemoteError
 from tests import processes
 from tests.faults.figures import NIGHTLY, Taken, note
@@ -282,7 +282,7 @@ def _ours() -> Counter[str]:
 
 @pytest.mark.limit(60)
 def test_a_process_that_was_killed_leaves_a_few_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roster, "KEPT", 2)  # so that few kills show what many leave
+    monkeypatch.setattr(peers, "KEPT", 2)  # so that few kills show what many leave
     with actorrpc.init(log_to_driver=False):
         actors = [_Victim.remote() for _ in range(4)]
         _end_all(actors)

@@ -9,12 +9,12 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from actorrpc.agent.agent import Agent
 from actorrpc.config import Settings
-from actorrpc.core.agent import Agent
-from actorrpc.core.handshake import Dialler, Purpose
-from actorrpc.core.identity import WorkerRecord, host_identity, new_incarnation
-from actorrpc.core.keys import Key
-from tests.core.agents import KEY
+from actorrpc.wire.handshake import Dialler, Purpose
+from actorrpc.wire.identity import WorkerRecord, host_identity, new_incarnation
+from actorrpc.wire.keys import Key
+from tests.agent.agents import KEY
 
 __all__ = ["WRONG", "dialler", "door", "knock", "reset", "tcp_agents", "until"]
 

@@ -54,7 +54,7 @@ _CODE = _text(f"__import__({_HERE!r}, fromlist=['x']).fire()")
 _SHELL = _text("echo fired >&2")
 _GETATTR = _name("builtins", "getattr")
 _IMPORT = _name("builtins", "__import__")
-_tensor = _name("actorrpc.core.layout", "tensor")
+_tensor = _name("actorrpc.serialization.tensors", "tensor")
 
 PAYLOADS: dict[str, bytes] = {
     # -- what runs a command or some code, called by REDUCE
@@ -145,12 +145,14 @@ PAYLOADS: dict[str, bytes] = {
     + _call(_call(_GETATTR, _name("builtins", "object"), _text("__subclasses__")))
     + b".",
     "dotted name": _PROTO + _call(_name("builtins", "object.__subclasses__")) + b".",
-    "dotted name of ours": _PROTO + _call(_name("actorrpc.core.layout", "torch.os.system"), _SHELL) + b".",
-    "globals of a maker": _PROTO + _name("actorrpc.core.layout", "tensor.__globals__") + b".",
-    "builtins of the machine": _PROTO + _name("actorrpc.core.opening", "loads") + b".",
-    "the registry": _reduce("actorrpc.core.restriction", "permit_function", _FIRE),
-    "allow": _reduce("actorrpc.core.restriction", "allow", _FIRE),
-    "exposed": _reduce("actorrpc.core.restriction", "exposed", _FIRE),
+    "dotted name of ours": _PROTO
+    + _call(_name("actorrpc.serialization.tensors", "torch.os.system"), _SHELL)
+    + b".",
+    "globals of a maker": _PROTO + _name("actorrpc.serialization.tensors", "tensor.__globals__") + b".",
+    "builtins of the machine": _PROTO + _name("actorrpc.serialization.data_only", "loads") + b".",
+    "the registry": _reduce("actorrpc.serialization.data_only", "permit_function", _FIRE),
+    "allow": _reduce("actorrpc.serialization.data_only", "allow", _FIRE),
+    "exposed": _reduce("actorrpc.serialization.data_only", "exposed", _FIRE),
     # -- torch
     "torch.load": _reduce("torch.serialization", "load", _text("/nonexistent/fired")),
     "torch.hub.load": _reduce("torch.hub", "load", _text("a/b"), _text("c")),
@@ -193,9 +195,9 @@ PAYLOADS: dict[str, bytes] = {
     "marshal.loads": _reduce("marshal", "loads", b"C\x01N"),
     "shelve": _reduce("shelve", "open", _text("/nonexistent/fired")),
     "yaml": _reduce("yaml", "unsafe_load", _text("x")),
-    "our codec": _reduce("actorrpc.core.codec", "loads", b"C\x02N."),
-    "our definitions": _reduce("actorrpc.core.definitions", "definition", b"C\x10" + bytes(16)),
-    "our methods of actors": _reduce("actorrpc.actors.methods", "_rebuild", b"C\x02N."),
+    "our codec": _reduce("actorrpc.serialization.codec", "loads", b"C\x02N."),
+    "our definitions": _reduce("actorrpc.serialization.by_value", "definition", b"C\x10" + bytes(16)),
+    "our methods of actors": _reduce("actorrpc.actors.spec.class_info", "_rebuild", b"C\x02N."),
     "our proxies of RRefs": _reduce("actorrpc.rpc.rref", "_invoke", b"N", _text("__class__"), b")", b"}"),
     "copyreg._reconstructor": _reduce(
         "copyreg", "_reconstructor", _name("builtins", "object"), _name("builtins", "object"), b"N"
@@ -257,7 +259,9 @@ PAYLOADS: dict[str, bytes] = {
     "a class in an exception": _PROTO
     + _call(_name("builtins", "ValueError"), _name("builtins", "ValueError"))
     + b".",
-    "a name that is not exposed": _reduce("actorrpc.core.restriction", "find_named", _text("os.system")),
+    "a name that is not exposed": _reduce(
+        "actorrpc.serialization.data_only", "find_named", _text("os.system")
+    ),
 }
 """What is refused, by what it tries."""
 
@@ -328,13 +332,19 @@ NONSENSE: dict[str, bytes] = {
     ),
     "a numpy text of 4 GiB": _reduce("numpy", "dtype", _text("U1000000000")),
     "a tensor without memory": _reduce(
-        "actorrpc.core.layout", "tensor", b"K\x00", b"K\x06", b"K\x00", b"K\x02", b"K\x01"
+        "actorrpc.serialization.tensors", "tensor", b"K\x00", b"K\x06", b"K\x00", b"K\x02", b"K\x01"
     ),
-    "a tensor of texts": _reduce("actorrpc.core.layout", "tensor", _text("x"), b"K\x06", b"K\x00"),
+    "a tensor of texts": _reduce("actorrpc.serialization.tensors", "tensor", _text("x"), b"K\x06", b"K\x00"),
     "a tensor of floats": _reduce(
-        "actorrpc.core.layout", "tensor", b"K\x00", b"K\x06", b"G\x7f\xf8" + bytes(6), b"K\x02", b"K\x01"
+        "actorrpc.serialization.tensors",
+        "tensor",
+        b"K\x00",
+        b"K\x06",
+        b"G\x7f\xf8" + bytes(6),
+        b"K\x02",
+        b"K\x01",
     ),
-    "an exception's class": _reduce("actorrpc.core.exceptions", "_create", _text("x"), b")"),
+    "an exception's class": _reduce("actorrpc.serialization.exceptions", "_create", _text("x"), b")"),
     "an exception's dunder": _PROTO
     + _call(_name("builtins", "ValueError"))
     + b"}"
@@ -342,7 +352,7 @@ NONSENSE: dict[str, bytes] = {
     + b"Nsb.",
     "an error's dunder": _PROTO
     + _call(
-        _name("actorrpc.core.exceptions", "_restore"),
+        _name("actorrpc.serialization.exceptions", "_restore"),
         _call(_name("builtins", "ValueError")),
         b")",
         b"}" + _text("__class__") + b"Ns",

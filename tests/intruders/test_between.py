@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from actorrpc.core import handshake
-from actorrpc.core.agent import Agent
-from actorrpc.core.handshake import Acceptor, Dialler, Purpose
-from actorrpc.core.identity import new_incarnation
+from actorrpc.agent.agent import Agent
 from actorrpc.errors import AuthenticationError, ProtocolError, VersionError
-from tests.core.agents import KEY
+from actorrpc.wire import handshake
+from actorrpc.wire.handshake import Acceptor, Dialler, Purpose
+from actorrpc.wire.identity import new_incarnation
+from tests.agent.agents import KEY
 from tests.intruders.doors import WRONG, dialler, knock, reset, tcp_agents, until
 
 _HEAD = 6

@@ -22,8 +22,7 @@ import torch
 
 import actorrpc
 import actorrpc.rpc as rpc
-from actorrpc.core import codec, exceptions, messages, opening, restriction
-from actorrpc.core.frames import REPLY, REQUEST, pack_frame
+from actorrpc.agent import outbound
 from actorrpc.errors import (
     ConfigError,
     PeerDiedError,
@@ -34,11 +33,13 @@ from actorrpc.errors import (
     WrongTypeError,
 )
 from actorrpc.rpc import Named, allow, exposed
-from tests.core.agents import KEY, Stranger, agents
-from tests.group import rpc_group
+from actorrpc.serialization import codec, data_only, exceptions
+from actorrpc.wire.frames import REPLY, REQUEST, pack_frame
+from tests.agent.agents import KEY, Stranger, agents
 from tests.intruders import payloads, service
 from tests.intruders.payloads import FIRED, NONSENSE, PAYLOADS
 from tests.layers import rest_is_slow
+from tests.ranks import rpc_group
 
 _WATCHED = (
     "exec",
@@ -78,9 +79,9 @@ def _watched() -> Iterator[list[str]]:
 @pytest.fixture
 def restricted() -> Iterator[None]:
     """Open messages as a data-only worker does."""
-    messages.restrict(1)
+    outbound.restrict(1)
     yield
-    messages.restrict(-1)
+    outbound.restrict(-1)
 
 
 def _there(value: Any) -> Any:
@@ -101,7 +102,7 @@ def test_there_are_enough_of_them() -> None:
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_a_payload_is_refused_before_it_does_anything(name: str) -> None:
     with _watched() as events, pytest.raises(RefusedError) as caught:
-        opening.loads(PAYLOADS[name])
+        data_only.loads(PAYLOADS[name])
     assert not FIRED
     assert not events
     assert caught.value.maybe_executed is False
@@ -124,14 +125,14 @@ def test_a_payload_is_refused_before_it_does_anything(name: str) -> None:
 )
 def test_the_error_names_what_is_refused(name: str, says: str) -> None:
     with pytest.raises(RefusedError, match=r"refused|exposed") as caught:
-        opening.loads(PAYLOADS[name])
+        data_only.loads(PAYLOADS[name])
     assert says in str(caught.value)
 
 
 @pytest.mark.parametrize("name", NONSENSE)
 def test_nonsense_is_an_error_and_nothing_else(name: str) -> None:
     with _watched() as events, pytest.raises((ProtocolError, RefusedError)):
-        opening.loads(NONSENSE[name])
+        data_only.loads(NONSENSE[name])
     assert not events
 
 
@@ -151,7 +152,7 @@ def test_an_extension_that_pickle_has_seen_is_refused() -> None:
     try:
         pickle.loads(b"\x80\x05\x82\x77.")
         with pytest.raises(RefusedError, match="0x82"):
-            opening.loads(b"\x80\x05\x82\x77)R.")
+            data_only.loads(b"\x80\x05\x82\x77)R.")
     finally:
         copyreg.remove_extension(payloads.__name__, "fire", 0x77)
     assert not FIRED
@@ -160,7 +161,7 @@ def test_an_extension_that_pickle_has_seen_is_refused() -> None:
 def test_nothing_is_imported_for_a_name(restricted: None) -> None:
     before = set(sys.modules)
     with pytest.raises(RefusedError, match=r"antigravity\.geohash"):
-        opening.loads(b"\x80\x05\x8c\x0bantigravity\x8c\x07geohash\x93.")
+        data_only.loads(b"\x80\x05\x8c\x0bantigravity\x8c\x07geohash\x93.")
     assert set(sys.modules) == before
 
 
@@ -217,7 +218,7 @@ def test_random_changes_of_messages_are_errors_or_data(restricted: None) -> None
                 if not data:
                     break
             with contextlib.suppress(ProtocolError, RefusedError):
-                opening.loads(bytes(data))
+                data_only.loads(bytes(data))
     assert not FIRED
     assert not events
 
@@ -358,7 +359,7 @@ def test_a_slot_of_a_class_is_no_way_out(restricted: None) -> None:
     """State with other attributes than plain ones is refused, in objects that may have state, too."""
     body = b"\x80\x05\x8c\x17tests.intruders.service\x8c\x03Bag\x93)\x81}\x8c\x09__class__Nsb."
     with pytest.raises(ProtocolError, match="__class__"):
-        opening.loads(body)
+        data_only.loads(body)
 
 
 def test_the_mode_ends_with_the_last_agent_that_wants_it() -> None:
@@ -502,8 +503,8 @@ def test_a_group_of_data_only_workers(monkeypatch: pytest.MonkeyPatch, lane: str
 
 def _ordinary(rank: int, world_size: int) -> bool:
     return bool(
-        restriction.is_allowed(service.Point)
-        and messages._loads is pickle.loads
+        data_only.is_allowed(service.Point)
+        and outbound._loads is pickle.loads
         and rpc.rpc_sync(f"worker{1 - rank}", operator.add, (1, 1)) == 2
     )
 

@@ -17,16 +17,16 @@ import pytest
 import torch
 
 from actorrpc import testing
+from actorrpc.agent.agent import Agent
 from actorrpc.config import Settings
-from actorrpc.core.agent import Agent
-from actorrpc.core.connection import Connection
-from actorrpc.core.frames import CHUNK, LAST_KIND, PREFIX, PREFIX_SIZE
-from actorrpc.core.handshake import Acceptor, Dialler
-from actorrpc.core.identity import WorkerRecord, new_incarnation
-from actorrpc.core.seals import DIGEST_SIZE, SHORT, TAG_SIZE
 from actorrpc.errors import AuthenticationError, PeerDiedError, RpcError
 from actorrpc.testing import FaultProxy
-from tests.core.agents import KEY, record
+from actorrpc.transport.connection import Connection
+from actorrpc.wire.frames import CHUNK, LAST_KIND, PREFIX, PREFIX_SIZE
+from actorrpc.wire.handshake import Acceptor, Dialler
+from actorrpc.wire.identity import WorkerRecord, new_incarnation
+from actorrpc.wire.integrity import DIGEST_SIZE, SHORT, TAG_SIZE
+from tests.agent.agents import KEY, record
 from tests.faults.figures import NIGHTLY, note
 
 _FLIPS = 100_000 if NIGHTLY else 300

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from actorrpc.core import guests
-from actorrpc.core.agent import Agent
-from actorrpc.core.guests import FAILURES_PER_S
-from actorrpc.core.handshake import MAX_MESSAGE, Dialler
+from actorrpc.agent import acceptor
+from actorrpc.agent.acceptor import FAILURES_PER_S
+from actorrpc.agent.agent import Agent
 from actorrpc.errors import AuthenticationError
-from tests.core.agents import KEY
+from actorrpc.wire.handshake import MAX_MESSAGE, Dialler
+from tests.agent.agents import KEY
 from tests.intruders.doors import WRONG, dialler, knock, reset, tcp_agents, until
 
 
@@ -205,7 +205,7 @@ def test_failures_are_answered_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> Non
     """The fourth failure within a second learns nothing; a member of the same address comes in all the same."""
     now = [1000.0]
     with tcp_agents(2) as (one, other):
-        monkeypatch.setattr(guests, "moments", SimpleNamespace(now=lambda: now[0]))
+        monkeypatch.setattr(acceptor, "_time", SimpleNamespace(now=lambda: now[0]))
         verdicts: queue.SimpleQueue[bool] = queue.SimpleQueue()
         failed_often = other.links.guests._failed_often
 
@@ -237,7 +237,7 @@ def test_failures_are_answered_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.prints("these bytes are not an actorrpc handshake")
 def test_what_is_remembered_of_failures_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guests, "_MAX_ADDRESSES", 8)
+    monkeypatch.setattr(acceptor, "_MAX_ADDRESSES", 8)
     with tcp_agents(1) as (agent,):
         for number in range(1, 20):
             sock = knock(agent, f"127.0.1.{number}")

@@ -20,14 +20,16 @@ import msgpack
 import pytest
 import torch
 
-from actorrpc.core import codec, definitions, frames, handshake, messages, opening
-from actorrpc.core.agent import Agent
-from actorrpc.core.frames import Frame, FrameReader, pack_frame
-from actorrpc.core.handshake import Acceptor, Dialler, Refusal
-from actorrpc.core.identity import WorkerRecord, new_incarnation
-from actorrpc.core.messages import INLINE, LANE, STREAM
+from actorrpc.agent import outbound
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.outbound import INLINE, LANE, STREAM
 from actorrpc.errors import LimitError, ProtocolError, RpcError
-from tests.core.agents import KEY, Stranger, agents
+from actorrpc.serialization import by_value, codec, data_only
+from actorrpc.wire import frames, handshake
+from actorrpc.wire.frames import Frame, FrameReader, pack_frame
+from actorrpc.wire.handshake import Acceptor, Dialler, Refusal
+from actorrpc.wire.identity import WorkerRecord, new_incarnation
+from tests.agent.agents import KEY, Stranger, agents
 from tests.intruders import service
 from tests.intruders.doors import dialler, knock, reset, tcp_agents
 from tests.intruders.mutations import Guide, cut, mutate
@@ -58,9 +60,9 @@ def no_unpickling(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     for module, name in (
         *((pickle, "loads"), (pickle, "load"), (pickle, "Unpickler"), (_pickle, "loads"), (_pickle, "load")),
         *((_pickle, "Unpickler"), (cloudpickle, "loads"), (torch, "load")),
-        *((messages, "_loads"), (messages, "open_plain"), (messages, "open_body"), (codec, "decode")),
-        *((codec, "loads_here"), (codec, "load_here"), (definitions, "loads_here"), (opening, "loads")),
-        *((msgpack, "unpackb"), (frames, "unpack_extra"), (messages, "begin_stream")),
+        *((outbound, "_loads"), (outbound, "open_plain"), (outbound, "open_body"), (codec, "decode")),
+        *((codec, "loads_here"), (codec, "load_here"), (by_value, "loads_here"), (data_only, "loads")),
+        *((msgpack, "unpackb"), (frames, "unpack_extra"), (outbound, "begin_stream")),
         *((WorkerRecord, "from_bytes"), (FrameReader, "fed")),
     ):
         monkeypatch.setattr(module, name, refuse(f"{getattr(module, '__name__', module)}.{name}"))
@@ -253,7 +255,7 @@ def _frames_of(rng: random.Random) -> list[bytes]:
         {"b": [3], "s": 1},
         {"b": [3], "s": 1, "r": 1},
         {"p": b"x" * 40},
-        {"p": messages.Placement(segment_id=1, loan=1, offsets=(0,), sizes=(4,)).pack()}
+        {"p": outbound.Placement(segment_id=1, loan=1, offsets=(0,), sizes=(4,)).pack()}
         if _PLACES
         else {"p": b""},
         {"n": "rref"},
@@ -286,13 +288,13 @@ def _frames_of(rng: random.Random) -> list[bytes]:
                 )
             )
     found.append(pack_frame(frames.CHUNK, 1, b"abc", chain=0))
-    found.append(pack_frame(frames.DEFINITION, body=definitions.hash_of(b"x") + b"x"))
+    found.append(pack_frame(frames.DEFINITION, body=by_value.hash_of(b"x") + b"x"))
     found.append(pack_frame(frames.REQUEST, 1, plain))
     found.append(pack_frame(frames.REQUEST, 2, body))
     return found
 
 
-_PLACES = hasattr(messages, "Placement")
+_PLACES = hasattr(outbound, "Placement")
 
 
 @nightly

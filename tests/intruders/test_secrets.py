@@ -23,14 +23,15 @@ import pytest
 
 import actorrpc
 import actorrpc.rpc as rpc
-from actorrpc.core import codec, exceptions, keys
-from actorrpc.core.handshake import Session
-from actorrpc.core.keys import Key
 from actorrpc.errors import AuthenticationError, RpcError, SerializationError
+from actorrpc.serialization import codec, exceptions
+from actorrpc.wire import keys
+from actorrpc.wire.handshake import Session
+from actorrpc.wire.keys import Key
 from tests import processes
-from tests.core.agents import Stranger, agents
-from tests.group import GroupError, run_group
+from tests.agent.agents import Stranger, agents
 from tests.intruders.doors import WRONG
+from tests.ranks import GroupError, run_group
 
 _TEXT = "the-secret-of-this-test-0451"
 

@@ -12,14 +12,14 @@ import pytest
 
 import actorrpc.rpc as rpc
 from actorrpc.config import Settings
-from actorrpc.core import keys
-from actorrpc.core.handshake import Acceptor, Dialler
-from actorrpc.core.identity import new_incarnation
-from actorrpc.core.keys import Key
 from actorrpc.errors import AuthenticationError, ConfigError
-from actorrpc.rpc import group
-from actorrpc.rpc.group import _Doors
-from tests.group import GroupError, run_group
+from actorrpc.group import group
+from actorrpc.group.group import _Doors
+from actorrpc.wire import keys
+from actorrpc.wire.handshake import Acceptor, Dialler
+from actorrpc.wire.identity import new_incarnation
+from actorrpc.wire.keys import Key
+from tests.ranks import GroupError, run_group
 
 _LOOPBACK = ("127.0.0.1", "127.0.0.9", "::1", "localhost")
 _OPEN = ("0.0.0.0", "::")

@@ -16,17 +16,17 @@ from typing import Any
 
 import pytest
 
-from actorrpc import moments
+from actorrpc import _time
+from actorrpc.agent.agent import Agent
 from actorrpc.config import Settings
-from actorrpc.core import tls
-from actorrpc.core.agent import Agent
-from actorrpc.core.identity import WorkerRecord
-from actorrpc.core.keys import Key
-from actorrpc.core.tls import Tls, TlsSocket
 from actorrpc.errors import AuthenticationError, ProtocolError, RpcError, VersionError
 from actorrpc.testing.certificates import Certificates, temporary_certificates
+from actorrpc.transport import tls
+from actorrpc.transport.tls import Tls, TlsSocket
+from actorrpc.wire.identity import WorkerRecord
+from actorrpc.wire.keys import Key
+from tests.agent.agents import KEY, record
 from tests.certificates import files, foreign
-from tests.core.agents import KEY, record
 from tests.intruders.doors import WRONG, door, knock, reset, until
 
 _Address = tuple[str, int]
@@ -385,12 +385,12 @@ def _stolen(certificates: Certificates) -> tuple[Any, Any]:
 
     def front(sock: socket.socket) -> TlsSocket:
         made = mine.accept(sock)
-        made.shake_until(moments.now() + 30)
+        made.shake_until(_time.now() + 30)
         made.settimeout(None)
         return made
 
     def back(sock: socket.socket) -> TlsSocket:
-        made = mine.dial(sock, moments.now() + 30)
+        made = mine.dial(sock, _time.now() + 30)
         made.settimeout(None)
         return made
 

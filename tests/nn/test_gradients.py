@@ -12,9 +12,9 @@ from torch import nn
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
 from actorrpc.nn import RemoteModule
-from tests.group import run_group, unused_path
 from tests.nn import things
 from tests.nn.things import Hybrid
+from tests.ranks import run_group, unused_path
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from torch.distributed.remote_device import _remote_device
 
 from actorrpc import WorkerInfo
 from actorrpc.errors import ConfigError, RpcError
-from actorrpc.nn.places import device_of, place_of
+from actorrpc.nn.remote_module import device_of, place_of
 
 _GOOD = [
     *("w", "w/cpu", "w/cuda:0", "w/cuda", "w-1_x/meta", "rank:0", "rank:1/cpu", "rank:12/cuda:3"),

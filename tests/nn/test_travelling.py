@@ -17,9 +17,9 @@ from actorrpc import rpc
 from actorrpc.errors import PeerDiedError, RpcError
 from actorrpc.nn import RemoteModule
 from tests.announced import OUTSIDE_OF_A_CONTEXT, TORCH_RPC
-from tests.group import rpc_group, run_group, unused_path
 from tests.nn import things
 from tests.nn.things import Echo, Hybrid
+from tests.ranks import rpc_group, run_group, unused_path
 
 # -- one script over both -------------------------------------------------------------------------------------------
 

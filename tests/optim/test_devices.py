@@ -12,8 +12,8 @@ import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
 from actorrpc.optim import DistributedGradScaler, DistributedOptimizer
 from tests.devices import DEVICES, leak_wait
-from tests.group import rpc_group
 from tests.optim.things import call_on, weight
+from tests.ranks import rpc_group
 
 pytestmark = pytest.mark.limit(120)
 

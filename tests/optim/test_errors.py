@@ -10,7 +10,7 @@ import pytest
 from actorrpc.errors import PeerDiedError, RpcError
 from actorrpc.futures import Future
 from actorrpc.optim import OptimizerError
-from actorrpc.optim.errors import gather
+from actorrpc.optim.optimizer import gather
 
 
 def _done(value: Any = None, error: BaseException | None = None) -> Future[Any]:

@@ -10,8 +10,8 @@ import torch
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import errors
-from actorrpc.autograd import slots, wiring
-from actorrpc.optim import gradients
+from actorrpc.autograd import graph, startup
+from actorrpc.optim import local_optimizer
 from tests.optim.things import weight
 
 
@@ -26,13 +26,13 @@ def leaves() -> list[torch.Tensor]:
 def context_id(workers: list[str], leaves: list[torch.Tensor]) -> Iterator[int]:
     """A context that has gradients for the first two leaves."""
     with dist_autograd.context() as found:
-        context = wiring.contexts().get(found)
+        context = startup.contexts().get(found)
         context.gradients.update({leaf: torch.ones(2) for leaf in leaves[:2]})
         yield found
 
 
 def test_those_of_a_context(leaves: list[torch.Tensor], context_id: int) -> None:
-    with gradients.lent(leaves[1:], context_id) as lent:
+    with local_optimizer.lent(leaves[1:], context_id) as lent:
         assert lent[1] is None
         assert lent[0] is not None
         assert torch.equal(lent[0], torch.ones(2))
@@ -46,7 +46,7 @@ def test_replaced_ones_go_back_unless_the_block_fails(leaves: list[torch.Tensor]
     for place in (context_id, None):
         with pytest.raises(LookupError):
             _replace_and_fail(leaves, place)
-        with gradients.lent(leaves, place) as lent:
+        with local_optimizer.lent(leaves, place) as lent:
             assert lent[0] is not None
             assert lent[0][0] == (7 if place is None else 1)
             lent[0] = torch.full((2,), 5.0)
@@ -55,14 +55,14 @@ def test_replaced_ones_go_back_unless_the_block_fails(leaves: list[torch.Tensor]
 
 
 def _replace_and_fail(leaves: list[torch.Tensor], place: int | None) -> None:
-    with gradients.lent(leaves, place) as lent:
+    with local_optimizer.lent(leaves, place) as lent:
         lent[0] = torch.zeros(2)
         raise LookupError
 
 
 def test_grad_is_free_meanwhile(leaves: list[torch.Tensor], context_id: int) -> None:
     for place in (context_id, None):
-        with gradients.lent(leaves, place):
+        with local_optimizer.lent(leaves, place):
             assert all(leaf.grad is None for leaf in leaves)
             leaves[2].grad = torch.ones(2)
         assert leaves[2].grad is None
@@ -70,13 +70,13 @@ def test_grad_is_free_meanwhile(leaves: list[torch.Tensor], context_id: int) -> 
 
 
 def test_clearing(leaves: list[torch.Tensor], context_id: int) -> None:
-    gradients.clear(leaves[:1], context_id, False)
+    local_optimizer.clear(leaves[:1], context_id, False)
     found = dist_autograd.get_gradients(context_id)
     assert [found[leaf].sum().item() for leaf in leaves[:2]] == [0.0, 2.0]
-    gradients.clear(leaves[:1], context_id, True)
+    local_optimizer.clear(leaves[:1], context_id, True)
     assert set(dist_autograd.get_gradients(context_id)) == {leaves[1]}
     assert leaves[0].grad is not None
-    gradients.clear(leaves, None, True)
+    local_optimizer.clear(leaves, None, True)
     assert leaves[0].grad is None
 
 
@@ -86,10 +86,10 @@ def test_clearing_waits_for_whoever_has_the_gradients(leaves: list[torch.Tensor]
 
     def clear() -> None:
         entered.set()
-        gradients.clear(leaves, None, True)
+        local_optimizer.clear(leaves, None, True)
 
     thread = threading.Thread(target=clear)
-    with slots.borrowed(leaves):
+    with graph.borrowed(leaves):
         thread.start()
         assert entered.wait(30)
     thread.join()
@@ -97,10 +97,10 @@ def test_clearing_waits_for_whoever_has_the_gradients(leaves: list[torch.Tensor]
 
 
 def test_unknown_contexts(leaves: list[torch.Tensor], workers: list[str]) -> None:
-    gradients.check_context(None)
-    for check in (gradients.check_context, lambda id: gradients.clear(leaves, id, True)):
+    local_optimizer.check_context(None)
+    for check in (local_optimizer.check_context, lambda id: local_optimizer.clear(leaves, id, True)):
         with pytest.raises(errors.RpcError, match="Could not find autograd context with id: 3"):
             check(3)
     for wrong in ("3", True, 3.0):
         with pytest.raises(TypeError):
-            gradients.check_context(wrong)  # type: ignore[arg-type]
+            local_optimizer.check_context(wrong)  # type: ignore[arg-type]

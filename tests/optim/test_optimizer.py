@@ -16,9 +16,8 @@ import torch.distributed.optim as torch_optim
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import errors, rpc
-from actorrpc.autograd import wiring
+from actorrpc.autograd import startup
 from actorrpc.optim import DistributedOptimizer, OptimizerError
-from tests.group import Died, rpc_group
 from tests.optim.things import (
     Blocking,
     FailingConstructor,
@@ -32,6 +31,7 @@ from tests.optim.things import (
     put,
     weight,
 )
+from tests.ranks import Died, rpc_group
 
 SGD = torch.optim.SGD
 _TINY = 0.05  # a time-out that is meant to pass
@@ -55,7 +55,7 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _fill_grad(module: torch.nn.Module, context_id: int) -> None:
-    gradients = wiring.contexts().get(context_id).gradients
+    gradients = startup.contexts().get(context_id).gradients
     for each in module.parameters():
         gradients[each] = torch.ones_like(each)
 
@@ -106,7 +106,7 @@ def test_local_modules_and_tensors(workers: list[str]) -> None:
     assert optimizer.workers == (workers[0],)
     with dist_autograd.context() as context_id:
         _fill_grad(module, context_id)
-        wiring.contexts().get(context_id).gradients[tensor] = torch.ones(2)
+        startup.contexts().get(context_id).gradients[tensor] = torch.ones(2)
         optimizer.step(context_id)
     for after, value in zip([*module.parameters(), tensor], before, strict=True):
         assert torch.equal(after.detach(), value - 0.5)
@@ -365,7 +365,7 @@ def test_zero_grad_of_a_context(workers: list[str]) -> None:
 
 
 def _recorded(context_id: int) -> tuple[int, int]:
-    context = wiring.contexts().get(context_id)
+    context = startup.contexts().get(context_id)
     return len(context.sends), len(context.receipts)
 
 

@@ -12,8 +12,8 @@ import torch
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
-from actorrpc.autograd import wiring
-from actorrpc.optim.resident import LocalOptimizer
+from actorrpc.autograd import startup
+from actorrpc.optim.local_optimizer import LocalOptimizer
 
 __all__ = [
     "Blocking",
@@ -50,7 +50,7 @@ class Pair(torch.nn.Module):
 
 
 def _put(context_id: int, parameter: Any, gradient: torch.Tensor | None) -> None:
-    context = wiring.contexts().get(context_id)
+    context = startup.contexts().get(context_id)
     if gradient is None:
         context.gradients.pop(parameter, None)
     else:

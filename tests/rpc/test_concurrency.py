@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from actorrpc import rpc
-from actorrpc.core import threads
+from actorrpc.agent import threads
 from actorrpc.errors import BackpressureError, CancelledError, DeadlockError, RpcError
-from tests.group import rpc_group
+from tests.ranks import rpc_group
 
 # -- what runs on workers ------------------------------------------------------------------------
 

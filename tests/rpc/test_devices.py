@@ -18,7 +18,7 @@ from actorrpc import errors, rpc
 from tests.actors.e2e.kit import open_gate, pass_gate
 from tests.announced import ODD_TENSORS
 from tests.devices import DEVICES, leak_wait
-from tests.group import rpc_group, run_group, unused_path
+from tests.ranks import rpc_group, run_group, unused_path
 
 pytestmark = pytest.mark.limit(120)
 

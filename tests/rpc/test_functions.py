@@ -13,7 +13,7 @@ import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
 from actorrpc.rpc.functions import async_execution
-from tests.group import rpc_group
+from tests.ranks import rpc_group
 
 _TINY = 0.05  # a time-out that is meant to pass
 _gate: torch.futures.Future[str] = torch.futures.Future()

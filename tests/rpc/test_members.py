@@ -17,12 +17,12 @@ import pytest
 
 import actorrpc
 from actorrpc import rpc
-from actorrpc.core import keys
-from actorrpc.core.liveness import process_state
 from actorrpc.errors import NotInitializedError, RpcTimeoutError, WrongTypeError
-from actorrpc.rpc import reach
+from actorrpc.group import group as group_module
+from actorrpc.transport.failure_detector import process_state
+from actorrpc.wire import keys
 from tests.cluster.drive import cluster, workers
-from tests.group import Died, rpc_group, run_group
+from tests.ranks import Died, rpc_group, run_group
 
 
 def _until(condition: Callable[[], Any]) -> None:
@@ -311,7 +311,7 @@ def test_a_time_out_on_the_way_to_the_first_worker_is_not_its_death() -> None:
 def _apart(rank: int, world_size: int) -> None:
     """Worker1 and worker0 can reach worker2, but not each other."""
     logging.getLogger("actorrpc.group").addHandler(_Warnings())
-    reach.PATIENCE_S = 0.5  # type: ignore[misc]
+    group_module.PATIENCE_S = 0.5  # type: ignore[misc]
     if rank < 2:
         _cut(f"worker{1 - rank}")
 
@@ -330,7 +330,7 @@ def test_two_workers_that_cannot_reach_each_other_both_end() -> None:
 
 def _suspect_at_the_end(rank: int, world_size: int, name: str) -> bool | None:
     """One is stopped and everybody else is in shutdown: nobody waits for it."""
-    reach.PATIENCE_S = 0.5  # type: ignore[misc]
+    group_module.PATIENCE_S = 0.5  # type: ignore[misc]
     if f"worker{rank}" == name:
         _for_ever.wait()
     if rank == 1:
@@ -365,7 +365,7 @@ def _stopped(rank: int, world_size: int, name: str) -> bool:
 
 def _others_still_work(rank: int, world_size: int, path: str) -> None:
     """A suspect is waited for while somebody else works; when it is back, it is a member like all others."""
-    reach.PATIENCE_S = 0.2  # type: ignore[misc]
+    group_module.PATIENCE_S = 0.2  # type: ignore[misc]
     if rank == 0:
         rpc.rpc_sync("worker1", operator.add, (1, 1))
         rpc.rpc_sync("worker2", operator.add, (1, 1))

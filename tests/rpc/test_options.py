@@ -14,7 +14,7 @@ import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
 from actorrpc.rpc import options
-from tests.group import rpc_group, run_group, unused_path
+from tests.ranks import rpc_group, run_group, unused_path
 
 _BOTH = [rpc.RpcBackendOptions, rpc.TensorPipeRpcBackendOptions]
 

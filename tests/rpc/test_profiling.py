@@ -15,11 +15,11 @@ from torch._C._profiler import ActiveProfilerType, _ExperimentalConfig
 from torch.autograd import profiler_legacy
 
 from actorrpc import rpc
-from actorrpc.core.calls import CURRENT
+from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import RpcTimeoutError, SerializationError, UnknownWorkerError
 from actorrpc.rpc import api, profiling
 from tests.announced import PROFILER
-from tests.group import rpc_group
+from tests.ranks import rpc_group
 
 pytestmark = pytest.mark.prints(PROFILER)
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from actorrpc import errors, rpc
-from actorrpc.core.interceptors import RECEIPT
+from actorrpc.agent.hooks import RECEIPT
 from actorrpc.futures import Future
 from actorrpc.rpc import api
-from tests.group import rpc_group
+from tests.ranks import rpc_group
 
 _gate = threading.Event()
 _notices: list[str] = []

@@ -23,7 +23,7 @@ import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
 from tests.announced import TORCH_RPC
-from tests.group import rpc_group, run_group, unused_path
+from tests.ranks import rpc_group, run_group, unused_path
 
 _TINY = 0.05  # a time-out that is meant to pass
 

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 from actorrpc import rpc
-from actorrpc.core import keys
 from actorrpc.errors import NotInitializedError, RpcTimeoutError, ShutdownError
-from tests.group import rpc_group, run_group
+from actorrpc.group import group as groups
+from actorrpc.wire import keys
 from tests.layers import rest_is_slow
 from tests.output import check
+from tests.ranks import rpc_group, run_group
 
 _gates: dict[str, threading.Event] = {}
 _table = threading.Lock()
@@ -64,7 +65,7 @@ def _serve_in_shutdown(rank: int, world_size: int) -> None:
     """All but worker0 sit in shutdown at once; they serve worker0 and each other as long as it works."""
     if rank:
         return
-    barrier = rpc.group._current.barrier  # type: ignore[attr-defined]
+    barrier = groups._current.barrier  # type: ignore[attr-defined]
     _until(lambda: len(barrier._arrived.get(0, ())) == world_size - 1)
     for i in range(100):
         assert rpc.rpc_sync(f"worker{1 + i % 2}", operator.add, (i, 1)) == i + 1

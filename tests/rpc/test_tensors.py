@@ -12,7 +12,7 @@ import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
 from tests.announced import ODD_TENSORS, OUTSIDE_OF_A_CONTEXT, TORCH_RPC
-from tests.group import rpc_group, run_group, unused_path
+from tests.ranks import rpc_group, run_group, unused_path
 
 _REAL = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 _COMPLEX = [torch.complex32, torch.complex64, torch.complex128]

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import actorrpc
-from actorrpc import autograd, moments, rpc, testing
+from actorrpc import _time, autograd, rpc, testing
 from actorrpc.errors import (
     CancelledError,
     ConfigError,
@@ -113,9 +113,9 @@ def gate() -> Iterator[str]:
 @contextlib.contextmanager
 def minutes() -> Iterator[None]:
     """A block that takes minutes by the virtual clock: the limit of the test sees that it takes none of the real time's."""
-    begun = moments.now()
+    begun = _time.now()
     yield
-    assert moments.now() - begun > 3.0
+    assert _time.now() - begun > 3.0
 
 
 # -- workers -------------------------------------------------------------------------------------------
@@ -218,9 +218,9 @@ def test_waits_with_a_time_out_go_by_it(gate: str) -> None:
             assert 300.0 - _ROUNDED <= cluster.clock.elapsed - before < 302.0
         with pytest.raises(RpcTimeoutError):
             cluster["worker0"].rpc_sync("worker1", ask_for_ever, ("worker0", gate), timeout=100.0)
-        begun = moments.now()
+        begun = _time.now()
         cluster.clock.sleep(1000.0)
-        assert moments.now() - begun >= 1000.0 - _ROUNDED
+        assert _time.now() - begun >= 1000.0 - _ROUNDED
         _gates[gate].set()
 
 
@@ -377,8 +377,8 @@ def test_nothing_is_left_behind() -> None:
         gc.collect()
         assert _threads() == threads
         assert _files() == files
-        assert moments.now is time.monotonic
-        assert moments.sleep is time.sleep
+        assert _time.now is time.monotonic
+        assert _time.sleep is time.sleep
         assert threading.Thread.start.__module__ == "threading"
 
 
@@ -388,8 +388,8 @@ def test_the_real_time_is_given_back_after_an_exception(gate: str) -> None:
         cluster.clock.advance(100.0)
         _gates[gate].set()
         raise ZeroDivisionError
-    assert moments.now is time.monotonic
-    assert moments.near_s == 1.0
+    assert _time.now is time.monotonic
+    assert _time.near_s == 1.0
     assert call.done()
     assert not rpc.is_initialized()
 
@@ -406,7 +406,7 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(testing.in_process.actor_wiring, "start", refuse)
     with pytest.raises(OSError, match="no more"):
         cluster.__enter__()
-    assert moments.now is time.monotonic
+    assert _time.now is time.monotonic
     assert _threads() == threads
     assert not api.is_initialized()
 
@@ -474,7 +474,7 @@ def test_wrong_use() -> None:
 
 def test_the_real_time() -> None:
     with InProcessCluster(clock="real") as cluster:
-        assert moments.now is time.monotonic
+        assert _time.now is time.monotonic
         assert cluster["worker0"].rpc_sync("worker1", who) == "worker1"
         with pytest.raises(RuntimeError, match="real time"):
             cluster.clock.advance(1.0)

@@ -13,7 +13,7 @@ import pytest
 import actorrpc
 from actorrpc import rpc
 from actorrpc.testing import leaks
-from tests.group import rpc_group
+from tests.ranks import rpc_group
 
 _kept: list[Any] = []
 

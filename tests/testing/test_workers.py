@@ -17,7 +17,7 @@ from actorrpc import autograd, rpc, testing
 from actorrpc.errors import ConfigError, RpcTimeoutError
 from actorrpc.rpc import api
 from tests import processes
-from tests.group import rpc_group, run_group
+from tests.ranks import rpc_group, run_group
 
 DAY = 86_400.0
 

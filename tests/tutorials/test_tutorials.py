@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from actorrpc.core import keys
+from actorrpc.wire import keys
 from tests.announced import PROFILER
 from tests.tutorials.kit import EXPECTED, NIGHTLY, PROGRAMS, Program, Run, run
 
@@ -45,7 +45,7 @@ def check_agents(done: Run, workers: int, way: str) -> None:
         else:
             assert each == {
                 "agent": "actorrpc.compat.rpc.agent.TensorPipeAgent",
-                "behind": "actorrpc.core.agent.Agent",
+                "behind": "actorrpc.agent.agent.Agent",
                 "torchs": False,
                 "imported": True,
             }, name

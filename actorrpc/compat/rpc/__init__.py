@@ -51,10 +51,10 @@ from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
 from actorrpc.compat.rpc.server_process_global_profiler import (  # noqa: F401
     _server_process_global_profile,
 )
-from actorrpc.core.identity import WorkerInfo  # noqa: F401
-from actorrpc.core.meeting import open_store
+from actorrpc.group.store import open_store
 from actorrpc.rpc import api as _core
 from actorrpc.rpc.options import RpcBackendOptions
+from actorrpc.wire.identity import WorkerInfo  # noqa: F401
 
 __all__ = [
     "AllGatherStates",

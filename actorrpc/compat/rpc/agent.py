@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from actorrpc.agent.agent import Agent
 from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
-from actorrpc.compat.wording import reword
-from actorrpc.core.agent import Agent
-from actorrpc.core.identity import WorkerInfo
+from actorrpc.compat.translate import reword
 from actorrpc.errors import UnknownWorkerError
 from actorrpc.rpc import api
+from actorrpc.wire.identity import WorkerInfo
 
 __all__ = ["RpcAgent", "TensorPipeAgent", "debug_info_of_references", "enable_gil_profiling"]
 

@@ -16,16 +16,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from actorrpc import moments
-from actorrpc.compat.futures import Future
+from actorrpc import _time
 from actorrpc.compat.profiling import ProfiledFuture
 from actorrpc.compat.rpc.agent import TensorPipeAgent
 from actorrpc.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from actorrpc.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, deserialize
 from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
 from actorrpc.compat.rpc.references import RRef
-from actorrpc.compat.wording import check_script_call, reword
-from actorrpc.core.identity import WorkerInfo
+from actorrpc.compat.translate import Future, check_script_call, reword
 from actorrpc.errors import (
     BackpressureError,
     NotInitializedError,
@@ -38,6 +36,7 @@ from actorrpc.errors import (
 from actorrpc.rpc import api as core
 from actorrpc.rpc.profiling import calling, modern, profiled
 from actorrpc.rpc.rref import RRef as CoreRRef
+from actorrpc.wire.identity import WorkerInfo
 
 __all__ = [
     "AllGatherStates",
@@ -329,10 +328,10 @@ def _is_dead(name: str) -> bool:
 
 def _await_signal(states: AllGatherStates, others: Iterable[str], seconds: float | None) -> None:
     """Wait for the signal, for the time given, or until all that could still give it are dead."""
-    until = float("inf") if seconds is None else moments.now() + seconds
+    until = float("inf") if seconds is None else _time.now() + seconds
     names = list(others)
-    while not states.proceed_signal.wait(max(0.0, min(_LOOK_S, until - moments.now()))):
-        if moments.now() >= until:
+    while not states.proceed_signal.wait(max(0.0, min(_LOOK_S, until - _time.now()))):
+        if _time.now() >= until:
             return
         come = states.withdrawn.union(states.gathered_objects)
         if all(name in come or _is_dead(name) for name in names):

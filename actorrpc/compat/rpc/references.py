@@ -11,9 +11,8 @@ from typing import Any, Literal, NoReturn, TypeVar
 from torch.autograd.profiler import record_function
 
 from actorrpc import futures
-from actorrpc.compat.futures import Future
 from actorrpc.compat.profiling import ProfiledFuture
-from actorrpc.compat.wording import reword
+from actorrpc.compat.translate import Future, reword
 from actorrpc.errors import NotInitializedError, RpcTimeoutError, RRefError
 from actorrpc.rpc import api, rref
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT

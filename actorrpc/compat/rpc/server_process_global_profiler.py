@@ -12,12 +12,12 @@ from typing import Any
 from torch.autograd.profiler_legacy import profile
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from actorrpc.core.agent import Agent
-from actorrpc.core.calls import Execution
-from actorrpc.core.interceptors import Bystander
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.calls import Execution
+from actorrpc.agent.hooks import Bystander
 from actorrpc.rpc import api
 from actorrpc.rpc.profiling import Settings, intercept, observe
-from actorrpc.rpc.references import References
+from actorrpc.rpc.refcount.runtime import References
 
 __all__: list[str] = []
 

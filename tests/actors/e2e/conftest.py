@@ -15,7 +15,7 @@ import actorrpc
 from actorrpc.testing.pytest_plugin import WATCHDOG
 from tests import processes
 from tests.actors.e2e import kit
-from tests.group import show_errors
+from tests.ranks import show_errors
 
 _RAISED = pytest.StashKey[bool]()
 

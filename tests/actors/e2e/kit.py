@@ -21,7 +21,7 @@ import psutil
 import actorrpc
 from actorrpc import rpc
 from tests import processes
-from tests.group import run_group, start_server
+from tests.ranks import run_group, start_server
 
 __all__ = ["Gate", "Log", "alive", "group", "open_gate", "pass_gate", "row_of", "running", "until"]
 
@@ -33,7 +33,7 @@ def until(condition: Callable[[], Any]) -> None:
         pause.wait(0.005)
 
 
-def row_of(actor: Any) -> actorrpc.actors.functions.ActorInfo:
+def row_of(actor: Any) -> actorrpc.actors.api.ActorInfo:
     """What ``list_actors`` says of an actor."""
     return next(row for row in actorrpc.list_actors() if row.actor_id == actor.actor_id)
 

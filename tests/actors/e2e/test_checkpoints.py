@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import actorrpc
-from actorrpc.actors.runtime import runtime
-from actorrpc.actors.supervisor import Supervisor
+from actorrpc.actors.context import runtime
+from actorrpc.actors.supervision.supervisor import Supervisor
 from actorrpc.errors import ActorDiedError, ActorError, ActorUnavailableError
 from tests.actors.e2e.kit import row_of, until
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import actorrpc
-from actorrpc.core.calls import CURRENT
+from actorrpc.agent.calls import CURRENT
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]

@@ -11,7 +11,7 @@ import torch
 
 import actorrpc
 from actorrpc import autograd
-from actorrpc.autograd import wiring
+from actorrpc.autograd import startup
 from tests.actors.e2e import kit
 
 pytestmark = [
@@ -310,7 +310,7 @@ def test_tasks() -> None:
 
 
 def _knows(_layer: Any, context: int) -> bool:
-    return wiring.contexts().find(context) is not None
+    return startup.contexts().find(context) is not None
 
 
 def test_contexts_are_forgotten() -> None:

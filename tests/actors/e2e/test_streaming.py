@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import actorrpc
-from actorrpc.actors import deadlocks, ref_generator
+from actorrpc.actors.host import deadlock_detector
+from actorrpc.actors.streams import consumer as consumer_module
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
@@ -334,7 +335,7 @@ def test_streams_among_what_is_waited_for(gate: Path) -> None:
 
 def test_an_item_that_is_here_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, gate: Path) -> None:
     """Whoever waits for an item gets it, even if the next ones are asked for in this very moment."""
-    consumer, here = ref_generator._Consumer, threading.get_ident()
+    consumer, here = consumer_module._Consumer, threading.get_ident()
     waiting, asked, taken = threading.Event(), threading.Event(), threading.Event()
     pull, pulled, drive = consumer._pull, consumer._pulled, consumer.drive
     late: list[bool] = []
@@ -493,7 +494,7 @@ def test_a_reader_below_its_own_stream() -> None:
 @pytest.mark.slow
 @pytest.mark.limit(60)
 def test_an_end_that_waits_for_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ref_generator, "PATIENCE_S", 1.0)  # threads of other tests may have read streams
+    monkeypatch.setattr(consumer_module, "PATIENCE_S", 1.0)  # threads of other tests may have read streams
     actor = Producer.remote()
     stream = actor.numbers.options(backpressure=2).remote(40)
     with pytest.raises(actorrpc.DeadlockError, match=r"the end of .* can never come"):
@@ -511,7 +512,7 @@ def test_what_another_thread_reads_is_no_circle(monkeypatch: pytest.MonkeyPatch,
     """The search asks again and again, and leaves a reader alone that is only slow."""
     asked, begun, enough = [0], threading.Event(), threading.Event()
     found: list[int] = []
-    at_consumer = deadlocks._at_consumer
+    at_consumer = deadlock_detector._at_consumer
 
     def counted(*args: Any) -> None:
         at_consumer(*args)
@@ -519,7 +520,7 @@ def test_what_another_thread_reads_is_no_circle(monkeypatch: pytest.MonkeyPatch,
         if asked[0] == 4:
             enough.set()
 
-    monkeypatch.setattr(deadlocks, "_at_consumer", functools.wraps(at_consumer)(counted))
+    monkeypatch.setattr(deadlock_detector, "_at_consumer", functools.wraps(at_consumer)(counted))
     actor = Producer.remote()
     stream = actor.numbers.options(backpressure=2).remote(40)
 
@@ -541,7 +542,7 @@ def test_what_another_thread_reads_is_no_circle(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.slow
 @pytest.mark.limit(60)
 def test_what_nobody_comes_to_read_is_a_circle_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadlocks, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(deadlock_detector, "PATIENCE_S", 2.0)
     over = threading.Event()
     idle = threading.Thread(target=over.wait)
     try:

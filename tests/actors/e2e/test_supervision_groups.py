@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import actorrpc
-from actorrpc.actors.runtime import runtime
+from actorrpc.actors.context import runtime
 from actorrpc.errors import ActorDiedError, ActorError, ActorUnavailableError, SupervisionError
 from tests import leaks, processes
 from tests.actors.e2e.kit import open_gate, pass_gate, row_of, until

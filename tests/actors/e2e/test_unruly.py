@@ -130,7 +130,7 @@ class Breaking:
     """Breaks what runs its calls, as a fault of this package would."""
 
     def damage(self, what: str) -> str:
-        from actorrpc.core.calls import CURRENT
+        from actorrpc.agent.calls import CURRENT
 
         execution = CURRENT.get()
         assert execution is not None

@@ -9,13 +9,13 @@ from typing import Any, Final
 
 import torch
 
+from actorrpc.agent.agent import Agent
 from actorrpc.compat.rpc.agent import TensorPipeAgent
 from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
-from actorrpc.compat.wording import is_builtin
-from actorrpc.core.agent import Agent
+from actorrpc.compat.translate import is_builtin
 from actorrpc.errors import ConfigError
 from actorrpc.testing import Fault
-from actorrpc.testing.message_types import Message
+from actorrpc.testing.messages.types import Message
 
 __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions"]
 

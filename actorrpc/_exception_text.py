@@ -1,0 +1,246 @@
+"""The text of an exception that goes to another worker: its traceback, its chain, its notes, in bounds.
+
+Runs on the thread that executed the call. Copes with any user's class: a ``str`` that raises or gives 100 MB,
+a chain that bites its tail, a recursion a thousand deep. Looks like what Python prints, and is written anew
+because the standard formatter takes longer than all the rest of a failing call. It reads source lines
+through ``linecache`` and nothing else.
+
+The parts of an exception, read and set past its class.
+
+A user's class may define properties of these names, a ``__getattribute__`` that raises, or refuse every assignment (a frozen
+dataclass does): what is asked of any exception goes through the descriptors of ``BaseException``. Nothing here raises, and
+nothing here runs code of the user's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import logging
+import traceback as tracebacks
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeGuard, TypeVar
+
+from actorrpc.errors import RemoteTraceback
+
+__all__ = [
+    "add_note",
+    "cut",
+    "cut_frames",
+    "format_error",
+    "is_a",
+    "let_frames_go",
+    "line_of",
+    "notes_of",
+    "report",
+    "say",
+    "shown",
+    "type_name",
+]
+
+_E = TypeVar("_E", bound=BaseException)
+ARGS: Final[Any] = BaseException.__dict__["args"]
+CAUSE: Final[Any] = BaseException.__dict__["__cause__"]
+CONTEXT: Final[Any] = BaseException.__dict__["__context__"]
+SUPPRESS: Final[Any] = BaseException.__dict__["__suppress_context__"]
+TRACEBACK: Final[Any] = BaseException.__dict__["__traceback__"]
+MESSAGE: Final[Any] = BaseExceptionGroup.__dict__["message"]
+MEMBERS: Final[Any] = BaseExceptionGroup.__dict__["exceptions"]
+dict_of: Final[Callable[[BaseException], dict[str, Any]]] = BaseException.__dict__["__dict__"].__get__
+names_of: Final[Callable[[type], dict[str, Any]]] = type.__dict__["__dict__"].__get__
+
+
+def is_a(error: object, kinds: type[_E] | tuple[type[_E], ...]) -> TypeGuard[_E]:
+    """Say whether an exception is of one of these classes, as ``except`` does: what it says of its class is not asked for."""
+    return issubclass(type(error), kinds)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception."""
+    notes = dict_of(error).setdefault("__notes__", [])
+    if type(notes) is list:
+        notes.append(note)
+
+
+def cut_frames(error: BaseException, file: str) -> None:
+    """Cut the frames of a source file off the top of an exception's traceback: users look for theirs."""
+    cut = TRACEBACK.__get__(error)
+    while cut is not None and cut.tb_frame.f_code.co_filename == file:
+        cut = cut.tb_next
+    if cut is not None:
+        TRACEBACK.__set__(error, cut)
+
+
+def let_frames_go(error: BaseException) -> None:
+    """Take the tracebacks off an error that has been sent.
+
+    A call that failed waits for the collector otherwise: the future that raised the error holds it, and its traceback
+    the frames with that future, and with handles whose actors are to end. In an idle process the collector never comes.
+    """
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        TRACEBACK.__set__(each, None)
+        left += (CAUSE.__get__(each), CONTEXT.__get__(each))
+        if is_a(each, BaseExceptionGroup):
+            left += MEMBERS.__get__(each)
+
+
+_MAX_MESSAGE = 8 << 10
+_MAX_FRAMES = 200
+_MAX_MEMBERS = 200  # of a group, printed as Python does
+_MAX_CHAIN = 64
+_MAX_NOTES = 100
+_MAX_SCAN = 1000
+
+
+def _is_group(error: BaseException) -> bool:
+    return issubclass(type(error), BaseExceptionGroup)
+
+
+def cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2 - 20
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+def say(value: object, how: Callable[[object], str] = str) -> str:
+    """Return ``str`` or ``repr`` of a user's object, whatever it does, and not too much of it."""
+    try:
+        text = how(value)
+        return cut(text if type(text) is str else str.__str__(text), _MAX_MESSAGE)
+    except BaseException:
+        return f"<{type_name(type(value))} whose {how.__name__}() failed>"
+
+
+def type_name(cls: type) -> str:
+    cls = names_of(cls).get("_actorrpc_original", cls)
+    try:
+        return f"{cls.__module__}.{cls.__qualname__}"
+    except BaseException:
+        return str(type.__dict__["__name__"].__get__(cls))
+
+
+def shown(name: str) -> str:
+    return name.removeprefix("builtins.").removeprefix("__main__.")
+
+
+def line_of(error: BaseException) -> str:
+    return cut(f"{shown(type_name(type(error)))}: {say(error)}", 1000)
+
+
+def report(log: logging.Logger, error: BaseException, message: str, *args: object) -> None:
+    """Log an error with its traceback, whatever its class does. Never raises, so that the thread which reports goes on."""
+    try:
+        text = format_error(error, say(error), "", lambda _: None)
+        log.error("%s\n%s", message % args, text.removeprefix("On worker :\n").rstrip())
+    except BaseException:  # a handler of the program's, or memory has run out
+        pass
+
+
+def notes_of(error: BaseException) -> list[str]:
+    notes: Any = dict_of(error).get("__notes__")
+    if type(notes) not in (list, tuple):
+        return [] if notes is None else [say(notes, repr)]
+    return [say(note) for note in notes[:_MAX_NOTES]]
+
+
+def format_error(
+    error: BaseException, message: str, worker: str, remote_of: Callable[[BaseException], Any]
+) -> str:
+    """Format an exception and its chain as Python does, each worker's part under its heading.
+
+    Written anew because the standard one takes longer than all the rest of a failing call.
+    """
+    heading = f"On worker {worker}:\n"
+    because = "\nThe above exception was the direct cause of the following exception:\n\n"
+    blocks: list[str] = []  # the last first
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None:
+        seen.add(id(link))
+        block = _format_one(link, message if link is error else say(link))
+        cause: Any = CAUSE.__get__(link)
+        context, remote = CONTEXT.__get__(link), remote_of(link)
+        is_text = type(cause) is RemoteTraceback
+        text = cause.text if is_text else None if remote is None else remote.traceback
+        blocks += (block,) if text is None else (heading + block, because, text)  # has its own headings
+        if cause is not None and not is_text:
+            link, joint = cause, because
+        elif cause is None and context is not None and not SUPPRESS.__get__(link):
+            link, joint = context, "\nDuring handling of the above exception, another exception occurred:\n\n"
+        else:
+            break
+        if id(link) in seen:
+            break
+        blocks.append(joint)
+        if len(seen) == _MAX_CHAIN:
+            blocks.append("... earlier exceptions left out ...\n")
+            break
+    first = blocks.pop()
+    return "".join([first if first.startswith("On worker ") else heading + first, *reversed(blocks)])
+
+
+def _format_one(error: BaseException, message: str) -> str:
+    if issubclass(type(error), SyntaxError) or (
+        _is_group(error) and len(MEMBERS.__get__(error)) < _MAX_MEMBERS
+    ):
+        try:
+            formatter = tracebacks.TracebackException.from_exception(error, compact=True)
+            return "".join(formatter.format(chain=False))
+        except BaseException:
+            pass
+    label = shown(type_name(type(error)))
+    last = f"{label}: {message}\n" if message else f"{label}\n"
+    return "".join([*_format_frames(TRACEBACK.__get__(error)), last, *(f"{n}\n" for n in notes_of(error))])
+
+
+def _format_frames(tb: types.TracebackType | None) -> Iterator[str]:
+    links: list[types.TracebackType] = []
+    while tb is not None:
+        links.append(tb)
+        tb = tb.tb_next
+    if links:
+        yield "Traceback (most recent call last):\n"
+    checked: set[str] = set()
+    runs = itertools.groupby(links, lambda link: (id(link.tb_frame.f_code), link.tb_lineno))
+    for number, (_, run) in enumerate(runs):
+        same = list(run)
+        if number == _MAX_FRAMES:
+            yield "  ... frames left out ...\n"
+        if number < _MAX_FRAMES or same[0] is links[-1]:
+            for link in same[:3]:
+                yield _format_frame(link, checked)
+            if len(same) > 3:
+                yield f"  [Previous line repeated {len(same) - 3} more times]\n"
+
+
+def _format_frame(link: types.TracebackType, checked: set[str]) -> str:
+    code, number = link.tb_frame.f_code, link.tb_lineno
+    text = f'  File "{code.co_filename}", line {number}, in {code.co_name}\n'
+    try:
+        if code.co_filename not in checked:
+            checked.add(code.co_filename)
+            linecache.checkcache(code.co_filename)
+        source = linecache.getline(code.co_filename, number, link.tb_frame.f_globals).rstrip()
+        stripped = source.lstrip()
+        if not stripped:
+            return text
+        text += f"    {stripped}\n"
+        index = link.tb_lasti // 2
+        if index > _MAX_SCAN:
+            return text  # found by counting, which takes as long as the function is
+        _, end, *columns = next(itertools.islice(code.co_positions(), index, None))
+        if end == number and None not in columns:
+            start, stop = (len(source.encode()[:at].decode(errors="replace")) for at in columns)
+            if 0 < stop - start < len(stripped):
+                text += " " * (4 + start - (len(source) - len(stripped))) + "^" * (stop - start) + "\n"
+    except Exception:  # a loader that cannot give its source
+        pass
+    return text

@@ -1,0 +1,316 @@
+"""Actor classes: what ``@remote`` makes of a class. ``Cls.remote(...)`` makes an actor of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, TypeVar, Union
+
+from actorrpc.actors.client.handle import ActorHandle
+from actorrpc.actors.context import runtime
+from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.spec.class_info import ClassInfo
+from actorrpc.actors.spec.options import ActorOptions
+from actorrpc.errors import ConfigError, SerializationError
+from actorrpc.serialization.by_value import goes_by_value
+
+__all__ = ["ActorClass", "is_importable", "offer_class"]
+
+P = ParamSpec("P")
+C = TypeVar("C")
+_MAIN: Final = ("__main__", "__mp_main__")
+
+# What other rooms put onto all actor classes, which they know and which does not know them.
+_offered: dict[str, Any] = {}
+
+
+def offer_class(name: str, function: Any) -> None:
+    """Put ``function(actor_class, ...)`` onto all actor classes as a method."""
+    _offered[name] = function
+
+
+def is_importable(obj: Any) -> bool:
+    """Say whether an object of ours with a module and a qualified name is found by these, wherever it is imported.
+
+    What is in the main module is not: other processes have other main modules. Nor is what is to go by value.
+    """
+    module, name = obj.__module__, obj.__qualname__
+    if module in _MAIN or goes_by_value(obj):
+        return False
+    found: Any = sys.modules.get(module)
+    try:
+        for part in name.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        return False
+    return found is obj
+
+
+def _own(actor_class: Any) -> dict[str, Any]:
+    """Return the attributes of the actor class itself: its ``__dict__`` is that of the class."""
+    found: dict[str, Any] = object.__getattribute__(actor_class, "__dict__")
+    return found
+
+
+class _Making(type):
+    """``ActorClass(Cls)`` makes one without looking at ``__init__``, which is that of the class it is made of."""
+
+    def __call__(cls, actor: type, options: ActorOptions | None = None) -> Any:
+        if not isinstance(actor, type):
+            raise TypeError(f"an ActorClass is made of a class, not of {actor!r}")
+        made: Any = object.__new__(cls)  # type: ignore[arg-type]
+        own = _own(made)
+        own.update(
+            __actor_class__=actor,
+            _actorrpc_options=options if options is not None else ActorOptions(),
+            _actorrpc_shared=_Shared(made),
+            _actorrpc_alias=None,
+        )
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            if name not in ("__annotations__", "__type_params__"):
+                own[name] = getattr(actor, name, None)
+        return made
+
+
+class _Shared:
+    """What an actor class and its variants with other options have in common.
+
+    ``lock`` guards the making of ``snapshot``, so that the class is pickled once. It is re-entrant: pickling runs code of
+    the class's own.
+    """
+
+    __slots__ = ("first", "lock", "snapshot")
+
+    def __init__(self, first: ActorClass[..., Any]) -> None:
+        self.first = first
+        self.lock = threading.RLock()
+        self.snapshot: Snapshot | None = None
+
+
+class _ClassItself:
+    """Pickles as a class; by way of its actor class where only that has the class's name in its module."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, actor_class: ActorClass[..., Any]) -> None:
+        self._of = actor_class
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        first = self._of._actorrpc_shared.first
+        if is_importable(first):
+            return getattr, (first, "__actor_class__")
+        return _same, (self._of.__actor_class__,)
+
+
+def _same(actor: Any) -> Any:
+    return actor
+
+
+class ActorClass(Generic[P, C], metaclass=_Making):
+    """A class of actors. ``Cls.remote(...)`` makes an actor and returns its handle.
+
+    The class itself is ``Cls.__actor_class__``; its attributes, static and class methods can be used through this, too, it
+    can be inherited from, and ``isinstance(x, Cls)`` asks the class. Immutable and thread-safe.
+
+    The class is pickled when its first actor is created: attributes that are set on it later are not seen by actors.
+
+    Args:
+        actor: the class.
+        options: of its actors.
+    """
+
+    # Those of the instance are in its dict, so that nothing here hides an attribute of the class.
+    __actor_class__: type[C]
+    _actorrpc_options: ActorOptions
+    _actorrpc_shared: _Shared
+    _actorrpc_alias: Any
+
+    if TYPE_CHECKING:
+
+        def __init__(self, actor: type[C], options: ActorOptions | None = None) -> None: ...
+
+        def remote(self, *args: P.args, **kwargs: P.kwargs) -> ActorHandle[C]:
+            """Make an actor."""
+            raise AssertionError
+
+        def group(self, extents: Any, /, **options: Any) -> Any:
+            """Make a group of actors: see :mod:`actorrpc.actors.groups.group`."""
+
+    else:
+
+        def remote(self, *args, **kwargs):
+            """Make an actor of the class; returns at once. Starts the embedded cluster if nothing runs.
+
+            Where it is made, and how it is looked after, the options say. What its constructor raises is raised by
+            every call, as the cause of an ActorDiedError.
+
+            Returns:
+                The actor's handle.
+
+            Raises:
+                TypeError: the constructor does not take these arguments. Nothing was sent.
+                ConfigError: the options do not go together.
+                NameTakenError: there is an actor of that name.
+                SerializationError: the class, or an argument, cannot be sent.
+                UnknownWorkerError: there is no such worker.
+            """
+            actor, options = self.__actor_class__, self._actorrpc_options
+            info = ClassInfo.of(actor)
+            info.constructor.check(args, kwargs)
+            self._check(actor, info, options)
+            in_force = runtime(start=True)
+            try:
+                card = in_force.supervisor.create(self._snapshot(), info, options, args, kwargs)
+            except SerializationError as error:
+                info.constructor.signature.name_argument(error)
+                raise
+            return ActorHandle(card, in_force.routes.of(card))
+
+    def options(self, **options: Any) -> ActorClass[P, C]:
+        """Return the same class with other options of its actors: see :class:`~actorrpc.actors.spec.options.ActorOptions`.
+
+        Raises:
+            ConfigError: an option is unknown, or its value is wrong; the message lists the right ones.
+        """
+        return self._with(self._actorrpc_options.merged(**options), self._actorrpc_alias)
+
+    def _with(self, options: ActorOptions, alias: Any) -> ActorClass[P, C]:
+        made: ActorClass[P, C] = ActorClass(self.__actor_class__, options)
+        _own(made).update(_actorrpc_shared=self._actorrpc_shared, _actorrpc_alias=alias)
+        return made
+
+    @staticmethod
+    def _check(actor: type, info: ClassInfo, options: ActorOptions) -> None:
+        if inspect.isabstract(actor):
+            missing = ", ".join(sorted(actor.__abstractmethods__))  # type: ignore[attr-defined]
+            raise TypeError(f"Can't instantiate abstract class {info.name} with abstract methods {missing}")
+        options.check_together()
+        if info.has_checkpoint and not all(
+            info.methods[each].kind == "sync" for each in ("checkpoint", "restore")
+        ):
+            raise TypeError(
+                f"{info.name} keeps its state over restarts: its checkpoint() and restore(state) must be plain methods, not async"
+            )
+        groups = options.concurrency_groups or {}
+        for method in info.methods.values():
+            group = method.given.get("concurrency_group")
+            if group is not None and group not in groups:
+                raise ConfigError(
+                    f"{info.name}.{method.name} is in the concurrency group {group!r}, which the actor does not have: add it to "
+                    f"concurrency_groups=, which has: {', '.join(map(repr, groups)) or 'none'}"
+                )
+
+    def _snapshot(self) -> Snapshot:
+        shared = self._actorrpc_shared
+        found = shared.snapshot
+        if found is None:
+            with shared.lock:
+                found = shared.snapshot
+                if found is None:
+                    found = shared.snapshot = Snapshot.of(_ClassItself(self))
+        return found
+
+    # -- as the class that it stands for -----------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: actors are made with ``remote``.
+
+        Raises:
+            TypeError: always.
+        """
+        name = self.__actor_class__.__name__
+        raise TypeError(
+            f"actors cannot be made by calling their class: instead of {name}(...) write {name}.remote(...); a plain object of "
+            f"the class is made by {name}.__actor_class__(...)"
+        )
+
+    def __getattribute__(self, name: str) -> Any:
+        # `A.__init__(self, ...)` in the constructor of a class that inherits from this one means that of the class.
+        if name in _OF_THE_CLASS:
+            return getattr(object.__getattribute__(self, "__actor_class__"), name)
+        return object.__getattribute__(self, name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _offered:
+            return functools.partial(_offered[name], self)
+        actor = _own(self).get("__actor_class__")
+        if actor is None:
+            raise AttributeError(name)
+        return getattr(actor, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__actor_class__, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.__actor_class__, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(self.__actor_class__), *_offered, "remote", "options", "__actor_class__"})
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        alias = self._actorrpc_alias
+        if alias is None:
+            return (self.__actor_class__,)
+        entries: tuple[type, ...] = alias.__mro_entries__(bases)
+        return entries
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, self.__actor_class__)
+
+    def __subclasscheck__(self, other: type) -> bool:
+        return issubclass(getattr(other, "__actor_class__", other), self.__actor_class__)
+
+    if not TYPE_CHECKING:  # type checkers would take these for operators on values
+
+        def __getitem__(self, parameters):
+            return self._with(self._actorrpc_options, self.__actor_class__[parameters])
+
+        def __or__(self, other):
+            return Union[self.__actor_class__, getattr(other, "__actor_class__", other)]  # noqa: UP007
+
+        __ror__ = __or__
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ActorClass):
+            return NotImplemented
+        return (
+            self.__actor_class__ is other.__actor_class__
+            and self._actorrpc_options == other._actorrpc_options
+            and self._actorrpc_alias == other._actorrpc_alias
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.__actor_class__)
+
+    def __repr__(self) -> str:
+        shown = self._actorrpc_alias if self._actorrpc_alias is not None else self.__actor_class__
+        return f"<actor class {getattr(shown, '__qualname__', shown)}>"
+
+    def __reduce__(self) -> Any:
+        if is_importable(self):
+            return self.__qualname__
+        return _rebuild, (_ClassItself(self), self._actorrpc_options, self._actorrpc_alias)
+
+
+# What Python and its libraries (dataclasses, for one) ask a class for, and ActorClass has of its own as an object.
+_OF_THE_CLASS: Final = frozenset(
+    {
+        "__annotations__",
+        "__class_getitem__",
+        "__dict__",
+        "__init__",
+        "__init_subclass__",
+        "__new__",
+        "__orig_bases__",
+        "__parameters__",
+        "__subclasshook__",
+    }
+)
+
+
+def _rebuild(actor: type, options: ActorOptions, alias: Any) -> ActorClass[..., Any]:
+    made: ActorClass[..., Any] = ActorClass(actor, options)
+    _own(made)["_actorrpc_alias"] = alias
+    return made

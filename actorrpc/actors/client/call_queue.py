@@ -1,0 +1,632 @@
+"""Lines: where an actor is, as one process knows it, and the order of the calls that this process makes to it.
+
+While an actor is being made, restarted or looked for, its calls wait in the line's queue, with their arguments as of
+the call; they leave in the order in which they were made, before any newer call. When an actor is found to be gone,
+its supervisor is asked once: at first what has become of it (which decides about the calls that may have run), then
+where it lives again. Calls that certainly did not run, and those that may be made again, go back to their places in
+the queue; nothing is sent before all calls to the former incarnation are accounted for.
+
+``_lock`` guards everything here but ``flying`` and the tables of plans, whose single steps are atomic. Nothing is
+called out under it but ``agent.submit`` and the clock, which only queue. It is re-entrant, because the collector may
+run a finaliser that makes a call to this very actor at any allocation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc._exception_text import is_a, say
+from actorrpc.actors.client import death_errors
+from actorrpc.actors.client.pending_call import INFINITE, Limbo, Plan, ResultFuture, Trip
+from actorrpc.actors.client.supervisor_client import ask, peer_of
+from actorrpc.actors.spec.actor_spec import Card, Location, ResidentGoneError
+from actorrpc.actors.spec.death_report import Restarting
+from actorrpc.errors import (
+    ActorDiedError,
+    ActorUnavailableError,
+    CancelledError,
+    DeadlockError,
+    NotInitializedError,
+    PeerDiedError,
+    RemoteError,
+    RpcError,
+    RpcTimeoutError,
+    ShutdownError,
+    UnknownWorkerError,
+)
+from actorrpc.futures import Future
+from actorrpc.serialization import exceptions
+
+if TYPE_CHECKING:
+    from actorrpc.actors.context import Runtime
+    from actorrpc.actors.spec.class_info import MethodInfo
+    from actorrpc.actors.spec.options import CallOptions
+    from actorrpc.agent.peers import Peer
+
+__all__ = ["Line"]
+
+_BARRIER_S: Final = 1.0  # how long new calls wait for the answers of a former incarnation
+_CROWD: Final = 64  # more calls than that wait: callers are held up while the queue is being sent
+_HOLD_UP_S: Final = 1.0
+# Errors of a called method that say that it was not, or must not be, made to the end: never a reason to try again.
+_FINAL: Final = (CancelledError, DeadlockError, RpcTimeoutError, ShutdownError)
+
+
+class Line:
+    """One process's calls to one actor. Thread-safe.
+
+    Attributes:
+        flying: the calls that are on the way, by number.
+        plans, kept_plans: how calls are made now, by method (without and with ``refs``); empty unless new calls may be
+            sent at once.
+        barrier: numbers of calls to a former incarnation that are not accounted for yet.
+        death: why the actor is dead, if it is known to be.
+        max_pending: the limit of ``max_pending_calls``, or -1.
+        restarts: the actor may come to life again, or elsewhere.
+    """
+
+    def __init__(self, runtime: Runtime, card: Card) -> None:
+        self.runtime = runtime
+        self.agent = runtime.agent
+        self.send = runtime.agent.call
+        self.actor_id = card.actor_id
+        self.title = card.title
+        self.prefix = card.info.prefix  # of what messages call a method
+        self.supervisor = card.supervisor
+        self.supervisor_name = card.supervisor_name
+        self.options = card.options
+        self.max_pending = -1 if card.options is None else card.options.max_pending_calls
+        # What keeps its state may also be handed over to another worker, whatever its options say.
+        self.restarts = card.options is not None and (
+            card.options.max_restarts != 0 or card.info.has_checkpoint
+        )
+        self.next_number = itertools.count().__next__
+        self.flying: dict[int, ResultFuture] = {}
+        self.plans: dict[str, Plan] = {}
+        self.kept_plans: dict[str, Plan] = {}
+        self.barrier: set[int] | None = None
+        self.death: ActorDiedError | None = None
+        self.location = card.location
+        self._peer: Peer | None = None
+        self._hint = card.location is not None  # not looked at yet: that may ask the rendezvous store
+        self._lock = threading.RLock()
+        self._drafts: dict[tuple[str, bool], Plan] = {}
+        self._queue: list[tuple[int, ResultFuture]] = []
+        self._stale = 0  # entries of the queue that are over
+        self._failing: list[Limbo] = []
+        self._waiters: list[Future[Location]] = []
+        self._ready = False
+        self._asking = False
+        self._draining = False
+        self._drained: Future[None] | None = None
+        self._after = -1  # the last incarnation that is known to be gone
+        self._verdict: Restarting | None = None
+        self._oldest = ""
+
+    @property
+    def pending(self) -> int:
+        """How many calls are under way, or wait."""
+        return len(self.flying) + len(self._queue) - self._stale + len(self._failing)
+
+    def waits_for(self) -> str:
+        """Say, for messages, what the calls in the queue wait for."""
+        if self._verdict is None and self._after < 0:
+            return f"{self.title} to be created"
+        if self._verdict is None:
+            return f"news of {self.title}, which cannot be reached"
+        return f"{self.title} to be restarted ({self._verdict.text})"
+
+    # -- calls on their way out ------------------------------------------------------------------------
+
+    def plan_of(self, method: MethodInfo, options: CallOptions, refs: bool) -> Plan:
+        """Return how to make a call now; where ``peer`` is None, it has to wait."""
+        if self._hint:
+            self._take_hint()
+        with self._lock:
+            ready, location, peer = self._ready, self.location, self._peer
+            plans = self.kept_plans if refs else self.plans
+        name = method.name
+        if not ready:
+            draft = self._drafts.get((name, refs))
+            if draft is None or draft.options is not options:
+                draft = self._drafts[name, refs] = Plan(self, method, options, refs, None, None)
+            return draft
+        plan = plans.get(name)
+        if plan is None or plan.options is not options:
+            # If the actor is lost meanwhile, this is a table that nobody looks at any more.
+            plan = plans[name] = Plan(self, method, options, refs, location, peer)
+        return plan
+
+    def _take_hint(self) -> None:
+        location = self.location
+        peer: Peer | None = None
+        if location is not None:
+            try:
+                peer = peer_of(self.agent, location.worker)
+            except RpcError:  # then its supervisor knows more
+                pass
+        with self._lock:
+            if not self._hint:
+                return
+            self._hint = False
+            if peer is None:
+                self.location = None
+            else:
+                self._peer = peer
+                self._ready = True
+
+    def launch(
+        self,
+        future: ResultFuture,
+        plan: Plan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        seconds: float,
+        unresolved: bool,
+    ) -> None:
+        """Send a call at once.
+
+        Raises: what ``agent.call`` does, but for PeerDiedError.
+        """
+        self.flying[future._number] = future
+        try:
+            self.send(
+                plan.peer,
+                None,
+                args,
+                kwargs,
+                seconds,
+                future=future,
+                label=plan.label,
+                letter=plan.letter_for(unresolved),
+            )
+        except PeerDiedError:
+            self.bounced(future)
+        except BaseException:
+            self.dropped(future)
+            raise
+
+    def dropped(self, future: ResultFuture) -> None:
+        """Forget a call that could not be made; its caller gets the error."""
+        self.flying.pop(future._number, None)
+        future._route = None
+        if self.barrier is not None:
+            self.passed(future._number)
+
+    def bounced(self, future: ResultFuture) -> None:
+        """Take back a call that was not sent, because its worker is dead."""
+        # Where the end of the worker has found the call already, that tells us (``caught``).
+        if future._claim():
+            plan = future._plan
+            assert plan is not None
+            self._take_back(future, plan, ran=False, lost=True)
+
+    def enqueue(self, future: ResultFuture) -> None:
+        """Let a call wait until it is known where the actor is."""
+        trip = future._trip
+        assert trip is not None
+        future._source = trip
+        self._arm(trip)
+        crowd: Future[None] | None = None
+        with self._lock:
+            death = self.death
+            plan = future._plan
+            refused = death is None and plan is not None and plan.impatient and self._restarting
+            if death is None and not refused:
+                trip.rest()
+                heapq.heappush(self._queue, (future._number, future))
+                if self._peer is None:
+                    self._ask_soon()
+                elif self._draining:
+                    if len(self._queue) > _CROWD:
+                        crowd = self._drained = self._drained or Future()
+                else:
+                    self._go()
+        if death is not None:
+            assert plan is not None
+            future.conclude(None, self.died(plan, maybe_executed=False), self.agent.submit)
+        elif refused:
+            future.conclude(None, self.unavailable(plan, trip.may_have_run), self.agent.submit)
+        elif crowd is not None and asyncio._get_running_loop() is None:
+            # One thread sends what waits, and would never catch up with many that add to it.
+            try:
+                crowd.wait(_HOLD_UP_S)
+            except RpcError:
+                pass
+
+    @property
+    def _restarting(self) -> bool:
+        """Whether the actor is known to be dead and to be restarted, and not yet to live again; the lock is held."""
+        verdict = self._verdict
+        return verdict is not None and not verdict.moved and self._peer is None
+
+    def _arm(self, trip: Trip) -> None:
+        if trip.deadline != INFINITE and trip.timer is None:
+            submit = self.agent.submit
+            trip.timer = self.agent.clock.at(trip.deadline, lambda: submit(trip.expire))
+
+    def swept(self) -> None:
+        """Take note that a call in the queue is over."""
+        with self._lock:
+            self._stale += 1
+            if self._stale > 32 and self._stale > len(self._queue) // 2:
+                self._queue = [entry for entry in self._queue if not entry[1]._done]
+                heapq.heapify(self._queue)
+                self._stale = 0
+
+    # -- calls that come back ----------------------------------------------------------------------------
+
+    def caught(self, future: ResultFuture, error: BaseException) -> bool:
+        """Take over a call that has failed, if that is the actor's failure or it may be made again.
+
+        The caller has claimed the future, and stops when this returns True. Quick, and calls no user code.
+        """
+        plan = future._plan
+        if plan is None:
+            return False
+        kind = type(error)
+        if kind is PeerDiedError:
+            ran, lost = error.maybe_executed is not False, True  # type: ignore[attr-defined]
+        elif isinstance(error, ResidentGoneError):
+            ran, lost = getattr(exceptions.original(error), "maybe_executed", False) is not False, True
+        elif (
+            plan.retried and plan.tries and future._trip is not None and self.is_retried(plan.retried, error)
+        ):
+            if future._trip.tries == 0:
+                return False
+            ran, lost = True, False
+        else:
+            return False
+        self._take_back(future, plan, ran, lost)
+        return True
+
+    @staticmethod
+    def is_retried(retried: bool | tuple[type[BaseException], ...], error: BaseException) -> bool:
+        """Say whether what a method has raised is a reason to call it again, where ``retry_exceptions`` is ``retried``."""
+        if not isinstance(error, RemoteError) or isinstance(error, (*_FINAL, ResidentGoneError)):
+            return False
+        return retried is True or (retried is not False and is_a(error, retried))
+
+    def _take_back(self, future: ResultFuture, plan: Plan, ran: bool, lost: bool) -> None:
+        """Put a call, whose future is claimed, back into the queue or among those that wait for the verdict."""
+        trip = future._trip
+        again = False
+        if trip is not None:
+            if not lost and (trip.place is None or trip.place[1] != plan.epoch):
+                trip.place = future._source.id, plan.epoch
+            if ran:
+                trip.may_have_run = True
+                if trip.tries:
+                    again = True
+                    if trip.tries > 0:
+                        trip.tries -= 1
+            else:
+                again = True
+        number = future._number
+        with self._lock:
+            self.flying.pop(number, None)
+            if lost:
+                self._lost(plan.epoch, number, plan.label)
+            if self.barrier is not None:
+                self.passed(number)
+            if again and trip is not None and self.death is None:
+                future._source = trip
+                trip.rest()
+                heapq.heappush(self._queue, (number, future))
+                self._arm(trip)
+                if not lost:
+                    self._hold_back()
+                self._go()
+            else:
+                again = False
+                ran = ran or (trip is not None and trip.may_have_run)
+                future._source = limbo = Limbo(future, plan, ran, self.agent.submit)
+                self._failing.append(limbo)
+                if not self._asking or self._verdict is not None:
+                    self.agent.submit(self._fail)
+            # From here on it is pending again, and may be ended by anybody who claims it.
+            future._unclaimed = None
+
+    def _hold_back(self) -> None:
+        """Let new calls queue; the lock is held."""
+        self._ready = False
+        self.plans, self.kept_plans = {}, {}
+
+    def doomed(self) -> None:
+        """Take note that somebody here has killed the actor: no further call goes to the incarnation that lived."""
+        with self._lock:
+            location = self.location
+            if location is not None:
+                self._hint = False
+                self._lost(location.epoch, 1 << 63, "")
+
+    def _lost(self, epoch: int, number: int, label: str) -> None:
+        """Take note that an incarnation is gone; the lock is held."""
+        location = self.location
+        if self.death is not None or location is None or location.epoch > epoch:
+            return  # known already
+        self._hold_back()
+        self.location = self._peer = None
+        self._after = epoch
+        self._verdict = None
+        flying: dict[int, ResultFuture] = {
+            each: future
+            for each, future in list(self.flying.items())
+            if future._plan is not None and future._plan.epoch <= epoch
+        }
+        self._oldest = label
+        if flying:
+            first = min(flying)
+            oldest = flying[first]._plan
+            if first < number and oldest is not None:
+                self._oldest = oldest.label
+            self.barrier = set(flying)
+            lift, submit = partial(self._lift, epoch), self.agent.submit
+            self.agent.clock.after(_BARRIER_S, lambda: submit(lift))
+        self._ask_soon()
+
+    def passed(self, number: int) -> None:
+        """Take note that a call to a former incarnation is accounted for."""
+        with self._lock:
+            barrier = self.barrier
+            if barrier is not None:
+                barrier.discard(number)
+                if not barrier:
+                    self.barrier = None
+                    self._go()
+
+    def _lift(self, epoch: int) -> None:
+        """Wait no longer for calls to a former incarnation: one of them may go on there for hours."""
+        with self._lock:
+            if self.barrier is not None and self._after == epoch:
+                self.barrier = None
+                self._go()
+
+    # -- sending what waits --------------------------------------------------------------------------------
+
+    def _go(self) -> None:
+        """Begin to send what waits, if it is time; the lock is held."""
+        if self._peer is None or self.barrier is not None or self._draining:
+            return
+        if self._queue:
+            self._draining = True
+            self._hold_back()
+            self.agent.submit(self._drain)
+        else:
+            self._ready = True
+
+    def _drain(self) -> None:
+        """Send the queue, in order; on a pool thread, one at a time."""
+        while True:
+            with self._lock:
+                location, peer = self.location, self._peer
+                if not self._queue or location is None or peer is None or self.barrier is not None:
+                    self._draining = False
+                    self._ready = peer is not None and self.barrier is None
+                    drained, self._drained = self._drained, None
+                    break
+                future = heapq.heappop(self._queue)[1]
+                trip = future._trip
+                free = trip is not None and trip.take()
+                if not free:
+                    self._stale = max(0, self._stale - 1)
+            if free and trip is not None:
+                trip.context.run(self._resend, future, trip, location, peer)
+        if drained is not None:
+            drained.set_result(None)
+
+    def _resend(self, future: ResultFuture, trip: Trip, location: Location, peer: Peer) -> None:
+        draft = future._plan
+        assert draft is not None
+        try:
+            seconds = 0.0
+            if trip.deadline != INFINITE:
+                seconds = trip.deadline - self.agent.clock.now()
+                if seconds <= 0:
+                    trip.rest()
+                    trip.expire()
+                    return
+            timer, trip.timer = trip.timer, None
+            if timer is not None:
+                timer.cancel()
+            args, kwargs = trip.open()
+            plan = future._plan = draft.at(self, location, peer)
+            self.flying[future._number] = future
+            self.send(
+                peer,
+                None,
+                args,
+                kwargs,
+                seconds,
+                future=future,
+                label=plan.label,
+                letter=plan.letter_for(trip.unresolved, trip.place),
+            )
+        except PeerDiedError:
+            self.bounced(future)
+        except BaseException as error:
+            self.flying.pop(future._number, None)
+            if trip.may_have_run and isinstance(error, CancelledError):
+                error.maybe_executed = True  # in an earlier try
+            future.conclude(None, error.with_traceback(None), self.agent.submit)
+            if self.barrier is not None:
+                self.passed(future._number)
+            return
+        if trip.unwanted:  # it was cancelled between leaving the queue and being sent
+            future.cancel()
+
+    # -- asking the supervisor -------------------------------------------------------------------------------
+
+    def located(self) -> Future[Location]:
+        """Return a future for where the actor lives."""
+        answer: Future[Location] = Future()
+        answer.label = f"the location of {self.title}"
+        with self._lock:
+            death, location = self.death, self.location
+            if death is None and location is None:
+                self._waiters.append(answer)
+                self._ask_soon()
+                return answer
+        if death is not None:
+            answer.set_exception(self.died(None, maybe_executed=None))
+        elif location is not None:
+            answer.set_result(location)
+        return answer
+
+    def _ask_soon(self) -> None:
+        """See to it that the supervisor is asked; the lock is held."""
+        if not self._asking:
+            self._asking = True
+            self.agent.submit(partial(self._ask, False))
+
+    def _ask(self, wait: bool) -> None:
+        asked = ask(
+            self.runtime,
+            self.supervisor,
+            self.supervisor_name,
+            "locate",
+            self.actor_id,
+            self._after,
+            wait,
+        )
+        asked.add_done_callback(self._answered)
+
+    def _answered(self, done: Future[Any]) -> None:
+        done.acknowledge()
+        error, value = done._error, done._value
+        if error is None:
+            if isinstance(value, Location):
+                self._arrived(value)
+            else:
+                with self._lock:
+                    self._verdict = value
+                    self._turn_away()
+                self._fail()
+                self._ask(True)
+            return
+        original = exceptions.original(error)
+        if is_a(original, ActorDiedError):
+            self._die(original)
+        elif type(error) is PeerDiedError or isinstance(error, UnknownWorkerError):
+            self._die(self.orphaned(error))
+        elif isinstance(error, (ShutdownError, NotInitializedError)):
+            self._give_up(lambda plan, ran: error)
+        else:
+            self._give_up(
+                lambda plan, ran: self.unavailable(plan, ran, f"its supervisor says: {say(original)}")
+            )
+
+    def _arrived(self, location: Location) -> None:
+        peer: Peer | None
+        try:
+            peer = peer_of(self.agent, location.worker)
+        except RpcError:
+            peer = None
+        with self._lock:
+            self._asking = False
+            if self.death is not None:
+                return
+            if peer is None:  # gone again: those that wait for a location hear of that, too
+                self._after = max(self._after, location.epoch)
+                if self._queue or self._waiters or self._failing:
+                    self._ask_soon()
+                return
+            # Those of the former incarnation: queued calls are sent from here on, and may fail in a moment.
+            failing, self._failing = self._failing, []
+            self.location, self._peer = location, peer
+            waiters, self._waiters = self._waiters, []
+            self._go()
+        self._end(failing)
+        for waiter in waiters:
+            waiter.set_result(location)
+
+    def orphaned(self, error: BaseException) -> ActorDiedError:
+        """Return the death of an actor whose supervisor cannot be asked."""
+        return death_errors.orphaned(self.title, self.actor_id, self.supervisor_name, error)
+
+    # -- the ends of calls ------------------------------------------------------------------------------------
+
+    def _fail(self) -> None:
+        """End the calls that cannot be made again, as it is known now what has become of the actor."""
+        with self._lock:
+            failing, self._failing = self._failing, []
+        self._end(failing)
+
+    def _end(self, failing: list[Limbo]) -> None:
+        dead = self.death is not None
+        for limbo in failing:
+            plan, ran = limbo.plan, limbo.ran
+            limbo.end(self.died(plan, maybe_executed=ran) if dead else self.unavailable(plan, ran, ""))
+
+    def _turn_away(self) -> None:
+        """Take those calls out of the queue that do not wait for a restart, to be failed; the lock is held."""
+        if not self._restarting:
+            return
+        kept = []
+        for entry in self._queue:
+            _, future = entry
+            plan, trip = future._plan, future._trip
+            if plan is None or trip is None or not plan.impatient or not trip.take():
+                kept.append(entry)
+                continue
+            future._source = limbo = Limbo(future, plan, trip.may_have_run, self.agent.submit)
+            self._failing.append(limbo)
+        heapq.heapify(kept)
+        self._queue = kept
+
+    def _die(self, death: ActorDiedError) -> None:
+        self._give_up(lambda plan, ran: self.died(plan, maybe_executed=ran), death)
+
+    def _give_up(
+        self,
+        error_of: Callable[[Plan | None, bool | None], BaseException],
+        death: ActorDiedError | None = None,
+    ) -> None:
+        """End every call that waits."""
+        with self._lock:
+            self._asking = False
+            if death is not None:
+                self.death = death
+                self._hold_back()
+                self.location = self._peer = None
+                self.barrier = None
+            queue, self._queue = self._queue, []
+            self._stale = 0
+            failing, self._failing = self._failing, []
+            waiters, self._waiters = self._waiters, []
+        submit = self.agent.submit
+        for limbo in failing:
+            limbo.end(error_of(limbo.plan, limbo.ran))
+        for _, future in sorted(queue):
+            trip, plan_ = future._trip, future._plan
+            if trip is not None and trip.take():
+                future.conclude(None, error_of(plan_, trip.may_have_run), submit)
+        for waiter in waiters:
+            waiter.set_exception(error_of(None, None))
+
+    def close(self) -> None:
+        """End every call that waits, with ShutdownError."""
+        self._give_up(
+            lambda plan, ran: ShutdownError(
+                f"{self.title if plan is None else f'the call of {plan.label}'}: this worker shut down",
+                maybe_executed=ran,
+                worker=self.agent.name,
+            )
+        )
+
+    def died(self, plan: Plan | None, *, maybe_executed: bool | None) -> ActorDiedError:
+        """Return a fresh error that says how the actor died, and what became of a call."""
+        assert self.death is not None
+        return death_errors.died(self.title, self.death, plan, maybe_executed, self._oldest)
+
+    def unavailable(self, plan: Plan | None, ran: bool | None, why: str = "") -> ActorUnavailableError:
+        """Return the error of a call that is not made again; ``why``: by default what the supervisor has said."""
+        if not why:
+            why = "it is being restarted" if self.location is None else "it has been restarted"
+        return death_errors.unavailable(self.title, self.actor_id, self._verdict, plan, ran, why)

@@ -1,0 +1,687 @@
+"""Handles: what callers hold of an actor, and the ways to call its methods.
+
+Ray's way is ``handle.method.remote(...)``, torch's ``handle.rpc_sync().method(...)``; both go through the actor's
+mailbox. Everything a class defines wins over what a handle has by itself: that is found last, and each part of it is
+also a function of the package.
+
+Actors whose class is an nn.Module: what is called on their handles directly, and what runs in the actor then.
+
+``handle.state_dict()`` calls the method in the actor and waits, as if the handle were the module: the RPC floor's
+:mod:`~actorrpc.rpc.modules` says what comes back in place of what cannot travel. With ``remote`` all of these are ordinary
+methods. What a class defines itself is what is called, whatever its name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, Literal, ParamSpec, TypeVar, overload
+
+import torch
+from torch import nn
+
+from actorrpc.actors.client.route import shaped
+from actorrpc.actors.context import runtime
+from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.actors.spec.class_info import ClassInfo, MethodInfo, kind_of
+from actorrpc.actors.spec.options import CallOptions
+from actorrpc.errors import ConfigError, RpcError, SerializationError
+from actorrpc.futures import Future
+from actorrpc.rpc import modules
+from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
+from actorrpc.rpc.rref import RRef
+from actorrpc.serialization import codec
+from actorrpc.serialization.local_refs import Holder
+
+if TYPE_CHECKING:
+    from actorrpc.actors.client.route import Route
+    from actorrpc.actors.spec.actor_spec import Card
+
+__all__ = [
+    "ActorHandle",
+    "ActorMethod",
+    "ActorProxy",
+    "as_handle",
+    "call",
+    "call_function",
+    "is_direct",
+    "kill",
+    "offer",
+    "parameters",
+    "route_to",
+    "run",
+]
+
+_DIRECT: Final = frozenset(
+    {
+        *("__call__", "parameters", "named_parameters", "state_dict", "load_state_dict", "train", "eval"),
+        *("to", "to_empty", "cpu", "cuda", "type", "float", "double", "half", "bfloat16"),
+        *("requires_grad_", "zero_grad", "apply"),
+    }
+)
+_LISTED: Final = ("parameters", "named_parameters")
+
+
+def is_direct(info: ClassInfo, method: MethodInfo) -> bool:
+    """Say whether a method of a class can be called on a handle without ``remote``."""
+    if not info.is_module or method.name not in _DIRECT:
+        return False
+    if method.name == "__call__":
+        # What an async forward returns is no output yet, and Module.__call__ hands it on.
+        forward = info.methods.get("forward")
+        return method.kind == "sync" and (forward is None or forward.kind == "sync")
+    return method.kind == "sync" or (method.kind == "generator" and method.name in _LISTED)
+
+
+def run(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    """Call a method in the actor.
+
+    Returns:
+        Whether it has returned the module itself (then the caller returns the handle), and if not, what it has returned: RRefs
+        in place of parameters, tensors of a state on the CPU.
+    """
+    if name == "state_dict":
+        return False, modules.state_of(module, *args, **kwargs)
+    found = getattr(module, name)(*args, **kwargs)
+    if found is module:
+        return True, None
+    if name in _LISTED and isinstance(found, (Iterator, list, tuple)):
+        found = [_reference(each) for each in found]
+    return False, found
+
+
+def _reference(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        return RRef(item)
+    if isinstance(item, tuple):
+        return tuple(_reference(each) for each in item)
+    return item
+
+
+def parameters(module: nn.Module, recurse: bool = True) -> list[RRef[nn.Parameter]]:
+    """Return RRefs to the parameters, in the actor: ``handle.remote_parameters()``."""
+    return modules.parameter_rrefs(module, recurse)
+
+
+C = TypeVar("C")
+C_co = TypeVar("C_co", covariant=True)
+R = TypeVar("R")
+P = ParamSpec("P")
+Out = TypeVar("Out")
+Style = Literal["rpc_sync", "rpc_async", "remote"]
+
+_ASK_S: Final = 30.0  # how long a supervisor may take to answer
+
+# What the runtime itself asks of an actor, through its mailbox. No class has methods of such names.
+_GETATTR: Final = MethodInfo.anything("<getattr>", "getattr")
+_CALL: Final = MethodInfo.anything("<call>", "call")
+_RREF: Final = MethodInfo.anything("<rref>", "rref")
+
+# What every handle offers, as far as its class has no methods of these names: name -> function of a handle.
+_offered: dict[str, Callable[..., Any]] = {}
+_offered_values: dict[str, Callable[[Any], Any]] = {}
+_offered_to_modules: dict[str, Callable[..., Any]] = {}  # only to those whose class is an nn.Module
+
+
+def offer(name: str, function: Callable[..., Any], *, value: bool = False) -> None:
+    """Put a function of a handle onto all handles, as a method, or (``value``) as an attribute."""
+    (_offered_values if value else _offered)[name] = function
+
+
+class ActorMethod(Generic[P, Out]):
+    """A method of an actor, as its callers have it. Thread-safe, cheap, and keeps the actor alive.
+
+    Typed by what it takes, and by what ``remote`` returns.
+    """
+
+    __slots__ = ("_card", "_info", "_options", "_route", "_sent", "_simple")
+
+    def __init__(self, card: Card, route: Route, info: MethodInfo, options: CallOptions) -> None:
+        self._card = card  # with the anchor in it
+        self._route = route
+        self._info = info
+        self._options = options
+        self._sent = (
+            options if options.num_returns else options.merged(num_returns=1)
+        )  # then nobody looks at it
+        self._simple = options.num_returns == 1 and not info.streams
+
+    if TYPE_CHECKING:
+
+        def remote(self, *args: P.args, **kwargs: P.kwargs) -> Out:
+            """Call the method."""
+            raise AssertionError
+    else:
+
+        def remote(self, *args, **kwargs):
+            """Call the method; return an ObjectRef to its result at once.
+
+            ObjectRefs among the arguments are replaced by their values before the method runs; inside of containers
+            they stay what they are.
+
+            Returns:
+                ObjectRef, a list of them with ``num_returns`` above 1, None with 0, or an ObjectRefGenerator of a
+                generator.
+
+            Raises:
+                TypeError: the method does not take these arguments. Nothing was sent.
+                SerializationError: an argument cannot be sent.
+                PendingCallsLimitExceeded: too many calls wait for the actor.
+            """
+            info = self._info
+            info.check(args, kwargs)
+            again = None if self._simple else self._route.again(info, self._sent, args, kwargs)
+            future = self._route.call(info, self._sent, args, kwargs, refs=True)
+            if self._simple:
+                return ObjectRef(future)
+            return shaped(future, info, self._options, route=self._route, again=again)
+
+    @overload
+    def options(self, *, num_returns: int | str, **options: Any) -> ActorMethod[P, Any]: ...
+    @overload
+    def options(self, **options: Any) -> ActorMethod[P, Out]: ...
+    def options(self, **options: Any) -> ActorMethod[P, Any]:
+        """Return the method with other options of its calls: see :class:`~actorrpc.actors.spec.options.CallOptions`.
+
+        Raises:
+            ConfigError: an option is unknown, or its value is wrong.
+        """
+        merged = self._options.merged(**options)
+        _check_group(merged, self._card)
+        return ActorMethod(self._card, self._route, self._info, merged)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: remote methods are called with ``remote``. Only what torch's modules have is called on the handle of one.
+
+        Raises:
+            TypeError: it is none of these.
+        """
+        if is_direct(self._card.info, self._info):
+            return self._call_directly(args, kwargs)
+        name = self._info.name
+        raise TypeError(
+            f"a method of an actor cannot be called directly: instead of handle.{name}(...) write handle.{name}.remote(...), "
+            f"or handle.rpc_sync().{name}(...) to wait for the result"
+        )
+
+    def _call_directly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        info, options, route = self._info, self._options, self._route
+        info.check(args, kwargs)
+        if options.num_returns != 1:
+            options = options.merged(num_returns=1)
+        if info.name == "__call__":
+            return route.call(info, options, args, kwargs, refs=False).wait()
+        asked = (run, info.name, args, kwargs)
+        options = options.merged(name=info.name)  # so that errors say what was called
+        itself, value = route.call(_CALL, options, asked, {}, refs=False).wait()
+        return ActorHandle(self._card, route) if itself else value
+
+    def __repr__(self) -> str:
+        return f"<remote method {self._info.signature.title} of {self._card.title}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ActorMethod._rebuild, (ActorHandle(self._card, self._route), self._info, self._options)
+
+    @staticmethod
+    def _rebuild(handle: ActorHandle[Any], info: MethodInfo, options: CallOptions) -> ActorMethod[..., Any]:
+        state = handle.__dict__
+        return ActorMethod(state["_actorrpc_card"], state["_actorrpc_route"], info, options)
+
+
+def _check_group(options: CallOptions, card: Card) -> None:
+    group = options.concurrency_group
+    if group is None or card.options is None:
+        return
+    groups = card.options.concurrency_groups or {}
+    if group not in groups:
+        raise ConfigError(
+            f"{card.title} has no concurrency group {group!r}; it has: {', '.join(map(repr, groups)) or 'none'}"
+        )
+
+
+# -- the handle -----------------------------------------------------------------------------------------------
+
+
+class _Calling:
+    """``handle(...)`` and ``handle.__call__``: Python looks on the type of a handle for these, not in ``__getattr__``."""
+
+    __slots__ = ()
+
+    def __get__(self, handle: ActorHandle[Any] | None, owner: Any = None) -> Any:
+        if handle is None:
+            return self
+        card = _card(handle)
+        info = card.info.methods.get("__call__")
+        if info is None:
+            return _Offered(handle, _not_callable, "__call__")
+        state = handle.__dict__
+        found = state.get("__call__")
+        if found is None:
+            found = state["__call__"] = _method(
+                card, state["_actorrpc_route"], info, state["_actorrpc_given"]
+            )
+        return found
+
+
+def _not_callable(handle: ActorHandle[Any], *args: Any, **kwargs: Any) -> Any:
+    del args, kwargs
+    name = _card(handle).info.name
+    raise TypeError(
+        f"{name} is not callable: it has no __call__; its methods are called as handle.method.remote(...)"
+    )
+
+
+class ActorHandle(Generic[C_co]):
+    """A reference to an actor, usable on every worker. Thread-safe.
+
+    ``handle.method.remote(...)`` calls a method and gives an ObjectRef; ``handle.rpc_sync().method(...)`` waits for the
+    result, ``handle.rpc_async().method(...)`` gives a Future; all of them go through the actor's mailbox. On a proxy,
+    what is not a method is read: ``handle.rpc_sync().attribute``.
+
+    As far as the class has no methods of these names, a handle also has ``rpc_sync``, ``rpc_async``, ``remote``, ``options``
+    (the same handle with other options of its calls), ``rref`` (torch's reference to the instance), ``actor_id``, and
+    the package's functions of handles: ``ready``, ``is_alive``, ``kill``, ``monitor``, ``call``.
+
+    Where the class is an ``nn.Module``, ``handle(x)`` calls the module and waits, and what modules have is called on the handle
+    without ``remote``, too, and waits: ``train``, ``eval``, ``to`` and the other conversions, ``requires_grad_``,
+    ``zero_grad`` and ``apply``, which return the handle; ``state_dict`` (copies on the CPU) and ``load_state_dict``;
+    ``parameters`` and ``named_parameters``, which give RRefs in place of the parameters. So does ``remote_parameters``, which
+    the class does not have. Such an RRef keeps a parameter, not the actor: it is of no use once the actor's process has
+    ended, or when the actor was restarted. Hooks run as the module has them; ``handle.forward.remote(x)`` is literally
+    ``forward``, and ``handle.__call__.remote(x)`` the call that does not wait.
+
+    The actor lives as long as there is a handle somewhere; those that were got by name do not count. Handles are
+    equal when they mean the same actor, and travel in arguments and results.
+    """
+
+    _is_actor_handle = True  # for those who cannot import this module
+
+    def __init__(self, card: Card, route: Route, given: dict[str, Any] | None = None) -> None:
+        state = self.__dict__
+        state["_actorrpc_card"] = card
+        state["_actorrpc_route"] = route
+        state["_actorrpc_given"] = given
+
+    if TYPE_CHECKING:
+        actor_id: int
+        rref: RRef[C_co]
+
+        def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> C_co:
+            """Return a proxy whose methods wait for their results."""
+            raise AssertionError
+
+        def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+            """Return a proxy whose methods give Futures."""
+
+        def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+            """Return a proxy whose methods give ObjectRefs."""
+
+        def options(self, **options: Any) -> ActorHandle[C_co]:
+            """Return the same handle with other options of its calls."""
+
+        def ready(self) -> ObjectRef[None]:
+            """See :func:`actorrpc.ready`."""
+
+        def is_alive(self, timeout: float = 10.0) -> bool:
+            """See :func:`actorrpc.is_alive`."""
+
+        def kill(self, *, no_restart: bool = True) -> None:
+            """See :func:`actorrpc.kill`."""
+
+        def monitor(self, callback: Callable[[BaseException], Any] | None = None) -> Future[Any]:
+            """See :func:`actorrpc.monitor`."""
+
+        def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> ObjectRef[Any]:
+            """See :func:`actorrpc.call`."""
+
+        def remote_parameters(self: ActorHandle[nn.Module], recurse: bool = True) -> list[RRef[nn.Parameter]]:
+            """Return RRefs to the parameters of the module, each once. Only where the class is one."""
+            raise AssertionError
+
+        # Of a module, `handle(x)` calls it and waits.
+        __call__: ActorMethod[..., Any]
+
+        # Full types of all methods come from actorrpc.mypy_plugin.
+        def __getattr__(self, name: str) -> ActorMethod[..., Any]: ...
+
+    else:
+        __call__ = _Calling()
+
+        def __getattr__(self, name):
+            state = self.__dict__
+            card = state.get("_actorrpc_card")
+            if card is None:  # a handle that is only half made: by copy, or by an error in its making
+                raise AttributeError(name)
+            info = card.info.methods.get(name)
+            if info is not None:
+                found = state[name] = _method(card, state["_actorrpc_route"], info, state["_actorrpc_given"])
+                return found
+            if name in _offered:
+                return _Offered(self, _offered[name], name)
+            if name in _offered_values:
+                return _offered_values[name](self)
+            if name in _offered_to_modules and card.info.is_module:
+                return _Offered(self, _offered_to_modules[name], name)
+            raise AttributeError(_missing(card, name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"cannot set {name!r} on a handle: the actor is elsewhere; give {_card(self).info.name} a method for it, or use "
+            f"actorrpc.call(handle, setattr, {name!r}, value)"
+        )
+
+    def __dir__(self) -> list[str]:
+        info = _card(self).info
+        more = _offered_to_modules if info.is_module else ()
+        return sorted({*info.methods, *_offered, *_offered_values, *more})
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ActorHandle):
+            return NotImplemented
+        return _card(self).actor_id == _card(other).actor_id
+
+    def __hash__(self) -> int:
+        return hash(_card(self).actor_id)
+
+    def __repr__(self) -> str:
+        card = _card(self)
+        named = f" {card.name!r}" if card.name else ""
+        return f"<ActorHandle of {card.info.name}{named} {card.actor_id:016x}>"
+
+    def __copy__(self) -> ActorHandle[C_co]:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActorHandle[C_co]:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise SerializationError(
+            f"{self!r} can only be pickled by RPC: send it in an argument or a result, or give the actor a name= and find it "
+            "with actorrpc.get_actor()"
+        )
+
+
+def _card(handle: ActorHandle[Any]) -> Card:
+    card: Card = handle.__dict__["_actorrpc_card"]
+    return card
+
+
+def _method(
+    card: Card, route: Route, info: MethodInfo, given: dict[str, Any] | None
+) -> ActorMethod[..., Any]:
+    # It knows the route, not the handle, which keeps it: no cycle holds a handle, whose end ends the actor.
+    return ActorMethod(card, route, info, _options_of(card, info, given))
+
+
+def _options_of(card: Card, info: MethodInfo, given: dict[str, Any] | None) -> CallOptions:
+    options = info.options if card.options is None else info.options_of(card.options.for_calls())
+    return options.merged(**given) if given else options
+
+
+def _missing(card: Card, name: str) -> str:
+    methods = [each for each in card.info.methods if not each.startswith("_")]
+    close = difflib.get_close_matches(name, [*card.info.methods, *_offered, *_offered_values], n=3)
+    if close:
+        hint = f"did you mean {' or '.join(map(repr, close))}?"
+    else:
+        hint = f"its methods are: {', '.join(methods[:20]) or 'none'}"
+    return (
+        f"{card.info.name} has no method {name!r}; {hint} (attributes are read with handle.rpc_sync().{name})"
+    )
+
+
+class _Offered:
+    """One of our functions on a handle."""
+
+    __slots__ = ("_function", "_handle", "_name")
+
+    def __init__(self, handle: ActorHandle[Any], function: Callable[..., Any], name: str) -> None:
+        self._handle = handle
+        self._function = function
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._handle, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "remote":
+            raise AttributeError(
+                f"{_card(self._handle).info.name} has no method {self._name!r}: this is the handle's own, which is called "
+                f"directly, as handle.{self._name}(...)"
+            )
+        raise AttributeError(name)
+
+    def __repr__(self) -> str:
+        return f"<{self._name} of {self._handle!r}>"
+
+
+# -- travelling -------------------------------------------------------------------------------------------------
+
+
+def _reduce(handle: ActorHandle[Any]) -> tuple[Any, ...]:
+    context = codec.current_encoding()
+    if isinstance(context, Holder):
+        return context.hold(handle)
+    card = _card(handle)
+    if context is None and card.anchor is not None:
+        return handle.__reduce__()
+    state = handle.__dict__
+    # The anchor in it is an RRef: its reducer makes the fork that keeps the actor alive over there.
+    return _rebuild, (state["_actorrpc_route"].card, state["_actorrpc_given"])
+
+
+def _rebuild(card: Card, given: dict[str, Any] | None = None) -> ActorHandle[Any]:
+    return ActorHandle(card, runtime().routes.of(card), given)
+
+
+codec.register(ActorHandle, _reduce)
+
+
+# -- torch's ways ---------------------------------------------------------------------------------------------
+
+
+class ActorProxy:
+    """What ``handle.rpc_sync()`` and its like return: methods are called as if they were here. Thread-safe.
+
+    A name that is no method of the class is read as an attribute of the instance: at once with ``rpc_sync``, as a
+    Future with ``rpc_async``, as an ObjectRef with ``remote``. A method of a proxy may be sent as a function to call.
+    """
+
+    __slots__ = ("_actorrpc_handle", "_actorrpc_style", "_actorrpc_timeout")
+
+    def __init__(self, handle: ActorHandle[Any], style: Style, timeout: float) -> None:
+        self._actorrpc_handle = handle
+        self._actorrpc_style: Style = style
+        self._actorrpc_timeout = timeout
+        if timeout != UNSET_RPC_TIMEOUT:
+            CallOptions.check({"timeout": timeout})
+
+    def __getattr__(self, name: str) -> Any:
+        handle = self._actorrpc_handle
+        if name in _card(handle).info.methods:
+            return _ProxyMethod(handle, self._actorrpc_style, self._actorrpc_timeout, name)
+        if (name.startswith("__") and name.endswith("__")) or name.startswith(("_ipython_", "_repr_")):
+            raise AttributeError(name)  # what Python and its tools look for on any object
+        return _send(handle, self._actorrpc_style, self._actorrpc_timeout, _GETATTR, (name,), {})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the instance itself: its ``__call__``."""
+        handle = self._actorrpc_handle
+        if "__call__" not in _card(handle).info.methods:
+            raise TypeError(f"{_card(handle).info.name} is not callable: it has no __call__")
+        return _ProxyMethod(handle, self._actorrpc_style, self._actorrpc_timeout, "__call__")(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<{self._actorrpc_style} proxy of {self._actorrpc_handle!r}>"
+
+
+class _ProxyMethod:
+    """One method of a proxy. Travels, with its handle."""
+
+    __slots__ = ("_handle", "_name", "_style", "_timeout")
+
+    def __init__(self, handle: ActorHandle[Any], style: Style, timeout: float, name: str) -> None:
+        self._handle = handle
+        self._style: Style = style
+        self._timeout = timeout
+        self._name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ProxyMethod, (self._handle, self._style, self._timeout, self._name)
+
+    def __repr__(self) -> str:
+        return f"<{self._style} method {self._name} of {self._handle!r}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        info = getattr(self._handle, self._name)._info  # and the method is kept on the handle from now on
+        info.check(args, kwargs)
+        return _send(self._handle, self._style, self._timeout, info, args, kwargs)
+
+
+def _send(
+    handle: ActorHandle[Any],
+    style: Style,
+    timeout: float,
+    info: MethodInfo,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    state = handle.__dict__
+    card, route = state["_actorrpc_card"], state["_actorrpc_route"]
+    # The very object that other calls of the method use: the route has prepared what goes with it.
+    known = state.get(info.name)
+    options = known._options if known is not None else _options_of(card, info, state["_actorrpc_given"])
+    seconds = None if timeout == UNSET_RPC_TIMEOUT else timeout
+    if style == "remote" or info.streams or options.num_returns == "streaming":
+        again = route.again(info, options, args, kwargs)
+        future = route.call(info, options, args, kwargs, refs=True, timeout=seconds)
+        return shaped(future, info, options, route=route, again=again)
+    if options.num_returns != 1:
+        options = options.merged(num_returns=1)  # torch knows no such thing: the value is what it returns
+    future = route.call(info, options, args, kwargs, refs=False, timeout=seconds)
+    return future.wait() if style == "rpc_sync" else future
+
+
+def call_function(handle: ActorHandle[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ObjectRef[Any]:
+    """Run ``args[0](instance, *args[1:], **kwargs)`` in the actor."""
+    found: ObjectRef[Any] = _send(handle, "remote", UNSET_RPC_TIMEOUT, _CALL, args, kwargs)
+    return found
+
+
+# -- what every handle has ----------------------------------------------------------------------------------------
+
+
+def _rpc_sync(handle: ActorHandle[Any], timeout: float = UNSET_RPC_TIMEOUT) -> ActorProxy:
+    return ActorProxy(handle, "rpc_sync", timeout)
+
+
+def _rpc_async(handle: ActorHandle[Any], timeout: float = UNSET_RPC_TIMEOUT) -> ActorProxy:
+    return ActorProxy(handle, "rpc_async", timeout)
+
+
+def _remote(handle: ActorHandle[Any], timeout: float = UNSET_RPC_TIMEOUT) -> ActorProxy:
+    return ActorProxy(handle, "remote", timeout)
+
+
+def _options(handle: ActorHandle[Any], **options: Any) -> ActorHandle[Any]:
+    state = handle.__dict__
+    given = {**(state["_actorrpc_given"] or {}), **CallOptions.check(options)}
+    _check_group(CallOptions(**given), state["_actorrpc_card"])
+    return ActorHandle(state["_actorrpc_card"], state["_actorrpc_route"], given)
+
+
+def _actor_id(handle: ActorHandle[Any]) -> int:
+    return _card(handle).actor_id
+
+
+def _rref(handle: ActorHandle[Any]) -> Any:
+    found = handle.__dict__.get("_actorrpc_rref")
+    if found is not None:
+        try:
+            found._check()
+        except RpcError:
+            found = None  # of an incarnation that has died
+    if found is None:
+        found = _send(handle, "rpc_sync", UNSET_RPC_TIMEOUT, _RREF, (), {})
+        handle.__dict__["_actorrpc_rref"] = found
+    return found
+
+
+def _remote_parameters(handle: ActorHandle[Any], recurse: bool = True) -> Any:
+    return _send(handle, "rpc_sync", UNSET_RPC_TIMEOUT, _CALL, (parameters,), {"recurse": recurse})
+
+
+_offered_to_modules["remote_parameters"] = _remote_parameters
+offer("rpc_sync", _rpc_sync)
+offer("rpc_async", _rpc_async)
+offer("remote", _remote)
+offer("options", _options)
+offer("actor_id", _actor_id, value=True)
+offer("rref", _rref, value=True)
+
+
+# -- what functions do with a handle -------------------------------------------------------------------------------
+
+
+def as_handle(given: Any, what: str) -> ActorHandle[Any]:
+    """Return what is given where it is a handle; ``what`` is what takes one.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(given, ActorHandle):
+        return given
+    hint = ""
+    if isinstance(given, ObjectRef):
+        hint = "; a call is given up with cancel(ref)"
+    elif isinstance(given, ActorMethod):
+        hint = ", and this is one of its methods"
+    raise TypeError(f"{what} takes the handle of an actor, not a {type(given).__name__}{hint}")
+
+
+def route_to(given: Any, what: str) -> Any:
+    """Return the route of a handle, as :func:`as_handle` takes it."""
+    return as_handle(given, what).__dict__["_actorrpc_route"]
+
+
+def kill(actor: ActorHandle[Any], *, no_restart: bool = True) -> None:
+    """End an actor at once: calls that run are cut short, calls that wait fail with ActorDiedError. Idempotent.
+
+    Its hooks (``on_stop``, ``__del__``) do not run where it has its process to itself.
+
+    Args:
+        no_restart: for good, whatever its ``max_restarts``; False: as if it had died by itself.
+
+    Raises:
+        RpcError: the worker that looks after it does not answer.
+    """
+    asked = route_to(actor, "kill()").kill(no_restart)
+    asked.wait(_ASK_S)
+
+
+def call(
+    actor: ActorHandle[C],
+    function: Callable[Concatenate[C, P], R],
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> ObjectRef[R]:
+    """Run ``function(instance, *args, **kwargs)`` inside an actor, through its mailbox; return an ObjectRef at once.
+
+    ``call(handle, getattr, "x")`` reads an attribute, ``call(handle, setattr, "x", 1)`` sets it.
+
+    Raises:
+        TypeError: it is not a function, or one that would not run but return a coroutine or a generator.
+        SerializationError: the function, or an argument, cannot be sent.
+    """
+    as_handle(actor, "call()")
+    if not callable(function):
+        raise TypeError(f"call() takes a function, not {function!r}")
+    kind = kind_of(function)
+    if kind != "sync":
+        what = "a coroutine" if kind == "async" else "a generator"
+        raise TypeError(
+            f"call() takes a plain function, and {getattr(function, '__qualname__', function)} only returns {what}: make it a "
+            "method of the class"
+        )
+    return call_function(actor, (function, *args), dict(kwargs))

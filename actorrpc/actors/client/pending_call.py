@@ -1,0 +1,450 @@
+"""The futures of calls to actors, and what is kept of a call that may have to be sent later, or again.
+
+A :class:`ResultFuture` hears of its call's failure before anybody else does. Where the failure is the actor's (its
+process died, it has moved), its line takes it over: the future is pending again, and ends when the call was made
+again, or when it is known what has become of the actor.
+
+No lock guards a :class:`Trip`: who may send, cancel or expire it is decided by deleting a slot, one atomic step.
+
+Plans: how the calls of one method are made, prepared once so that a call costs little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import Context, copy_context
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc import _time
+from actorrpc.actors.host.envelope import GRACE_S
+from actorrpc.actors.refs.object_ref import Kept
+from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.spec.actor_spec import Location
+from actorrpc.agent.calls import CURRENT, Call
+from actorrpc.agent.mail import Letter
+from actorrpc.errors import BackpressureError, CancelledError, RpcTimeoutError, ShutdownError
+from actorrpc.futures import Future
+from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
+
+if TYPE_CHECKING:
+    from actorrpc.actors.client.call_queue import Line
+    from actorrpc.actors.client.route import Route
+    from actorrpc.actors.spec.class_info import Kind, MethodInfo
+    from actorrpc.actors.spec.options import CallOptions
+    from actorrpc.agent.peers import Peer
+    from actorrpc.agent.timers import Timer
+
+__all__ = ["Limbo", "Plan", "ResultFuture", "Trip"]
+
+_GENERATORS: Final = ("generator", "async_generator")
+
+
+class Plan:
+    """How calls of one method with the same options are made to one incarnation. Never changes.
+
+    Attributes:
+        peer: where it lives; None where that is not known yet.
+        plain: nothing has to be kept of a call once it is sent.
+        tries: how often a call that may have run is made again; -1: for ever.
+        impatient: a call fails, rather than waits, while the actor is being restarted.
+    """
+
+    __slots__ = (
+        "_fetching",
+        "_there",
+        "epoch",
+        "impatient",
+        "inlines",
+        "kept_letter",
+        "label",
+        "letter",
+        "method",
+        "options",
+        "peer",
+        "plain",
+        "refs",
+        "retried",
+        "seconds",
+        "tries",
+    )
+
+    def __init__(
+        self,
+        line: Line,
+        method: MethodInfo,
+        options: CallOptions,
+        refs: bool,
+        location: Location | None,
+        peer: Peer | None,
+    ) -> None:
+        self.method = method
+        self.options = options
+        self.refs = refs
+        self.label = line.prefix + (options.name or method.name.strip("<>"))
+        self.peer: Any = peer
+        self.epoch = -1 if location is None else location.epoch
+        general = line.options
+        tries = options.max_task_retries
+        if tries is None:
+            tries = general.max_task_retries if general is not None else None
+        self.impatient = tries == 0 and not options.patient
+        self.tries = tries or 0
+        self.retried = options.retry_exceptions or (
+            general.retry_exceptions if general is not None else False
+        )
+        seconds = options.timeout
+        if seconds is None:
+            seconds = 0.0 if refs else line.runtime.references.default_timeout()
+        self.seconds: float = max(0.0, seconds) if seconds != UNSET_RPC_TIMEOUT else 0.0
+        self.plain = not tries and not line.restarts and line.max_pending < 0
+        self.letter: Letter | None = None
+        self.kept_letter: Letter | None = None
+        #: large results come with the reply
+        self.inlines = False
+        self._fetching: Letter | None = None
+        self._there: Plan | None = None
+        if location is None:
+            return
+        header: dict[str, Any] = {"a": location.resident_id, "m": method.name}
+        if options.concurrency_group is not None:
+            header["g"] = options.concurrency_group
+        if options.priority:
+            header["y"] = options.priority
+        if method.kind in _GENERATORS or options.num_returns == "streaming":
+            header["q"] = options.max_buffered_items or 0
+        elif options.num_returns != 1:
+            header["nr"] = options.num_returns
+        if refs:
+            header["k"] = 1
+        if options.allow_out_of_order:
+            header["o"] = 1
+        self.letter = self.kept_letter = self._letter(header)
+
+    # -- object_ref.Taste ----------------------------------------------------------------------------
+
+    def fetched(self) -> None:
+        """Have large results come with the reply from now on: that is half the way, and one copy less."""
+        if self.kept_letter is not None and not self.inlines and "nr" not in self.kept_letter.header:
+            self.inlines = True
+            self.letter = self._letter(
+                {name: value for name, value in self.kept_letter.header.items() if name != "k"}
+            )
+
+    def handed_on(self) -> None:
+        """Have large results stay where they are made: they go directly to where they are wanted."""
+        if self.inlines:
+            self.inlines = False
+            self.letter = self.kept_letter
+
+    def at(self, line: Line, location: Location, peer: Peer) -> Plan:
+        """Return the same for another incarnation."""
+        there = self._there
+        if there is None or there.epoch != location.epoch:
+            there = self._there = Plan(line, self.method, self.options, self.refs, location, peer)
+        return there
+
+    def letter_for(self, unresolved: bool, place: tuple[int, int] | None = None) -> Letter | None:
+        """Return the letter's header.
+
+        Args:
+            unresolved: there are ObjectRefs to be fetched over there.
+            place: the call has been made before: see ``Trip.place``.
+        """
+        if place is not None and place[1] == self.epoch and self.letter is not None:
+            held = self.letter_for(unresolved)
+            return held and Letter({**held.header, "n": place[0]})
+        if not unresolved or self.letter is None:
+            return self.letter
+        if self._fetching is None:
+            kept = self.kept_letter or self.letter
+            self._fetching = self._letter({**kept.header, "u": 1})
+        return self._fetching
+
+    def _letter(self, header: dict[str, Any]) -> Letter:
+        # Only for a time-out that the caller has asked for himself: an interrupted method may leave its state half changed.
+        interrupts = self.options.interrupt and bool(self.options.timeout)
+        return Letter(header, interrupts=interrupts, late=_late(self.method.kind, interrupts))
+
+
+def _late(kind: Kind, interrupts: bool) -> str:
+    """Say what becomes of a call that has begun when its time is over."""
+    if kind == "async":
+        return "if it has begun, its coroutine is cancelled"
+    if kind in _GENERATORS:
+        return "if it has begun, its stream is closed"
+    if interrupts:
+        return "if it has begun, it is interrupted where it runs in Python, on a thread, and leaves that to others"
+    return (
+        "if it has begun, it goes on to its end, and others wait for that; with options(timeout=..., interrupt=True) it is "
+        "interrupted"
+    )
+
+
+INFINITE: Final = float("inf")
+_MARGIN_S: Final = 1.0  # for the way there and back
+_ATOMS: Final = frozenset({int, float, bool, str, bytes, type(None), complex})
+_ENDED: Final = frozenset({CancelledError, RpcTimeoutError, ShutdownError, BackpressureError})
+_init: Final = Future.__init__
+_finish: Final = Future._finish
+
+
+class ResultFuture(Future[Any]):
+    """The result of a call of an actor's method. Thread-safe, as every Future."""
+
+    __slots__ = ("_number", "_plan", "_route", "_trip")
+
+    _then_class = Future
+
+    def __init__(self, route: Route, plan: Plan, number: int) -> None:
+        _init(self)
+        # Holds the anchor, so that the actor lives as long as the call is under way. Nothing is held after that.
+        self._route: Route | None = route
+        self._plan: Plan | None = plan
+        self._number = number
+        self._trip: Trip | None = None
+
+    def _finish(
+        self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
+    ) -> None:
+        route = self._route
+        source = self._source
+        if type(source) is Call and source.stopping and (error is None or isinstance(error, CancelledError)):
+            # It may have come to its end before; and its caller counts on its being cancelled, and knows.
+            value, error = None, source.was_cancelled(error)
+        if route is not None:
+            line = route._line
+            if error is not None and line.caught(self, error):
+                return
+            trip = self._trip
+            if trip is not None and trip.may_have_run and type(error) in _ENDED:
+                error.maybe_executed = True  # type: ignore[union-attr]  # in an earlier try
+            plan = self._plan
+            if plan is not None:
+                # A value that could have been kept remembers how it came: what becomes of it decides about the next.
+                if type(value) is Kept:
+                    value.taste = plan
+                if not plan.inlines:
+                    self._plan = None
+            self._route = self._trip = None
+            line.flying.pop(self._number, None)
+            if line.barrier is not None:
+                line.passed(self._number)
+        _finish(self, value, error, submit)
+
+    def cancel(self) -> bool:
+        """Give the call up; False if it was over.
+
+        A coroutine that runs is cancelled, and may clean up for a while: the call is over when that is. Other calls are
+        over at once.
+        """
+        plan, call = self._plan, self._source
+        if plan is None or plan.method.kind != "async" or type(call) is not Call:
+            return Future.cancel(self)
+        trip = self._trip
+        if trip is not None:  # it is not made again
+            trip.tries = 0
+            trip.unwanted = True
+        return call.stop(GRACE_S + _MARGIN_S)
+
+    def conclude(self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None) -> bool:
+        """End a future that is not on the way; False if it is over, or somebody else is ending it."""
+        if not self._claim():
+            return False
+        trip, self._route, self._plan, self._trip = self._trip, None, None, None
+        if trip is not None:
+            trip.forget()
+        _finish(self, value, error, submit)
+        return True
+
+
+class Trip:
+    """All that is needed to send a call, as of the moment when it was made. It is its future's source while it waits.
+
+    Attributes:
+        arguments: ``(args, kwargs)``, a Snapshot of that, or None where the call can be sent only once.
+        unresolved: there are ObjectRefs at top level that the actor's side has to fetch.
+        deadline: on the monotonic clock; what is nested in a call inherits that call's.
+        tries: how often it may be made again where it may have run; -1: for ever.
+        may_have_run: an earlier try may have.
+        place: the number of the call, and the incarnation of its actor, when it was first made there: a repetition goes to the
+            place of the original, which others of its caller may wait for.
+        context: what the caller's context variables were.
+    """
+
+    __slots__ = (
+        "_free",
+        "arguments",
+        "context",
+        "deadline",
+        "future",
+        "may_have_run",
+        "place",
+        "seconds",
+        "timer",
+        "tries",
+        "unresolved",
+        "unwanted",
+    )
+
+    def __init__(
+        self, future: ResultFuture, arguments: Any, unresolved: bool, seconds: float, tries: int
+    ) -> None:
+        self.future: ResultFuture | None = future
+        self.arguments = arguments
+        self.unresolved = unresolved
+        self.seconds = seconds
+        self.tries = tries
+        self.may_have_run = False
+        self.place: tuple[int, int] | None = None
+        self.unwanted = False
+        self.timer: Timer | None = None
+        current = CURRENT.get()
+        route = future._route
+        if current is None and route is not None:
+            route._line.agent.next_chain()  # the context knows from now on for whom the call is made
+        self.context: Context = copy_context()
+        now = _time.now() if route is None else route._line.agent.clock.now()
+        deadline = now + seconds if seconds else INFINITE
+        self.deadline = deadline if current is None else min(deadline, current.deadline)
+        future._trip = self
+
+    @staticmethod
+    def hold(args: tuple[Any, ...], kwargs: dict[str, Any], *, cheaply: bool = False) -> Any:
+        """Return what :attr:`arguments` is to be; with ``cheaply`` None, where that takes a copy.
+
+        Raises:
+            SerializationError: an argument cannot be sent.
+        """
+        for each in args:
+            if type(each) not in _ATOMS:
+                break
+        else:
+            for each in kwargs.values():
+                if type(each) not in _ATOMS:
+                    break
+            else:
+                return args, dict(kwargs) if kwargs else kwargs
+        return (
+            None if cheaply else Snapshot.of((args, kwargs), remote_main=True)
+        )  # opened here, and only here
+
+    def open(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, to be sent once more."""
+        held = self.arguments
+        if type(held) is tuple:
+            return held
+        # Where it cannot be made again, the copy itself may go.
+        opened: tuple[tuple[Any, ...], dict[str, Any]] = held.open()
+        return opened
+
+    # -- who may do what with a call that waits --------------------------------------------------------
+
+    def rest(self) -> None:
+        """Let it wait: it may be sent, cancelled and expire from now on."""
+        self._free = None
+
+    def take(self) -> bool:
+        """Win the right to send a waiting call, or to end it; exactly one caller does."""
+        try:
+            del self._free
+        except AttributeError:
+            return False
+        return True
+
+    def forget(self) -> None:
+        """Let go of everything: the call is over."""
+        timer, self.timer = self.timer, None
+        if timer is not None:
+            timer.cancel()
+        self.future = None
+        self.arguments = None
+
+    # -- as a future's source -----------------------------------------------------------------------------
+
+    def drive(self, _deadline: float | None) -> None:
+        """Do nothing: whoever waits sleeps until it is over."""
+        future = self.future
+        route = None if future is None else future._route
+        if route is not None:
+            route._line.agent.flush()
+
+    def flush(self) -> None:
+        """Do nothing: nothing of it is gathered anywhere."""
+
+    def cancel(self) -> bool:
+        """End the call, which has not been sent; False if it is over."""
+        future = self.future
+        if future is None:
+            return False
+        if not self.take():  # it is being sent in this moment
+            self.unwanted = True
+            source = future._source
+            return not future.done() if source is self or source is None else bool(source.cancel())
+        plan = future._plan
+        what = plan.label if plan is not None else "the call"
+        return self._end(
+            CancelledError(
+                f"the call of {what} was cancelled by its caller before it was sent",
+                maybe_executed=self.may_have_run,
+            )
+        )
+
+    def expire(self) -> None:
+        """End the call, which has not been sent, because its time is over."""
+        future = self.future
+        if future is None or not self.take():
+            return
+        plan, route = future._plan, future._route
+        what = plan.label if plan is not None else "a call"
+        where = route._line.waits_for() if route is not None else "the actor"
+        bound = f"{self.seconds:g} s" if self.seconds else "what was left of the call that made it"
+        self._end(
+            RpcTimeoutError(
+                f"the call of {what} timed out ({bound}) while it waited for {where}; "
+                + ("an earlier try may have run" if self.may_have_run else "it was not sent"),
+                maybe_executed=self.may_have_run,
+            )
+        )
+
+    def _end(self, error: BaseException) -> bool:
+        future = self.future
+        route = None if future is None else future._route
+        if future is None or route is None:
+            return False
+        line = route._line
+        ended = future.conclude(None, error, line.agent.submit)
+        line.swept()
+        return ended
+
+
+class Limbo:
+    """The source of a future whose call has failed, while it is not known yet what has become of the actor."""
+
+    __slots__ = ("future", "plan", "ran", "submit")
+
+    def __init__(
+        self, future: ResultFuture, plan: Plan, ran: bool, submit: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        self.future = future
+        self.plan = plan
+        self.ran = ran
+        self.submit = submit
+
+    def end(self, error: BaseException) -> bool:
+        """End the call; False if it is over."""
+        return self.future.conclude(None, error, self.submit)
+
+    def cancel(self) -> bool:
+        """End the call; False if it is over."""
+        return self.end(
+            CancelledError(
+                f"the call of {self.plan.label} was cancelled by its caller after its actor had died",
+                maybe_executed=self.ran,
+            )
+        )
+
+    def drive(self, _deadline: float | None) -> None:
+        """Do nothing: the supervisor has been asked."""
+
+    def flush(self) -> None:
+        """Do nothing: nothing of it is gathered anywhere."""

@@ -1,0 +1,477 @@
+"""Routes: the caller's side of an actor. Every handle has one; calls go through it.
+
+There are at most two routes to an actor in a process: one that keeps the actor alive (it has the anchor) and one that
+does not (for handles got by name). Both share a :class:`~actorrpc.actors.client.call_queue.Line`, which knows where the actor is
+and keeps its calls in order.
+
+:meth:`Route.call` is on the path of every call: where the actor is known to live and nothing special was asked for, it
+takes no lock and costs a fraction of what sending the call does.
+
+Outcomes: what ``remote(...)`` gives for a call, by how many values it is to return.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from actorrpc.actors.client.call_queue import Line
+from actorrpc.actors.client.pending_call import ResultFuture, Trip
+from actorrpc.actors.client.supervisor_client import ask
+from actorrpc.actors.refs.arguments import has_refs, pack_arguments
+from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.actors.spec.actor_spec import Card, Location, ResidentGoneError
+from actorrpc.actors.spec.class_info import MethodInfo
+from actorrpc.actors.spec.options import CallOptions
+from actorrpc.actors.streams.consumer import Again, ObjectRefGenerator
+from actorrpc.agent.calls import CURRENT
+from actorrpc.errors import ActorDiedError, PeerDiedError, PendingCallsLimitExceeded, SerializationError
+from actorrpc.futures import Future
+from actorrpc.rpc.profiling import Span, modern, profiled
+from actorrpc.serialization import exceptions
+
+if TYPE_CHECKING:
+    from actorrpc.actors.context import Runtime
+    from actorrpc.actors.spec.class_info import ClassInfo
+    from actorrpc.agent.peers import Peer
+    from actorrpc.rpc.rref import RRef
+
+__all__ = ["Explains", "Route", "Routes", "Whole", "shaped"]
+
+
+class Explains(Protocol):
+    """Says what the end of a stream's worker means: a route."""
+
+    def explain(
+        self, method: MethodInfo, options: CallOptions, error: BaseException, peer: Peer | None
+    ) -> BaseException | Future[Any]:
+        """See :meth:`Route.explain`."""
+
+
+def shaped(
+    future: Future[Any],
+    info: MethodInfo,
+    options: CallOptions,
+    label: object = None,
+    route: Explains | None = None,
+    again: Again | None = None,
+) -> Any:
+    """Return what ``remote`` gives for a call: an ObjectRef, several, none, or a stream.
+
+    Args:
+        again: makes a call again that gives a stream.
+    """
+    count = options.num_returns
+    if count == "streaming" or info.streams:
+        translate = None if route is None else partial(route.explain, info, options)
+        return ObjectRefGenerator(future, translate=translate, again=again)
+    if count == 1:
+        return ObjectRef(future, label=label)
+    return [ObjectRef(each, label=label) for each in _split(future, count)] if count else None
+
+
+class Whole:
+    """The source of futures that another future completes: progress on any of them is progress on that call."""
+
+    __slots__ = ("behind",)
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.behind = future  # the search for deadlocks looks here
+
+    def drive(self, deadline: float | None) -> None:
+        """Make progress on the call."""
+        source = self.behind._source
+        if source is not None:
+            source.drive(deadline)
+
+    def flush(self) -> None:
+        """Send the call."""
+        source = self.behind._source
+        if source is not None:
+            source.flush()
+
+    def cancel(self) -> bool:
+        """Give the call up, and with it all that waits for it."""
+        return self.behind.cancel()
+
+
+def _split(future: Future[Any], count: int) -> list[Future[Any]]:
+    """Return one future for each value that the call returns."""
+    parts: list[Future[Any]] = [Future() for _ in range(count)]
+    source = Whole(future)
+    for at, part in enumerate(parts):
+        part.label = f"value {at} of {future.label}"
+        part._source = source
+
+    def done(whole: Future[Any]) -> None:
+        error: BaseException | None = None
+        values: list[Any] = [None] * count
+        try:
+            result = whole.value()
+            if isinstance(result, (tuple, list)) and len(result) == count:
+                values = list(result)
+            else:
+                shown = len(result) if isinstance(result, (tuple, list)) else f"one {type(result).__name__}"
+                error = ValueError(
+                    f"{whole.label} was to return {count} values (num_returns), but returned {shown}"
+                )
+        except BaseException as raised:
+            error = raised
+        report = None
+        for part, value in zip(parts, values, strict=True):
+            if part._claim():
+                part._report = report  # one failure: looking at any part will do
+                part._finish(None if error is not None else value, error)
+                report = part._report
+
+    future.add_done_callback(done)
+    return parts
+
+
+_INLINED: Final = 8  # calls under way whose large results may come with the reply
+
+
+def _has_died(error: BaseException) -> bool:
+    """Say whether an error of a stream is the end of its actor's process."""
+    return type(error) is PeerDiedError or isinstance(error, ResidentGoneError)
+
+
+class Route:
+    """The way to one actor. Thread-safe. The actor lives at least as long as a route with an anchor.
+
+    Attributes:
+        anchor: the RRef that keeps the actor alive, or None.
+        actor_id: the actor's, for ever.
+        title: what messages call the actor.
+        info: what is known of its class.
+    """
+
+    __slots__ = ("__weakref__", "_card", "_line", "actor_id", "anchor", "info", "title")
+
+    def __init__(self, line: Line, card: Card) -> None:
+        self._line = line
+        self._card = card
+        self.anchor: RRef[Any] | None = card.anchor
+        self.actor_id = card.actor_id
+        self.info: ClassInfo = card.info
+        self.title = card.title
+
+    @property
+    def card(self) -> Card:
+        """What a handle travels as: the actor's card, with its present location as far as it is known."""
+        location, card = self._line.location, self._card
+        if card.location is not location:
+            card = self._card = replace(card, location=location)
+        return card
+
+    @property
+    def pending(self) -> int:
+        """How many calls of this process are under way, or wait."""
+        return self._line.pending
+
+    # -- calling -----------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        method: MethodInfo,
+        options: CallOptions,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        refs: bool,
+        timeout: float | None = None,
+    ) -> ResultFuture:
+        """Call a method. The arguments are taken as they are now.
+
+        Args:
+            options: how; the same object for equal calls, which are the faster for it.
+            refs: a large result may stay with the actor: the future's value is then a ``Kept``.
+            timeout: seconds; None: that of the options, and if that is None, none for ``refs`` and the group's for
+                others; 0: none.
+
+        Returns:
+            A future, which fails with ActorDiedError or ActorUnavailableError where the actor does not answer.
+
+        Raises:
+            SerializationError, LimitError: an argument cannot be sent.
+            PendingCallsLimitExceeded: more calls wait than ``max_pending_calls`` allows.
+            BackpressureError, ShutdownError, CancelledError: nothing was sent.
+        """
+        if modern._is_profiler_enabled or profiled():
+            return self._call_in_profile(method, options, args, kwargs, refs, timeout)
+        line = self._line
+        plan = (line.kept_plans if refs else line.plans).get(method.name)
+        if (
+            plan is None
+            or plan.options is not options
+            or not plan.plain
+            or ((args or kwargs) and has_refs(args, kwargs))
+        ):
+            return self._call_carefully(method, options, args, kwargs, refs, timeout)
+        number = line.next_number()
+        future = ResultFuture(self, plan, number)
+        line.flying[number] = future
+        try:
+            line.send(
+                plan.peer,
+                None,
+                args,
+                kwargs,
+                plan.seconds if timeout is None else timeout,
+                future=future,
+                label=plan.label,
+                # Many large results at a time would fill this process: then they are kept after all.
+                letter=plan.letter if not plan.inlines or len(line.flying) < _INLINED else plan.kept_letter,
+            )
+        except PeerDiedError:
+            # Its actor cannot come back (else the plan were not plain): this is for the line to put into words.
+            line.bounced(future)
+        except BaseException as error:
+            line.dropped(future)
+            line.agent.check_process()  # in a fork, that is what is wrong
+            if isinstance(error, SerializationError):
+                method.signature.name_argument(error)
+            raise
+        return future
+
+    def _call_in_profile(
+        self,
+        method: MethodInfo,
+        options: CallOptions,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        refs: bool,
+        timeout: float | None,
+    ) -> ResultFuture:
+        # Where the actor lives may not be known, and change before the call gets there: its name says it for the profile.
+        line = self._line
+        name = line.prefix + (options.name or method.name)
+        span = Span(f"actor#{name}({line.agent.name} -> {self.title})")
+        try:
+            future = self._call_carefully(method, options, args, kwargs, refs, timeout)
+        except BaseException:
+            span.close()
+            raise
+        future.add_done_callback(lambda _: span.close())
+        return future
+
+    def _call_carefully(
+        self,
+        method: MethodInfo,
+        options: CallOptions,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        refs: bool,
+        timeout: float | None,
+    ) -> ResultFuture:
+        line = self._line
+        line.agent.check_process()
+        plan = line.plan_of(method, options, refs)
+        if 0 <= line.max_pending <= line.pending:
+            raise PendingCallsLimitExceeded(
+                f"{plan.label}: {line.pending} calls of this process wait for {self.title} already, as many as "
+                f"max_pending_calls={line.max_pending} allows; this one was not made. Wait for results first, or give a "
+                "higher limit",
+                maybe_executed=False,
+                actor=self.title,
+                actor_id=self.actor_id,
+                method=method.name,
+            )
+        number = line.next_number()
+        future = ResultFuture(self, plan, number)
+        future.label = f"the call of {plan.label}"
+        unresolved = False
+        if (args or kwargs) and has_refs(args, kwargs):
+            try:
+                args, kwargs, unresolved = pack_arguments(args, kwargs)
+            except BaseException as error:
+                future.conclude(None, error, None)
+                return future
+        if line.death is not None:
+            future.conclude(None, line.died(plan, maybe_executed=False), None)
+            return future
+        seconds = plan.seconds if timeout is None else timeout
+        waits = plan.peer is None
+        try:
+            if waits or plan.tries or line.restarts:
+                held = Trip.hold(args, kwargs, cheaply=not waits and not plan.tries)
+                if held is not None:
+                    Trip(future, held, unresolved, seconds, plan.tries)
+            if waits:
+                line.enqueue(future)
+            else:
+                line.launch(future, plan, args, kwargs, seconds, unresolved)
+        except SerializationError as error:
+            method.signature.name_argument(error)
+            raise
+        return future
+
+    def again(
+        self, method: MethodInfo, options: CallOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[BaseException, int], Future[Any] | None] | None:
+        """Return what makes a call again whose stream has failed with an error, after so many items; None: nobody is to.
+
+        It is made again, after an exception that is a reason for that or the death of its process, as long as it has given
+        nothing; later only where the method itself says that its exceptions are a reason, since what it gives is then made
+        a second time.
+
+        Raises:
+            SerializationError: an argument cannot be sent.
+        """
+        left = options.max_task_retries
+        streams = method.streams or options.num_returns == "streaming"
+        if not left or not streams:
+            return None
+        held = Trip.hold(args, kwargs)
+        tries = itertools.count() if left < 0 else iter(range(left))
+        line = self._line
+
+        def again(error: BaseException, given: int) -> Future[Any] | None:
+            if given and not method.given.get("retry_exceptions"):
+                return None
+            retried = _has_died(error) or line.is_retried(options.retry_exceptions, error)
+            if not retried or next(tries, None) is None:
+                return None
+            args, kwargs = held if type(held) is tuple else held.open()
+            return self.call(method, options, args, kwargs, refs=True)
+
+        return again
+
+    def explain(
+        self, method: MethodInfo, options: CallOptions, error: BaseException, peer: Peer | None
+    ) -> BaseException | Future[Any]:
+        """Say what it means that a stream of the actor has broken off with an error.
+
+        Args:
+            peer: the worker that it came from.
+
+        Returns:
+            The error to raise, or a future that fails with it when it is known what has become of the actor.
+        """
+        line = self._line
+        plan = line.plan_of(method, options, False)
+        location = line.location
+        if type(error) is PeerDiedError:
+            # Not by the state of its worker: a connection may be known to be broken before the worker is known to be dead.
+            lives = plan.peer is not None and plan.peer is not peer
+        elif isinstance(error, ResidentGoneError):
+            gone = exceptions.original(error)
+            lives = location is not None and location.resident_id != getattr(gone, "resident_id", None)
+        else:
+            return error
+        if lives:  # again
+            return line.unavailable(plan, True)
+        number = line.next_number()
+        future = line.flying[number] = ResultFuture(self, plan, number)
+        future.label = f"the stream of {plan.label}"
+        if future._claim():
+            future._finish(None, error)
+        return future
+
+    # -- where and whether it is --------------------------------------------------------------------------
+
+    def located(self) -> Future[Location]:
+        """Return a future for where the actor lives: complete when it has been constructed (again).
+
+        It fails with ActorDiedError if the actor is dead, with the constructor's error as ``cause`` where that is why.
+        """
+        return self._line.located()
+
+    def alive(self) -> Future[bool]:
+        """Return a future that says whether the actor lives, or is being made or restarted, as its supervisor knows it."""
+        answer: Future[bool] = Future()
+        answer.label = f"whether {self.title} is alive"
+
+        def ready(done: Future[Any]) -> None:
+            done.acknowledge()
+            # A supervisor that is gone takes its actors along.
+            answer.set_result(done._error is None and bool(done._value))
+
+        self._ask("alive").add_done_callback(ready)
+        return answer
+
+    def kill(self, no_restart: bool = True) -> Future[None]:
+        """End the actor at once; calls that this process makes when the future is complete do not reach it any more.
+
+        Idempotent. The future fails with PeerDiedError if the actor's supervisor is gone.
+        """
+        killed: Future[None] = Future()
+        killed.label = f"kill() of {self.title}"
+
+        def ready(done: Future[Any]) -> None:
+            done.acknowledge()
+            if done._error is None:
+                self._line.doomed()
+                killed.set_result(None)
+            else:
+                killed.set_exception(done._error)
+
+        self._ask("kill", no_restart).add_done_callback(ready)
+        return killed
+
+    def watch(self) -> Future[ActorDiedError]:
+        """Return a future that completes, with the error as its value, when the actor is dead for good.
+
+        Each such future completes exactly once, also where the actor is dead already.
+        """
+        answer: Future[ActorDiedError] = Future()
+        answer.label = f"the end of {self.title}"
+        line = self._line
+
+        def ready(done: Future[Any]) -> None:
+            done.acknowledge()
+            answer.set_result(done._value if done._error is None else line.orphaned(done._error))
+
+        # It outlives the call that it is asked for in.
+        token = CURRENT.set(None)
+        try:
+            asked = self._ask("watch")
+        finally:
+            CURRENT.reset(token)
+        asked.add_done_callback(ready)
+        return answer
+
+    def _ask(self, what: str, *args: Any) -> Future[Any]:
+        line = self._line
+        return ask(line.runtime, line.supervisor, line.supervisor_name, what, self.actor_id, *args)
+
+    def __repr__(self) -> str:
+        return f"<{'Route' if self.anchor is not None else 'Weak route'} to {self.title}>"
+
+
+class Routes:
+    """The routes of one process. Thread-safe.
+
+    ``_lock`` guards both tables; it is re-entrant, as the collector may run there. The tables hold nothing alive.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._lock = threading.RLock()
+        self._lines: weakref.WeakValueDictionary[int, Line] = weakref.WeakValueDictionary()
+        self._routes: weakref.WeakValueDictionary[tuple[int, bool], Route] = weakref.WeakValueDictionary()
+
+    def of(self, card: Card) -> Route:
+        """Return the route to the actor of a card: the one with an anchor if the card has one."""
+        key = (card.actor_id, card.anchor is not None)
+        route = self._routes.get(key)
+        if route is not None:
+            return route
+        with self._lock:
+            line = self._lines.get(card.actor_id)
+            if line is None:
+                line = self._lines[card.actor_id] = Line(self._runtime, card)
+            route = self._routes.get(key)
+            if route is None:
+                route = self._routes[key] = Route(line, card)
+        return route
+
+    def close(self) -> None:
+        """Fail every call that waits, with ShutdownError: this process leaves the group."""
+        for line in list(self._lines.values()):
+            line.close()

@@ -1,0 +1,173 @@
+"""Asking supervisors: what routes want to know of the worker that looks after an actor, here or elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc.actors.context import runtime
+from actorrpc.actors.spec.death_report import ActorState
+from actorrpc.agent.executor import Later
+from actorrpc.agent.peers import Peer
+from actorrpc.errors import PeerDiedError, RemoteError, RpcError
+from actorrpc.futures import Future
+from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.serialization import exceptions
+
+if TYPE_CHECKING:
+    from actorrpc.actors.context import Runtime
+    from actorrpc.actors.refs.snapshot import Snapshot
+    from actorrpc.actors.spec.actor_spec import Card
+    from actorrpc.actors.spec.class_info import ClassInfo
+    from actorrpc.actors.spec.options import ActorOptions
+    from actorrpc.agent.agent import Agent
+
+__all__ = [
+    "CREATE_S",
+    "ask",
+    "ask_for_detached",
+    "call_quietly",
+    "create_detached",
+    "gather_states",
+    "peer_of",
+]
+
+CREATE_S: Final = 60.0  # how long rank 0 may take to take note of a detached actor
+_STATES_S: Final = 5.0  # a worker that has not answered by then is left out of the list
+
+
+def peer_of(agent: Agent, key: WorkerKey) -> Peer:
+    """Return the peer of one life of a worker.
+
+    Raises:
+        PeerDiedError: another one has taken its place.
+        UnknownWorkerError: there is no worker of that rank.
+    """
+    peer = agent.peer(key.rank)
+    if peer.record.incarnation != key.incarnation:
+        raise PeerDiedError(
+            f"worker {key.rank} has ended and another one, {peer.name!r}, has taken its place",
+            maybe_executed=False,
+            worker=peer.name,
+        )
+    return peer
+
+
+def call_quietly(
+    agent: Agent,
+    peer: Callable[[], Peer],
+    function: Any,
+    args: tuple[Any, ...],
+    timeout: float = 0,
+    label: str | None = None,
+) -> Future[Any]:
+    """Call a function; what keeps the call from being made is the future's error, too. Nobody has to look at it."""
+    future: Future[Any] = Future()
+    future.add_done_callback(Future.acknowledge)
+    try:
+        agent.call(peer(), function, args, {}, timeout, future=future, label=label)
+        agent.flush()
+    except RpcError as error:
+        if future._claim():
+            future._finish(None, error)
+    return future
+
+
+def ask(here: Runtime, key: WorkerKey, worker: str, what: str, *args: Any) -> Future[Any]:
+    """Ask the supervisor ``key``: ``"locate"``, ``"kill"``, ``"watch"`` or ``"alive"``, with that method's arguments.
+
+    Returns:
+        The future of its answer; fails with PeerDiedError if that worker is gone.
+    """
+    if key == here.references.me:
+        answer: Future[Any] = getattr(here.supervisor, what)(*args)
+        return answer
+    agent = here.agent
+    return call_quietly(agent, lambda: peer_of(agent, key), _ASKED[what], args, 0, f"{what} at {worker}")
+
+
+# -- called by RPC on the supervisor's worker -----------------------------------------------------------------
+
+
+def _locate(actor_id: int, after: int, wait: bool) -> Later:
+    return Later(runtime().supervisor.locate(actor_id, after, wait))
+
+
+def _kill(actor_id: int, no_restart: bool) -> Later:
+    return Later(runtime().supervisor.kill(actor_id, no_restart))
+
+
+def _watch(actor_id: int) -> Later:
+    return Later(runtime().supervisor.watch(actor_id))
+
+
+def _alive(actor_id: int) -> Later:
+    return Later(runtime().supervisor.alive(actor_id))
+
+
+_ASKED: Final[dict[str, Callable[..., Later]]] = {
+    "alive": _alive,
+    "kill": _kill,
+    "locate": _locate,
+    "watch": _watch,
+}
+
+
+def create_detached(
+    actor_id: int, cls: Snapshot, arguments: Snapshot, info: ClassInfo, options: ActorOptions
+) -> Card:
+    """Make an actor that belongs to nobody. Called by RPC on rank 0."""
+    return runtime().supervisor.adopt(actor_id, cls, arguments, info, options)
+
+
+def ask_for_detached(
+    agent: Agent, actor_id: int, cls: Snapshot, arguments: Snapshot, info: ClassInfo, options: ActorOptions
+) -> Card:
+    """Have rank 0 make an actor that belongs to nobody; waits until it has taken note of it.
+
+    Raises:
+        RpcError: rank 0 does not answer, or refuses: as :meth:`Supervisor.create`.
+    """
+    made = agent.call(agent.peer(0), create_detached, (actor_id, cls, arguments, info, options), {}, CREATE_S)
+    try:
+        card: Card = made.result()
+    except RemoteError as error:
+        raise exceptions.original(error) from None
+    return card
+
+
+def _states() -> list[ActorState]:
+    return runtime().supervisor.states()
+
+
+def gather_states(here: Runtime) -> Future[list[ActorState]]:
+    """Return a future of all actors of the group: of those that died some time ago only the last ones.
+
+    Workers that do not answer within 5 s are left out. The future does not fail.
+    """
+    agent = here.agent
+    answer: Future[list[ActorState]] = Future()
+    answer.label = "the list of all actors"
+    rows: list[ActorState] = []
+    members = agent.members()
+    left = [None] * len(members)
+
+    def one(done: Future[Any]) -> None:
+        if done._error is None:
+            rows.extend(done._value)
+        left.pop()
+        if not left and answer._claim():
+            answer._finish(sorted(rows, key=lambda row: (row.namespace, row.name or "", row.actor_id)), None)
+
+    if not left:
+        answer.set_result([])
+    for record in members:
+        if record.incarnation == agent.record.incarnation:
+            own: Future[Any] = Future()
+            own.set_result(here.supervisor.states())
+            one(own)
+            continue
+        key = WorkerKey(record.rank, record.incarnation)
+        asked = call_quietly(agent, lambda key=key: peer_of(agent, key), _states, (), _STATES_S)  # type: ignore[misc]
+        asked.add_done_callback(one)
+    return answer

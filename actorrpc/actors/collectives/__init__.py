@@ -1,0 +1,3 @@
+"""Collective operations among actors."""
+
+__all__: list[str] = []

@@ -1,0 +1,453 @@
+"""Collectives: actors among which tensors go the way of ``torch.distributed``.
+
+    trainers = Trainer.group(4)
+    collective = actorrpc.collective(trainers)              # a gloo group of the four, in the order of their ranks
+    refs = collective.call("step", batch)                   # all at once; in step(): dist.all_reduce(
+    actorrpc.get(refs)                                      #     gradient, group=actorrpc.collective_group())
+
+Generations. A group of torch does not survive the end of a member, so a collective is a series of them. When a member dies, or
+an operation fails, the present one breaks as a whole: what the others are doing in it ends with CollectiveError, at once, and
+so does what they would do. It stays broken until somebody here rebuilds it: :meth:`Collective.rebuild`, or the next
+:meth:`Collective.call`, which wait until supervision has restarted the member (``max_restarts``), and have all join a new
+generation. They join through their mailboxes. So whatever this process asked of a member before the rebuilding still belongs to
+the old generation and fails, and what it asks later belongs to the new one: no member can be a step ahead of another, as
+it could if each of them rejoined by itself.
+
+The worker that makes a collective is where its members meet: when it ends, so do they.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Final, NoReturn
+
+from actorrpc import _time
+from actorrpc._exception_text import is_a
+from actorrpc.actors.client.handle import ActorHandle, call
+from actorrpc.actors.client.supervisor_client import call_quietly, peer_of
+from actorrpc.actors.collectives import member, process_group
+from actorrpc.actors.collectives.member import Ticket, collective_group
+from actorrpc.actors.collectives.rendezvous import Meeting
+from actorrpc.actors.context import runtime
+from actorrpc.actors.groups.group import ActorGroup, handles_of, route_of
+from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.actors.spec.class_info import MethodInfo
+from actorrpc.actors.spec.options import CallOptions
+from actorrpc.errors import (
+    ActorDiedError,
+    ActorUnavailableError,
+    CollectiveError,
+    ConfigError,
+    NameTakenError,
+    RpcError,
+    RpcTimeoutError,
+    SerializationError,
+    WrongTypeError,
+)
+from actorrpc.futures import Future
+from actorrpc.serialization import exceptions
+
+__all__ = ["Collective", "collective", "collective_group"]
+
+TIMEOUT_S: Final = 1800.0  # as torch's for gloo
+JOIN_S: Final = 60.0
+_LEAVE_S: Final = 10.0
+_PAUSE_S: Final = 0.05  # between attempts to rebuild, while a member is being lost again
+_CALL: Final = MethodInfo.anything("<call>", "call")
+
+
+def collective(
+    actors: ActorGroup[Any] | Iterable[ActorHandle[Any]],
+    backend: str = "gloo",
+    name: str | None = None,
+    *,
+    timeout: float = TIMEOUT_S,
+    join_timeout: float = JOIN_S,
+) -> Collective:
+    """Make a process group of ``torch.distributed`` among actors; waits until all of them have joined.
+
+    Inside of them :func:`actorrpc.collective_group` gives the group, for ``dist.all_reduce``, ``broadcast``, ``all_gather``,
+    ``reduce_scatter``, ``barrier`` and the others, and for ``DistributedDataParallel(module, process_group=...)``.
+    All members have to be called for an operation, in the same order: :meth:`Collective.call` calls all. An actor may
+    be in several collectives, of different names. A default group of the process is left alone, and none is made.
+
+    The backend's data goes over sockets of its own between the members' hosts, neither encrypted nor authenticated, as in
+    any ``torch.distributed`` program: members must be able to reach each other, and the network must be trusted. How they
+    meet goes over actorrpc's own connections. gloo uses the address by which a worker is known to the others (loopback
+    where all members are on one host); ``GLOO_SOCKET_IFNAME`` in the environment of the workers names an interface
+    instead.
+
+    Args:
+        actors: a group or slice of it, or handles; the first has rank 0. They may be of different classes, and are kept alive
+            as long as the Collective is referred to.
+        backend: ``"gloo"`` for tensors on the CPU; ``"nccl"`` for GPUs.
+        name: what :func:`actorrpc.collective_group` finds it by; default one that is made up.
+        timeout: seconds that an operation may take at each member; the default is torch's, half an hour.
+        join_timeout: seconds in which all members must have joined, now and after each restart; an actor joins when it
+            has done what was asked of it before.
+
+    Raises:
+        ConfigError: there are no actors, one is there twice, one is async, the backend is unknown or cannot be used here or
+            there, or a time-out is not a positive number. Nothing has been started.
+        TypeError: something is not the handle of an actor.
+        NameTakenError: one of the actors is in a collective of that name.
+        ActorDiedError: one of them is dead.
+        RpcTimeoutError: they have not all joined in time.
+        CollectiveError: torch could not connect them.
+    """
+    in_force = runtime()
+    made = Collective(actors, process_group.check_backend(backend), name, timeout, join_timeout)
+    with _lock:
+        for other in list(_all):
+            shared = [handle for handle in made.members if handle in other.ranks]
+            if other.name == made.name and shared and not other.destroyed:
+                raise NameTakenError(
+                    f"{route_of(shared[0]).title} is in a collective {made.name!r} already: destroy() that one, or give "
+                    "this one another name="
+                )
+        _all.add(made)
+    in_force.agent.check_process()
+    try:
+        made.rebuild()
+    except BaseException:
+        made.destroy(timeout=0)
+        raise
+    return made
+
+
+class Collective:
+    """Actors that are in a process group of ``torch.distributed``. Thread-safe; stays in the process that made it.
+
+    Made by :func:`actorrpc.collective`, whose module says what becomes of it when members die. It goes on when nobody here
+    refers to it any more, until :meth:`destroy`, or until its members end.
+
+    ``_making`` makes rebuilding and destroying happen one at a time: it is held while members are waited for, and guards
+    the generation. It is re-entrant, as the collector may run there.
+
+    Attributes:
+        name: what members find it by.
+        backend: ``"gloo"`` or ``"nccl"``.
+        generation: counts the groups that there have been, from 1.
+        destroyed: whether :meth:`destroy` was called.
+    """
+
+    def __init__(
+        self,
+        actors: ActorGroup[Any] | Iterable[ActorHandle[Any]],
+        backend: str,
+        name: str | None,
+        timeout: float,
+        join_timeout: float,
+    ) -> None:
+        for what, seconds in (("timeout", timeout), ("join_timeout", join_timeout)):
+            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+                raise WrongTypeError(f"{what} must be a number of seconds, not {seconds!r}")
+            if not 0 < seconds < 1e9:
+                raise ConfigError(f"{what} must be a positive number of seconds, not {seconds!r}")
+        if name is not None and (not isinstance(name, str) or not name):
+            raise WrongTypeError(f"the name of a collective is a str that is not empty, not {name!r}")
+        self._source = actors if isinstance(actors, ActorGroup) else _checked_handles(actors)
+        self._members = _members(self._source)
+        _check(self._members)
+        self.backend = backend
+        self.generation = 0
+        self.destroyed = False
+        self._timeout_s = float(timeout)
+        self._join_s = float(join_timeout)
+        self._meeting: Meeting | None = None
+        self._making = threading.RLock()
+        self.name = name if name is not None else f"collective-{id(self):x}"
+
+    # -- what it is ----------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> tuple[ActorHandle[Any], ...]:
+        """The members' handles, in the order of their ranks."""
+        return self._members
+
+    @property
+    def ranks(self) -> Mapping[ActorHandle[Any], int]:
+        """The rank of each member."""
+        return {handle: rank for rank, handle in enumerate(self._members)}
+
+    @property
+    def broken(self) -> str | None:
+        """Why the present generation cannot be used any more, as far as is known here; None while it can."""
+        if self.destroyed:
+            return "it has been destroyed"
+        meeting = self._meeting
+        return "it is being made" if meeting is None else meeting.why or None
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __repr__(self) -> str:
+        state = f", broken: {self.broken}" if self.broken else ""
+        return f"<Collective {self.name!r} of {len(self)} over {self.backend}, generation {self.generation}{state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise SerializationError(
+            f"{self!r} stays in the process that made it: members use actorrpc.collective_group({self.name!r})"
+        )
+
+    # -- use -----------------------------------------------------------------------------------------
+
+    def call(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> list[ObjectRef[Any]]:
+        """Call a method of all members, or a function with each of their instances first; rebuild before if need be.
+
+        Whether a member has been lost is seen here as far as this process has heard of it.
+
+        Args:
+            method: the name of a method, or a function, as for :func:`actorrpc.call`.
+
+        Returns:
+            An ObjectRef for each member, in the order of their ranks.
+
+        Raises:
+            CollectiveError: it has been destroyed.
+            Exception: what :meth:`rebuild` raises, and what calling a method of a member raises.
+        """
+        with self._making:
+            if self.broken or self._has_lost_some():
+                self.rebuild()
+            members = self._members
+        if callable(method):
+            return [call(handle, method, *args, **kwargs) for handle in members]
+        return [getattr(handle, method).remote(*args, **kwargs) for handle in members]
+
+    def broadcast(self, what: str | Callable[[Any], Any] = "", *, src: int = 0) -> list[ObjectRef[None]]:
+        """Copy tensors of one member into those of all others: the weights of a trainer, say.
+
+        All members must have tensors of the same shapes and types there; they are written in place, also where they
+        require gradients.
+
+        Args:
+            what: the attribute: a module (its parameters and buffers), a tensor, or a list or dict of such; dots lead
+                deeper. Empty: the actor itself. Or a function that returns it for an instance.
+            src: the rank of the member that has the values.
+
+        Returns:
+            An ObjectRef for each member, which completes with None when it has the values.
+
+        Raises: as :meth:`call`; ConfigError: there is no such rank.
+        """
+        if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < len(self):
+            raise ConfigError(f"src must be a rank from 0 to {len(self) - 1}, not {src!r}")
+        return self.call(member.broadcast, self.name, what, src)
+
+    # -- generations -----------------------------------------------------------------------------------
+
+    def rebuild(self, timeout: float | None = None) -> None:
+        """Have the members join a new generation, and wait for it; what they do in the old one ends with CollectiveError.
+
+        Members that are being restarted are waited for. If one is lost again meanwhile, it begins anew. Of an ActorGroup it
+        takes the members that it has now, which ``group.restart()`` changes.
+
+        Args:
+            timeout: seconds; default ``join_timeout``.
+
+        Raises:
+            ActorDiedError: a member is dead and does not come back. Make another collective of those that live.
+            RpcTimeoutError: they have not all joined in time. It is broken, and can be rebuilt later.
+            ConfigError: a member cannot use the backend.
+            CollectiveError: it has been destroyed, or torch could not connect the members.
+        """
+        until = _time.now() + (self._join_s if timeout is None else timeout)
+        with self._making:
+            while not self._try(until):
+                threading.Event().wait(_PAUSE_S)
+
+    def _try(self, until: float) -> bool:
+        """Make a generation; False if that is to be tried again."""
+        if self.destroyed:
+            raise CollectiveError(f"the collective {self.name!r} has been destroyed")
+        meetings = runtime().meetings
+        if self._meeting is not None:
+            meetings.close(self._meeting, "it is being rebuilt")
+        self._members = members = _members(self._source)
+        self.generation += 1
+        title = f"collective {self.name!r} (generation {self.generation})"
+        meeting = self._meeting = meetings.open(title, len(members))
+        joins = [self._join(meeting, rank, until) for rank in range(len(members))]
+
+        def heard(rank: int, done: Future[Any]) -> None:
+            done.acknowledge()
+            if done._error is not None:
+                meetings.break_up(meeting, f"rank {rank} did not join: {done._error}")
+
+        try:
+            for rank, future in enumerate(joins):
+                future.add_done_callback(partial(heard, rank))
+            for future in joins:
+                future.exception(max(0.0, until - _time.now()))
+        except RpcTimeoutError:
+            late = [
+                f"rank {rank} ({route_of(members[rank]).title})"
+                for rank, each in enumerate(joins)
+                if not each.done()
+            ]
+            why = f"not all members joined in time: {', '.join(late)} did not; they may be busy, or not be made yet"
+            meetings.break_up(meeting, why)
+            raise RpcTimeoutError(f"{title}: {why}", maybe_executed=True) from None
+        except BaseException:
+            meetings.break_up(meeting, "its making was interrupted")
+            raise
+        errors = [error for each in joins if (error := each._error) is not None]
+        if not errors:
+            return not meeting.why  # one was lost right after it had joined
+        for error in errors:
+            if isinstance(error, ActorDiedError):
+                error.add_note(f"while {title} was made")
+                raise error
+        others = [each for each in errors if not is_a(exceptions.original(each), CollectiveError)]
+        if others and not isinstance(others[0], ActorUnavailableError):
+            if isinstance(others[0], RpcTimeoutError):
+                raise RpcTimeoutError(
+                    f"{title}: not all members joined in time: {others[0]}", maybe_executed=True
+                )
+            raise others[0]
+        if not others and not self._has_lost_some():
+            raise errors[0]
+        if _time.now() >= until:
+            raise RpcTimeoutError(
+                f"{title}: members are lost again and again: {errors[0]}", maybe_executed=True
+            )
+        return False
+
+    def _join(self, meeting: Meeting, rank: int, until: float) -> Future[Any]:
+        seconds = max(0.001, until - _time.now())
+        ticket = Ticket(
+            key=meeting.key,
+            name=self.name,
+            generation=self.generation,
+            rank=rank,
+            size=meeting.size,
+            backend=self.backend,
+            timeout_s=self._timeout_s,
+            join_s=seconds,
+            maker=runtime().references.me,
+        )
+        return self._ask(rank, (member.join, ticket), seconds)
+
+    def _ask(self, rank: int, asked: tuple[Any, ...], seconds: float) -> Future[Any]:
+        """Call a function of ours in a member, through its mailbox."""
+        route = route_of(self._members[rank])
+        try:
+            return route.call(_CALL, _OPTIONS, asked, {}, refs=False, timeout=seconds)
+        except RpcError as error:
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _has_lost_some(self) -> bool:
+        """Say whether members are not those any more that have met; breaks the meeting then."""
+        meeting = self._meeting
+        if meeting is None:
+            return True
+        for rank, handle in enumerate(_members(self._source)):
+            seat = meeting.seats.get(rank)
+            located = route_of(handle).located()
+            located.add_done_callback(Future.acknowledge)
+            # One that is being restarted has no place now.
+            if seat is None or not located.done() or located._error is not None:
+                why = "it is not where it was"
+            elif located._value.resident_id != seat.resident_id:
+                why = "it has been restarted"
+            else:
+                continue
+            runtime().meetings.break_up(meeting, f"rank {rank} is gone: {why}")
+            return True
+        return False
+
+    def destroy(self, timeout: float = _LEAVE_S) -> None:
+        """End the collective: every member leaves when it has done what was asked of it before. Idempotent.
+
+        Its threads and sockets end with that, as far as nothing in the actors keeps a group (DDP modules do).
+
+        Args:
+            timeout: seconds; whoever is not done by then is cut: its operations end with CollectiveError.
+        """
+        with self._making:
+            if self.destroyed:
+                return
+            until = _time.now() + timeout
+            meeting = self._meeting
+            if meeting is None:
+                self.destroyed = True
+                return
+            if not meeting.why and timeout > 0:
+                done = [self._ask(rank, (member.nothing,), timeout) for rank in range(len(self._members))]
+                for future in done:
+                    _settle(future, until)
+            self.destroyed = True
+            seats = dict(meeting.seats)
+            in_force = runtime()
+            why = "it has been destroyed"
+            in_force.meetings.close(meeting, why)
+            agent = in_force.agent
+            left = [
+                call_quietly(
+                    agent,
+                    partial(peer_of, agent, seat.worker),
+                    member.leave,
+                    (meeting.key, rank, why),
+                    _LEAVE_S,
+                )
+                for rank, seat in seats.items()
+            ]
+            for future in left:
+                _settle(future, max(until, _time.now() + 1.0))
+
+
+_OPTIONS: Final = CallOptions(max_task_retries=0, patient=True, name="collective")
+# Those that somebody here refers to, for their names. `_lock` guards it, and nothing is called under it that waits; it is
+# re-entrant, as the collector may run there.
+_all: Final[weakref.WeakSet[Collective]] = weakref.WeakSet()
+_lock: Final = threading.RLock()
+
+
+def _settle(future: Future[Any], until: float) -> None:
+    try:
+        future.exception(max(0.0, until - _time.now()))
+    except RpcError:
+        pass
+    future.acknowledge()
+
+
+def _members(source: ActorGroup[Any] | tuple[ActorHandle[Any], ...]) -> tuple[ActorHandle[Any], ...]:
+    return tuple(handles_of(source)) if isinstance(source, ActorGroup) else source
+
+
+def _checked_handles(actors: Any) -> tuple[ActorHandle[Any], ...]:
+    """Return handles that can be members.
+
+    Raises: what :func:`collective` says.
+    """
+    if isinstance(actors, (str, ActorHandle)) or not isinstance(actors, Iterable):
+        raise WrongTypeError(f"collective() takes a group of actors or a list of handles, not {actors!r}")
+    handles = tuple(actors)
+    for handle in handles:
+        if not isinstance(handle, ActorHandle):
+            raise WrongTypeError(f"collective() takes handles of actors, not a {type(handle).__name__}")
+    return handles
+
+
+def _check(handles: tuple[ActorHandle[Any], ...]) -> None:
+    if not handles:
+        raise ConfigError("a collective needs at least one actor, and there are none")
+    seen: dict[ActorHandle[Any], int] = {}
+    for rank, handle in enumerate(handles):
+        route = route_of(handle)
+        if handle in seen:
+            raise ConfigError(
+                f"{route.title} cannot be rank {rank}: it is rank {seen[handle]} of the collective already"
+            )
+        seen[handle] = rank
+        if route.info.is_async:
+            raise ConfigError(
+                f"{route.title} cannot be in a collective: it is async (its class has async methods), and an operation "
+                "of torch.distributed would block its event loop"
+            )

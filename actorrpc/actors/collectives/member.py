@@ -1,0 +1,401 @@
+"""Members: what a collective is in the process of an actor that belongs to it.
+
+A member joins through its actor's mailbox, in order with that actor's other calls, and is cut, or leaves, by calls that
+do not go through it: it may be in a collective operation that nobody else takes part in any more. It ends with its actor, and
+then says so to the worker that made the collective, as it does when an operation fails.
+
+``_lock`` guards the tables and the members in them; nothing is called under it but torch's bookkeeping. It is
+re-entrant, as the collector may run there.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from actorrpc.actors.client.supervisor_client import call_quietly, peer_of
+from actorrpc.actors.collectives import process_group as groups
+from actorrpc.actors.collectives import rendezvous as meetings
+from actorrpc.actors.collectives.rendezvous import Seat
+from actorrpc.actors.context import current, runtime
+from actorrpc.agent.calls import CURRENT
+from actorrpc.errors import CollectiveError, ConfigError, RpcError
+from actorrpc.futures import Future
+from actorrpc.rpc.refcount.messages import WorkerKey
+
+if TYPE_CHECKING:
+    from actorrpc.actors.context import Runtime
+    from actorrpc.actors.host.actor import Resident
+    from actorrpc.agent.peers import Peer
+
+__all__ = ["Members", "Ticket", "broadcast", "collective_group", "cut", "join", "leave", "nothing"]
+
+_TELL_S: Final = 2.0  # how long an error waits for the reason
+_BACKENDS: Final = ("gloo", "NCCL")  # what errors of theirs have in their text
+_GONE: Final = "is not registered, please create group"  # what torch says of a group that has been destroyed
+_PLACE: Final = re.compile(r"^\[[^]]*\.\w+:\d+\] ")
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a member is told when it joins.
+
+    Attributes:
+        key: of the meeting.
+        maker: the worker where the meeting is.
+        timeout_s: seconds that an operation may take.
+        join_s: seconds that the members may take to meet.
+    """
+
+    key: int
+    name: str
+    generation: int
+    rank: int
+    size: int
+    backend: str
+    timeout_s: float
+    join_s: float
+    maker: WorkerKey
+
+    @property
+    def title(self) -> str:
+        """How messages call it."""
+        return f"collective {self.name!r} (generation {self.generation})"
+
+
+class _Member:
+    """One actor's part in one generation. The table's lock guards it."""
+
+    __slots__ = ("connections", "group", "resident_id", "store", "ticket", "why")
+
+    def __init__(self, ticket: Ticket, resident_id: int) -> None:
+        self.ticket = ticket
+        self.resident_id = resident_id
+        self.store: groups.CallStore | None = None
+        self.group: dist.ProcessGroup | None = None
+        self.connections = 0  # how many there were in the beginning
+        self.why = ""
+
+
+class Members:
+    """The members of collectives that live in this process. Thread-safe."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._agent = runtime.agent
+        self._lock = threading.RLock()
+        self._table: dict[tuple[int, int], _Member] = {}  # by (key of the meeting, rank)
+        # The last one that each actor here was, for errors of operations that have outlived it.
+        self._past: dict[int, _Member] = {}
+        self._agent.on_peer_end.append(self._peer_ended)
+
+    # -- joining and leaving ---------------------------------------------------------------------------
+
+    def join(self, resident: Resident, ticket: Ticket) -> Seat:
+        """Take part in a generation; waits for the others.
+
+        Raises:
+            CollectiveError: another member is gone, or torch could not connect.
+            ConfigError: the backend cannot be used here.
+        """
+        for old in self._of(resident.id):
+            if old.ticket.name == ticket.name:
+                self.remove(old, "it is being rebuilt")
+        member = _Member(ticket, resident.id)
+        seat = Seat(self._runtime.references.me, resident.id)
+        with self._lock:
+            self._table[ticket.key, ticket.rank] = member
+        try:
+            if resident.on_error is None:
+                resident.on_error = partial(self._explained, resident.id)
+                resident.over.add_done_callback(lambda _: self._resident_over(resident))
+            groups.check_devices(ticket.backend)
+            self._connect(member, seat)
+        except BaseException as error:
+            self.remove(member, f"joining failed: {error}")
+            if isinstance(error, RuntimeError) and not isinstance(error, RpcError):
+                raise CollectiveError(
+                    f"rank {ticket.rank} of {ticket.title} could not connect to the others: {error}",
+                    actor=resident.title,
+                ) from error
+            raise
+        return seat
+
+    def _connect(self, member: _Member, seat: Seat) -> None:
+        ticket, agent = member.ticket, self._agent
+        peer = peer_of(agent, ticket.maker)
+
+        def ask(what: str, *args: Any) -> Any:
+            asked = agent.call(peer, meetings.ask, (ticket.key, what, *args), {}, ticket.join_s)
+            agent.flush()
+            return asked.result()
+
+        record = agent.record
+        mine = (record.host, record.tcp[0][0] if record.tcp else socket.gethostname())
+        all_hosts = ask("gather", ticket.rank, seat, mine)
+        one_host = len({host for host, _ in all_hosts}) == 1
+        member.store = store = groups.CallStore(ask)
+        group = groups.make(
+            store,
+            ticket.rank,
+            ticket.size,
+            backend=ticket.backend,
+            name=f"{ticket.name}/{ticket.generation}/{ticket.key:x}/{ticket.rank}",
+            timeout_s=ticket.timeout_s,
+            join_s=ticket.join_s,
+            address="127.0.0.1" if one_host else mine[1],
+        )
+        member.connections = groups.connections(store)
+        with self._lock:
+            why = member.why
+            if not why:
+                member.group = group
+        if why:  # meanwhile it has been cut; nobody knew of the group then
+            groups.cut(group, store, ticket.backend)
+            groups.forget(group)
+            raise CollectiveError(f"{ticket.title} is broken: {why}", actor=ticket.title)
+
+    def cut(self, member: _Member, why: str) -> None:
+        """End what a member is doing in its group; it stays where it is, broken."""
+        with self._lock:
+            if member.why:
+                return
+            member.why = why
+            group, store = member.group, member.store
+        groups.cut(group, store, member.ticket.backend)
+
+    def remove(self, member: _Member, why: str) -> None:
+        """Cut a member and forget it."""
+        self.cut(member, why)
+        with self._lock:
+            if self._table.pop((member.ticket.key, member.ticket.rank), None) is not None:
+                self._past[member.resident_id] = member
+            group, member.group, member.store = member.group, None, None
+        if group is not None:
+            groups.forget(group)
+
+    def find(self, key: int, rank: int) -> _Member | None:
+        """Return a member, if it is here."""
+        return self._table.get((key, rank))
+
+    def close(self) -> None:
+        """Remove all: this process leaves the group."""
+        for member in list(self._table.values()):
+            self.remove(member, "its worker has left")
+
+    def _resident_over(self, resident: Resident) -> None:
+        why = resident.why or "it ended"
+
+        def go() -> None:
+            for member in self._of(resident.id):
+                self.remove(member, f"rank {member.ticket.rank} is gone: {why}")
+                _ = self._tell(member, why, True)
+            self._past.pop(resident.id, None)
+
+        self._agent.submit(go)
+
+    def _peer_ended(self, peer: Peer) -> None:
+        key = WorkerKey(peer.rank, peer.record.incarnation)
+        for member in list(self._table.values()):
+            if member.ticket.maker == key:
+                why = f"worker {peer.name!r}, which made it, is gone"
+                self._agent.submit(partial(self.remove, member, why))
+
+    def _tell(self, member: _Member, why: str, left: bool) -> Future[str]:
+        agent, ticket = self._agent, member.ticket
+        return call_quietly(
+            agent,
+            lambda: peer_of(agent, ticket.maker),
+            meetings.gone,
+            (ticket.key, ticket.rank, why, left),
+            _TELL_S,
+        )
+
+    # -- use -------------------------------------------------------------------------------------------
+
+    def _of(self, resident_id: int) -> list[_Member]:
+        with self._lock:
+            return [each for each in self._table.values() if each.resident_id == resident_id]
+
+    def group(self, resident: Resident, name: str | None) -> dist.ProcessGroup:
+        """See :func:`collective_group`."""
+        mine = self._of(resident.id)
+        found = [each for each in mine if name is None or each.ticket.name == name]
+        names = ", ".join(repr(each.ticket.name) for each in mine)
+        who = resident.title
+        if not found:
+            which = "no collective" if name is None else f"no collective {name!r}"
+            past = self._past.get(resident.id)
+            hint = " (if it has been restarted, whoever made the collective has to rebuild() it)"
+            if mine:
+                hint = f"; it is in {names}"
+            elif past is not None:
+                hint = f"; it was in {past.ticket.title}: {past.why}"
+            raise CollectiveError(f"{who} is in {which}{hint}", actor=who)
+        if len(found) > 1:
+            raise CollectiveError(
+                f"{who} is in several collectives: say which one by name: {names}", actor=who
+            )
+        (member,) = found
+        group = member.group
+        if member.why or group is None:
+            why = member.why or "its members have not met yet"
+            raise CollectiveError(
+                f"{member.ticket.title} is broken: {why}; it works again after rebuild()", actor=who
+            )
+        return group
+
+    def _explained(self, resident_id: int, error: BaseException) -> BaseException:
+        """Return what to say to a caller for what a method has raised."""
+        if isinstance(error, ValueError) and _GONE in str(error):
+            return self._explained_as_gone(resident_id, error)
+        if not isinstance(error, RuntimeError) or isinstance(error, RpcError):
+            return error
+        text = str(error)
+        if not isinstance(error, dist.DistError) and not any(word in text for word in _BACKENDS):
+            return error
+        # Without the place in its source, and without the advice.
+        text = _PLACE.sub("", text.partition("\n")[0].partition(". ")[0])
+        # The error does not say which group it is of: it is one that is broken, or has lost connections.
+        mine = self._of(resident_id)
+        broken = [each for each in mine if each.why] or [each for each in mine if _has_lost(each)]
+        past = self._past.get(resident_id)
+        if not broken and past is None:
+            broken = mine if len(mine) == 1 else []
+        if not broken:
+            if past is None:
+                return error
+            return _caused(f"an operation of {past.ticket.title} failed: {past.why}", error)
+        (member, *_) = broken
+        ticket = member.ticket
+        if not member.why:
+            # The others are told, and the maker knows before the caller does. It may know more.
+            self.cut(member, f"an operation of rank {ticket.rank} failed: {text}")
+        told = self._tell(member, member.why, False)
+        try:
+            why = member.why = told.wait(_TELL_S)
+        except RpcError:
+            why = member.why
+        return _caused(f"an operation of {ticket.title} failed at rank {ticket.rank}: {why}", error)
+
+    def _explained_as_gone(self, resident_id: int, error: ValueError) -> BaseException:
+        """Say why a group is gone that a method was given before; torch's error stays where none of ours is."""
+        ended = [each for each in self._of(resident_id) if each.why]
+        past = self._past.get(resident_id)
+        member = ended[0] if ended else past
+        if member is None:
+            return error
+        return _caused(f"an operation of {member.ticket.title} failed: {member.why}", error)
+
+
+def _has_lost(member: _Member) -> bool:
+    """Say whether connections of its group have ended, or it is of a kind of which that cannot be seen."""
+    if member.store is None or member.group is None:
+        return False
+    return member.ticket.backend != "gloo" or groups.connections(member.store) < member.connections
+
+
+def _caused(text: str, error: BaseException) -> CollectiveError:
+    found = CollectiveError(text, maybe_executed=True, cause=error)
+    return found.with_traceback(error.__traceback__)
+
+
+# -- called in the actor ------------------------------------------------------------------------------------
+
+
+def _resident(what: str) -> Resident:
+    execution = CURRENT.get()
+    resident = None if execution is None else execution.actor
+    if resident is None or resident.spec is None:
+        raise CollectiveError(f"{what} is for the code of an actor, and no actor runs here")
+    return cast("Resident", resident)
+
+
+def collective_group(name: str | None = None) -> dist.ProcessGroup:
+    """Return the process group of a collective that the actor is in, for the functions of ``torch.distributed``.
+
+    ``dist.all_reduce(tensor, group=actorrpc.collective_group())``, ``DistributedDataParallel(module, process_group=...)``
+    and so on. Ranks that these functions take (``src=``, ``dst=``) are ranks in the collective; ``group.rank()`` is that
+    of this actor and ``group.size()`` how many there are. (``dist.get_rank(group)`` asks the process's default group,
+    which there need not be, and which this one has nothing to do with.)
+
+    Ask for it in each call that uses it, instead of keeping it: after ``rebuild()`` it is another one, and the old one's
+    operations raise. What keeps a group (DDP does) is made again then.
+
+    Works in methods and in functions called by :func:`actorrpc.call`, not in threads of one's own. Members that are called
+    with ``max_concurrency`` above 1 see to the order of their operations themselves, as in torch.
+
+    Args:
+        name: which one; may be left out where the actor is in one only.
+
+    Raises:
+        CollectiveError: no actor runs here, it is in no such collective, or in several, or that one is broken.
+    """
+    return runtime().members.group(_resident("collective_group()"), name)
+
+
+def join(instance: Any, ticket: Ticket) -> Seat:
+    """Join a collective. Called through the mailbox of the actor."""
+    del instance
+    return runtime().members.join(_resident("join"), ticket)
+
+
+def nothing(instance: Any) -> None:
+    """Do nothing, in turn: what was asked before has been done."""
+    del instance
+
+
+def broadcast(instance: Any, name: str, what: str | Callable[[Any], Any], src: int) -> None:
+    """Copy tensors of rank ``src`` into those of this actor."""
+    group = collective_group(name)
+    found = what(instance) if callable(what) else instance
+    if isinstance(what, str) and what:
+        for part in what.split("."):
+            found = getattr(found, part)
+    tensors = _tensors(found)
+    with torch.no_grad():
+        works = [dist.broadcast(each, group_src=src, group=group, async_op=True) for each in tensors]
+        for work in works:
+            work.wait()
+
+
+def _tensors(found: Any) -> list[torch.Tensor]:
+    if isinstance(found, nn.Module):
+        return [each.detach() for each in (*found.parameters(), *found.buffers())]
+    if isinstance(found, torch.Tensor):
+        return [found.detach()]
+    if isinstance(found, dict):
+        found = list(found.values())
+    if isinstance(found, (list, tuple)):
+        return [tensor for each in found for tensor in _tensors(each)]
+    raise ConfigError(
+        f"broadcast() copies modules, tensors, and lists and dicts of them, not a {type(found).__name__}"
+    )
+
+
+# -- called by RPC on the worker of the actor ----------------------------------------------------------------
+
+
+def cut(key: int, rank: int, why: str) -> None:
+    """End what a member is doing; it stays, broken."""
+    here = current()
+    member = None if here is None else here.members.find(key, rank)
+    if here is not None and member is not None:
+        here.members.cut(member, why)
+
+
+def leave(key: int, rank: int, why: str) -> None:
+    """Cut a member and forget it."""
+    here = current()
+    member = None if here is None else here.members.find(key, rank)
+    if here is not None and member is not None:
+        here.members.remove(member, why)

@@ -1,0 +1,3 @@
+"""Groups and meshes of actors."""
+
+__all__: list[str] = []

@@ -1,0 +1,758 @@
+"""Groups: actors of one class in a mesh, called together.
+
+    group = spawn({"hosts": 2, "gpus": 4}, Trainer, config)
+    values = get(group.step.call(batch))            # a ValueMesh: one result for each member
+    group.slice(hosts=0).load.broadcast(path)       # fire and forget
+    score = get(group.evaluate.choose(batch))       # one member, the least busy
+
+A call goes straight to each member, so that what one caller asks of the group is done by each member in that
+caller's order. A large argument for more than 8 members is passed on from worker to worker (``fanout.py``).
+
+Calls to groups: a method of all members of a group, and what becomes of their results.
+
+``groups.py`` has the groups themselves; this is what is behind ``group.method``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Final,
+    Generic,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+    cast,
+    overload,
+)
+
+from actorrpc._exception_text import add_note, notes_of
+from actorrpc.actors.client.actor_class import ActorClass, offer_class
+from actorrpc.actors.context import runtime
+from actorrpc.actors.groups.broadcast import share
+from actorrpc.actors.groups.mesh import Mesh, Point, ValueMesh
+from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.actors.refs.wait import Completed, as_completed
+from actorrpc.actors.spec.options import CallOptions
+from actorrpc.agent.calls import CURRENT
+from actorrpc.errors import ActorError, CancelledError, ConfigError, WrongTypeError
+from actorrpc.futures import Future, collect_all
+
+if TYPE_CHECKING:
+    from actorrpc.actors.client.handle import ActorHandle, ActorMethod
+    from actorrpc.actors.client.route import Route
+    from actorrpc.actors.spec.class_info import ClassInfo
+
+__all__ = [
+    "ActorGroup",
+    "Crew",
+    "Gathering",
+    "GroupMethod",
+    "GroupStream",
+    "current_rank",
+    "group",
+    "handles_of",
+    "route_of",
+    "spawn",
+    "title_of",
+]
+
+C = TypeVar("C")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_log = logging.getLogger("actorrpc.actors")
+
+
+def route_of(handle: ActorHandle[Any]) -> Route:
+    """Return the route of a handle."""
+    return cast("Route", handle.__dict__["_actorrpc_route"])
+
+
+class Crew(Generic[C]):
+    """The members of a group and of all of its slices. A member is replaced in one atomic step."""
+
+    __slots__ = ("handles", "info", "make", "mesh", "turns")
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        handles: list[ActorHandle[C]],
+        info: ClassInfo,
+        make: Callable[[Point], ActorHandle[C]] | None,
+    ) -> None:
+        self.mesh = mesh
+        self.handles = handles
+        self.info = info
+        self.make = make  # None in a group that came from another worker
+        self.turns = itertools.count()
+
+
+def handles_of(group: ActorGroup[C]) -> list[ActorHandle[C]]:
+    """Return the handles of the members of a group, or slice, in order of rank."""
+    handles = group._crew.handles
+    return [handles[at] for at in group._mesh.origin_ranks]
+
+
+def title_of(group: ActorGroup[Any]) -> str:
+    """Say, for messages, how many members there are, of which class and in which dimensions."""
+    extents = ", ".join(f"{label}={extent}" for label, extent in group._mesh.extents.items())
+    return f"{group._mesh.size} {group._crew.info.name}" + (f" ({extents})" if extents else "")
+
+
+class GroupMethod(Generic[P, R]):
+    """A method of all members of a group. Thread-safe and cheap."""
+
+    __slots__ = ("_given", "_group", "_name", "_return_exceptions")
+
+    def __init__(
+        self,
+        group: ActorGroup[Any],
+        name: str,
+        given: Mapping[str, Any] | None = None,
+        return_exceptions: bool | None = None,
+    ) -> None:
+        self._group = group
+        self._name = name
+        self._given = group._given if given is None else given
+        self._return_exceptions = group._return_exceptions if return_exceptions is None else return_exceptions
+
+    def options(self, *, return_exceptions: bool | None = None, **options: Any) -> GroupMethod[P, R]:
+        """Return the method with other options of its calls.
+
+        Args:
+            return_exceptions: :meth:`call` waits for all members and never fails: what a member failed with stands in
+                its place among the results.
+            options: as for ``handle.method.options(...)``: ``timeout``, ``priority`` and so on.
+
+        Raises:
+            ConfigError: an option is unknown or wrong.
+        """
+        given = CallOptions.check({**self._given, **options})
+        keep = self._return_exceptions if return_exceptions is None else bool(return_exceptions)
+        return GroupMethod(self._group, self._name, given, keep)
+
+    def call(self, *args: P.args, **kwargs: P.kwargs) -> ObjectRef[ValueMesh[R]]:
+        """Call the method of all members.
+
+        Returns:
+            An ObjectRef of a :class:`ValueMesh` with their results. It fails with the first failure of a member, at
+            once; a note on the error, and its attribute ``rank``, say which member that was. Cancelling it
+            cancels all.
+
+        Raises:
+            TypeError: the method does not take these arguments. Nothing was sent.
+            SerializationError: an argument cannot be sent. Nothing was sent.
+            WrongTypeError: the method gives streams, or several ObjectRefs: call the members one by one.
+        """
+        gathering = Gathering(self._group, self._label(), self._return_exceptions)
+        gathering.start(self._send("call", args, kwargs))
+        return ObjectRef(gathering.future, label=gathering.label)
+
+    def call_one(self, *args: P.args, **kwargs: P.kwargs) -> ObjectRef[R]:
+        """Call the method of the only member of this group, or slice.
+
+        Returns:
+            The ObjectRef of the member's result.
+
+        Raises:
+            ConfigError: there are several members, or none.
+        """
+        handles = handles_of(self._group)
+        if len(handles) != 1:
+            raise ConfigError(
+                f"call_one() is for a group of one member, and this one has {len(handles)}: slice it, as in "
+                "group.slice(rank=0), or use choose() or call()"
+            )
+        return cast("ObjectRef[R]", self._of(handles[0]).remote(*args, **kwargs))
+
+    def choose(self, *args: P.args, **kwargs: P.kwargs) -> ObjectRef[R]:
+        """Call the method of one member: the one with the fewest calls of this process under way, in turn.
+
+        Members that are known to be dead are left out, unless all are.
+
+        Returns:
+            The ObjectRef of the member's result.
+
+        Raises:
+            ConfigError: there is no member.
+        """
+        handles = handles_of(self._group)
+        if not handles:
+            raise ConfigError(f"there is no member to choose in {self._group!r}")
+        turn = next(self._group._crew.turns)
+        in_turn = [handles[(turn + at) % len(handles)] for at in range(len(handles))]
+        chosen = min(in_turn, key=_busyness)
+        return cast("ObjectRef[R]", self._of(chosen).remote(*args, **kwargs))
+
+    def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call the method of all members and wait for nothing. Failures are logged. Errors as for :meth:`call`."""
+        label = self._label()
+        group = self._group
+        for at, ref in enumerate(self._send("broadcast", args, kwargs)):
+            # Not ref._final(): nobody wants the values, so large ones are not fetched.
+            ref._ask().add_done_callback(partial(_log_failure, label, group, at))
+
+    def stream(self, *args: P.args, **kwargs: P.kwargs) -> GroupStream[R]:
+        """Call the method of all members and return an iterator over ``(point, ref)`` in the order of their results.
+
+        Failed calls come as well: ``get(ref)`` raises what they failed with. Errors as for :meth:`call`.
+        """
+        return GroupStream(self._group._mesh, self._send("stream", args, kwargs))
+
+    def _label(self) -> str:
+        return f"{self._group._crew.info.name}.{self._name} of {title_of(self._group)}"
+
+    def _of(self, handle: ActorHandle[Any]) -> ActorMethod[..., Any]:
+        method: ActorMethod[..., Any] = getattr(handle, self._name)
+        return method.options(**self._given) if self._given else method
+
+    def _send(self, how: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ObjectRef[R]]:
+        """Make the calls. Nothing has been sent where it raises; what fails later is in the ObjectRefs."""
+        methods = [self._of(handle) for handle in handles_of(self._group)]
+        if not methods:
+            return []
+        first = methods[0]
+        if not first._simple:
+            raise WrongTypeError(
+                f"{how}() is for methods with one result, and {self._label()} gives a stream, or num_returns: call the "
+                "members one by one, as in [handle.method.remote(...) for handle in group]"
+            )
+        first._info.check(args, kwargs)
+        shared = (
+            share(
+                args,
+                kwargs,
+                [route_of(handle).located() for handle in handles_of(self._group)],
+                runtime().agent.name,
+            )
+            if args or kwargs
+            else None
+        )
+        refs: list[ObjectRef[R]] = []
+        for at, method in enumerate(methods):
+            mine, named = (args, kwargs) if shared is None else shared[at]
+            try:
+                refs.append(method.remote(*mine, **named))
+            except Exception as error:
+                if not refs:
+                    raise
+                refs.append(ObjectRef.failed(error, label=self._label()))
+        return refs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: say how the group is to be called.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"a method of a group cannot be called directly: instead of group.{self._name}(...) write "
+            f"group.{self._name}.call(...), .call_one, .choose, .broadcast or .stream"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self._name} of {self._group!r}>"
+
+
+def _busyness(handle: ActorHandle[Any]) -> tuple[bool, int]:
+    route = route_of(handle)
+    return route._line.death is not None, route.pending
+
+
+def _log_failure(label: str, group: ActorGroup[Any], at: int, done: Future[Any]) -> None:
+    done.acknowledge()
+    if done._error is not None:
+        _log.error("broadcast of %s failed for %s: %r", label, _who(group, at), done._error)
+
+
+def _who(group: ActorGroup[Any], at: int) -> str:
+    """Say which member of a group it is, and where in the whole group if that is a slice."""
+    point = group._mesh.coords_of(at)
+    whole = group._crew.mesh
+    if whole == group._mesh:
+        return str(point)
+    return f"{point} of the slice, {whole.coords_of(group._mesh.origin_ranks[at])} of the whole group"
+
+
+class Gathering:
+    """Collects the outcomes of calls to all members into one. The source of its future, as a call is of its own."""
+
+    __slots__ = ("_futures", "_group", "_left", "_return_exceptions", "future", "label")
+
+    def __init__(self, group: ActorGroup[Any], label: str, return_exceptions: bool) -> None:
+        self._group = group
+        self._return_exceptions = return_exceptions
+        self._futures: list[Future[Any]] = []
+        self._left: list[None] = []
+        self.label = label
+        self.future: Future[ValueMesh[Any]] = Future()
+        self.future.label = f"the call of {label}"
+
+    def start(self, parts: Sequence[ObjectRef[Any] | Future[Any]]) -> None:
+        """Begin to collect."""
+        self._futures = [part._final() if isinstance(part, ObjectRef) else part for part in parts]
+        self._left = [None] * len(self._futures)
+        self.future._source = self
+        for at, future in enumerate(self._futures):
+            future.add_done_callback(partial(self._ended, at))
+        if not self._futures:
+            self._succeed()
+
+    def _ended(self, at: int, done: Future[Any]) -> None:
+        error = done._error
+        if error is not None:
+            done.acknowledge()
+            _annotate(error, self._group, at)
+            if not self._return_exceptions:
+                if self.future._claim():
+                    self.future._finish(None, error)
+                return
+        try:
+            self._left.pop()
+        except IndexError:
+            return
+        if not self._left:
+            self._succeed()
+
+    def _succeed(self) -> None:
+        if self.future._claim():
+            values = (future._value if future._error is None else future._error for future in self._futures)
+            self.future._finish(ValueMesh(self._group._mesh, values), None)
+
+    def drive(self, _deadline: float | None) -> None:
+        """Send what is gathered. Whoever waits sleeps then: reading the reply of one could miss another's failure."""
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is still gathered for any member."""
+        for future in self._futures:
+            source = future._source
+            if source is not None:
+                source.flush()
+                return  # there is one agent, and it sends everything
+
+    def cancel(self) -> bool:
+        """Give all calls up that are under way."""
+        if not self.future._claim():
+            return False
+        self.future._finish(None, CancelledError(f"{self.future.label} was cancelled", maybe_executed=None))
+        for future in self._futures:
+            future.cancel()
+        return True
+
+
+def _annotate(error: BaseException, group: ActorGroup[Any], at: int) -> None:
+    """Note on an error which member it comes from."""
+    note = f"raised by {_who(group, at)}, of {title_of(group)}"
+    if note not in notes_of(error):
+        add_note(error, note)
+    try:
+        error.rank = at  # type: ignore[attr-defined]
+    except Exception:  # its class has slots, or lets nothing be set
+        pass
+
+
+class GroupStream(Generic[R]):
+    """The results of :meth:`GroupMethod.stream` as they come: ``(point, ref)``, for ``for`` and for ``async for``."""
+
+    def __init__(self, mesh: Mesh, refs: list[ObjectRef[R]]) -> None:
+        self._points = {id(ref): point for ref, point in zip(refs, mesh, strict=True)}
+        self._completed: Completed[ObjectRef[R]] = as_completed(refs)
+
+    def __iter__(self) -> Iterator[tuple[Point, ObjectRef[R]]]:
+        return self
+
+    def __next__(self) -> tuple[Point, ObjectRef[R]]:
+        ref = next(self._completed)
+        return self._points[id(ref)], ref
+
+    def __aiter__(self) -> AsyncIterator[tuple[Point, ObjectRef[R]]]:
+        return self
+
+    async def __anext__(self) -> tuple[Point, ObjectRef[R]]:
+        ref = await anext(self._completed)
+        return self._points[id(ref)], ref
+
+
+PerRank: TypeAlias = Callable[[Point], tuple[tuple[Any, ...], Mapping[str, Any]]]
+Options: TypeAlias = Mapping[str, Any] | Callable[[Point], Mapping[str, Any]]
+_Slice: TypeAlias = slice  # in the classes, `slice` is the method
+
+_ASK_S: Final = 10.0  # how long a supervisor may take to answer
+
+
+# -- making groups ------------------------------------------------------------------------------------------
+
+
+def spawn(
+    shape: Mapping[str, int] | int,
+    cls: type[C] | ActorClass[..., C],
+    *args: Any,
+    per_rank: PerRank | None = None,
+    options: Options | None = None,
+    **kwargs: Any,
+) -> ActorGroup[C]:
+    """Make a group of actors of one class, one for each place of a mesh; returns at once.
+
+    Inside a member :func:`current_rank` says where it is, in the constructor, too.
+
+    Args:
+        shape: the dimensions of the mesh and their extents, or just a number of actors.
+        cls: the class, decorated with ``@remote`` or not.
+        args, kwargs: the constructor's arguments, the same for all.
+        per_rank: a function of the member's point; returns ``(args, kwargs)`` which follow those for all.
+        options: of the actors, as for ``Cls.options(...)``; or a function of the member's point that returns them,
+            ``lambda point: {"worker": f"worker{point.rank}"}``.
+
+    Raises:
+        TypeError: the constructor does not take these arguments.
+        ConfigError: the shape or an option is wrong.
+    """
+    mesh = Mesh(shape)
+    actor_class: ActorClass[..., C] = cls if isinstance(cls, ActorClass) else ActorClass(cls)
+    if options is not None and not callable(options):
+        if not isinstance(options, Mapping):
+            raise WrongTypeError(
+                f"options must be a dict of options, or a function of a point, not {options!r}"
+            )
+        if mesh.size > 1 and options.get("name") is not None:
+            raise ConfigError(
+                f"{mesh.size} actors cannot have the one name {options['name']!r}: give a function, "
+                'options=lambda point: {"name": f"trainer{point.rank}"}'
+            )
+
+    def make(point: Point) -> ActorHandle[C]:
+        own_args, own_kwargs = args, kwargs
+        if per_rank is not None:
+            more_args, more_kwargs = _checked_arguments(per_rank(point))
+            own_args, own_kwargs = (*args, *more_args), {**kwargs, **more_kwargs}
+        given = options(point) if callable(options) else options
+        made = actor_class.options(**given) if given else actor_class
+        placed = replace(made._actorrpc_options, place=point)
+        return made._with(placed, made._actorrpc_alias).remote(*own_args, **own_kwargs)
+
+    handles: list[ActorHandle[C]] = []
+    for point in mesh:
+        try:
+            handles.append(make(point))
+        except Exception as error:
+            error.add_note(f"while {point} of a group of {mesh.size} was made")
+            raise
+    info = route_of(handles[0]).info
+    return ActorGroup(Crew(mesh, handles, info, make), mesh)
+
+
+def _checked_arguments(found: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    if (
+        isinstance(found, tuple)
+        and len(found) == 2
+        and isinstance(found[0], (tuple, list))
+        and isinstance(found[1], Mapping)
+    ):
+        return found
+    raise WrongTypeError(
+        f"per_rank must return (args, kwargs), a tuple and a dict, not {found!r}: write ((value,), {{}})"
+    )
+
+
+def group(
+    cls: type[C] | ActorClass[..., C],
+    extents: Mapping[str, int] | int,
+    /,
+    *args: Any,
+    per_rank: PerRank | None = None,
+    options: Options | None = None,
+    **kwargs: Any,
+) -> ActorGroup[C]:
+    """Make a group: ``Cls.group(n, ...)``. The same as :func:`spawn`, with the class first."""
+    return spawn(extents, cls, *args, per_rank=per_rank, options=options, **kwargs)
+
+
+offer_class("group", group)
+
+
+def current_rank() -> Point:
+    """Return the place of the actor whose code runs here in its group, as it was made.
+
+    It is a mapping of the dimensions to coordinates, with ``.rank``, ``.size`` and ``.extents``. Works in the
+    constructor, in methods and in functions called by :func:`actorrpc.call`; it does not in threads of one's own.
+
+    Raises:
+        ActorError: no actor runs here, or it was made by itself.
+    """
+    execution = CURRENT.get()
+    actor = execution.actor if execution is not None else None
+    spec = actor.spec if actor is not None else None
+    place = spec.options.place if spec is not None else None
+    if place is None:
+        what = (
+            "the actor was not made by spawn() or Cls.group()" if spec is not None else "no actor runs here"
+        )
+        raise ActorError(f"current_rank() is for members of a group, and {what}")
+    return cast(Point, place)
+
+
+# -- the group ------------------------------------------------------------------------------------------------
+
+
+class ActorGroup(Generic[C]):
+    """Actors of one class in a mesh, or a slice of such a group. Thread-safe.
+
+    ``group.method`` is a :class:`GroupMethod`: ``group.method.call(...)``, ``.call_one``, ``.choose``, ``.broadcast``
+    and ``.stream``. ``group.call("method", ...)`` and so on are the same; there the method may also be given as
+    ``Cls.method``, with which type checkers know arguments and results.
+
+    Where the class has a method of a name that is used here, the class wins; ``ActorGroup.slice(group, hosts=0)`` still
+    works. The members live as long as there is a group, a slice or a handle that refers to them. A group can be sent
+    in arguments and results.
+    """
+
+    __slots__ = ("_crew", "_given", "_mesh", "_return_exceptions")
+
+    def __init__(
+        self,
+        crew: Crew[C],
+        mesh: Mesh,
+        given: Mapping[str, Any] | None = None,
+        return_exceptions: bool = False,
+    ) -> None:
+        self._crew = crew
+        self._mesh = mesh
+        self._given = dict(given or {})
+        self._return_exceptions = return_exceptions
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> GroupMethod[..., Any]: ...
+
+    else:
+
+        def __getattribute__(self, name):
+            if name[:1] != "_" and name in object.__getattribute__(self, "_crew").info.methods:
+                return GroupMethod(self, name)
+            return object.__getattribute__(self, name)
+
+        def __getattr__(self, name):
+            if name in ActorGroup.__slots__ or (name[:2] == "__" and name[-2:] == "__"):
+                raise AttributeError(
+                    name
+                )  # of a group that is only half made; or what Python looks for anywhere
+            return _method(self, name)
+
+    # -- what it is --------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of this group, or slice."""
+        return self._mesh
+
+    @property
+    def extents(self) -> Mapping[str, int]:
+        """How many members there are in each dimension."""
+        return self._mesh.extents
+
+    @property
+    def size(self) -> int:
+        """The number of members."""
+        return self._mesh.size
+
+    @property
+    def handles(self) -> ValueMesh[ActorHandle[C]]:
+        """The handles of the members, as they are now."""
+        return ValueMesh(self._mesh, handles_of(self))
+
+    def __len__(self) -> int:
+        return self._mesh.size
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[ActorHandle[C]]:
+        """Iterate over the handles of the members, in order of rank."""
+        return iter(handles_of(self))
+
+    def slice(self, **where: int | _Slice) -> ActorGroup[C]:
+        """Return a part of the group, by the names of dimensions: ``group.slice(hosts=0, gpus=slice(0, 2))``.
+
+        Arguments and errors are those of :meth:`Mesh.slice`. Its members are those of the group.
+        """
+        return ActorGroup(self._crew, self._mesh.slice(**where), self._given, self._return_exceptions)
+
+    def __call__(self, **where: int | _Slice) -> ActorGroup[C]:
+        """The same as :meth:`slice`: ``group(hosts=0)``."""
+        return ActorGroup.slice(self, **where)
+
+    def flatten(self, label: str = "rank") -> ActorGroup[C]:
+        """Return the same members in one dimension."""
+        return ActorGroup(self._crew, self._mesh.flatten(label), self._given, self._return_exceptions)
+
+    def options(self, *, return_exceptions: bool | None = None, **options: Any) -> ActorGroup[C]:
+        """Return the same group with other options of its calls. Arguments as for :meth:`GroupMethod.options`."""
+        given = CallOptions.check({**self._given, **options})
+        keep = self._return_exceptions if return_exceptions is None else bool(return_exceptions)
+        return ActorGroup(self._crew, self._mesh, given, keep)
+
+    def restart(self, rank: int | None = None, **coords: int) -> ActorHandle[C]:
+        """Make a member anew: its actor is killed, and another one takes its place, here and in all slices.
+
+        It is made as the first one was, with the same arguments. Calls that were under way to the old one fail with
+        ActorDiedError. Handles of the old one, and groups that have been sent to other workers, still mean that.
+
+        Args:
+            rank: which one; or its coordinates.
+
+        Returns:
+            The new member's handle.
+
+        Raises:
+            ConfigError: this group came from another worker: ask whoever spawned it.
+            IndexError: there is no such member.
+        """
+        crew = self._crew
+        if crew.make is None:
+            raise ConfigError(
+                f"{self!r} came from another worker: members are restarted by whoever spawned the group"
+            )
+        if rank is None:
+            rank = self._mesh.rank_of(**coords)
+        elif coords:
+            raise ConfigError("give a rank or coordinates, not both")
+        at = self._mesh.origin_ranks[self._mesh.coords_of(rank).rank]
+        _kill([crew.handles[at]])
+        made = crew.make(crew.mesh.coords_of(at))
+        crew.handles[at] = made
+        return made
+
+    def kill(self) -> None:
+        """Kill all members of this group, or slice, at once. What they were doing fails with ActorDiedError.
+
+        Raises:
+            RpcTimeoutError: a worker that looks after members does not answer within 10 s.
+        """
+        _kill(handles_of(self))
+
+    def ready(self) -> ObjectRef[None]:
+        """Return an ObjectRef that is complete when all members have been constructed.
+
+        It fails as soon as one cannot be, with an ActorDiedError that says why and whose note says which one.
+        """
+        futures = [route_of(handle).located() for handle in handles_of(self)]
+        gathering = Gathering(self, f"ready({title_of(self)})", False)
+        gathering.start(futures)
+        nothing: Future[None] = gathering.future.then(_look)
+        return ObjectRef(nothing, label=gathering.label)
+
+    # -- calling -------------------------------------------------------------------------------------
+
+    def endpoint(self, name: str) -> GroupMethod[..., Any]:
+        """Return a method of the group by name.
+
+        Raises:
+            AttributeError: the class has none of that name.
+        """
+        return _method(self, name)
+
+    @overload
+    def call(
+        self, method: Callable[Concatenate[C, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> ObjectRef[ValueMesh[R]]: ...
+    @overload
+    def call(self, method: str, *args: Any, **kwargs: Any) -> ObjectRef[ValueMesh[Any]]: ...
+    def call(self, method: Any, *args: Any, **kwargs: Any) -> ObjectRef[ValueMesh[Any]]:
+        """Call a method of all members: see :meth:`GroupMethod.call`."""
+        return _method(self, method).call(*args, **kwargs)
+
+    @overload
+    def call_one(
+        self, method: Callable[Concatenate[C, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> ObjectRef[R]: ...
+    @overload
+    def call_one(self, method: str, *args: Any, **kwargs: Any) -> ObjectRef[Any]: ...
+    def call_one(self, method: Any, *args: Any, **kwargs: Any) -> ObjectRef[Any]:
+        """Call a method of the only member: see :meth:`GroupMethod.call_one`."""
+        return _method(self, method).call_one(*args, **kwargs)
+
+    @overload
+    def choose(
+        self, method: Callable[Concatenate[C, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> ObjectRef[R]: ...
+    @overload
+    def choose(self, method: str, *args: Any, **kwargs: Any) -> ObjectRef[Any]: ...
+    def choose(self, method: Any, *args: Any, **kwargs: Any) -> ObjectRef[Any]:
+        """Call a method of one member, the least busy: see :meth:`GroupMethod.choose`."""
+        return _method(self, method).choose(*args, **kwargs)
+
+    def broadcast(self, method: Any, *args: Any, **kwargs: Any) -> None:
+        """Call a method of all members and forget it: see :meth:`GroupMethod.broadcast`."""
+        _method(self, method).broadcast(*args, **kwargs)
+
+    @overload
+    def stream(
+        self, method: Callable[Concatenate[C, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> GroupStream[R]: ...
+    @overload
+    def stream(self, method: str, *args: Any, **kwargs: Any) -> GroupStream[Any]: ...
+    def stream(self, method: Any, *args: Any, **kwargs: Any) -> GroupStream[Any]:
+        """Call a method of all members and take the results as they come: see :meth:`GroupMethod.stream`."""
+        return _method(self, method).stream(*args, **kwargs)
+
+    # -- Python --------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"<ActorGroup of {title_of(self)}>"
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *self._crew.info.methods})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (
+            dict(self._mesh.extents),
+            handles_of(self),
+            self._crew.info,
+            self._given,
+            self._return_exceptions,
+        )
+
+
+def _rebuild(
+    extents: dict[str, int],
+    handles: list[ActorHandle[Any]],
+    info: ClassInfo,
+    given: dict[str, Any],
+    return_exceptions: bool,
+) -> ActorGroup[Any]:
+    mesh = Mesh._made(extents, tuple(range(len(handles))))
+    return ActorGroup(Crew(mesh, handles, info, None), mesh, given, return_exceptions)
+
+
+def _method(group: ActorGroup[Any], method: Any) -> GroupMethod[..., Any]:
+    name = method if isinstance(method, str) else getattr(method, "__name__", None)
+    if not isinstance(name, str):
+        raise WrongTypeError(f"a method must be given by name, or as Cls.method, not as {method!r}")
+    methods = group._crew.info.methods
+    if name not in methods:
+        close = difflib.get_close_matches(name, methods, n=3)
+        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"it has: {', '.join(methods)}"
+        raise AttributeError(f"{group._crew.info.name} has no method {name!r}; {hint}")
+    return GroupMethod(group, name)
+
+
+def _look(done: Future[Any]) -> None:
+    done.value()
+
+
+def _kill(handles: list[ActorHandle[Any]]) -> None:
+    """Have actors killed, and wait until those who look after them have seen to it."""
+    asked = [route_of(handle).kill(True) for handle in handles]
+    collect_all(asked).wait(_ASK_S)
+    for future in asked:
+        future.acknowledge()  # whoever looked after it is gone, and so is the actor

@@ -1,0 +1,267 @@
+"""Supervision groups: actors that are restarted together, as Erlang's supervisors do.
+
+    store = Store.options(max_restarts=-1).remote()
+    front = Front.options(max_restarts=-1).remote(store)
+    tree = supervise([store, front], strategy="rest_for_one", max_restarts=3, period=60)
+
+When a child dies, the group makes it again, alone or with others (``strategy``), where it lived and with the arguments it
+had; handles stay what they are. When there are too many deaths, the group gives up: all of its children end, and whoever
+is above it is told.
+
+What decides is in ``siblings.py``, what carries it out in ``families.py``; here is what users see of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import numbers
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NoReturn
+
+from actorrpc.actors.client.handle import ActorHandle
+from actorrpc.actors.context import Runtime, runtime
+from actorrpc.actors.groups.group import ActorGroup, handles_of, route_of
+from actorrpc.actors.supervision.groups import Family, perform
+from actorrpc.actors.supervision.record import Supervised
+from actorrpc.actors.supervision.strategies import STRATEGIES, Strategy
+from actorrpc.errors import ConfigError, SerializationError, SupervisionError, WrongTypeError
+from actorrpc.futures import Future
+
+__all__ = ["Supervision", "supervise"]
+
+_numbers = itertools.count(1)
+_END_S: Final = 60.0
+
+
+class Supervision:
+    """A supervision group, as :func:`supervise` makes it. Thread-safe; stays in the process that made it.
+
+    It keeps its children alive, as any handle does. The group itself goes on as long as it has living children, also
+    where nobody refers to it any more. Used in a ``with``, it is ended at the end of that.
+    """
+
+    def __init__(self, family: Family, children: tuple[Any, ...], here: Runtime) -> None:
+        self._family = family
+        self._children = children
+        self._runtime = here
+
+    @property
+    def children(self) -> tuple[ActorHandle[Any] | Supervision, ...]:
+        """The children, in the order in which they start: handles, and groups. Those that have ended are in it, too."""
+        return self._children
+
+    @property
+    def strategy(self) -> Strategy:
+        """What a death leads to: see :func:`supervise`."""
+        return self._family.strategy
+
+    @property
+    def state(self) -> str:
+        """``"up"``; ``"restarting"``: children are being ended or made again; ``"ending"``; ``"failed"``, or ``"ended"``."""
+        with self._runtime.supervisor.lock:
+            return self._family.state
+
+    @property
+    def restarts(self) -> int:
+        """How often children of this very group have been made again, those that had not died themselves included."""
+        return self._family.restarts
+
+    def monitor(
+        self, callback: Callable[[SupervisionError], Any] | None = None
+    ) -> Future[SupervisionError | None]:
+        """Watch the group: the future completes, once, when it is over for good, also where that is so already.
+
+        Its value is the SupervisionError where the group, or one that it is in, has given up; None where it was ended, all of
+        its children were, or this process leaves.
+
+        Args:
+            callback: called with the SupervisionError then, on a worker thread; not called for None.
+        """
+        if callback is not None and not callable(callback):
+            raise TypeError(f"callback must be callable, not a {type(callback).__name__}")
+        watched: Future[SupervisionError | None] = Future()
+        watched.label = self._family.over.label
+        submit = self._runtime.agent.submit
+
+        def over(done: Future[SupervisionError | None]) -> None:
+            error = done.value()
+            if watched._claim():
+                watched._finish(error, None)
+            tell = callback
+            if tell is not None and error is not None:
+                submit(lambda: tell(error))
+
+        self._family.over.add_done_callback(over)
+        return watched
+
+    def end(self, timeout: float = _END_S) -> None:
+        """End all children for good, the last first, each when the one after it has ended. Idempotent.
+
+        ``on_stop`` runs in those that are not busy; what takes longer than 5 s is killed. Calls fail with ActorDiedError.
+
+        Args:
+            timeout: seconds to wait for that; it goes on in any case.
+
+        Raises:
+            ConfigError: it is a child of another group: end that.
+            RpcTimeoutError: it takes longer.
+        """
+        with self._runtime.supervisor.lock:
+            if self._family.parent is not None:
+                raise ConfigError(
+                    f"{self!r} is a child of {self._family.parent.title}, which would only make it again: end that"
+                )
+            deeds = self._family.end()
+        perform(deeds)
+        self.monitor().wait(timeout)
+
+    def __enter__(self) -> Supervision:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.end()
+
+    def __repr__(self) -> str:
+        return f"<Supervision {self._family.title}: {self._family.strategy}, {len(self._children)} children>"
+
+    def __reduce__(self) -> NoReturn:
+        raise SerializationError(
+            f"{self!r} stays in the process that made it; send the handles of its children"
+        )
+
+
+def supervise(
+    children: Iterable[ActorHandle[Any] | ActorGroup[Any] | Supervision],
+    *,
+    strategy: Strategy = "one_for_one",
+    max_restarts: int = 3,
+    period: float = 60.0,
+    backoff: float = 0.1,
+    name: str | None = None,
+    on_failure: Callable[[SupervisionError], Any] | None = None,
+) -> Supervision:
+    """Put actors into a supervision group, which decides about their restarts from now on.
+
+    The words are Erlang's. What is supervised are handles, not specifications of children: an actor here has a handle that
+    stays valid over its restarts, and children get those of others as arguments of their constructors. So the actors are
+    made first, as always, and may live anywhere; the order of ``children`` is the order of starts.
+
+    A child that dies is made again, with the arguments it had, where it was placed, and with its state where its class
+    has ``checkpoint()`` and ``restore()``. Its own ``max_restarts`` only says that it may be (it must not be 0); how often
+    is said here. A child that leaves because somebody wants that (``kill()``, ``exit_actor()``, the end of its last handle)
+    is out of the group, and nothing follows. A child whose constructor, or ``restore()``, raises in a restart has died
+    once more; the group, and every group above it, gives up where that happens in a first start, or where a child's place
+    is gone for good.
+
+    Actors that are to live and die together are a group with ``strategy="one_for_all"`` and ``max_restarts=0``.
+
+    When the group gives up, its children end, the last first. If it is a child itself, it has died there, and is made again
+    with all of its children, and a new account of restarts, if the group above can. Otherwise its actors are dead:
+    calls fail with an ActorDiedError that says why and lists the deaths.
+
+    Args:
+        children: handles of actors that this process has made and looks after, other groups, and ActorGroups, which count as
+            their members. Each can be in one group only.
+        strategy: whom a death concerns: ``"one_for_one"``: only who died; ``"one_for_all"``: all children;
+            ``"rest_for_one"``: who died and those behind it. They are ended, the last first, one after the other, and
+            made again, the first first, each when the one before it lives.
+        max_restarts: how many deaths within ``period`` the group puts up with; default 3.
+        period: seconds, default 60.
+        backoff: the wait before the second restart in a row, in seconds; doubles with each up to 10 s, and is shortened at
+            random by up to a half; default 0.1. The first restart comes at once.
+        name: what messages call the group.
+        on_failure: called with the SupervisionError, on a worker thread, when the group is over because it, or one that
+            it is in, gave up.
+
+    Raises:
+        TypeError: a child is nothing that can be supervised.
+        ConfigError: a child belongs to another process or to another group, or has ``max_restarts=0``; or a value is wrong.
+        ActorDiedError: a child is dead already.
+    """
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, not {strategy!r}")
+    limit = _limit(max_restarts)
+    period_s = _seconds("period", period, zero=False)
+    backoff_s = _seconds("backoff", backoff, zero=True)
+    if name is not None and (not isinstance(name, str) or not name):
+        raise WrongTypeError(f"name must be a non-empty str or None, not {name!r}")
+    if on_failure is not None and not callable(on_failure):
+        raise WrongTypeError(f"on_failure must be callable, not a {type(on_failure).__name__}")
+    given = tuple(_flat(children))
+    if not given:
+        raise ConfigError("a supervision group needs at least one child")
+    here = runtime()
+    title = f"supervision group {name!r}" if name is not None else f"supervision group #{next(_numbers)}"
+    supervisor = here.supervisor
+    with supervisor.lock:
+        found = [_child(here, each) for each in given]
+        if len({id(each) for each in found}) < len(found):
+            raise ConfigError("an actor, or a group, is given twice: each can be in one group only, and once")
+        family = Family(here, found, strategy, limit, period_s, backoff_s, title)
+    made = Supervision(family, given, here)
+    if on_failure is not None:
+        _ = made.monitor(on_failure)
+    return made
+
+
+def _flat(children: Any) -> Iterable[ActorHandle[Any] | Supervision]:
+    if isinstance(children, (ActorHandle, Supervision, str)) or not isinstance(children, Iterable):
+        raise WrongTypeError(f"supervise() takes a list of children, not {children!r}")
+    for each in children:
+        if isinstance(each, ActorGroup):
+            yield from handles_of(each)
+        elif isinstance(each, (ActorHandle, Supervision)):
+            yield each
+        else:
+            raise WrongTypeError(
+                f"supervise() takes handles of actors, groups of them, and supervision groups, not {each!r}"
+            )
+
+
+def _child(here: Runtime, given: ActorHandle[Any] | Supervision) -> Supervised | Family:
+    """Find what is known of a child; the supervisor's lock is held."""
+    if isinstance(given, Supervision):
+        family = given._family
+        if given._runtime is not here or family.state not in ("up", "restarting"):
+            raise ConfigError(f"{given!r} is over")
+        if family.parent is not None:
+            raise ConfigError(f"{given!r} is a child of {family.parent.title} already")
+        return family
+    card = route_of(given).card
+    if card.supervisor != here.references.me:
+        raise ConfigError(
+            f"{card.title} is looked after by worker {card.supervisor_name!r}, which made it: call supervise() there"
+        )
+    actor = here.supervisor.known(card.actor_id)
+    if actor is None:
+        raise here.supervisor.death_of(card.actor_id)
+    if actor.family is not None:
+        raise ConfigError(f"{card.title} is a child of {actor.family.title} already")
+    if not actor.options.max_restarts:
+        raise ConfigError(
+            f"{card.title} was made with max_restarts=0, the default: how it was made is forgotten, and calls to it do not wait "
+            "for a restart. Make it with .options(max_restarts=-1); in a group, the group's max_restarts counts"
+        )
+    return actor
+
+
+def _limit(value: Any) -> int:
+    right = "max_restarts of a group must be an int of at least 0"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise WrongTypeError(f"{right}, not {value!r}")
+    if value < 0:
+        raise ConfigError(
+            f"{right}, not {value!r}: a group that never gives up tells nobody that something is wrong"
+        )
+    return int(value)
+
+
+def _seconds(what: str, value: Any, *, zero: bool) -> float:
+    right = f"{what} must be a number of seconds {'of at least' if zero else 'above'} 0"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise WrongTypeError(f"{right}, not {value!r}")
+    number = float(value)
+    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
+        raise ConfigError(f"{right}, not {value!r}")
+    return number

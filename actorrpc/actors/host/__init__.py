@@ -1,0 +1,3 @@
+"""An actor where it lives."""
+
+__all__: list[str] = []

@@ -1,0 +1,626 @@
+"""A resident: an actor where it lives. Its instance, its mailbox, its threads, and its end.
+
+What an actor's worker tells its supervisor: that it has ended by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from actorrpc import _time
+from actorrpc._exception_text import add_note, line_of, report
+from actorrpc._limits import NO_THREAD, explain_threads
+from actorrpc.actors.context import current
+from actorrpc.actors.host.envelope import LetterEntry
+from actorrpc.actors.host.event_loop import EventLoop
+from actorrpc.actors.host.executor import Callee, died
+from actorrpc.actors.host.loop_thread import LoopStation
+from actorrpc.actors.host.mailbox import TAKEN, Entry, Lane, Mailbox, Todo
+from actorrpc.actors.host.threads import BYSTANDERS, Station, Stations, wake_all
+from actorrpc.actors.refs.arguments import resolve
+from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.spec.actor_spec import ActorSpec, ResidentGoneError, exit_text
+from actorrpc.actors.spec.death_report import IN_RESTORE
+from actorrpc.agent import hooks
+from actorrpc.agent.calls import CURRENT, Execution
+from actorrpc.errors import CancelledError, LimitError, RpcError
+from actorrpc.futures import WAITING, Future
+from actorrpc.wire.frames import Frame
+
+if TYPE_CHECKING:
+    from actorrpc.actors.context import Runtime
+
+__all__ = ["Resident", "send_ended"]
+
+_log = logging.getLogger("actorrpc.actors")
+
+
+def _ended(actor_id: int, epoch: int, kind: str, text: str) -> None:
+    found = current()
+    if found is not None:
+        found.supervisor.note_ended(actor_id, epoch, kind, text)
+
+
+def send_ended(runtime: Runtime, spec: ActorSpec, kind: str, text: str) -> None:
+    """Tell the supervisor that the actor has ended by itself (``kind``: ``"exit"`` or ``"broken"``); does not wait.
+
+    It has left with what is sent next at latest.
+    """
+    agent = runtime.agent
+    future: Future[None] = Future()
+
+    def over(done: Future[None]) -> None:
+        done.acknowledge()  # the supervisor is gone: the actor is about to hear of that
+
+    future.add_done_callback(over)
+    try:
+        peer = runtime.references.peer_of(spec.card.supervisor)
+        agent.call(peer, _ended, (spec.actor_id, spec.epoch, kind, text), {}, 0, future=future)
+        agent.flush()
+    except RpcError as error:
+        _log.info("the supervisor of actor %s cannot be told: %s", spec.card.title, error)
+
+
+_BLOCKED_S: Final = 5.0
+_MOST_SHOWN: Final = 100
+_NOT_THEIR_OWN: Final = frozenset({"builtins", "collections", "torch", "typing"})  # says all that is in it
+_ASYNC_LIMIT: Final = 1000  # coroutines of one actor at a time, by default (as Ray's)
+
+
+def _shown(instance: Any) -> str:
+    """Return what the class's own ``__repr__`` says, in one short line; empty where it has none, or says nothing of use."""
+    owner = next((each for each in type(instance).__mro__ if "__repr__" in vars(each)), object)
+    if owner.__module__.partition(".")[0] in _NOT_THEIR_OWN:
+        return ""
+    try:
+        return " ".join(str(repr(instance)).split())[:_MOST_SHOWN]
+    except BaseException:
+        return ""
+
+
+class Resident:
+    """One actor that lives in this worker. Thread-safe.
+
+    ``_lock`` guards the state and the letters that came before the actor was there; the mailbox's lock is taken
+    under it, nothing else.
+
+    Attributes:
+        on_shown: is told the ``repr`` of an actor that has its process to itself, where its class has one of its own.
+    """
+
+    on_shown: ClassVar[Callable[[str], None] | None] = None
+
+    def __init__(self, runtime: Runtime, resident_id: int, stations: Stations) -> None:
+        self.runtime = runtime
+        self.agent = runtime.agent
+        self.id = resident_id
+        self.stations = stations
+        self.crew: list[Station] = []
+        self.mailbox = Mailbox({"": 1})
+        self.callee = Callee(self)
+        # Who its methods are to those whom they call, who keep the order of its calls; None: each execution is another.
+        self.caller: int | None = runtime.residents.new_caller()
+        self.instance: Any = None
+        self.spec: ActorSpec | None = None
+        self.title = f"{resident_id & 0xFFFF:04x}"
+        self.shown = ""  # what its own __repr__ has said when it was made
+        self.state = "constructing"  # -> alive -> ending -> over
+        self.why = ""
+        self.moving = False
+        self.over: Future[None] = Future()
+        self.calls = 0
+        self.begun = _time.now()
+        self._lock = threading.RLock()
+        self._intake: list[LetterEntry] | None = []
+        # The event loops of an async actor, by concurrency group: added to under _lock, and replaced by none at the end.
+        self.loops: dict[str, EventLoop] = {}
+        # Says what callers get for what a method raised, where something here knows better (collectives do).
+        self.on_error: Callable[[BaseException], BaseException] | None = None
+        self._plans: dict[str, Lane] = {}
+        self._ending: Callable[[], None] | None = None
+        self._wound_up = False
+
+    # -- letters -----------------------------------------------------------------------------------
+
+    def post(self, entry: LetterEntry) -> None:
+        """Put a letter into the mailbox. Called in the order of the wire, maybe under a connection's read lock."""
+        entry.office = self
+        entry.peer.running[entry.frame.id] = entry
+        if self._intake is not None:
+            with self._lock:
+                if self._intake is not None:
+                    self._intake.append(entry)
+                    return
+        self._put(entry)
+
+    def construct(self, entry: LetterEntry) -> None:
+        """Put the letter that makes the actor into the mailbox, before all others."""
+        entry.office = self
+        entry.peer.running[entry.frame.id] = entry
+        todo = self.mailbox.put(entry, self.mailbox.lanes[""])
+        if todo is not None:
+            self.carry_out(todo)
+
+    def _put(self, entry: LetterEntry) -> None:
+        header = entry.header
+        name = header.get("m", "")
+        lane = self._plans.get(name)
+        if lane is None or "g" in header:
+            lane = self._lane_of(name, header.get("g"))
+        todo = self.mailbox.put(entry, lane)
+        if todo is None:
+            self._refuse_gone(entry)
+            return
+        if todo.wake or todo.start:
+            self.carry_out(todo)
+        if lane.running and lane.limit == 1 and self.crew and self.crew[0].waiting:
+            self.runtime.residents.deadlocks.poke()
+        if entry.seat is not None and not entry.seat.waiting:  # type: ignore[attr-defined]
+            self.agent.clock.after(_BLOCKED_S, partial(self._look_after, entry))
+        if entry.whole and "u" in header:
+            self.agent.submit(partial(self._resolve, entry))
+
+    def _lane_of(self, name: str, group: str | None) -> Lane:
+        assert self.spec is not None
+        method = self.spec.info.methods.get(name)
+        asked = group
+        if group is None:
+            group = (method.options.concurrency_group if method is not None else None) or ""
+        # Plain methods of an async actor run on its loop as well, unless they say otherwise, or are in a group.
+        threaded = (
+            method is not None and not method.kind.startswith("async") and bool(group or method.threaded)
+        )
+        lanes = self.mailbox.async_lanes if self.mailbox.async_lanes and not threaded else self.mailbox.lanes
+        lane = lanes.get(group) or lanes[""]
+        if asked is None:
+            self._plans[name] = lane
+        return lane
+
+    def is_plain(self, entry: LetterEntry) -> bool:
+        """Say whether a call is of a plain method: once begun it runs to its end, and gives one result."""
+        assert self.spec is not None
+        header = entry.header
+        method = self.spec.info.methods.get(header.get("m", ""))
+        return "q" not in header and (method is None or method.kind == "sync")
+
+    def arrived(self, entry: LetterEntry, conn: Any, frame: Frame) -> None:
+        """Take the rest of a letter that had been announced."""
+        entry.frame = frame
+        entry.conn = conn
+        if self._intake is not None:
+            with self._lock:
+                if self._intake is not None:
+                    entry.whole = True
+                    entry.ready = "u" not in entry.header
+                    return
+        if "u" in entry.header:
+            self.agent.submit(partial(self._resolve, entry))
+        else:
+            self.carry_out(self.mailbox.ready(entry))
+
+    def _resolve(self, entry: LetterEntry) -> None:
+        """Open a letter and fetch what its arguments refer to; it is ready when all of that is here."""
+
+        def ready(future: Future[Any]) -> None:
+            error = future._error
+            future.acknowledge()
+            entry.opened = future._value if error is None else error
+            self.carry_out(self.mailbox.ready(entry))
+
+        # What is fetched for the call belongs to it: its time, its chain, and what rides along with it.
+        execution = Execution(entry.peer, entry.frame.id, entry.deadline, entry.frame.chain)
+        execution.header, execution.path = entry.header, entry.path
+        token = CURRENT.set(execution)
+        try:
+            args, kwargs = self.callee.open(entry)
+            future = resolve(args, kwargs)
+        except BaseException as error:
+            entry.opened = error
+            self.carry_out(self.mailbox.ready(entry))
+            return
+        finally:
+            CURRENT.reset(token)
+        if future is None:
+            entry.opened = (args, kwargs)
+            self.carry_out(self.mailbox.ready(entry))
+        else:
+            entry.opened = (args, kwargs)  # to be seen by the search for deadlocks
+            future.add_done_callback(ready)
+            self.runtime.residents.deadlocks.poke()
+
+    def carry_out(self, todo: Todo) -> None:
+        """Wake and start what a step of the mailbox has named. Starts nothing on this thread."""
+        if todo.wake:
+            wake_all(todo)
+        for lane in todo.start:
+            if lane.is_async:
+                loop = self.loops.get(lane.name)
+                if loop is None:
+                    self.agent.submit(partial(self._open_loop, lane))
+                else:
+                    self._have_pumped(loop, lane)
+            else:
+                self.agent.submit(Station(self, lane).start)
+
+    def _have_pumped(self, loop: EventLoop, lane: Lane) -> None:
+        """Have a loop start what its lane has."""
+        try:
+            loop.submit(partial(self.callee.pump, lane))
+            if loop.station.waiting:
+                loop.station.wake()
+        except NO_THREAD:
+            self.agent.submit(partial(self.understaffed, lane))
+
+    def _open_loop(self, lane: Lane) -> None:
+        """Make the event loop of a concurrency group, when the first call of the group has come."""
+        loop = self.loops.get(lane.name)
+        if loop is None:
+            try:
+                made = self._new_loop(lane)
+            except OSError as error:
+                self.understaffed(lane, f"it needs an event loop, which cannot be made: {error}")
+                return
+            with self._lock:
+                # What ends the actor says so under this lock, and looks for loops later: it finds this one.
+                if self.state in ("alive", "ending"):
+                    loop = self.loops.setdefault(lane.name, made)
+            if loop is not made:
+                _ = made.close()
+        if loop is not None:  # otherwise the actor has ended, and with it what waited
+            self._have_pumped(loop, lane)
+
+    def _new_loop(self, lane: Lane) -> EventLoop:
+        title = f"{self.title} (concurrency group {lane.name!r})" if lane.name else self.title
+        return EventLoop(title, LoopStation(self, lane), self._exited_aside, self.broken, self.agent)
+
+    def loop_of(self, lane: Lane | None) -> EventLoop | None:
+        """Return the loop that runs the calls of a lane; None where they run on threads, or there is none (any more)."""
+        return self.loops.get(lane.name) if lane is not None and lane.is_async else None
+
+    def finished(self, lane: Lane, todo: Todo) -> None:
+        """Go on after an entry of a lane is over."""
+        if todo.wake or todo.start:
+            self.carry_out(todo)
+        ending = self._ending
+        if ending is not None:
+            ending()
+
+    def understaffed(self, lane: Lane, why: str = "") -> None:
+        """Refuse what waits in a lane for a thread that the system does not have. The next call asks for one again.
+
+        ``why``: what else the system does not have.
+        """
+        why = why or f"it needs a thread: {explain_threads()}"
+        for entry in self.mailbox.understaffed(lane):
+            assert isinstance(entry, LetterEntry)
+            text = f"{self.callee.label(entry)} was not executed, as {why}"
+            self.callee.refuse(entry, LimitError(text))
+
+    def broken(self, error: BaseException, entry: Entry | None = None) -> None:
+        """End the actor, as one of its threads has ended that was not to; ``entry``: the call that it was at, if any.
+
+        Its supervisor hears of it as of any death, and may make it again.
+        """
+        why = f"a thread of it ended unexpectedly, because of {line_of(error)}"
+        report(_log, error, "actor %s is ended: a thread of it ended unexpectedly", self.title)
+        if isinstance(entry, LetterEntry):
+            self.callee.fail(entry, died(self, why))
+        _ = self.end("now", why)
+        if self.spec is not None:
+            send_ended(self.runtime, self.spec, "broken", why)
+
+    def _look_after(self, entry: LetterEntry) -> None:
+        """Report a call that waits for its own ancestor, which blocks where we cannot run it. On the clock's thread."""
+        seat = entry.seat
+        if entry.state != "new" or seat is None or seat.waiting:  # type: ignore[attr-defined]
+            return
+        _log.warning(
+            "a call of %s on actor %s has waited for %.0f s for a call that it descends from, which blocks outside of actorrpc's "
+            "waits: it can run only when that is over, or waits with get(). What that one is doing:\n%s",
+            entry.header.get("m"),
+            self.title,
+            _BLOCKED_S,
+            seat.stack(),  # type: ignore[attr-defined]
+        )
+
+    def _refuse_gone(self, entry: LetterEntry) -> None:
+        self.agent.submit(partial(self.callee.refuse, entry, ResidentGoneError(self.id, self.why)))
+
+    # -- giving up -----------------------------------------------------------------------------------
+
+    def cancel(self, entry: LetterEntry, stop: bool) -> None:
+        """Give up a call: one that waits never runs; a method that runs is interrupted if that is wanted (``stop``)."""
+        lane = entry.lane
+        # Set first: one that has had its turn in this moment, and that nobody runs yet, sees it when it is about to.
+        entry.given_up = stop or (lane is not None and lane.is_async)
+        todo = self.mailbox.cancel(entry)
+        if todo is not None:
+            self.callee.refuse(
+                entry, CancelledError(f"{self.callee.label(entry)} was cancelled before it started")
+            )
+            self.carry_out(todo)
+            return
+        execution, loop = entry.execution, self.loop_of(lane)
+        if lane is not None and lane.is_async:
+            if entry.task is not None and loop is not None:
+                loop.submit(partial(self.callee.stop, entry, stop))
+            elif execution is not None:  # a plain method is never interrupted on the loop
+                execution.cancel(stop)
+            return
+        if execution is not None:
+            execution.cancel(stop)
+        if stop:
+            self.interrupt(entry)
+
+    def deadlocked(self, entry: LetterEntry, error: RpcError) -> None:
+        """End a call that can never go on; does nothing if it is over."""
+        if self.withdraw(entry, error):
+            return
+        self.callee.fail(entry, error)
+        if entry.conn is not None:
+            entry.conn.flush()
+        loop = self.loop_of(entry.lane)
+        if entry.task is not None and loop is not None:
+            loop.submit(partial(self.callee.stop, entry, True))
+
+    def withdraw(self, entry: LetterEntry, error: RpcError) -> bool:
+        """End a call that waits with an error; does nothing, and returns False, if it has had its turn."""
+        todo = self.mailbox.cancel(entry)
+        if todo is not None:
+            self.callee.refuse(entry, error)
+            self.carry_out(todo)
+        return todo is not None
+
+    def interrupt(self, entry: Entry) -> None:
+        """Interrupt the station that runs an entry, if one does."""
+        for station in list(self.crew):
+            if station.running is entry:
+                station.interrupt(
+                    entry, lambda delay, run: self.agent.clock.after(delay, partial(self.agent.submit, run))
+                )
+
+    # -- construction --------------------------------------------------------------------------------
+
+    def make(self, entry: LetterEntry) -> Any:
+        """Make the instance. Runs on the actor's own station."""
+        where = "constructor"
+        try:
+            (spec,), _ = self.callee.arguments(entry)
+            self.spec = spec
+            self.title = spec.card.title
+            assert isinstance(spec, ActorSpec)
+            assert spec.cls is not None
+            assert spec.arguments is not None
+            cls = spec.cls.open()
+            args, kwargs = spec.arguments.open_once()
+            resolved = resolve(args, kwargs)
+            if resolved is not None:
+                args, kwargs = resolved.wait()
+            hooks.reach("actor.making")
+            instance = cls(*args, **kwargs)
+            if spec.state is not None:
+                where = "restore()"
+                hooks.reach("actor.restoring")
+                instance.restore(spec.state.open())
+            hooks.reach("actor.made")
+        except BaseException as error:
+            if where != "constructor":
+                add_note(error, IN_RESTORE)
+            self.why = f"its {where} raised {line_of(error)}"
+            self._close("over")
+            raise
+        self.instance = instance
+        self.shown = _shown(instance)
+        if self.shown and spec.alone and Resident.on_shown is not None:
+            Resident.on_shown(self.shown)
+        # What came with the order to make it is not kept alive by having been an argument.
+        self.spec = spec = replace(spec, cls=None, arguments=None, state=None)
+        self._open_mailbox(spec)
+        return {"pid": os.getpid()}
+
+    def _open_mailbox(self, spec: ActorSpec) -> None:
+        options, info = spec.options, spec.info
+        groups = dict(options.concurrency_groups or {})
+        most = options.max_concurrency
+        limits = {"": (1 if info.is_async else most or 1), **groups}
+        async_limits = {"": most or _ASYNC_LIMIT, **groups} if info.is_async else {}
+        loose = options.allow_out_of_order_execution
+        if loose is None and (info.is_async or limits[""] > 1):
+            loose = True
+        self.mailbox.configure(
+            limits, async_limits, reentrant=options.reentrant, yielding=options.yielding, loose=loose
+        )
+        if async_limits and most is None:
+            # Nobody counts on the default limit: streams that pause leave their places to others.
+            self.mailbox.async_lanes[""].yielding = True
+        if options.yielding:
+            self.caller = None
+            BYSTANDERS.make_room_in(self)
+            self.runtime.residents.tell_threads_apart()
+        with self._lock:
+            if self.state == "constructing":
+                self.state = "alive"
+            # Others see that there is no intake any more when what came before them is in the mailbox.
+            for entry in self._intake or ():
+                self._put(entry)
+            self._intake = None
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def exited(self, entry: LetterEntry | None, why: str, kind: str = "exit") -> None:
+        """End the actor because something in it has called exit_actor() or, ``kind``, sys.exit().
+
+        Args:
+            entry: brought the call that did it; None: none did, but something that a call has begun.
+            kind: after anything but ``"exit"`` the actor may be made again.
+        """
+        why = why or "exit_actor() was called in it"
+        if entry is not None:
+            self.callee.fail(entry, died(self, why))
+        _ = self.end("now", why)  # at once: nothing that waits may have its turn
+        if self.spec is not None:
+            self.agent.submit(partial(send_ended, self.runtime, self.spec, kind, why))
+
+    def _exited_aside(self, exit: SystemExit) -> None:
+        self.exited(None, exit_text(exit), "sys.exit")
+
+    def leave(self, execution: Execution, why: str) -> None:
+        """See that exit_actor() ends the actor also where its exception does not come to us.
+
+        That is so in what a call has begun (tasks, threads), and not in the call's own code, which is unwound first.
+        """
+        station: Any = WAITING.station
+        entry: Any = None
+        if isinstance(station, Station) and station in self.crew:
+            entry = station.running
+        elif isinstance(station, LoopStation) and any(
+            station is each.station for each in list(self.loops.values())
+        ):
+            entry = station.current
+        if entry is None or entry.execution is not execution:
+            self.agent.submit(partial(self.exited, None, why))
+
+    def end(self, how: str, why: str) -> Future[None]:
+        """End the actor: ``"drain"`` lets what waits run before, ``"now"`` does not. Completes when it is over.
+
+        ``"move"`` is ``"drain"`` whose future gives the actor's last state, a Snapshot, where its class keeps one.
+        """
+        self.moving = self.moving or how == "move"
+        how = "drain" if how == "move" else how
+        with self._lock:
+            if self.state in ("over", "closing"):
+                return self.over
+            self.why = self.why or why
+            if how == "drain" and self.state in ("alive", "constructing"):
+                self.state = "ending"
+                self._ending = self._end_if_idle
+        if how == "drain":
+            self._end_if_idle()
+        else:
+            self._end_now()
+        return self.over
+
+    def _end_if_idle(self) -> None:
+        if self._intake is None and self.mailbox.close_if_idle():
+            self._end_now()
+
+    def _end_now(self) -> None:
+        with self._lock:
+            if self.state in ("over", "closing"):
+                return
+            self.state = "closing"
+            self._ending = None
+        running = self._close("closing")
+        self.runtime.streams.abort(self, died(self, self.why))
+        for entry in running:
+            self.callee.fail(entry, died(self, self.why))
+            self.interrupt(entry)
+        self.runtime.residents.forget(self)
+        self.agent.submit(self._wind_up)
+        if running and self.over._claim():
+            self.over._finish(None, None)
+
+    def left(self, station: Station) -> None:
+        """Hear that a station has ended, on its thread."""
+        with self._lock:
+            self.crew.remove(station)
+            last = self.state == "closing" and not self.crew
+        if last:
+            self._wind_up()
+
+    def _close(self, state: str) -> list[LetterEntry]:
+        """Refuse what waits, and everything from now on; return what is running."""
+        BYSTANDERS.leave(self)
+        loops = list(self.loops.values())  # the last station that ends takes them away
+        entries, stations = self.mailbox.close()
+        with self._lock:
+            self.state = state
+            intake, self._intake = self._intake or [], None
+        for entry in [*entries, *intake]:
+            self.callee.refuse(entry, ResidentGoneError(self.id, self.why))  # type: ignore[arg-type]
+        for loop in loops:
+            self.refuse_due(loop.station)
+        for station in stations:
+            station.end()
+        running = []
+        for station in list(self.crew):
+            station.end()
+            if isinstance(station.running, LetterEntry):
+                running.append(station.running)
+        for loop in loops:
+            running += list(loop.station.entries.values())
+        if state == "over":
+            self.runtime.residents.forget(self)
+            if self.over._claim():
+                self.over._finish(None, None)
+        return running
+
+    def refuse_due(self, station: LoopStation) -> None:
+        """Refuse the plain methods whose turn on a loop will not come any more."""
+        for entry in station.ended():
+            self.callee.refuse(entry, ResidentGoneError(self.id, self.why))
+
+    def _wind_up(self) -> None:
+        """Run the actor's last hooks, once, when its threads are gone: the last of them runs them itself.
+
+        A thread that is still in a method comes to them later.
+        """
+        with self._lock:
+            if self._wound_up or self.crew:
+                return
+            self._wound_up = True
+        instance, self.instance = self.instance, None
+        state = self._last_state(instance) if self.moving and instance is not None else None
+        if instance is not None:
+            hook = getattr(type(instance), "on_stop", None)
+            try:
+                hooks.reach("actor.ending")
+                result = None if hook is None else hook(instance)
+                if asyncio.iscoroutine(result):
+                    asyncio.run(result)
+            except BaseException as error:
+                report(_log, error, "on_stop of actor %s raised", self.title)
+        instance = None
+        with self._lock:
+            loops, self.loops = list(self.loops.values()), {}
+        ends = [loop.close() for loop in loops]
+
+        def over() -> None:
+            if ends:
+                ends.pop().add_done_callback(lambda _: over())
+                return
+            self.state = "over"
+            for peer in (self.agent.self_peer, *self.agent.peers()):
+                for each in list(peer.running.values()):
+                    if type(each) is LetterEntry and each.office is self and each.state is TAKEN:
+                        # Whatever was to answer it, does not any more. One that has not been handed out is refused, as not
+                        # executed, by the thread that has found the mailbox closed.
+                        self.callee.fail(each, died(self, self.why))
+            if self.over._claim():
+                self.over._finish(state, None)
+
+        over()
+
+    def _last_state(self, instance: Any) -> Snapshot | None:
+        """Return what the next incarnation, on another worker, starts from."""
+        if self.spec is None or not self.spec.info.has_checkpoint:
+            return None
+        try:
+            return Snapshot.of(instance.checkpoint())
+        except Exception as error:
+            report(_log, error, "the state of actor %s could not be kept", self.title)
+            return None
+
+    # -- looking -----------------------------------------------------------------------------------------
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many calls wait and how many run."""
+        waiting, running = self.mailbox.counts()
+        return waiting + len(self._intake or ()), running

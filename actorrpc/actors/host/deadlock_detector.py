@@ -1,0 +1,508 @@
+"""Deadlocks: actors that wait for each other in a circle, found and broken.
+
+Where calls wait for an actor, and the actor itself waits for a call for a second, its worker asks the worker of that
+call what *it* waits for, and so on. Only what is certain is followed: a method that waits for a call (or for all of
+several; a coroutine that awaits one), and a call that waits for the one method that a serial actor runs, for an event loop
+that is blocked, for its arguments, or for an earlier call of its caller that waits for its arguments. If the question comes
+back to where it began, twice in a row, none of them can ever go on: the call that closes the circle fails with
+DeadlockError, which names all of it. (Edge chasing, after Chandy, Misra and Haas.)
+
+A stream is in the way where its generator pauses and holds its actor, as its reader has not taken what is there. Then a
+search begins with the pause, when calls wait for the actor and all of its places are held by calls that wait, or where the reader
+is below the generator on the same thread. It goes on with what the reader waits for: a thread or a coroutine (see
+``stalls.py``). If it comes to a call that waits for those places, and does so from each of them, that call fails; if it comes
+back to the generator itself, the stream does. A thread that has only made a stream may have given it to another, which is about
+to read it: where that cannot be excluded, the search goes on when nobody has asked for an item for ``PATIENCE_S``.
+
+Runs on the clock's thread and on pool threads; takes no lock of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc import _time
+from actorrpc.actors.context import current
+from actorrpc.actors.host.envelope import LetterEntry
+from actorrpc.actors.host.mailbox import NEW, Lane
+from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.actors.streams.producer import Producer
+from actorrpc.actors.streams.stalls import PATIENCE_S, Reader, Stall, awaited, awaited_by
+from actorrpc.agent.calls import CURRENT, Call, Execution
+from actorrpc.agent.timers import Tick
+from actorrpc.errors import DeadlockError, RpcError
+from actorrpc.futures import Future
+from actorrpc.rpc.refcount.messages import RRefId, WorkerKey
+from actorrpc.rpc.rref import RRef
+
+if TYPE_CHECKING:
+    from actorrpc.actors.context import Runtime
+    from actorrpc.actors.host.actor import Resident
+    from actorrpc.actors.host.loop_thread import LoopStation
+    from actorrpc.actors.host.threads import Station
+    from actorrpc.agent.peers import Peer
+
+__all__ = ["Deadlocks", "Probe"]
+
+_LOOK_S: Final = 1.0
+_MOST_HOPS: Final = 64
+_BRANCHES: Final = 4  # of the calls that one waits for at a time, so many are followed
+_AGAIN_S: Final = 0.5  # what is on its way may undo a circle: it counts when it is seen twice, so far apart
+_MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A question on its way: who asked it, and whom it has passed.
+
+    ``execution`` is the execution that waits where it began; of a call that waits for its arguments, its number, negative.
+    """
+
+    worker: WorkerKey
+    resident_id: int
+    execution: int
+    trail: tuple[str, ...]
+
+    def past(self, what: str) -> Probe:
+        """Return the question as it goes on."""
+        return replace(self, trail=(*self.trail, what))
+
+    def began(self, runtime: Runtime, resident: Resident, what: int) -> bool:
+        """Say whether it has come back to where it began."""
+        return (self.worker, self.resident_id, self.execution) == (runtime.references.me, resident.id, what)
+
+
+class Deadlocks:
+    """Looks, once a second while there is reason to, for actors here that may be in a deadlock. Thread-safe."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._tick = Tick(runtime.agent.clock, _LOOK_S, self._look)
+        self._pauses: set[int] = set()  # of streams, when we looked last
+        self._seen: dict[object, list[Call | Stall]] = {}  # who waited, and for what, when we looked last
+
+    def poke(self) -> None:
+        """See to it that somebody looks soon: an actor for which calls wait waits itself."""
+        self._tick.poke()
+
+    def _look(self) -> bool:
+        self._pauses = _look_at_streams(self._runtime, self._pauses)
+        ends = [each for each in list(self._runtime.streams.consumers.values()) if each.awaits_end]
+        for consumer in ends:
+            consumer.look()
+        busy = bool(self._pauses or ends)
+        seen, self._seen = self._seen, {}
+        for resident in self._runtime.residents.all():
+            for head in _heads(resident):
+                busy = True
+                probe = Probe(self._runtime.references.me, resident.id, -head.number, (_say(head),))
+                self._inquire(seen, (resident.id, head.number), _awaited_arguments(head), probe)
+            for station in _blocked(resident):
+                busy = True  # also where it waits for no call yet: one to an actor that is being made comes later
+                calls = [each for each in station.waits_for if not isinstance(each, Producer)]
+                running = station.running
+                if not isinstance(running, LetterEntry) or running.execution is None:
+                    continue
+                probe = Probe(
+                    self._runtime.references.me, resident.id, running.execution.chain, (_say(running),)
+                )
+                self._inquire(seen, id(station), calls, probe)
+        return busy
+
+    def _inquire(
+        self, seen: dict[object, list[Call | Stall]], who: object, calls: list[Call | Stall], probe: Probe
+    ) -> None:
+        """Ask about what somebody waits for, if it has been waited for when we looked last."""
+        self._seen[who] = calls
+        before = seen.get(who, ())
+        for call in calls[:_BRANCHES]:
+            if any(call is each for each in before):  # otherwise it has only begun to wait
+                self._runtime.agent.submit(partial(_send, self._runtime, call, probe))
+
+
+def _heads(resident: Resident) -> list[LetterEntry]:
+    """Return the calls that wait for their arguments, while later ones of their callers wait for them."""
+    lanes = (*resident.mailbox.lanes.values(), *resident.mailbox.async_lanes.values())
+    return [head for lane in lanes for head in lane.heads() if isinstance(head, LetterEntry)]
+
+
+def _awaited_arguments(entry: LetterEntry) -> list[Call | Stall]:
+    """Return what brings a call the arguments that are not here."""
+    if entry.ready or not isinstance(entry.opened, tuple):
+        return []
+    args, kwargs = entry.opened
+    refs = [each for each in (*args, *kwargs.values()) if type(each) is ObjectRef]
+    return [found for each in refs for found in awaited(each._fetched or each._future)]
+
+
+def _blocked(resident: Resident) -> list[Station | LoopStation]:
+    """Return what calls wait for at an actor and waits itself: the station of a serial one, and its event loops."""
+    found: list[Station | LoopStation] = []
+    lane = resident.mailbox.lanes[""]
+    if lane.limit == 1 and not lane.yielding and lane.waiting:
+        found += [each for each in list(resident.crew) if each.lane is lane and each.waiting][:1]
+    found += [loop.station for loop in list(resident.loops.values()) if loop.station.waiting]
+    return found
+
+
+def _holder(entry: LetterEntry, resident: Resident) -> LetterEntry | None:
+    """Return the call that has to go on before this one, which is its actor's, can; itself if it runs on a thread."""
+    lane, loop = entry.lane, resident.loop_of(entry.lane)
+    if lane is not None and lane.is_async:
+        # On a loop: what blocks that, unless this one runs inside of the wait.
+        held = loop.station.running if loop is not None else None
+        execution = held.execution if held is not None else None
+        if (
+            loop is None
+            or execution is None
+            or (held is not entry and loop.station.may_run(entry, execution))
+        ):
+            return None
+        return held
+    if entry.state is not NEW:
+        return entry
+    if lane is None or lane.limit != 1 or lane.yielding or not entry.ready:
+        return None
+    station = next((each for each in list(resident.crew) if each.lane is lane), None)
+    found = station.running if station is not None else None
+    return found if isinstance(found, LetterEntry) else None
+
+
+def _say(entry: LetterEntry) -> str:
+    resident = entry.office
+    name = entry.header.get("m", "__init__")
+    return f"{resident.title}.{name}()" if resident is not None else f"{name}()"
+
+
+def _send(runtime: Runtime, call: Call | Stall, probe: Probe) -> None:
+    """Ask the worker of a call what the call waits for."""
+    if not isinstance(call, Call):
+        _follow(runtime, call, probe)
+        return
+    if call.done or len(probe.trail) > _MOST_HOPS:
+        return
+    if isinstance(call.keep, RRef):  # it fetches what has been promised
+        _ask(runtime, call.peer, _pursue_promise, call.keep._handle.rref_id, probe)
+    else:
+        _ask(runtime, call.peer, _pursue, call.id, probe)
+
+
+def _ask(runtime: Runtime, peer: Peer, function: Callable[..., None], *args: Any) -> None:
+    """Call a function of the search on another worker. Nobody waits for it."""
+    answer: Future[None] = Future()
+
+    def over(done: Future[None]) -> None:
+        done.acknowledge()  # whoever has ended does not wait any more
+
+    answer.add_done_callback(over)
+    token = CURRENT.set(None)
+    try:
+        runtime.agent.call(peer, function, args, {}, 10.0, future=answer)
+        runtime.agent.flush()
+    except RpcError:
+        pass
+    finally:
+        CURRENT.reset(token)
+
+
+def _pursue(id: int, probe: Probe) -> None:
+    """Run on the worker that executes, or will execute, call ``id`` of the one who asks: pass the question on."""
+    runtime, asking = current(), CURRENT.get()
+    if runtime is None or asking is None:
+        return
+    entry: Any = asking.peer.running.get(id)
+    if isinstance(entry, Execution):
+        _pursue_plain(runtime, entry, probe)
+        return
+    if not isinstance(entry, LetterEntry) or entry.office is None:
+        return
+    if _closes(runtime, entry, probe):
+        return
+    resident, lane = entry.office, entry.lane
+    if entry.state is NEW and lane is not None:
+        for call in _awaited_arguments(entry)[:_BRANCHES]:
+            _send(runtime, call, probe.past(_say(entry)))
+        first = lane.held_behind(entry)
+        if isinstance(first, LetterEntry):
+            if probe.began(runtime, resident, -first.number):
+                _verdict(resident, entry, probe, first)
+                return
+            for call in _awaited_arguments(first)[:_BRANCHES]:
+                _send(runtime, call, probe.past(_say(first)))
+    running = _holder(entry, resident)
+    if running is None:
+        _pursue_task(runtime, entry, probe)
+        return
+    execution = running.execution
+    if execution is None:
+        return
+    if running is not entry and probe.began(runtime, resident, execution.chain):
+        _verdict(resident, entry, probe)
+        return
+    on_loop, loop = lane is not None and lane.is_async, resident.loop_of(lane)
+    seat: Any = resident.mailbox.seat_of(execution.chain) if not on_loop else loop and loop.station
+    if seat is None:
+        return
+    # What runs within it, on the same thread, has to end before it.
+    inner = seat.running
+    probe = probe.past(_say(running))
+    if inner is not running and isinstance(inner, LetterEntry):
+        probe = probe.past(_say(inner))
+    for call in seat.waits_for[:_BRANCHES]:
+        _send(runtime, call, probe)
+
+
+def _pursue_promise(rref_id: RRefId, probe: Probe) -> None:
+    """Run on the worker that has promised a value: pass the question on to what is to bring it."""
+    runtime = current()
+    if runtime is not None:
+        for call in awaited(runtime.references.promised.get(rref_id))[:_BRANCHES]:
+            _send(runtime, call, probe)
+
+
+def _pursue_plain(runtime: Runtime, execution: Execution, probe: Probe) -> None:
+    """Pass the question on for a plain function: it waits for a call if that is the only one that it has made."""
+    left = [call for call in list(execution.nested or ()) if not call.done]
+    if len(left) == 1 and (left[0].polling is not None or left[0].lock is not None):
+        _send(runtime, left[0], probe.past(f"a function on {runtime.agent.name!r}"))
+
+
+def _say_reader(reader: Reader) -> str:
+    call = reader.call
+    return _say(call) if isinstance(call, LetterEntry) else reader.name
+
+
+def _say_pause(producer: Producer) -> str:
+    items, size = producer.ahead
+    name = "a generator" if producer.entry is None else _say(producer.entry)
+    bound = f"max_buffered_items={producer.limit}" if producer.limit and items >= producer.limit else "64 MiB"
+    return (
+        f"{name} (pauses until its reader takes some of {items} items, {size / _MIB:.1f} MiB; bound: {bound})"
+    )
+
+
+# -- streams: where a search begins -------------------------------------------------------------------------------------------
+
+
+def _look_at_streams(runtime: Runtime, before: set[int]) -> set[int]:
+    """Begin a search for each pause here that is in the way of something, and was there when we looked ``before``.
+
+    Returns:
+        The pauses there are now. Where there are none, there is no reason to look again.
+    """
+    found: set[int] = set()
+    looked: set[Lane] = set()
+    for producer in runtime.streams.pausing():
+        entry, pause = producer.entry, producer.pause
+        if entry is None or not pause or entry.office is None or entry.lane is None:
+            continue
+        found.add(pause)
+        if pause not in before:
+            continue
+        office, lane = entry.office, entry.lane
+        seat: Any = None if entry.execution is None else office.mailbox.seat_of(entry.execution.chain)
+        if seat is not None and seat.depth > 1:
+            _begin(runtime, office, pause, _say_pause(producer), [producer])
+        elif lane.waiting and lane not in looked:
+            looked.add(lane)
+            for token, (text, targets) in (_holders(runtime, office, lane) or {}).items():
+                _begin(runtime, office, token, text, targets)
+    return found
+
+
+def _begin(runtime: Runtime, office: Resident, token: int, text: str, targets: list[Call | Stall]) -> None:
+    probe = Probe(runtime.references.me, office.id, token, (text,))
+    for target in targets[:_BRANCHES]:
+        if isinstance(target, Producer):
+            runtime.agent.submit(partial(_ask_consumer, runtime, target, probe))
+        else:
+            runtime.agent.submit(partial(_follow, runtime, target, probe))
+
+
+def _holders(
+    runtime: Runtime, office: Resident, lane: Lane
+) -> dict[int, tuple[str, list[Call | Stall]]] | None:
+    """Return what the places of a lane are held by, and what that waits for; None unless all of it waits."""
+    found: dict[int, tuple[str, list[Call | Stall]]] = {}
+    if lane.yielding:
+        return None  # a call that waits holds no place
+    if lane.is_async:
+        for producer in runtime.streams.pausing():
+            if producer.entry is not None and producer.entry.lane is lane:
+                found[producer.pause] = _say_pause(producer), [producer]
+    else:
+        for station in list(office.crew):
+            running, targets = station.running, station.waits_for
+            if station.lane is not lane or not isinstance(running, LetterEntry) or running.execution is None:
+                continue
+            if not targets:
+                return None
+            first = targets[0]
+            if isinstance(first, Producer):
+                found[first.pause] = _say_pause(first), targets
+            else:
+                found[running.execution.chain] = _say(running), targets
+    return found if found and len(found) >= lane.running else None
+
+
+# -- streams: from one to the next --------------------------------------------------------------------------------------
+
+
+def _follow(runtime: Runtime, target: Any, probe: Probe) -> None:
+    """Ask what ``target`` waits for, for which something of the probe's trail waits."""
+    if isinstance(target, Call):
+        _send(runtime, target, probe)
+    elif isinstance(target, Producer):
+        if (probe.worker, probe.execution) == (runtime.references.me, target.pause):
+            _end_stream(target, probe)
+        else:
+            _ask_consumer(runtime, target, probe.past(_say_pause(target)))
+    elif hasattr(target, "waits_for"):  # the consumer of a stream
+        source = target.waits_for
+        if isinstance(source, Future):
+            for call in awaited(source):
+                if isinstance(call, Call):
+                    _follow(runtime, call, probe)
+        elif source is not None:
+            peer, stream = source
+            _ask(runtime, peer, _at_producer, stream, probe)
+
+
+def _ask_consumer(runtime: Runtime, producer: Producer, probe: Probe) -> None:
+    if producer.peer is not None and producer.pause:
+        _ask(runtime, producer.peer, _at_consumer, runtime.references.me, producer.stream, probe)
+
+
+def _at_consumer(worker: WorkerKey, stream: int, probe: Probe) -> None:
+    """Go on with what a stream's reader waits for. Called by RPC on the consumer's worker."""
+    runtime = current()
+    consumer = None if runtime is None else runtime.streams.consumers.get((worker, stream))
+    if runtime is None or consumer is None or consumer.over:
+        return
+    if consumer.swept != probe.execution:
+        # An error and its frames may be all that holds the stream, and an idle process does not come to collect them: it is
+        # closed then, before the next question.
+        consumer.swept = probe.execution
+        gc.collect()
+        return
+    reader = consumer.reader
+    if not reader.alone and _time.now() - consumer.touched < PATIENCE_S:
+        return
+    for target in reader.waits_for()[:_BRANCHES]:
+        _follow(runtime, target, probe.past(f"its reader, {_say_reader(reader)} on {runtime.agent.name!r}"))
+
+
+def _at_producer(stream: int, probe: Probe) -> None:
+    """Go on with what a stream's generator waits for. Called by RPC on the producer's worker."""
+    runtime = current()
+    producer = None if runtime is None else runtime.streams.find(stream)
+    entry = None if producer is None else producer.entry
+    if (
+        runtime is None
+        or producer is None
+        or entry is None
+        or entry.execution is None
+        or entry.office is None
+    ):
+        return
+    if producer.pause:  # it has items
+        return
+    if _pursue_task(runtime, entry, probe):
+        return
+    seat: Any = entry.office.mailbox.seat_of(entry.execution.chain)
+    if seat is not None and seat.waiting:
+        for target in seat.waits_for[:_BRANCHES]:
+            _follow(runtime, target, probe.past(_say(entry)))
+
+
+def _pursue_task(runtime: Runtime, entry: LetterEntry, probe: Probe) -> bool:
+    """Go on with what the coroutine of a call awaits; False where it is none."""
+    task = entry.task
+    if task is None:
+        return False
+    for target in awaited_by(task)[:_BRANCHES]:
+        _follow(runtime, target, probe.past(_say(entry)))
+    return True
+
+
+# -- streams: where it ends ---------------------------------------------------------------------------------------------
+
+
+def _sighted(seen: dict[int, float], token: int) -> bool:
+    """Note that a circle was seen; say whether that was so before."""
+    now = _time.now()
+    return now - seen.setdefault(token, now) >= _AGAIN_S
+
+
+def _closes(runtime: Runtime, entry: LetterEntry, probe: Probe) -> bool:
+    """Say whether a call waits for the places from one of which the search began; break the circle if it is certain."""
+    office, lane = entry.office, entry.lane
+    if office is None or lane is None or entry.state is not NEW or entry.seat is not None:
+        return False
+    if (probe.worker, probe.resident_id) != (runtime.references.me, office.id):
+        return False
+    held = _holders(runtime, office, lane)
+    if held is None or probe.execution not in held:
+        return False
+    if not any(isinstance(targets[0], Producer) for _, targets in held.values()):
+        return False
+    if entry.circles is None:
+        entry.circles = {}
+    _sighted(entry.circles, probe.execution)
+    if all(token in entry.circles and _sighted(entry.circles, token) for token in held):
+        office.withdraw(entry, _error(office, f"{_say(entry)} can never run", (*probe.trail, _say(entry))))
+    return True
+
+
+def _end_stream(producer: Producer, probe: Probe) -> None:
+    """Break a circle whose generator pauses on top of its own consumer."""
+    entry = producer.entry
+    if entry is not None and entry.office is not None and _sighted(producer.suspected, probe.execution):
+        producer.abort(
+            _error(entry.office, f"the stream of {_say(entry)} can never go on", (*probe.trail, _say(entry)))
+        )
+
+
+def _error(office: Resident, what: str, trail: tuple[str, ...]) -> DeadlockError:
+    return DeadlockError(
+        f"{what}: {' -> '.join(trail)} wait for each other in a circle. Take the stream's items before "
+        "you wait for the actor, close the stream, give it a larger backpressure=, or the actor max_concurrency > 1",
+        maybe_executed=what.startswith("the stream"),
+        worker=office.agent.name,
+    )
+
+
+def _verdict(resident: Resident, entry: LetterEntry, probe: Probe, behind: LetterEntry | None = None) -> None:
+    """Break the circle, if it has been found for the second time: what is on its way may have undone the first.
+
+    ``behind``: the earlier call of the same caller that the entry waits for.
+    """
+    if entry.suspected != probe.execution:
+        entry.suspected = probe.execution
+        return
+    circle = " -> ".join((*probe.trail, _say(entry)))
+    advice = (
+        "Let the first call go on without waiting (async def, or get() later), give the actor max_concurrency > 1, or leave it "
+        "reentrant if the calls descend from each other"
+    )
+    on_loop = entry.lane is not None and entry.lane.is_async
+    if behind is not None:
+        advice = (
+            f"The last one stands behind {_say(behind)}, an earlier call of the same caller, whose argument is what it is to "
+            "help with. Give that actor allow_out_of_order_execution=True, or get() the argument before the earlier call"
+        )
+    elif on_loop:
+        advice = f"get() blocks the event loop of {resident.title}: await there"
+    error = DeadlockError(
+        f"{_say(entry)} can never {'run' if entry.state is NEW else 'end'}: {circle} wait for each other in a circle. {advice}",
+        maybe_executed=entry.execution is not None,
+        worker=resident.agent.name,
+    )
+    if on_loop and behind is None:
+        resident.deadlocked(entry, error)
+    else:
+        resident.withdraw(entry, error)

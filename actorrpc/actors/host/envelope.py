@@ -1,0 +1,102 @@
+"""A call in a mailbox: the letter that brought it, and what has become of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc import _time
+from actorrpc.actors.host.mailbox import Entry
+from actorrpc.agent.calls import CALLER_BIT, FRAME_BIT
+from actorrpc.agent.executor import path_of
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from actorrpc.actors.host.actor import Resident
+    from actorrpc.agent.calls import Execution
+    from actorrpc.agent.peers import Peer
+    from actorrpc.wire.frames import Frame
+
+__all__ = ["GRACE_S", "LetterEntry"]
+
+GRACE_S: Final = 5.0
+"""How long a coroutine that is cancelled may take to clean up, and make calls for it."""
+
+_CALLER: Final = (1 << FRAME_BIT - CALLER_BIT) - 1
+
+
+class LetterEntry(Entry):
+    """A call in a mailbox.
+
+    Attributes:
+        whole: all of it is here; otherwise its larger part is still coming.
+        opened: ``(args, kwargs)`` where they had to be looked at before their turn, or the error of an argument.
+    """
+
+    __slots__ = (
+        "arrived",
+        "circles",
+        "conn",
+        "deadline",
+        "execution",
+        "frame",
+        "given_up",
+        "header",
+        "office",
+        "opened",
+        "peer",
+        "sealed",
+        "sole",
+        "stopped",
+        "suspected",
+        "task",
+        "whole",
+    )
+
+    def __init__(self, conn: Any, peer: Peer, frame: Frame, header: dict[str, Any], whole: bool) -> None:
+        chain = frame.chain
+        again = header.get("n")
+        Entry.__init__(
+            self,
+            (peer, chain >> CALLER_BIT & _CALLER),
+            path=path_of(header, chain) if chain >> FRAME_BIT else (),
+            priority=int(header.get("y", 0)),
+            ready=whole and "u" not in header,
+            loose=bool(header.get("o")),
+            place=frame.id if again is None else int(again),
+            again=again is not None,
+        )
+        self.conn = conn
+        self.peer = peer
+        self.frame = frame
+        self.header = header
+        self.arrived = _time.now()
+        self.deadline = self.arrived + frame.remaining
+        self.execution: Execution | None = None
+        self.opened: Any = None  # (args, kwargs), or the error of an argument
+        self.task: asyncio.Task[Any] | None = None
+        self.office: Resident | None = None
+        self.whole = whole
+        self.sealed = True
+        self.given_up = False  # it is not to run, if it does not yet
+        self.stopped = False  # its coroutine has been told to end
+        self.sole = False  # nobody but us has the result
+        self.circles: dict[int, float] | None = None  # see deadlocks
+        self.suspected = 0  # the execution that seems to wait for this call, which waits for it
+
+    def unseal(self) -> bool:
+        """Win the right to open the letter, or to give back what is in it; exactly one caller ever does."""
+        try:
+            del self.sealed
+        except AttributeError:
+            return False
+        return True
+
+    def cancel(self, stop: bool = False) -> None:
+        """Give the call up: its caller wants it no more. Runs on a pool thread.
+
+        ``stop``: a method that runs is interrupted. It goes on where only its caller's time is over, or its caller is
+        gone: then nobody has asked for an actor in the middle of something.
+        """
+        if self.office is not None:
+            self.office.cancel(self, stop)

@@ -1,0 +1,595 @@
+"""How a resident's calls are run and answered: on its stations, and on its event loops.
+
+Answering is claimed by taking the entry out of its caller's table of running calls, one atomic step: a method that
+was given up on (killed, cancelled) may come to its end, and finds that it has been answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import sys
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from actorrpc import _time
+from actorrpc._exception_text import cut_frames, is_a, let_frames_go
+from actorrpc.actors.host.checkpoints import Checkpoints
+from actorrpc.actors.host.envelope import GRACE_S, LetterEntry
+from actorrpc.actors.host.mailbox import Entry, Lane
+from actorrpc.actors.host.threads import Interrupted, Station
+from actorrpc.actors.refs.object_ref import SMALL, Kept, keep_large
+from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.spec.actor_spec import ActorExit, ResidentGoneError, exit_text
+from actorrpc.actors.streams.producer import aproduce, produce
+from actorrpc.agent import outbound
+from actorrpc.agent.calls import CURRENT, Execution
+from actorrpc.agent.executor import ASYNC_MARK, Later, future_of, named
+from actorrpc.agent.hooks import TAG, intercepted
+from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
+from actorrpc.rpc.rref import RRef
+from actorrpc.wire.frames import CREDIT, LETTER, pack_frame
+
+if TYPE_CHECKING:
+    from actorrpc.actors.host.actor import Resident
+    from actorrpc.actors.host.event_loop import EventLoop
+    from actorrpc.actors.host.loop_thread import LoopStation
+
+__all__ = ["Callee", "died"]
+
+_log = logging.getLogger("actorrpc.actors")
+INFINITE: Final = float("inf")
+_AT_ONCE: Final = 64  # calls are started in one callback of the event loop
+_MAX_DEPTH: Final = 60  # calls nested on one thread
+_NOTHING: Final = object()
+_use_count: Final = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def died(resident: Resident, why: str) -> ResidentGoneError:
+    """Return the error of a call that was running when its actor ended; its caller asks the supervisor what comes next."""
+    error = ResidentGoneError(resident.id, why)
+    error.maybe_executed = True
+    return error
+
+
+def _method_of(instance: Any, name: str) -> Any:
+    """Return a method, bound; an attribute of the instance stands for it only where it can be called in its place."""
+    found = getattr(instance, name)
+    if callable(found):
+        return found
+    return inspect.getattr_static(type(instance), name).__get__(instance, type(instance))
+
+
+class Callee:
+    """Runs the calls of one resident. Thread-safe: what it keeps belongs to the resident."""
+
+    def __init__(self, resident: Resident) -> None:
+        self.resident = resident
+        self.runtime = resident.runtime
+        self.agent = resident.agent
+        self.mailbox = resident.mailbox
+        self._checkpoints = Checkpoints(resident)
+        self._instance_rref: Any = None
+
+    def run(self, entry: Entry, station: Station) -> None:
+        """Run one call on a station, answer it, and see what came meanwhile. Never raises."""
+        assert isinstance(entry, LetterEntry)
+        station.depth += 1
+        if not self.agent.pool.idle:
+            self.agent.pool.ensure_reader()
+        try:
+            self._run(entry, station)
+        except BaseException as error:
+            self.fail(entry, error)
+        finally:
+            station.depth -= 1
+        conn = entry.conn
+        if conn is None:
+            return
+        agent = self.agent
+        if station.lane.waiting and len(conn.outbox) < agent.settings.cork_frames:
+            agent.cork(conn)  # answers of a batch leave together
+        elif station.depth or station.lane.waiting:
+            conn.flush(True)
+        else:
+            # Sent by the station, when it sees that there is nothing else to do.
+            if station.caller is not None and station.caller is not conn and station.caller.outbox:
+                station.caller.flush()
+            station.caller = conn
+
+    def _run(self, entry: LetterEntry, station: Station) -> None:
+        if not self._may_start(entry):
+            return
+        if station.depth > _MAX_DEPTH:
+            raise self._too_deep()
+        execution = self._begin(entry, station)
+        token = CURRENT.set(execution)
+        try:
+            try:
+                station.enter(entry)
+                if entry.given_up:
+                    raise Interrupted
+                value = self._call(entry, execution)
+            finally:
+                station.leave()
+                self.mailbox.end(execution.chain)
+            if value is not _NOTHING:
+                if type(value) is torch.Tensor and sys.getrefcount(value) == 2 and _has_own_memory(value):
+                    entry.sole = True
+                self.answer(entry, value)
+        except BaseException as error:
+            self._raised(entry, error)
+        finally:
+            CURRENT.reset(token)
+            entry.opened = None
+
+    def _raised(self, entry: LetterEntry, error: BaseException) -> None:
+        """Answer a call whose method has raised, and see to the actor's end where that is what it means."""
+        if is_a(error, ActorExit):
+            self.resident.exited(entry, str(error))
+        elif is_a(error, SystemExit) and "m" in entry.header:  # otherwise it is the constructor's
+            self.resident.exited(entry, exit_text(error), "sys.exit")
+        elif is_a(error, Interrupted):
+            self.fail(entry, CancelledError(f"{self.label(entry)} was interrupted: its call was cancelled"))
+        else:
+            self.fail(entry, error)
+
+    def _too_deep(self) -> RecursionError:
+        return RecursionError(
+            f"actor {self.resident.title}: calls that descend from each other are nested {_MAX_DEPTH} deep in it"
+        )
+
+    def _begin(self, entry: LetterEntry, station: Station | None) -> Execution:
+        """Begin the execution of a call: what descends from it may run within it from now on."""
+        id = self.runtime.residents.new_execution(self.resident.caller)
+        execution = entry.execution = Execution(entry.peer, entry.frame.id, entry.deadline, id)
+        execution.path = (*entry.path, id)
+        execution.actor = self.resident
+        execution.header = entry.header
+        execution.what = entry.header.get("m")
+        self.mailbox.begin(id, station)
+        return execution
+
+    def _may_start(self, entry: LetterEntry) -> bool:
+        if entry.deadline != INFINITE and _time.now() > entry.deadline:
+            self.refuse(
+                entry,
+                RpcTimeoutError(
+                    f"{self.label(entry)} reached its turn too late to be started",
+                    maybe_executed=False,
+                    worker=self.agent.name,
+                ),
+            )
+            return False
+        return True
+
+    def label(self, entry: LetterEntry) -> str:
+        return f"the call of {self.resident.title}.{entry.header.get('m', '__init__')}()"
+
+    def open(self, entry: LetterEntry) -> Any:
+        """Return ``(args, kwargs)`` of a letter."""
+        frame, conn, agent = entry.frame, entry.conn, self.agent
+        if not entry.unseal():
+            raise CancelledError(f"{self.label(entry)} was given up", maybe_executed=False)
+        if frame.flags == LETTER and "f" not in entry.header and TAG not in entry.header:
+            return outbound.open_plain(frame.body, entry.peer)
+        parcel = outbound.Parcel(entry.peer)
+        agent.inbox.arrived(parcel, entry.header)
+        try:
+            opened = outbound.open_body(conn, frame, entry.header, parcel, agent.recorder)
+        except LimitError as error:
+            raise LimitError(f"{self.label(entry)} was not executed: {error}") from None
+        if conn is not None and (
+            frame.flags & ~(outbound.INLINE | LETTER) or len(frame.body) >= outbound.CHARGED
+        ):
+            conn.outbox.append(pack_frame(CREDIT, frame.id))
+            agent.upkeep.soon(conn)
+        if parcel.received:
+            execution = entry.execution or Execution(entry.peer, frame.id, entry.deadline, frame.chain)
+            agent.confirm(parcel.received, execution)
+        return opened
+
+    def arguments(self, entry: LetterEntry) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        opened, entry.opened = entry.opened, None
+        if opened is None:
+            opened = self.open(entry)
+        elif isinstance(opened, BaseException):
+            raise opened
+        args, kwargs = opened
+        return args, kwargs
+
+    def _call(self, entry: LetterEntry, execution: Execution) -> Any:
+        """Run the method; return its result, or ``_NOTHING`` where the answer comes later or has been given."""
+        header = entry.header
+        name = header.get("m")
+        if name is None:
+            return self.resident.make(entry)
+        args, kwargs = self.arguments(entry)
+        self.resident.calls += 1
+        method, kind = self._method(name)
+        if kind == "sync" and "q" not in header and not self.agent.interceptors:
+            return self._returned(entry, method, method(*args, **kwargs))
+        call = intercepted(self.agent.interceptors, execution, method, args, kwargs)
+        if kind == "generator" or ("q" in header and kind == "sync"):
+            items = call()
+            self._stream(entry, items if inspect.isgenerator(items) else (item for item in items))
+            return _NOTHING
+        if kind.startswith("async"):
+            # An async method that has come to a thread: the actor has no loop of its own.
+            raise TypeError(f"{self.resident.title}.{name} is async and cannot be run here")
+        return self._returned(entry, method, call())
+
+    def _returned(self, entry: LetterEntry, method: Any, value: Any, *, keeps: bool = True) -> Any:
+        """See to what a method has returned; ``_NOTHING``: the answer comes later. ``keeps``: the state is kept before."""
+        if type(value) is Later:
+            self._answer_later(entry, value.future)
+            return _NOTHING
+        if getattr(method, ASYNC_MARK, None) is not None:
+            later = future_of(value, method)
+            if keeps:
+                self._checkpoints.save()  # as it is now: the future may complete on any thread, beside the next call
+            self._answer_later(entry, later)
+            return _NOTHING
+        if keeps:
+            self._checkpoints.save()
+        return value
+
+    def _method(self, name: str) -> tuple[Any, str]:
+        assert self.resident.spec is not None
+        info = self.resident.spec.info.methods.get(name)
+        if info is not None:
+            return _method_of(self.resident.instance, name), info.kind
+        if name == "<call>":
+            return self._call_function, "sync"
+        if name == "<getattr>":
+            return self._attribute, "sync"
+        if name == "<rref>":
+            return self._reference, "sync"
+        raise AttributeError(f"actor {self.resident.title} has no method {name!r}")
+
+    def _call_function(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(self.resident.instance, *args, **kwargs)
+
+    def _attribute(self, name: str) -> Any:
+        return getattr(self.resident.instance, name)
+
+    def _reference(self) -> Any:
+        if self._instance_rref is None:
+            self._instance_rref = RRef(self.resident.instance)
+        return self._instance_rref
+
+    def _stream(self, entry: LetterEntry, generator: Any) -> None:
+        producer = self.runtime.streams.open(
+            int(entry.header.get("q", 0)), entry.peer, owner=self.resident, entry=entry
+        )
+        if not self.answer(entry, producer.ticket(), keep=False):
+            producer.close()
+            generator.close()
+            return
+        producer.serves(entry.frame.id)
+        if entry.conn is not None:
+            entry.conn.flush(True)
+        produce(self._checkpoints.behind(generator), producer, partial(self._end_of_stream, entry))
+
+    def _end_of_stream(self, entry: LetterEntry, error: BaseException) -> BaseException:
+        """Say what the consumer of a stream gets for what the generator has raised."""
+        if is_a(error, ActorExit):
+            return died(self.resident, str(error) or "exit_actor() was called in it")
+        if is_a(error, SystemExit):
+            return died(self.resident, exit_text(error))
+        if is_a(error, (Interrupted, CancelledError)):
+            if self.resident.state in ("closing", "over"):
+                return died(self.resident, self.resident.why)
+            return CancelledError(f"{self.label(entry)} was interrupted: its call was cancelled")
+        return error
+
+    def _answer_later(self, entry: LetterEntry, future: Any) -> None:
+        def ready(done: Any) -> None:
+            execution = entry.execution
+            token = CURRENT.set(execution)
+            try:
+                try:
+                    value = done.value()
+                except BaseException as error:
+                    self._raised(entry, error)
+                else:
+                    self.answer(entry, value)
+            finally:
+                CURRENT.reset(token)
+            if entry.conn is not None:
+                entry.conn.flush()
+
+        future.add_done_callback(ready)
+
+    # -- on an event loop ------------------------------------------------------------------------------
+
+    def _start(self, entry: LetterEntry, lane: Lane) -> None:
+        loop = self.resident.loop_of(lane)
+        if loop is None:  # its actor has ended in this moment
+            self.refuse(entry, ResidentGoneError(self.resident.id, self.resident.why))
+        if loop is None or not self._may_start(entry):
+            self.resident.finished(lane, self.mailbox.done(lane))
+            return
+        if self.resident.is_plain(entry):
+            loop.station.due[entry] = None
+            loop.turn(partial(self._turn, entry, loop), loop.station.fresh_context())
+            if self.mailbox.closed:  # the thread that ends the actor may have looked before that
+                self.resident.refuse_due(loop.station)
+            return
+        self._task(entry, lane, loop, partial(self._run_async, entry))
+
+    def _task(self, entry: LetterEntry, lane: Lane, loop: EventLoop, run: Callable[[Execution], Any]) -> None:
+        """Begin the execution of a call on the loop, as a task that runs ``run(execution)`` in its turn."""
+        execution = entry.execution or self._begin(entry, None)
+        loop.station.entries[execution.chain] = entry
+        context = loop.station.fresh_context()
+        context.run(CURRENT.set, execution)
+        task = loop.task(run(execution), context)
+        entry.task = task
+        if entry.given_up:  # it has to begin: what has not cannot answer
+            loop.submit(partial(self.stop, entry, False))
+
+        def over(_: Any) -> None:
+            entry.task = None
+            self._over(entry, lane, loop, execution)
+
+        task.add_done_callback(over)
+
+    def _over(self, entry: LetterEntry, lane: Lane, loop: EventLoop, execution: Execution) -> None:
+        """Go on after a call that has run on the loop."""
+        entry.opened = None
+        loop.station.entries.pop(execution.chain, None)
+        try:
+            self.mailbox.end(execution.chain)
+            if entry.conn is not None and entry.conn.outbox:
+                entry.conn.flush()
+            self.resident.finished(lane, self.mailbox.done(lane))
+        except BaseException as error:
+            self.resident.broken(error)
+        self.pump(lane)
+
+    def stop(self, entry: LetterEntry, stop: bool) -> None:
+        """Cancel the coroutine of a call that was given up (``stop``: see Execution.cancel). Runs on the loop.
+
+        Its handlers may make calls, which the grace bounds; the caller hears when they have ended, or the grace is over.
+        """
+        task, execution = entry.task, entry.execution
+        if task is None or execution is None or entry.stopped:
+            return
+        entry.stopped = True
+        task.cancel()
+        execution.give_up_nested(stop)  # before the coroutine goes on and makes others
+        execution.deadline = _time.now() + GRACE_S
+        over = partial(self._grace_over, entry, task, execution, stop)
+        self.agent.clock.after(GRACE_S, lambda: self.agent.submit(over))
+
+    def _grace_over(
+        self, entry: LetterEntry, task: asyncio.Task[Any], execution: Execution, stop: bool
+    ) -> None:
+        if task.done():
+            return
+        execution.cancel(stop)
+        self.fail(
+            entry,
+            CancelledError(
+                f"{self.label(entry)} was cancelled, and its coroutine has not ended within {GRACE_S:g} s: it is cancelled again"
+            ),
+        )
+        if entry.conn is not None:
+            entry.conn.flush()
+        loop = self.resident.loop_of(entry.lane)
+        if loop is not None:
+            loop.submit(task.cancel)
+
+    def _turn(self, entry: LetterEntry, loop: EventLoop) -> None:
+        """Run a plain method on the loop, unless something else has: it may have run where its caller waits for it."""
+        if loop.station.due.pop(entry, entry) is None:
+            try:
+                self.run_plain(entry, loop.station, within=False)
+            except BaseException as error:
+                self.resident.broken(error, entry)
+
+    def run_plain(self, entry: LetterEntry, station: LoopStation, *, within: bool) -> None:
+        """Run a plain method on the loop's thread, and answer it. Raises nothing that the method does.
+
+        Args:
+            within: it runs inside of a wait, which blocks the loop.
+        """
+        lane, loop = entry.lane, station.loop
+        assert lane is not None
+        execution = self._begin(entry, None)
+        station.entries[execution.chain] = entry
+        run = partial(self._run_plain, entry, execution, station, within)
+        outer, station.plain = station.plain, entry
+        station.depth += 1
+        try:
+            value = station.fresh_context().run(run) if within else run()
+        except BaseException as error:
+            self._raised(entry, error)
+            value = _NOTHING
+        finally:
+            station.depth -= 1
+            station.plain = outer
+        if value is _NOTHING or within:
+            self._over(entry, lane, loop, execution)
+        else:  # its state is to be kept first, and the loop goes on meanwhile
+            self._task(entry, lane, loop, partial(self._answer_when_kept, entry, value))
+
+    def _run_plain(self, entry: LetterEntry, execution: Execution, station: LoopStation, within: bool) -> Any:
+        if self.mailbox.closed:
+            raise ResidentGoneError(self.resident.id, self.resident.why)
+        if entry.given_up:
+            raise CancelledError(f"{self.label(entry)} was cancelled before it started", maybe_executed=False)
+        if station.depth > _MAX_DEPTH:
+            raise self._too_deep()
+        CURRENT.set(execution)
+        if within or not self._checkpoints.wanted:
+            value = self._call(entry, execution)
+            if value is not _NOTHING:
+                self.answer(entry, value)
+            return _NOTHING
+        args, kwargs = self.arguments(entry)
+        self.resident.calls += 1
+        method, _ = self._method(entry.header["m"])
+        return method, intercepted(self.agent.interceptors, execution, method, args, kwargs)()
+
+    async def _answer_when_kept(
+        self, entry: LetterEntry, found: tuple[Any, Any], execution: Execution
+    ) -> None:
+        method, value = found
+        try:
+            await self._checkpoints.save_from_loop()
+            value = self._returned(entry, method, value, keeps=False)
+            if value is not _NOTHING:
+                self.answer(entry, value)
+        except BaseException as error:
+            self._raised_async(entry, error)
+
+    async def _run_async(self, entry: LetterEntry, execution: Execution) -> None:
+        try:
+            if self.mailbox.closed:  # it was started in the moment in which its actor has ended
+                raise ResidentGoneError(self.resident.id, self.resident.why)
+            args, kwargs = self.arguments(entry)
+            self.resident.calls += 1
+            method, kind = self._method(entry.header["m"])
+            call = intercepted(self.agent.interceptors, execution, method, args, kwargs)
+            if kind != "async":
+                producer = self.runtime.streams.open(
+                    int(entry.header.get("q", 0)), entry.peer, owner=self.resident, entry=entry
+                )
+                generator = call() if kind == "async_generator" else _stepwise(call())
+                if self.answer(entry, producer.ticket(), keep=False):
+                    producer.serves(entry.frame.id)
+                    if entry.conn is not None:
+                        entry.conn.flush()
+                    items = self._checkpoints.behind_async(generator)
+                    await aproduce(items, producer, partial(self._end_of_stream, entry))
+                else:
+                    producer.close()
+                    await generator.aclose()
+                return
+            value = await call()
+            await self._checkpoints.save_from_loop()
+            if entry.stopped:  # it has caught the cancellation: its caller has done without the result
+                raise CancelledError(f"{self.label(entry)} was cancelled")
+            self.answer(entry, value)
+        except BaseException as error:
+            self._raised_async(entry, error)
+
+    def _raised_async(self, entry: LetterEntry, error: BaseException) -> None:
+        if not is_a(error, asyncio.CancelledError):
+            self._raised(entry, error)
+        elif self.resident.state in ("closing", "over"):  # it ended with the loop
+            self.fail(entry, died(self.resident, self.resident.why))
+        else:
+            self.fail(entry, CancelledError(f"{self.label(entry)} was cancelled"))
+
+    def answer(self, entry: LetterEntry, value: Any, *, keep: bool = True) -> bool:
+        """Send a result back, once; say whether it was still wanted."""
+        if not self._claim(entry):
+            return False
+        header = entry.header
+        execution = entry.execution
+        assert execution is not None
+        count = header.get("nr", 1)
+        if count != 1:
+            try:
+                value = self._split(entry, value, count, bool(header.get("k")))
+            except BaseException as error:
+                self.agent.executor.fail(entry.conn, entry.frame.id, error, execution)
+                return True
+        wants_kept = None
+        if keep and header.get("k"):
+            wants_kept = _keep_itself if entry.sole else keep_large
+        self.agent.executor.answer(entry.conn, entry.frame.id, value, execution, wants_kept)
+        return True
+
+    def _split(self, entry: LetterEntry, value: Any, count: int, keeps: bool) -> list[Any]:
+        assert entry.execution is not None
+        name = named(entry.execution)
+        try:
+            values = list(value)
+        except TypeError:
+            raise TypeError(f"{name} has num_returns={count}, but returned {type(value).__name__}") from None
+        if len(values) != count:
+            raise ValueError(f"{name} has num_returns={count}, but returned {len(values)} values")
+        if not keeps:
+            return values
+        found = []
+        for each in values:
+            snapshot = Snapshot.of(each)
+            found.append(Kept(RRef(snapshot)) if snapshot.nbytes > SMALL else each)
+        return found
+
+    def fail(self, entry: LetterEntry, error: BaseException) -> None:
+        if not self._claim(entry):  # nobody wants to hear of it any more
+            let_frames_go(error)
+            return
+        execution = entry.execution or Execution(
+            entry.peer, entry.frame.id, entry.deadline, entry.frame.chain
+        )
+        if entry.unseal():  # it never came to its arguments
+            self.agent.inbox.discard(entry.conn, entry.frame)
+        if self.resident.on_error is not None:
+            try:
+                error = self.resident.on_error(error)
+            except BaseException as failure:  # what explains it asks the error for its text
+                error = failure
+        cut_frames(error, __file__)
+        self.agent.executor.fail(entry.conn, entry.frame.id, error, execution)
+
+    def refuse(self, entry: LetterEntry, error: RpcError) -> None:
+        if self._claim(entry):
+            self.agent.executor.refuse(entry.conn, entry.frame, error, sealed=entry.unseal())
+            if entry.conn is not None:
+                entry.conn.flush()
+
+    def _claim(self, entry: LetterEntry) -> bool:
+        return entry.peer.running.pop(entry.frame.id, None) is entry
+
+    def pump(self, lane: Lane) -> None:
+        """Start what the lane has, in portions between which the loop goes on. Runs on the thread of the lane's loop."""
+        for _ in range(_AT_ONCE):
+            entry, _todo = self.mailbox.take(lane)
+            if entry is None:
+                entry = self.mailbox.take_descendant(lane)
+            if entry is None:
+                return
+            assert isinstance(entry, LetterEntry)
+            try:
+                self._start(entry, lane)
+            except BaseException as error:
+                self.resident.broken(error, entry)
+        loop = self.resident.loop_of(lane)
+        if loop is not None:
+            loop.submit(partial(self.pump, lane))
+
+
+async def _stepwise(items: Any) -> AsyncGenerator[Any, None]:
+    """Run a plain generator (or another iterable) on the event loop, which goes on between its steps."""
+    try:
+        for item in items:
+            yield item
+            await asyncio.sleep(0)
+    finally:
+        close = getattr(items, "close", None)
+        if close is not None:
+            close()
+
+
+def _keep_itself(value: Any, size: int) -> Any:
+    """Have a large result stay here that nobody else can change."""
+    return value if size <= SMALL else Kept(RRef(value))
+
+
+def _has_own_memory(tensor: torch.Tensor) -> bool:
+    """Say whether nothing but this tensor object uses its memory, for certain."""
+    if tensor.device.type != "cpu" or tensor.requires_grad or tensor.layout is not torch.strided:
+        return False
+    storage = tensor.untyped_storage()
+    # Two: the tensor and ``storage``. Memory that came from elsewhere (numpy, shared memory) cannot be resized.
+    return storage.resizable() and _use_count is not None and _use_count(storage._cdata) == 2

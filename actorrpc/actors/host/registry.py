@@ -1,0 +1,250 @@
+"""The residents of a worker: the actors that live here, and the office that drops letters into their mailboxes.
+
+The office runs under the read lock of the connection that brings a letter: it looks at the header, never at the
+pickle, and hands everything else to the pool. ``_lock`` guards the table of actors; nothing is called under it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc import _time
+from actorrpc.actors.context import current, runtime
+from actorrpc.actors.host.actor import Resident
+from actorrpc.actors.host.deadlock_detector import Deadlocks
+from actorrpc.actors.host.envelope import LetterEntry
+from actorrpc.actors.host.threads import Stations
+from actorrpc.actors.spec.actor_spec import ResidentGoneError
+from actorrpc.agent.calls import CALLER_BIT, FRAME_BIT
+from actorrpc.agent.executor import Later
+from actorrpc.errors import ProtocolError
+from actorrpc.futures import Future, collect_all
+from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.frames import LETTER, Frame, unpack_extra
+
+if TYPE_CHECKING:
+    from actorrpc.actors.context import Runtime
+    from actorrpc.agent.peers import Peer
+    from actorrpc.transport.connection import Connection
+
+__all__ = ["ResidentState", "Residents", "end", "states"]
+
+_END_S: Final = 5.0
+_AT_LEAST_S: Final = 0.25
+
+_CALLERS: Final = (1 << FRAME_BIT - CALLER_BIT) - 1
+_HEADERS = 1024
+_SHORT = 128  # bytes; longer headers have something of their own
+_REMEMBERED = 1000  # residents that have ended, with the reason
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentState:
+    """What a worker says of an actor that lives there."""
+
+    actor_id: int
+    resident_id: int
+    state: str
+    waiting: int
+    running: int
+    calls: int
+    uptime: float
+
+
+class Residents:
+    """The actors that live in this process. Thread-safe."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._agent = runtime.agent
+        self._lock = threading.RLock()
+        self._table: dict[int, Resident] = {}
+        self._ended: dict[int, str] = {}
+        self._stations = Stations()
+        self.deadlocks = Deadlocks(runtime)
+        self._closed = False
+        self._headers: dict[bytes, dict[str, Any]] = {}
+        # Not at import: processes that were forked from one another would all begin with the same number.
+        self._executions = itertools.count(int.from_bytes(os.urandom(5), "little"))
+        self._callers = itertools.count()
+        self._agent.post = self
+        self._agent.on_peer_end.append(self._peer_ended)
+
+    # -- the office (core.letters.PostOffice) ------------------------------------------------------
+
+    def take(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
+        """See core.letters.PostOffice."""
+        announced = peer.running.get(frame.id)
+        if type(announced) is LetterEntry and not announced.whole:
+            announced.whole = True
+            if announced.office is not None:
+                announced.office.arrived(announced, conn, frame)
+            return
+        self._drop(conn, peer, frame, True)
+
+    def announce(self, conn: Connection, peer: Peer, frame: Frame) -> None:
+        """See core.letters.PostOffice."""
+        self._drop(conn, peer, frame, False)
+
+    def abandon(self, peer: Peer, id: int) -> None:
+        """See core.letters.PostOffice."""
+        entry = peer.running.get(id)
+        if type(entry) is LetterEntry:
+            self._agent.submit(entry.cancel)
+
+    def _drop(self, conn: Connection | None, peer: Peer, frame: Frame, whole: bool) -> None:
+        header = self._headers.get(frame.extra)
+        if header is None:
+            header = unpack_extra(frame.extra)
+            if not isinstance(header.get("a"), int):
+                raise ProtocolError("a letter names no actor")
+            if whole and len(frame.extra) < _SHORT and not frame.flags & ~LETTER:
+                # Calls of one method have equal headers. Nobody changes one.
+                if len(self._headers) >= _HEADERS:
+                    self._headers.clear()
+                self._headers[frame.extra] = header
+        resident_id: int = header["a"]
+        entry = LetterEntry(conn, peer, frame, header, whole)
+        resident = self._table.get(resident_id)
+        if resident is not None:
+            resident.post(entry)
+            return
+        if header.get("c"):
+            with self._lock:
+                if not self._closed:
+                    resident = self._table[resident_id] = Resident(self._runtime, resident_id, self._stations)
+            if resident is not None:
+                resident.construct(entry)
+                return
+        if whole:
+            error = ResidentGoneError(resident_id, self._ended.get(resident_id, ""))
+            peer.running[frame.id] = entry  # a worker that is to leave when nothing runs answers it before
+            self._agent.submit(partial(self._refuse, entry, error))
+
+    def _refuse(self, entry: LetterEntry, error: ResidentGoneError) -> None:
+        conn = entry.conn
+        try:
+            self._agent.executor.refuse(conn, entry.frame, error)
+            if conn is not None:
+                conn.flush()
+        finally:
+            entry.peer.running.pop(entry.frame.id, None)
+
+    def new_execution(self, caller: int | None) -> int:
+        """Return a number for an execution that no other worker has; ``caller``: see :meth:`new_caller`."""
+        if caller is None:
+            caller = self.new_caller()
+        return 1 << FRAME_BIT | caller << CALLER_BIT | next(self._executions) & ((1 << CALLER_BIT) - 1)
+
+    def new_caller(self) -> int:
+        """Return a number for one of those here who make calls, which are kept in order for each: an actor, or a task.
+
+        What runs in no execution of them is the process's; an actor that the embedded cluster has started the process for is
+        the same one, so that its own threads keep the order as well.
+        """
+        number = next(self._callers)
+        agent = self._agent
+        if number == 0 and self._runtime.spawner is not None and agent.record.rank != 0:
+            return agent.next_chain() >> CALLER_BIT
+        return (2 * number + 1) & _CALLERS  # the processes' are even
+
+    def tell_threads_apart(self) -> None:
+        """Have each thread of its own be somebody who makes calls: nobody knows to which task it belongs."""
+        # Not a `threading.local`: what is sent later by another thread is sent in the context of the call.
+        caller: ContextVar[int] = ContextVar("actorrpc_caller", default=0)
+        numbers = itertools.count()
+
+        def next_chain() -> int:
+            number = caller.get()
+            if not number:
+                number = self.new_caller()
+                caller.set(number)
+            return number << CALLER_BIT | next(numbers) & ((1 << CALLER_BIT) - 1)
+
+        self._agent.next_chain = next_chain
+
+    # -- who is here -------------------------------------------------------------------------------
+
+    def get(self, resident_id: int) -> Resident | None:
+        """Return the actor of this incarnation; None if it is not here."""
+        return self._table.get(resident_id)
+
+    def all(self) -> list[Resident]:
+        """Return the actors that live here."""
+        with self._lock:
+            return list(self._table.values())
+
+    def forget(self, resident: Resident) -> None:
+        """Take out an actor that has ended."""
+        with self._lock:
+            if self._table.pop(resident.id, None) is not None:
+                self._ended[resident.id] = resident.why
+                while len(self._ended) > _REMEMBERED:
+                    self._ended.pop(next(iter(self._ended)))
+
+    def states(self) -> list[ResidentState]:
+        """Return what there is to say of the actors here."""
+        found = []
+        now = _time.now()
+        for resident in self.all():
+            if resident.spec is None:
+                continue
+            waiting, running = resident.counts()
+            found.append(
+                ResidentState(
+                    resident.spec.actor_id,
+                    resident.id,
+                    resident.state,
+                    waiting,
+                    running,
+                    resident.calls,
+                    now - resident.begun,
+                )
+            )
+        return found
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _peer_ended(self, peer: Peer) -> None:
+        """End the actors whose creator is gone, unless they are detached."""
+        key = WorkerKey(peer.rank, peer.record.incarnation)
+        for resident in self.all():
+            spec = resident.spec
+            if spec is not None and spec.card.supervisor == key and spec.options.lifetime != "detached":
+                _ = resident.end("now", f"its creator, worker {peer.name!r}, is gone")
+
+    def close(self, graceful: bool, patience: float = _END_S) -> None:
+        """End all actors here; waits for their last hooks: 5 s or ``patience``, 0.25 s if not ``graceful``."""
+        with self._lock:
+            self._closed = True
+        over: list[Future[None]] = [
+            resident.end("now", f"worker {self._agent.name!r} shut down") for resident in self.all()
+        ]
+        if over:
+            try:
+                collect_all(over).wait(max(_AT_LEAST_S, min(_END_S, patience)) if graceful else _AT_LEAST_S)
+            except TimeoutError:
+                pass
+
+
+# -- called by supervisors, on the worker where the actor lives -----------------------------------------
+
+
+def end(resident_id: int, how: str, why: str) -> Any:
+    """End an actor here (``"drain"`` or ``"now"``); answers when it is over."""
+    found = current()
+    resident = found.residents.get(resident_id) if found is not None else None
+    if resident is None:
+        return None
+    return Later(resident.end(how, why))
+
+
+def states() -> list[ResidentState]:
+    """Return what there is to say of the actors here."""
+    return runtime().residents.states()

@@ -1,0 +1,3 @@
+"""What is made of actors: pools, queues, tasks."""
+
+__all__: list[str] = []

@@ -1,0 +1,405 @@
+"""A pool of actors that share work: the interface of ``ray.util.ActorPool``, and asynchronous iteration.
+
+    pool = ActorPool([Worker.remote() for _ in range(4)])
+    for result in pool.map(lambda actor, value: actor.double.remote(value), range(100)):
+        ...
+
+Where a task stands (waiting, running, over) is told by callbacks of its futures, which only append to a deque and
+wake whoever waits; everything else happens on the thread, or in the coroutine, that uses the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from actorrpc import _time
+from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.errors import ActorDiedError, ConfigError, RpcTimeoutError, WrongTypeError
+from actorrpc.futures import Future
+
+__all__ = ["ActorPool", "PoolResults"]
+
+A = TypeVar("A")
+V = TypeVar("V")
+
+
+def _futures_of(result: Any) -> list[torch.futures.Future[Any]]:
+    """Return the futures of what a task's function gave: an ObjectRef, a future, or a list of those.
+
+    Raises:
+        WrongTypeError: it is something else.
+    """
+    parts = result if isinstance(result, (list, tuple)) else [result]
+    futures: list[torch.futures.Future[Any]] = []
+    for part in parts:
+        if isinstance(part, ObjectRef):
+            futures.append(part._final())
+        elif isinstance(part, torch.futures.Future):
+            futures.append(part)
+        else:
+            raise WrongTypeError(
+                "the function given to an ActorPool must return an ObjectRef (or a list of them): "
+                f"what actor.method.remote(...) gives; it returned a {type(part).__name__}"
+            )
+    return futures
+
+
+class _Task:
+    """One call of the function: what for, by which actor, and how far it is."""
+
+    __slots__ = ("actor", "done", "error", "failure", "fn", "futures", "index", "left", "result", "value")
+
+    def __init__(self, index: int, fn: Callable[[Any, Any], Any], value: Any) -> None:
+        self.index = index
+        self.fn = fn
+        self.value = value
+        self.actor: Any = None  # the one that is at it; None before, and when it is free again
+        self.result: Any = None  # what the function gave
+        self.futures: list[torch.futures.Future[Any]] = []  # of that
+        self.error: BaseException | None = None  # what the function raised
+        self.failure: BaseException | None = None  # what the first future that failed has for an error
+        self.left: list[None] = []
+        self.done = False
+
+
+class ActorPool(Generic[A]):
+    """Shares tasks out to actors, each of which works at one at a time.
+
+    A task is a function that is given an actor and a value and returns the ObjectRef of the call it makes. The actor
+    is busy until that call is over, also where it failed; an actor that has died does not come back. Tasks beyond
+    the number of actors wait; they are started, on the thread that waits for a result, as actors become free.
+
+    For one thread (or one task of an event loop) at a time, like an iterator.
+
+    Args:
+        actors: handles.
+    """
+
+    def __init__(self, actors: Iterable[A]) -> None:
+        self._idle: list[A] = list(actors)
+        self._tasks: dict[int, _Task] = {}  # those whose results nobody has got, by number
+        self._waiting: deque[_Task] = deque()
+        self._busy: dict[int, _Task] = {}  # those that occupy an actor, given up ones included
+        self._over: deque[_Task] = deque()  # what callbacks tell: over, in that order, and not looked at yet
+        self._ready: dict[int, _Task] = {}  # of _tasks, those that are over, in the order in which they were
+        self._next_task = 0
+        self._next_return = 0
+        self._dead = 0
+        # Completed by a callback, to wake whoever waits; whoever is about to wait puts a new one there.
+        self._change: Future[None] = Future()
+
+    # -- giving tasks ------------------------------------------------------------------------------
+
+    def submit(self, fn: Callable[[A, V], Any], value: V) -> None:
+        """Have ``fn(actor, value)`` called: at once if an actor is free, else when one is.
+
+        Raises:
+            WrongTypeError: it was called at once and returned no ObjectRef.
+            Exception: it was called at once and raised. (Later on, the task's result raises it.)
+        """
+        if not callable(fn):
+            raise WrongTypeError(f"fn must be a function of an actor and a value, not {fn!r}")
+        self._collect()
+        task = _Task(self._next_task, fn, value)
+        if self._idle and not self._waiting:
+            self._start(task)
+            if task.error is not None:
+                raise task.error
+        else:
+            self._waiting.append(task)
+        self._next_task += 1
+        self._tasks[task.index] = task
+
+    def map(self, fn: Callable[[A, V], Any], values: Iterable[V]) -> PoolResults:
+        """Call ``fn(actor, value)`` for each value and return an iterator over the results, in order.
+
+        What was submitted before and not fetched is given up. All values are taken at once. The iterator works with
+        ``for`` and ``async for``; a call that failed raises from it, and it goes on behind.
+        """
+        return self._map(fn, values, ordered=True)
+
+    def map_unordered(self, fn: Callable[[A, V], Any], values: Iterable[V]) -> PoolResults:
+        """Call ``fn(actor, value)`` for each value and return an iterator over the results as they come.
+
+        As :meth:`map` in everything else.
+        """
+        return self._map(fn, values, ordered=False)
+
+    def _map(self, fn: Callable[[A, V], Any], values: Iterable[V], *, ordered: bool) -> PoolResults:
+        self._waiting.clear()
+        self._tasks.clear()
+        self._ready.clear()
+        self._next_return = self._next_task
+        for value in values:
+            self.submit(fn, value)
+        return PoolResults(self, ordered)
+
+    def _start(self, task: _Task) -> None:
+        """Have a free actor work at a task. What the function raises becomes the task's error."""
+        actor = self._idle.pop()
+        try:
+            task.result = task.fn(actor, task.value)
+            futures = task.futures = _futures_of(task.result)
+        except BaseException as error:
+            self._idle.append(actor)
+            if not isinstance(error, Exception):  # Ctrl-C is no outcome of a task
+                raise
+            task.error = error
+            task.done = True
+            return
+        task.actor = actor
+        task.left = [None] * len(futures)
+        self._busy[task.index] = task
+
+        def one(future: Any) -> None:
+            if task.failure is None:
+                task.failure = _failure_of(future)
+            try:
+                task.left.pop()
+            except IndexError:
+                return
+            if not task.left:
+                self._over.append(task)
+                self._wake()
+
+        for future in futures:
+            source = getattr(future, "_source", None)
+            if source is not None:
+                source.flush()
+            future.add_done_callback(one)
+        if not futures:
+            self._over.append(task)
+
+    def _wake(self) -> None:
+        change = self._change
+        if change._claim():
+            change._finish(None, None)
+
+    # -- the state of things -----------------------------------------------------------------------
+
+    def _collect(self, free: bool = False) -> None:
+        """Look at what callbacks have told.
+
+        Args:
+            free: actors whose calls are over are free, also where nobody has got the result yet.
+        """
+        while self._over:
+            task = self._over.popleft()
+            task.done = True
+            if task.index in self._tasks:
+                self._ready[task.index] = task
+            else:
+                self._free(task)  # it was given up
+        if free and self._waiting:
+            for task in list(self._busy.values()):
+                if task.done:
+                    self._free(task)
+        while self._waiting and self._idle:
+            task = self._waiting.popleft()
+            self._start(task)
+            if task.done:
+                self._ready[task.index] = task
+
+    def _free(self, task: _Task) -> None:
+        if self._busy.pop(task.index, None) is None:
+            return
+        actor, task.actor = task.actor, None
+        if isinstance(task.failure, ActorDiedError):
+            self._dead += 1
+        else:
+            self._idle.append(actor)
+
+    def _fail_if_alone(self) -> None:
+        """Fail the first task that waits if there is no actor left that could ever start it."""
+        if self._waiting and not self._busy and not self._idle:
+            task = self._waiting.popleft()
+            why = f"all of its actors have died ({self._dead})" if self._dead else "it has no actors"
+            task.error = ConfigError(
+                f"task {task.index} of this pool was not started: {why}; push() one first"
+            )
+            task.done = True
+            self._ready[task.index] = task
+
+    def has_next(self) -> bool:
+        """Say whether there are tasks, waiting or running or over, whose results nobody has got."""
+        return bool(self._tasks)
+
+    def has_free(self) -> bool:
+        """Say whether an actor is free and no task waits for one."""
+        self._collect()
+        return bool(self._idle) and not self._waiting
+
+    def pop_idle(self) -> A | None:
+        """Take a free actor out of the pool and return it; None if there is none, or tasks wait for one."""
+        return self._idle.pop() if self.has_free() else None
+
+    def push(self, actor: A) -> None:
+        """Put an actor into the pool.
+
+        Raises:
+            ConfigError: it is in the pool already (a ValueError).
+        """
+        if actor in self._idle or any(task.actor == actor for task in self._busy.values()):
+            raise ConfigError(f"{actor!r} belongs to this pool already")
+        self._idle.append(actor)
+        self._collect()
+
+    # -- getting results ---------------------------------------------------------------------------
+
+    def get_next(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
+        """Return the result of the next task, in the order in which they were submitted; waits for it.
+
+        Args:
+            timeout: seconds to wait at most; None: as long as the call takes.
+            ignore_if_timedout: give the task up if it is not over by then. Its actor is free when the call ends.
+
+        Raises:
+            StopIteration: there is no task left.
+            TimeoutError: the task is not over in time.
+            ConfigError: :meth:`get_next_unordered` has gone past the tasks that are left (a ValueError); or no
+                actor is left for them.
+            Exception: what the call ended with.
+        """
+        return self._get(self._search(ordered=True), timeout, ignore_if_timedout)
+
+    def get_next_unordered(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
+        """Return the result of the task that is over first; waits for one. The rest as for :meth:`get_next`."""
+        return self._get(self._search(ordered=False), timeout, ignore_if_timedout)
+
+    async def get_next_async(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
+        """Return the result of the next task, as :meth:`get_next`, without blocking the event loop.
+
+        Raises: as :meth:`get_next`, but StopAsyncIteration where no task is left.
+        """
+        return await self._get_async(self._search(ordered=True), timeout, ignore_if_timedout)
+
+    async def get_next_unordered_async(
+        self, timeout: float | None = None, ignore_if_timedout: bool = False
+    ) -> Any:
+        """Return the result of the task that is over first, as :meth:`get_next_async`."""
+        return await self._get_async(self._search(ordered=False), timeout, ignore_if_timedout)
+
+    def _search(self, *, ordered: bool) -> Generator[Future[None], None, _Task]:
+        """Find the task that is next. Yields futures to wait for before it looks again; returns the task."""
+        if ordered and self._tasks and self._next_return >= self._next_task:
+            raise ConfigError("get_next() is not possible after get_next_unordered() has gone past its task")
+        while True:
+            # Before the look: what changes after it completes this one.
+            change: Future[None] = Future()
+            self._change = change
+            self._collect(free=True)
+            self._fail_if_alone()
+            if ordered:
+                wanted = self._tasks[self._next_return]
+                if wanted.done:
+                    return wanted
+            elif self._ready:
+                return next(iter(self._ready.values()))
+            yield change
+
+    def _take(self, task: _Task) -> None:
+        """Count a task as fetched: its actor is free."""
+        self._tasks.pop(task.index, None)
+        self._ready.pop(task.index, None)
+        self._next_return = max(self._next_return, task.index + 1)
+        if task.done:
+            self._free(task)
+        self._collect()
+
+    def _too_late(self, timeout: float, ignore: bool) -> RpcTimeoutError:
+        text = f"no result came within {timeout} s"
+        if ignore and self._tasks:
+            task = self._tasks.get(self._next_return) or next(iter(self._tasks.values()))
+            if task in self._waiting:
+                self._waiting.remove(task)
+            self._take(task)
+            text += f"; task {task.index} was given up"
+        return RpcTimeoutError(text, maybe_executed=None)
+
+    def _get(self, search: Generator[Future[None], None, _Task], timeout: float | None, ignore: bool) -> Any:
+        if not self._tasks:
+            raise StopIteration("no more results to get")
+        until = None if timeout is None else _time.now() + timeout
+        while True:
+            try:
+                change = next(search)
+            except StopIteration as found:
+                task: _Task = found.value
+                break
+            try:
+                change.wait(None if until is None else max(0.0, until - _time.now()))
+            except RpcTimeoutError:
+                assert timeout is not None
+                raise self._too_late(timeout, ignore) from None
+        try:
+            return self._outcome(task)
+        finally:
+            self._take(task)
+
+    async def _get_async(
+        self, search: Generator[Future[None], None, _Task], timeout: float | None, ignore: bool
+    ) -> Any:
+        if not self._tasks:
+            raise StopAsyncIteration("no more results to get")
+        until = None if timeout is None else _time.now() + timeout
+        while True:
+            try:
+                change = next(search)
+            except StopIteration as found:
+                task: _Task = found.value
+                break
+            try:
+                async with asyncio.timeout(None if until is None else max(0.0, until - _time.now())):
+                    await change
+            except TimeoutError:
+                assert timeout is not None
+                raise self._too_late(timeout, ignore) from None
+        try:
+            return self._outcome(task)
+        finally:
+            self._take(task)
+
+    def _outcome(self, task: _Task) -> Any:
+        if task.error is not None:
+            raise task.error
+        # They are complete. These are looked at, and not the ObjectRefs, as a failure of these is what would be reported.
+        values = [future.wait() for future in task.futures]
+        return values if isinstance(task.result, (list, tuple)) else values[0]
+
+
+def _failure_of(future: Any) -> BaseException | None:
+    """Return the error of a complete future without counting it as looked at."""
+    if isinstance(future, Future):
+        return future._error
+    try:
+        future.value()
+    except BaseException as error:
+        return error
+    return None
+
+
+class PoolResults(Iterator[Any], AsyncIterator[Any]):
+    """The results of :meth:`ActorPool.map`: iterate with ``for`` or ``async for``."""
+
+    def __init__(self, pool: ActorPool[Any], ordered: bool) -> None:
+        self._pool = pool
+        self._ordered = ordered
+
+    def __iter__(self) -> PoolResults:
+        return self
+
+    def __next__(self) -> Any:
+        return self._pool.get_next() if self._ordered else self._pool.get_next_unordered()
+
+    def __aiter__(self) -> PoolResults:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._ordered:
+            return await self._pool.get_next_async()
+        return await self._pool.get_next_unordered_async()

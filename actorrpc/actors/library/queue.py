@@ -1,0 +1,492 @@
+"""A first-in, first-out queue that lives in an actor and that any number of processes may use.
+
+The interface of ``ray.util.queue.Queue``. The actor is an asyncio one, so any number of callers may wait in it, and
+their deadlines live there: an item is given to one caller that still wants it, or it stays in the queue.
+
+What makes that exact: each ``get`` has a ticket. A caller that gives up (asyncio cancellation, Ctrl-C, the deadline or
+the end of the call that it is nested in) withdraws its ticket, and if the item was already on its way to it, it goes
+back to its old place. The actor keeps what it has handed out until the caller's next ``get`` says that it has come, at
+most :data:`_KEEP_S` seconds. (A caller whose process dies loses what it was handed, as with every queue.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import numbers
+import os
+import queue as standard
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
+
+from actorrpc.actors.client.actor_class import ActorClass
+from actorrpc.actors.client.handle import kill
+from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.actors.refs.wait import get, wait
+from actorrpc.agent.calls import CURRENT
+from actorrpc.errors import ConfigError, RpcError, ShutdownError, WrongTypeError
+
+if TYPE_CHECKING:
+    from actorrpc.actors.client.handle import ActorHandle
+    from actorrpc.actors.refs.object_ref import ObjectRef
+
+__all__ = ["Empty", "Full", "Queue"]
+
+T = TypeVar("T")
+Ticket = tuple[int, int]  # the client's number, and one for each of its calls
+
+# How long what was handed out is kept for a withdrawal, if its receiver does not call again.
+_KEEP_S: Final = 30.0
+# Waiting callers are calls in execution: a limit on those would keep the one out that would wake the others.
+_MAX_WAITING: Final = 1_000_000
+
+
+class Empty(standard.Empty):
+    """There was no item within the time, or there were not as many as asked for."""
+
+
+class Full(standard.Full):
+    """There was no room within the time, or not for that many items."""
+
+
+# -- inside the actor ---------------------------------------------------------------------------------------
+
+
+class _Waiter:
+    """A caller that waits. Its future gets the item (of a getter) or None (of a putter, when its item is in)."""
+
+    __slots__ = ("entry", "future", "line", "withdrawn")
+
+    def __init__(self, line: deque[_Waiter], entry: Any = None) -> None:
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.line = line
+        self.entry = entry
+        self.withdrawn = False
+
+
+class QueueActor:
+    """What runs in the queue's actor. All methods are coroutines, so they run on one thread, one step at a time.
+
+    Items have numbers, in the order in which they came in, so that one that comes back finds its place.
+    """
+
+    def __init__(self, maxsize: int) -> None:
+        self._maxsize = maxsize
+        self._items: deque[tuple[int, Any]] = deque()
+        self._numbers = itertools.count()
+        self._getters: deque[_Waiter] = deque()
+        self._putters: deque[_Waiter] = deque()
+        self._waiting: dict[Ticket, _Waiter] = {}
+        self._handed: dict[Ticket, tuple[list[tuple[int, Any]], asyncio.TimerHandle]] = {}
+
+    # In a way that holds after each step: nobody waits for an item while there is one, or for room while there
+    # is some.
+    def _settle(self) -> None:
+        while True:
+            if self._items and self._getters:
+                self._getters.popleft().future.set_result(self._items.popleft())
+            elif self._putters and self._room():
+                putter = self._putters.popleft()
+                self._items.append((next(self._numbers), putter.entry))
+                putter.entry = None
+                putter.future.set_result(None)
+            else:
+                return
+
+    def _room(self) -> bool:
+        return self._maxsize <= 0 or len(self._items) < self._maxsize
+
+    async def _wait(self, waiter: _Waiter, ticket: Ticket, timeout: float | None) -> bool:
+        """Wait in line; say whether the waiter was served. It is out of the line afterwards in any case."""
+        waiter.line.append(waiter)
+        self._waiting[ticket] = waiter
+        try:
+            # Does not cancel the future: it is either served or not, whatever happens at the same time.
+            await asyncio.wait((waiter.future,), timeout=timeout)
+        except asyncio.CancelledError:
+            self._withdraw(waiter)
+            raise
+        finally:
+            self._waiting.pop(ticket, None)
+            if not waiter.future.done():
+                waiter.line.remove(waiter)
+        return waiter.future.done() and not waiter.withdrawn
+
+    def _withdraw(self, waiter: _Waiter) -> None:
+        if waiter.withdrawn:
+            return
+        waiter.withdrawn = True
+        if not waiter.future.done():
+            waiter.line.remove(waiter)
+            waiter.future.set_result(None)
+        elif waiter.line is self._getters:
+            self._take_back([waiter.future.result()])
+
+    def _take_back(self, entries: list[tuple[int, Any]]) -> None:
+        """Put items that were handed out in vain back where they were."""
+        for entry in entries:
+            place = 0
+            while place < len(self._items) and self._items[place][0] < entry[0]:
+                place += 1
+            self._items.insert(place, entry)
+        self._settle()
+
+    def _hand_out(self, ticket: Ticket, entries: list[tuple[int, Any]]) -> None:
+        timer = asyncio.get_running_loop().call_later(_KEEP_S, self._handed.pop, ticket, None)
+        self._handed[ticket] = (entries, timer)
+
+    def _forget(self, tickets: Iterable[Ticket]) -> None:
+        for ticket in tickets:
+            handed = self._handed.pop(ticket, None)
+            if handed is not None:
+                handed[1].cancel()
+
+    async def put(self, item: Any, ticket: Ticket, timeout: float | None) -> bool:
+        """Put an item in; False if there was no room in time."""
+        if self._room() and not self._putters:
+            self._items.append((next(self._numbers), item))
+            self._settle()
+            return True
+        if timeout == 0:
+            return False
+        return await self._wait(_Waiter(self._putters, item), ticket, timeout)
+
+    async def get(
+        self, ticket: Ticket, timeout: float | None, received: tuple[Ticket, ...]
+    ) -> tuple[Any] | None:
+        """Take an item out, in a tuple; None if there was none in time."""
+        self._forget(received)
+        if self._items:
+            entry = self._items.popleft()
+            self._settle()
+        else:
+            if timeout == 0:
+                return None
+            waiter = _Waiter(self._getters)
+            if not await self._wait(waiter, ticket, timeout):
+                return None
+            entry = waiter.future.result()
+            self._settle()
+        self._hand_out(ticket, [entry])
+        return (entry[1],)
+
+    async def put_batch(self, items: list[Any]) -> int | None:
+        """Put all of the items in, or say how many there are and put none in."""
+        if self._maxsize > 0 and len(self._items) + len(items) > self._maxsize:
+            return len(self._items)
+        self._items.extend((next(self._numbers), item) for item in items)
+        self._settle()
+        return None
+
+    async def get_batch(self, count: int, ticket: Ticket, received: tuple[Ticket, ...]) -> list[Any] | int:
+        """Take that many items out, or say how many there are and take none."""
+        self._forget(received)
+        if count > len(self._items):
+            return len(self._items)
+        entries = [self._items.popleft() for _ in range(count)]
+        self._hand_out(ticket, entries)
+        self._settle()
+        return [item for _, item in entries]
+
+    async def withdraw(self, ticket: Ticket) -> None:
+        """End a call that its caller has given up; what it was handed goes back."""
+        waiter = self._waiting.get(ticket)
+        if waiter is not None:
+            self._withdraw(waiter)
+        handed = self._handed.pop(ticket, None)
+        if handed is not None:
+            handed[1].cancel()
+            self._take_back(handed[0])
+
+    async def qsize(self) -> int:
+        """Return how many items there are."""
+        return len(self._items)
+
+    async def full(self) -> bool:
+        """Say whether there is no room."""
+        return not self._room()
+
+    async def waiting(self) -> tuple[int, int]:
+        """Return how many callers wait for an item, and how many for room."""
+        return len(self._getters), len(self._putters)
+
+    async def handed(self) -> int:
+        """Return how many calls hold what they were handed and have not said that it came."""
+        return len(self._handed)
+
+    async def drain(self) -> None:
+        """Return when what was asked before has been done: calls of one caller are started in their order."""
+
+
+# -- outside ------------------------------------------------------------------------------------------------
+
+
+def _check_timeout(block: bool, timeout: Any) -> float | None:
+    """Return the time-out as the actor takes it: 0 where nothing is waited for."""
+    if not block:
+        return 0
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise WrongTypeError(f"timeout must be a number of seconds or None, not {timeout!r}")
+    if not float(timeout) >= 0:
+        raise ConfigError(f"'timeout' must be a non-negative number, not {timeout!r}")
+    return float(timeout)
+
+
+def _look_away(future: Any) -> None:
+    """Take note of a failure that interests nobody, so that it is not reported."""
+    try:
+        future.value()
+    except BaseException:
+        pass
+
+
+class Queue(Generic[T]):
+    """A first-in, first-out queue, used from any number of processes, threads and event loops.
+
+    It lives in an actor of its own and ends with the last Queue object that refers to it. Queue objects can be sent
+    in arguments and results; thread-safe. Waiting callers are served in the order in which they came.
+
+    An item that a caller was too late for, or that came when its caller had been cancelled, stays in the queue. As
+    with every call, an ObjectRef put into the queue arrives as its value.
+
+    Args:
+        maxsize: how many items there is room for; 0 or less: no limit.
+        actor_options: options of the actor, as for ``Cls.options(...)``: ``{"name": ..., "worker": ...}``.
+
+    Raises:
+        ConfigError: an option is unknown or wrong.
+    """
+
+    def __init__(self, maxsize: int = 0, actor_options: Mapping[str, Any] | None = None) -> None:
+        if isinstance(maxsize, bool) or not isinstance(maxsize, numbers.Integral):
+            raise WrongTypeError(f"maxsize must be an int, not {maxsize!r}")
+        if actor_options is not None and not isinstance(actor_options, Mapping):
+            raise WrongTypeError(f"actor_options must be a dict of options, not {actor_options!r}")
+        self.maxsize: int = int(maxsize)
+        self.actor: ActorHandle[QueueActor] | None = (
+            ActorClass(QueueActor)
+            .options(**{"max_concurrency": _MAX_WAITING, **(actor_options or {})})
+            .remote(self.maxsize)
+        )
+        self._begin()
+
+    def _begin(self) -> None:
+        self._client = int.from_bytes(os.urandom(7), "big")
+        self._tickets = itertools.count()
+        self._received: deque[Ticket] = deque()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.maxsize, self.actor)
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def _call(self, name: str, *args: Any) -> ObjectRef[Any]:
+        actor = self.actor
+        if actor is None:
+            raise ShutdownError("this queue was shut down", maybe_executed=False)
+        # Without a time-out: the actor looks after the time, and a call nested in another ends with that.
+        return cast("ObjectRef[Any]", getattr(actor, name).remote(*args))
+
+    def _ticket(self) -> Ticket:
+        return self._client, next(self._tickets)
+
+    def _arrived(self) -> tuple[Ticket, ...]:
+        """Return the tickets of what has come since the last call."""
+        found = []
+        while self._received:
+            try:
+                found.append(self._received.popleft())
+            except IndexError:  # another thread was faster
+                break
+        return tuple(found)
+
+    def _give_up(self, ref: ObjectRef[Any], ticket: Ticket) -> None:
+        """Withdraw a call whose outcome nobody waits for any more. Never raises."""
+        # Not as part of the call that this one is nested in: that may be over or cancelled.
+        token = CURRENT.set(None)
+        try:
+            self._call("withdraw", ticket)._ask().add_done_callback(_look_away)
+            if not ref.cancel():  # its time may have been over in the same moment
+                ref._ask().add_done_callback(_look_away)
+        except RpcError:  # the actor is gone, and its items with it
+            pass
+        finally:
+            CURRENT.reset(token)
+
+    def _wait(self, ref: ObjectRef[Any], ticket: Ticket) -> Any:
+        try:
+            return get(ref)
+        except BaseException:
+            self._give_up(ref, ticket)
+            raise
+
+    async def _wait_async(self, ref: ObjectRef[Any], ticket: Ticket) -> Any:
+        try:
+            return await ref
+        except BaseException:
+            self._give_up(ref, ticket)
+            raise
+
+    # -- one item ----------------------------------------------------------------------------------
+
+    def put(self, item: T, block: bool = True, timeout: float | None = None) -> None:
+        """Put an item in.
+
+        Args:
+            block: wait for room.
+            timeout: seconds to wait at most; None: for ever.
+
+        Raises:
+            Full: there is no room, or there was none in time.
+            ConfigError: the timeout is negative (a ValueError).
+            ActorDiedError: the queue is gone.
+        """
+        seconds, ticket = _check_timeout(block, timeout), self._ticket()
+        self._check_put(self._wait(self._call("put", item, ticket, seconds), ticket))
+
+    async def put_async(self, item: T, block: bool = True, timeout: float | None = None) -> None:
+        """Put an item in, as :meth:`put` does; if it is cancelled while it waits, the item is not put in."""
+        seconds, ticket = _check_timeout(block, timeout), self._ticket()
+        self._check_put(await self._wait_async(self._call("put", item, ticket, seconds), ticket))
+
+    def get(self, block: bool = True, timeout: float | None = None) -> T:
+        """Take an item out.
+
+        Args:
+            block: wait for one.
+            timeout: seconds to wait at most; None: for ever.
+
+        Raises:
+            Empty: there is no item, or there was none in time.
+            ConfigError: the timeout is negative (a ValueError).
+            ActorDiedError: the queue is gone.
+        """
+        seconds, ticket = _check_timeout(block, timeout), self._ticket()
+        return self._check_got(
+            self._wait(self._call("get", ticket, seconds, self._arrived()), ticket), ticket
+        )
+
+    async def get_async(self, block: bool = True, timeout: float | None = None) -> T:
+        """Take an item out, as :meth:`get` does; if it is cancelled while it waits, no item is lost."""
+        seconds, ticket = _check_timeout(block, timeout), self._ticket()
+        ref = self._call("get", ticket, seconds, self._arrived())
+        return self._check_got(await self._wait_async(ref, ticket), ticket)
+
+    def _check_put(self, done: bool) -> None:
+        if not done:
+            raise Full(f"the queue is full: it has room for {self.maxsize}")
+
+    def _check_got(self, found: tuple[T] | None, ticket: Ticket) -> T:
+        if found is None:
+            raise Empty("the queue is empty")
+        self._received.append(ticket)
+        return found[0]
+
+    def put_nowait(self, item: T) -> None:
+        """Put an item in if there is room. The same as ``put(item, block=False)``.
+
+        Raises:
+            Full: there is none.
+        """
+        self.put(item, block=False)
+
+    def get_nowait(self) -> T:
+        """Take an item out if there is one. The same as ``get(block=False)``.
+
+        Raises:
+            Empty: there is none.
+        """
+        return self.get(block=False)
+
+    # -- several -----------------------------------------------------------------------------------
+
+    def put_nowait_batch(self, items: Iterable[T]) -> None:
+        """Put several items in, one behind the other, in one call.
+
+        Raises:
+            Full: there is no room for all of them; none was put in.
+            WrongTypeError: ``items`` cannot be iterated over.
+        """
+        if not isinstance(items, Iterable):
+            raise WrongTypeError(f"items must be an iterable, not {items!r}")
+        batch, ticket = list(items), self._ticket()
+        held = self._wait(self._call("put_batch", batch), ticket)
+        if held is not None:
+            raise Full(f"cannot add {len(batch)} items to a queue of size {held} and maxsize {self.maxsize}")
+
+    def get_nowait_batch(self, num_items: int) -> list[T]:
+        """Take several items out in one call, in their order.
+
+        Raises:
+            Empty: there are fewer; none was taken out.
+            ConfigError: ``num_items`` is negative (a ValueError), or no int (a TypeError).
+        """
+        if isinstance(num_items, bool) or not isinstance(num_items, numbers.Integral):
+            raise WrongTypeError(f"num_items must be an int, not {num_items!r}")
+        if num_items < 0:
+            raise ConfigError(f"num_items must be at least 0, not {num_items}")
+        ticket = self._ticket()
+        found = self._wait(self._call("get_batch", int(num_items), ticket, self._arrived()), ticket)
+        if isinstance(found, int):
+            raise Empty(f"cannot get {num_items} items from a queue of size {found}")
+        self._received.append(ticket)
+        return cast("list[T]", found)
+
+    # -- looking and ending ------------------------------------------------------------------------
+
+    def qsize(self) -> int:
+        """Return how many items are in the queue now."""
+        return cast(int, get(self._call("qsize")))
+
+    def size(self) -> int:
+        """The same as :meth:`qsize`."""
+        return self.qsize()
+
+    def __len__(self) -> int:
+        return self.qsize()
+
+    def __bool__(self) -> bool:
+        """True: a queue that is empty is still a queue."""
+        return True
+
+    def empty(self) -> bool:
+        """Say whether there is no item now."""
+        return self.qsize() == 0
+
+    def full(self) -> bool:
+        """Say whether there is no room now."""
+        return cast(bool, get(self._call("full")))
+
+    def shutdown(self, force: bool = False, grace_period_s: float = 5) -> None:
+        """End the queue, for all who use it. What is in it is lost; who waits in it gets ActorDiedError.
+
+        Args:
+            force: at once; otherwise what was asked of it before is done first.
+            grace_period_s: how long that may take at most, in seconds.
+        """
+        seconds = _check_timeout(True, grace_period_s)
+        actor = self.actor
+        if actor is None:
+            return
+        if not force:
+            try:
+                drained = self._call("drain")
+                drained._ask().add_done_callback(_look_away)
+                wait([drained], timeout=seconds)
+            except RpcError:  # it is gone already
+                pass
+        self.actor = None
+        kill(actor)
+
+    def __repr__(self) -> str:
+        return f"<actorrpc.Queue(maxsize={self.maxsize}) in {self.actor!r}>"
+
+
+def _rebuild(maxsize: int, actor: Any) -> Queue[Any]:
+    queue: Queue[Any] = Queue.__new__(Queue)
+    queue.maxsize, queue.actor = maxsize, actor
+    queue._begin()
+    return queue

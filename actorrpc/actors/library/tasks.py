@@ -1,0 +1,474 @@
+"""Tasks: what ``@remote`` makes of a function. ``f.remote(...)`` runs it in another process.
+
+Tasks are executed by actors of our own, runners. Where the embedded cluster runs these are processes, made when
+they are needed, as many as it has CPUs; its workers share those of rank 0. In a group made by ``init_rpc`` there is one
+on each of its other workers. A task that waits for others makes room in its runner: nested tasks cannot block each
+other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, TypeVar, overload
+
+from actorrpc.actors.client.actor_class import ActorClass, is_importable
+from actorrpc.actors.client.handle import ActorHandle
+from actorrpc.actors.client.route import Whole, shaped
+from actorrpc.actors.context import Runtime, runtime
+from actorrpc.actors.spec.class_info import TASKS, THE_FUNCTION, ClassInfo, MethodInfo, Signature, kind_of
+from actorrpc.actors.spec.options import CallOptions, TaskOptions
+from actorrpc.agent.calls import CURRENT
+from actorrpc.errors import ActorDiedError, ActorUnavailableError, PeerDiedError
+from actorrpc.futures import Future
+
+if TYPE_CHECKING:
+    from actorrpc.actors.client.route import Route
+    from actorrpc.agent.peers import Peer
+
+__all__ = ["RemoteFunction", "TaskFuture", "TaskRunner", "forget"]
+
+P = ParamSpec("P")
+Out = TypeVar("Out")
+_ASK_S: Final = 60.0  # how long rank 0 may take to give us its runners
+_THREADS: Final = 8  # tasks at a time on a worker that is not ours alone
+
+
+# -- where tasks run -------------------------------------------------------------------------------------------
+
+
+class TaskRunner:
+    """The actor that executes tasks, one at a time (those that wait for others do not count)."""
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Execute a function; a coroutine is run to its end."""
+        _say(function)
+        result = function(*args, **kwargs)
+        return asyncio.run(_finish(result)) if asyncio.iscoroutine(result) else result
+
+    def stream(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Execute a generator function, also an asynchronous one, and pass on what it yields."""
+        _say(function)
+        found = function(*args, **kwargs)
+        yield from _steps(found) if hasattr(found, "__aiter__") else found
+
+
+def _say(function: Callable[..., Any]) -> None:
+    """Have errors about the result name the function."""
+    current = CURRENT.get()
+    if current is not None:
+        current.what = function
+
+
+async def _finish(coroutine: Any) -> Any:
+    return await coroutine
+
+
+def _steps(source: AsyncIterator[Any]) -> Iterator[Any]:
+    """Drive an asynchronous iterator from a thread that has no event loop."""
+    with asyncio.Runner() as runner:
+        try:
+            while True:
+                try:
+                    item = runner.run(_next(source))
+                except StopAsyncIteration:
+                    return
+                yield item
+        finally:
+            close = getattr(source, "aclose", None)
+            if close is not None:
+                runner.run(_finish(close()))
+
+
+async def _next(source: AsyncIterator[Any]) -> Any:
+    return await source.__anext__()
+
+
+_RUNNER: Final[ActorClass[[], TaskRunner]] = ActorClass(TaskRunner)
+_INFO: Final = ClassInfo.of(TaskRunner)
+_INFO.name = TASKS  # what users read
+_RUN: Final = _INFO.methods["run"]
+_STREAM: Final = _INFO.methods["stream"]
+
+
+class _Runner:
+    """A runner, and how many of this process's tasks are with it."""
+
+    __slots__ = ("busy", "handle", "route")
+
+    def __init__(self, handle: ActorHandle[Any]) -> None:
+        self.handle = handle
+        self.route: Route = handle.__dict__["_actorrpc_route"]
+        self.busy = 0
+
+
+class _Crew:
+    """The runners for tasks of one kind, as this process uses them. Guarded by the lock of :class:`_Crews`."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.runners: list[_Runner] = []
+
+    def choose(self) -> _Runner | None:
+        """Return the runner that has the least to do; None if there should be one more."""
+        least = min(self.runners, key=lambda each: each.busy, default=None)
+        if least is None or (least.busy and len(self.runners) < self.limit):
+            return None
+        return least
+
+
+class _Crews:
+    """All the runners that this process uses. Thread-safe.
+
+    ``_lock`` guards ``_crews`` and ``_turn``, and the numbers in them. Runners are made under it, which calls nothing of the
+    user's; it is re-entrant, as the collector may run there.
+    """
+
+    def __init__(self, in_force: Runtime) -> None:
+        self.runtime = in_force
+        self._lock = threading.RLock()
+        self._crews: dict[Any, _Crew] = {}
+        self._turn = 0
+
+    def take(self, options: TaskOptions) -> _Runner:
+        """Return the runner for a task, which has one task more from now on."""
+        if self.runtime.spawner is not None and options.worker is None and not self._is_first:
+            self._borrow(options)
+        with self._lock:
+            runner = self._choose(options)
+            runner.busy += 1
+        return runner
+
+    def give_back(self, runner: _Runner, dead: bool = False) -> None:
+        """Take note that a task is over, and maybe that its runner will never run another one."""
+        with self._lock:
+            runner.busy -= 1
+            if dead:
+                for crew in self._crews.values():
+                    if runner in crew.runners:
+                        crew.runners.remove(runner)
+
+    @property
+    def _is_first(self) -> bool:
+        return self.runtime.agent.record.rank == 0
+
+    def _choose(self, options: TaskOptions) -> _Runner:
+        if self.runtime.spawner is not None and options.worker is None:
+            crew = self._crew(options)
+            found = crew.choose()
+            if found is None and not self._is_first:  # there are no more: rank 0 has no more, either
+                found = min(crew.runners, key=lambda each: each.busy)
+            if found is None:
+                found = _Runner(_make(options, yielding=True))
+                crew.runners.append(found)
+            return found
+        worker = options.worker
+        if worker is None:
+            worker = self._next_worker()
+        key = ("at", worker)
+        crew = self._crews.setdefault(key, _Crew(1))
+        if not crew.runners:
+            crew.runners.append(
+                _Runner(_make(options, worker=worker, max_concurrency=_THREADS, yielding=True))
+            )
+        return crew.runners[0]
+
+    def _next_worker(self) -> int:
+        agent = self.runtime.agent
+        ranks = sorted(record.rank for record in agent.members())
+        others = [rank for rank in ranks if rank != agent.record.rank] or ranks
+        self._turn += 1
+        return others[self._turn % len(others)]
+
+    def _crew(self, options: TaskOptions) -> _Crew:
+        key = (
+            "new",
+            options.num_cpus,
+            options.num_gpus,
+            tuple(sorted((options.env or {}).items())),
+            options.working_dir,
+        )
+        found = self._crews.get(key)
+        if found is None:
+            cpus = getattr(self.runtime.spawner, "num_cpus", None) or os.cpu_count() or 1
+            found = self._crews[key] = _Crew(max(1, int(cpus / max(1.0, options.num_cpus or 1.0))))
+        return found
+
+    # -- the runners of rank 0, for all workers of an embedded cluster ----------------------------------------
+
+    def share(self, options: TaskOptions, count: int) -> list[ActorHandle[Any]]:
+        """Return the runners there are for tasks of a kind, after making some if there are less than ``count``."""
+        with self._lock:
+            crew = self._crew(options)
+            while len(crew.runners) < min(count, crew.limit):
+                crew.runners.append(_Runner(_make(options, yielding=True)))
+            return [each.handle for each in crew.runners]
+
+    def _borrow(self, options: TaskOptions) -> None:
+        """See that this process knows of a runner that has nothing to do for it, if rank 0 can have one."""
+        with self._lock:
+            crew = self._crew(options)
+            if crew.choose() is not None:
+                return
+            count = len(crew.runners) + 1
+        agent = self.runtime.agent
+        plain = replace(options, name=None, retry_exceptions=False)
+        handles = agent.call(agent.peer(0), _share, (plain, count), {}, _ASK_S).result()
+        with self._lock:
+            known = {each.handle for each in crew.runners}
+            crew.runners.extend(_Runner(each) for each in handles if each not in known)
+            if len(crew.runners) < count:
+                crew.limit = len(crew.runners)
+
+
+def _share(options: TaskOptions, count: int) -> list[ActorHandle[Any]]:
+    """Called by other workers on rank 0."""
+    return _crews_of(runtime()).share(options, count)
+
+
+def _make(options: TaskOptions, **how: Any) -> ActorHandle[Any]:
+    given: dict[str, Any] = {}
+    if "worker" not in how:  # there it would keep for good what it had booked, as runners stay
+        given = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
+    if options.env:
+        given["env"] = options.env
+    if options.working_dir is not None:
+        given["working_dir"] = options.working_dir
+    yielding = how.pop("yielding")
+    made = _RUNNER.options(max_restarts=-1, **given, **how)
+    # Each task has a thread of its own: one that ran within another, which waits, would keep that from going on.
+    how_run = replace(
+        made._actorrpc_options, yielding=yielding, reentrant=False, allow_out_of_order_execution=True
+    )
+    made = made._with(how_run, None)
+    handle: ActorHandle[Any] = made.remote()
+    return handle
+
+
+_crews: _Crews | None = None
+_crews_lock: Final = threading.RLock()  # guards the making of `_crews`
+
+
+def _crews_of(in_force: Runtime) -> _Crews:
+    global _crews
+    found = _crews
+    if found is None or found.runtime is not in_force:
+        with _crews_lock:
+            found = _crews
+            if found is None or found.runtime is not in_force:
+                found = _crews = _Crews(in_force)
+    return found
+
+
+def forget() -> None:
+    """Let go of all runners: this process leaves its group."""
+    global _crews
+    _crews = None
+
+
+# -- tasks ---------------------------------------------------------------------------------------------------------
+
+
+class _FunctionItself:
+    """Pickles as a function; by way of its task where only that has the function's name in its module."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: RemoteFunction[..., Any]) -> None:
+        self._of = of
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        first = self._of._first
+        if is_importable(first):
+            return getattr, (first, "__wrapped__")
+        return _same, (self._of.__wrapped__,)
+
+
+def _same(function: Any) -> Any:
+    return function
+
+
+def _told(label: object, error: BaseException) -> BaseException:
+    """Return the error of a task, in the place of that of the actor that executed it."""
+    if not isinstance(error, (ActorDiedError, ActorUnavailableError)):
+        return error
+    # Whatever it died of is in the text; that it can be called again later is no comfort to the task.
+    cause = str(error.__cause__ or error).partition("is being restarted: ")[2] or str(error)
+    told = PeerDiedError(
+        f"{label} was not finished, and is not run again (max_retries=): {cause.partition('. Call again')[0]}",
+        maybe_executed=error.maybe_executed,
+        worker=error.worker,
+    )
+    told.__cause__ = error
+    return told
+
+
+class _StreamRoute:
+    """The route to where a task's stream is made; what it explains speaks of the task, as :class:`TaskFuture` does."""
+
+    __slots__ = ("_label", "_route")
+
+    def __init__(self, route: Route, label: object) -> None:
+        self._route = route
+        self._label = label
+
+    def explain(
+        self, method: MethodInfo, options: CallOptions, error: BaseException, peer: Peer | None
+    ) -> BaseException | Future[Any]:
+        """Say what it means that the stream has broken off with an error. As :meth:`Route.explain`."""
+        meaning = self._route.explain(method, options, error, peer)
+        if not isinstance(meaning, Future):
+            return _told(self._label, meaning)
+        told: Future[Any] = Future()
+        told.label = meaning.label
+
+        def known(done: Future[Any]) -> None:
+            done.acknowledge()  # it goes on in ours
+            told.set_exception(_told(self._label, done._error or error))
+
+        meaning.add_done_callback(known)
+        return told
+
+
+class TaskFuture(Future[Any]):
+    """The result of a task. Its errors speak of the task and not of the actor that executes it."""
+
+    __slots__ = ("_crews", "_runner")
+
+    _then_class = Future
+
+    def __init__(self, call: Future[Any], crews: _Crews, runner: _Runner, title: str) -> None:
+        Future.__init__(self)
+        self.label = f"task {title}"
+        self._source = Whole(call)
+        self._crews = crews
+        self._runner: _Runner | None = runner
+        call.add_done_callback(self._ended)
+
+    def _ended(self, call: Future[Any]) -> None:
+        runner, self._runner = self._runner, None
+        error = call._error
+        if runner is not None:
+            self._crews.give_back(runner, dead=isinstance(error, ActorDiedError))
+        call.acknowledge()  # it goes on in ours
+        if error is not None:
+            error = _told(self.label, error)
+        if self._claim():
+            self._finish(call._value if error is None else None, error)
+
+    def kill(self) -> Future[None] | None:
+        """End the process that executes the task; None if the task is over."""
+        runner = self._runner
+        return None if runner is None else runner.route.kill(False)
+
+
+_interned: Final[dict[CallOptions, CallOptions]] = {}
+
+
+def _intern(options: CallOptions) -> CallOptions:
+    """Return the one object for equal options: routes prepare what goes with it."""
+    if len(_interned) > 1000:
+        _interned.clear()
+    return _interned.setdefault(options, options)
+
+
+class RemoteFunction(Generic[P, Out]):
+    """A function that runs elsewhere: ``f.remote(...)``. Immutable and thread-safe.
+
+    Generator functions give streams, ``async def`` functions are run to their end. The function itself is
+    ``f.__wrapped__``. Typed by what it takes, and by what ``remote`` returns.
+
+    Args:
+        function: the function.
+        options: how its tasks are run.
+    """
+
+    def __init__(self, function: Callable[P, Any], options: TaskOptions | None = None) -> None:
+        functools.update_wrapper(self, function)  # name, module and docstring, and `__wrapped__`
+        self.__wrapped__: Callable[P, Any] = function
+        self._first: RemoteFunction[..., Any] = self
+        self._options = options if options is not None else TaskOptions()
+        self._title = getattr(function, "__qualname__", None) or repr(function)
+        self._signature = Signature.of(function, self._title.rpartition("<locals>.")[2], 0)
+        streams = kind_of(function) in ("generator", "async_generator")
+        runs = _STREAM if streams or self._options.num_returns == "streaming" else _RUN
+        name = self._signature.title
+        says = Signature(name, (THE_FUNCTION, *self._signature.positional), varargs=True, varkw=True)
+        self._method = MethodInfo(runs.name, runs.kind, says)
+        call = self._options.for_calls()
+        call = replace(call, name=call.name or name)
+        self._shape = call
+        self._call = _intern(call if call.num_returns else replace(call, num_returns=1))
+        self._travels = _FunctionItself(self)
+
+    if TYPE_CHECKING:
+
+        def remote(self, *args: P.args, **kwargs: P.kwargs) -> Out:
+            """Run the function elsewhere."""
+            raise AssertionError
+    else:
+
+        def remote(self, *args, **kwargs):
+            """Run the function in another process; return an ObjectRef to its result at once.
+
+            ObjectRefs among the arguments are replaced by their values first. Starts the embedded cluster if nothing runs.
+
+            Returns:
+                ObjectRef, a list of them with ``num_returns`` above 1, None with 0, or an ObjectRefGenerator of a
+                generator.
+
+            Raises:
+                TypeError: the function does not take these arguments. Nothing was sent.
+                SerializationError: the function, or an argument, cannot be sent.
+            """
+            self._signature.check(args, kwargs)
+            crews = _crews_of(runtime(start=True))
+            runner = crews.take(self._options)
+            given = (self._travels, *args)
+            try:
+                again = runner.route.again(self._method, self._call, given, kwargs)
+                future = runner.route.call(self._method, self._call, given, kwargs, refs=True)
+            except BaseException:
+                crews.give_back(runner)
+                raise
+            task = TaskFuture(future, crews, runner, self._title)
+            route = _StreamRoute(runner.route, task.label)
+            return shaped(task, self._method, self._shape, label=self._title, route=route, again=again)
+
+    @overload
+    def options(self, *, num_returns: int | str, **options: Any) -> RemoteFunction[P, Any]: ...
+    @overload
+    def options(self, **options: Any) -> RemoteFunction[P, Out]: ...
+    def options(self, **options: Any) -> RemoteFunction[P, Any]:
+        """Return the same function with other options: see :class:`~actorrpc.actors.spec.options.TaskOptions`.
+
+        Raises:
+            ConfigError: an option is unknown, or its value is wrong; the message lists the right ones.
+        """
+        made: RemoteFunction[P, Any] = RemoteFunction(self.__wrapped__, self._options.merged(**options))
+        made._first = self._first
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: tasks are run with ``remote``.
+
+        Raises:
+            TypeError: always.
+        """
+        name = self.__wrapped__.__name__ if hasattr(self.__wrapped__, "__name__") else "f"
+        raise TypeError(
+            f"a remote function cannot be called directly: instead of {name}(...) write {name}.remote(...); the plain function "
+            f"is {name}.__wrapped__"
+        )
+
+    def __repr__(self) -> str:
+        return f"<remote function {self._title}>"
+
+    def __reduce__(self) -> Any:
+        if is_importable(self):
+            return self.__qualname__  # type: ignore[attr-defined]
+        return RemoteFunction, (_FunctionItself(self), self._options)

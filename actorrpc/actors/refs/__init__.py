@@ -1,0 +1,3 @@
+"""References to objects, and waiting for them."""
+
+__all__: list[str] = []

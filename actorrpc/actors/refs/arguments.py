@@ -1,0 +1,87 @@
+"""ObjectRefs among the arguments of a call: those at top level are replaced by their results before the method runs.
+
+What the caller has already, it sends as values; the rest is fetched by the worker of the actor, directly from where
+it is. ObjectRefs inside of containers stay what they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from actorrpc.actors.refs.object_ref import Kept, ObjectRef
+from actorrpc.actors.refs.wait import all_of
+from actorrpc.futures import Future
+
+__all__ = ["has_refs", "pack_arguments", "resolve"]
+
+
+def has_refs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Say whether there are ObjectRefs at top level."""
+    for each in args:
+        if type(each) is ObjectRef:
+            return True
+    if kwargs:
+        for each in kwargs.values():
+            if type(each) is ObjectRef:
+                return True
+    return False
+
+
+def pack_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Return the arguments with values in place of the ObjectRefs whose values are here.
+
+    Returns:
+        The arguments, and whether there are ObjectRefs left among them: the called side has to :func:`resolve` them.
+
+    Raises:
+        BaseException: what an ObjectRef at top level has failed with; the call then fails with that and is not sent.
+    """
+    left = False
+
+    def packed(each: Any) -> Any:
+        nonlocal left
+        if type(each) is not ObjectRef:
+            return each
+        future = each._future
+        if future is not None and future._done:
+            value = future.wait()
+            plan = getattr(future, "_plan", None)
+            if type(value) is not Kept:
+                if plan is not None:  # it came with the reply, and would have been better kept
+                    plan.handed_on()
+                return value
+        left = True
+        return each
+
+    return tuple([packed(each) for each in args]), {name: packed(each) for name, each in kwargs.items()}, left
+
+
+def resolve(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Future[tuple[tuple[Any, ...], dict[str, Any]]] | None:
+    """Start to fetch the results that ObjectRefs at top level stand for, all at once; no thread waits.
+
+    Returns:
+        A Future of the arguments with values in place of ObjectRefs, which fails as soon as one of them does; None if
+        there are none.
+    """
+    if not has_refs(args, kwargs):
+        return None
+    refs = [each for each in (*args, *kwargs.values()) if type(each) is ObjectRef]
+    resolved: Future[tuple[tuple[Any, ...], dict[str, Any]]] = Future()
+    resolved.label = "the ObjectRefs among the arguments"
+
+    def fetched(done: Future[list[Any]]) -> None:
+        if done._error is not None:
+            done.acknowledge()
+            resolved.set_exception(done._error)
+            return
+        values = iter(done._value)
+        complete = tuple([next(values) if type(each) is ObjectRef else each for each in args])
+        named = {name: next(values) if type(each) is ObjectRef else each for name, each in kwargs.items()}
+        resolved.set_result((complete, named))
+
+    all_of(refs).add_done_callback(fetched)
+    return resolved

@@ -1,0 +1,488 @@
+"""ObjectRefs: what a call to an actor gives at once, and its result later.
+
+A small result rides on the reply. A large one stays with the worker that made it, as a snapshot behind an RRef: the
+reply is :class:`Kept`, and whoever wants the value fetches it from there, directly. An ObjectRef that is sent
+before its result is there travels as an RRef of this worker that is given the result when it comes (a promise).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Generator, Iterator
+from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
+
+from actorrpc._exception_text import shown, type_name
+from actorrpc.actors.context import runtime
+from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.agent.outbound import Parcel
+from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, RRefError, SerializationError
+from actorrpc.futures import ConcurrentFuture, Future
+from actorrpc.rpc import rref as rrefs
+from actorrpc.rpc.rref import RRef
+from actorrpc.serialization import codec, exceptions
+from actorrpc.serialization.local_refs import Holder
+
+__all__ = ["SMALL", "Kept", "ObjectRef", "Taste", "keep_large", "put"]
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+SMALL: Final = 64 << 10
+"""Results up to this many bytes ride on the reply; larger ones stay where they were made."""
+
+_MAX_HOPS: Final = 8  # a promise of a promise of a kept result is three
+
+
+class Taste(Protocol):
+    """Whether the large results of a method are better sent with the reply, or kept where they are made."""
+
+    def fetched(self) -> None:
+        """Hear that the caller wanted the result itself."""
+
+    def handed_on(self) -> None:
+        """Hear that the caller has passed the reference on."""
+
+
+class Kept:
+    """Stands for a result that stayed where it was made.
+
+    Attributes:
+        rref: refers to it, or to a Snapshot of it. Nobody changes it there.
+        taste: hears what becomes of the result at its caller: whether it is fetched, or handed on.
+    """
+
+    __slots__ = ("rref", "taste")
+
+    def __init__(self, rref: RRef[Any]) -> None:
+        self.rref = rref
+        self.taste: Taste | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Kept, (self.rref,)
+
+    def __repr__(self) -> str:
+        return f"Kept({self.rref!r})"
+
+
+def keep_large(value: Any, nbytes: int) -> Any:
+    """Return what the reply carries in place of a result of ``nbytes`` packed bytes: the value itself if it is small.
+
+    A large result is copied once: what its actor does to the object afterwards changes nothing.
+
+    Raises:
+        SerializationError: it cannot be copied.
+    """
+    if nbytes <= SMALL:
+        return value
+    return Kept(RRef(Snapshot.of(value)))
+
+
+def _lost(label: object, error: PeerDiedError) -> PeerDiedError:
+    """Return what it means that a worker has ended which has kept a result."""
+    what = str(label).removeprefix("the result of ").removeprefix("the call of ")
+    lost = PeerDiedError(
+        f"the result of {what} is lost: the call was executed, and its large result stayed on worker {error.worker!r}, "
+        "which has ended before it was fetched. Call again, and fetch such results, or hand them on, while their actor lives",
+        maybe_executed=True,
+        worker=error.worker,
+    )
+    lost.__cause__ = error
+    return lost
+
+
+class _Pursuit:
+    """Follows a result to where its value is, and completes a future with that.
+
+    The source of its future, as a call is of its own: a thread that waits reads the replies itself. Each step is
+    taken up once, by that thread or by a callback: ``_claim`` is a list from which one of them pops it.
+    """
+
+    __slots__ = ("_claim", "_hops", "_rref", "future")
+
+    def __init__(self, future: Future[Any], label: object) -> None:
+        self.future = future
+        self.future.label = label
+        self.future._source = self
+        self._rref: RRef[Any] | None = None
+        self._hops = 0
+        self._claim: list[Future[Any]] = []
+
+    def follow(self, step: Future[Any]) -> None:
+        """Go on when ``step`` is complete."""
+        claim = self._claim = [step]
+        step.add_done_callback(lambda _: self._arrived(claim))
+
+    def _arrived(self, claim: list[Future[Any]]) -> None:
+        try:
+            step = claim.pop()
+        except IndexError:
+            return
+        error, value = step._error, step._value
+        if error is not None:
+            self.future._report = step._report  # one failure: looking at either future will do
+            if type(error) is PeerDiedError and self._rref is not None:
+                error = _lost(self.future.label, error)
+            self._finish(None, error)
+        elif type(value) is Kept:
+            self._hop(value.rref)
+        elif self._rref is not None and (type(value) is Snapshot or self._rref.is_owner()):
+            try:
+                # What another worker sent is ours alone; what lives here is for everybody who asks.
+                if not self._rref.is_owner():
+                    value = value.open_once()
+                else:
+                    value = value.open() if type(value) is Snapshot else Snapshot.of(value).open_once()
+            except Exception as caught:
+                self._finish(None, caught)
+            else:
+                self._finish(value, None)
+        else:
+            self._finish(value, None)
+
+    def _hop(self, rref: RRef[Any]) -> None:
+        self._hops += 1
+        if self._hops > _MAX_HOPS:
+            self._finish(None, RRefError(f"{self.future.label} leads from worker to worker without an end"))
+            return
+        self._rref = rref
+        self.follow(rref._to_future())
+        rref._references.agent.flush()
+
+    def _finish(self, value: Any, error: BaseException | None) -> None:
+        if self.future._claim():
+            self.future._finish(value, error)
+
+    # -- as the source of a future -----------------------------------------------------------------
+
+    @property
+    def behind(self) -> Future[Any] | None:
+        """What it follows now: the search for deadlocks looks here."""
+        claim = self._claim
+        try:
+            return claim[0]
+        except IndexError:
+            return None
+
+    def drive(self, deadline: float | None) -> None:
+        """Make progress until the future is complete, the deadline has passed or others are at it."""
+        while not self.future._done:
+            claim = self._claim
+            try:
+                step = claim[0]
+            except IndexError:
+                return
+            source = step._source
+            if source is not None:
+                source.drive(deadline)
+            if not step._done:
+                return
+            self._arrived(claim)
+
+    def flush(self) -> None:
+        """Send what is still gathered."""
+        try:
+            source = self._claim[0]._source
+        except IndexError:
+            return
+        if source is not None:
+            source.flush()
+
+    def cancel(self) -> bool:
+        """Give up what is under way."""
+        try:
+            return self._claim[0].cancel()
+        except IndexError:
+            return False
+
+
+# Guards the slots ``_future``, ``_fetched`` and ``_promise`` of all ObjectRefs while they are filled: so that nothing is
+# fetched twice. Nothing is called under it; re-entrant, as the collector may run finalisers that use ObjectRefs.
+_lock = threading.RLock()
+
+
+class ObjectRef(Generic[T_co]):
+    """A reference to the result of a call to an actor or a task; :func:`actorrpc.get` gives the result.
+
+    It can be awaited, on any event loop. Given to another call as an argument it is replaced by its result before
+    the method runs; inside of containers it arrives as an ObjectRef. It travels in all messages of the
+    group, complete or not. ObjectRefs are equal when they are for the same result, wherever they have been.
+    Thread-safe.
+
+    Args:
+        future: completes with the result, with :class:`Kept`, or with the error.
+        label: how messages call it.
+    """
+
+    __slots__ = ("__weakref__", "_fetched", "_future", "_id", "_label", "_promise")
+
+    def __init__(self, future: Future[Any], *, label: object = None) -> None:
+        self._future: Future[Any] | None = future
+        self._fetched: Future[Any] | None = None
+        self._promise: RRef[Any] | None = None
+        self._id: bytes | None = None
+        self._label = label
+
+    @classmethod
+    def _arrived(cls, ref_id: bytes, label: str, future: Future[Any] | None, promise: Any) -> ObjectRef[Any]:
+        ref: ObjectRef[Any] = cls.__new__(cls)
+        ref._future = future
+        ref._fetched = None
+        ref._promise = promise
+        ref._id = ref_id
+        ref._label = label
+        return ref
+
+    @classmethod
+    def of(cls, value: T, *, label: object = None) -> ObjectRef[T]:
+        """Return an ObjectRef for a small value that is here already."""
+        future: Future[Any] = Future()
+        future.set_result(value)
+        made: ObjectRef[T] = ObjectRef(future, label=label)
+        return made
+
+    @classmethod
+    def failed(cls, error: BaseException, *, label: object = None) -> ObjectRef[Any]:
+        """Return an ObjectRef that raises an error whenever it is looked at."""
+        return cls(_failed(error), label=label)
+
+    # -- the result ----------------------------------------------------------------------------------
+
+    def _ask(self) -> Future[Any]:
+        """Return the future of the result or of where it is kept; of one that came as a promise, ask for it."""
+        future = self._future
+        if future is None:
+            made: Future[Any] = Future()
+            with _lock:
+                future = self._future
+                if future is None:
+                    future = self._future = made
+            if future is made:
+                assert self._promise is not None
+                future = self._promise._to_future(made)
+                self._promise._references.agent.flush()
+        return future
+
+    def _final(self) -> Future[T_co]:
+        """Return the future of the value itself; start to fetch it if it is known to be elsewhere."""
+        future = self._ask()
+        if future._done and (future._error is not None or type(future._value) is not Kept):
+            return future
+        found = self._fetched
+        if found is None or _worth_another_try(found):
+            pursuit = _Pursuit(Future(), f"the result of {self._name()}")
+            with _lock:
+                if self._fetched is found:
+                    self._fetched = pursuit.future
+                found = self._fetched
+            assert found is not None
+            if found is pursuit.future:
+                if future._done and type(future._value) is Kept and future._value.taste is not None:
+                    future._value.taste.fetched()
+                pursuit.follow(future)
+        if future._covered:  # looked at when the fetch can be seen: covered here, or with the call
+            found.cover()
+        return found
+
+    def future(self) -> ConcurrentFuture[T_co]:
+        """Return a Future of the value itself, which ``concurrent.futures`` and ``asyncio.wrap_future`` take, too.
+
+        A value that stayed elsewhere is fetched.
+        """
+        final = self._final()
+        future: ConcurrentFuture[T_co] = ConcurrentFuture()
+        _Pursuit(future, final.label).follow(final)
+        return future
+
+    def done(self) -> bool:
+        """Say whether the call is over. A large result may still have to be fetched."""
+        return self._ask()._done
+
+    def cancel(self) -> bool:
+        """Give the call up: it ends with :class:`CancelledError` and its actor is told; False if it was over.
+
+        Of an ObjectRef that came from another worker only the waiting here is given up.
+        """
+        return self._ask().cancel()
+
+    def _get(self, timeout: float | None, clock: Any) -> T_co:
+        future = self._ask()
+        if timeout is None:
+            value = future.wait()
+            return value if type(value) is not Kept else self._final().wait()
+        until = clock() + timeout
+        value = future.wait(timeout)
+        return value if type(value) is not Kept else self._final().wait(max(0.0, until - clock()))
+
+    def __await__(self) -> Generator[Any, None, T_co]:
+        value = yield from self._ask().__await__()
+        if type(value) is Kept:
+            value = yield from self._final().__await__()
+        return value  # type: ignore[no-any-return]
+
+    # -- travelling ----------------------------------------------------------------------------------
+
+    def _identity(self) -> bytes:
+        found = self._id
+        if found is None:
+            made = os.urandom(12)
+            with _lock:
+                if self._id is None:
+                    self._id = made
+                found = self._id
+        return found
+
+    def _as_promise(self) -> RRef[Any]:
+        promise = self._promise
+        if promise is None:
+            assert self._future is not None
+            made: RRef[Any] = rrefs.runtime().promise(self._future)
+            with _lock:
+                if self._promise is None:
+                    self._promise = made
+                promise = self._promise
+        return promise
+
+    # -- Python --------------------------------------------------------------------------------------
+
+    def hex(self) -> str:
+        """Return what is the same for all ObjectRefs of this result, as text."""
+        return self._identity().hex()
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(other) is not ObjectRef:
+            return NotImplemented
+        return self._id is not None and self._id == other._id
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def __repr__(self) -> str:
+        future = self._future
+        if future is None or not future._done:
+            state = "pending"
+        elif future._error is not None:
+            state = f"failed: {shown(type_name(type(future._error)))}"
+        elif type(future._value) is not Kept:
+            state = "complete"
+        elif self._fetched is not None and self._fetched._done:
+            state = "complete, fetched"
+        else:
+            state = "complete, elsewhere"
+        return f"ObjectRef({self._name()}, {state})"
+
+    def _name(self) -> str:
+        if self._label is not None:
+            return str(self._label)
+        return "a result" if self._future is None else str(self._future.label)
+
+    def __copy__(self) -> ObjectRef[T_co]:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ObjectRef[T_co]:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise SerializationError(
+            f"{self!r} can only be sent in calls of actorrpc, not pickled: get() its value first"
+        )
+
+    def _not_a_value(self, what: str) -> NoReturn:
+        raise TypeError(
+            f"{self!r} {what}: it is a reference; actorrpc.get(ref), or await ref, gives the value"
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        self._not_a_value("cannot be iterated over")
+
+    def __bool__(self) -> bool:  # noqa: PLE0304 (it never returns)
+        self._not_a_value("is neither true nor false")
+
+    def __getitem__(self, key: Any) -> Any:
+        self._not_a_value("has no items")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"an ObjectRef has no attribute {name!r}: it is a reference; actorrpc.get(ref) gives the value"
+        )
+
+
+def _worth_another_try(fetched: Future[Any]) -> bool:
+    """Whether a fetch failed for a reason that lay with whoever wanted the value at that time."""
+    return fetched._done and isinstance(fetched._error, (RpcTimeoutError, CancelledError))
+
+
+def _failed(error: BaseException) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    future.acknowledge()  # it was raised, or logged, where it comes from
+    return future
+
+
+def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
+    context = codec.current_encoding()
+    if isinstance(context, Holder):
+        return context.hold(ref)
+    if not isinstance(context, Parcel):
+        ref.__reduce__()
+    known = ref._identity(), ref._name()
+    future = ref._future
+    if future is None or not future._done:
+        return _arrive_promise, (*known, ref._as_promise())
+    error = future._error
+    value = future._value
+    if error is None and type(value) is Kept:
+        rref = value.rref
+        error = rref._references.table.failure(rref._handle)
+        if type(error) is PeerDiedError:
+            error = _lost(ref._name(), error)
+    if error is not None:
+        future.acknowledge()  # whoever gets it will see
+        worker = rrefs.runtime().agent.name
+        dumps = codec.dumper(context.peer.same_main)
+        return _arrive_failed, (*known, exceptions.dump(error, worker=worker, dumps=dumps))
+    return _arrive, (*known, value)
+
+
+def _arrive(ref_id: bytes, label: str, value: Any) -> ObjectRef[Any]:
+    """Rebuild an ObjectRef whose result comes along, or is kept (named in pickles)."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return ObjectRef._arrived(ref_id, label, future, None)
+
+
+def _arrive_failed(ref_id: bytes, label: str, packed: bytes) -> ObjectRef[Any]:
+    """Rebuild an ObjectRef of a call that failed (named in pickles)."""
+    error = exceptions.load(packed, loads=codec.loads)
+    return ObjectRef._arrived(ref_id, label, _failed(error), None)
+
+
+def _arrive_promise(ref_id: bytes, label: str, promise: RRef[Any]) -> ObjectRef[Any]:
+    """Rebuild an ObjectRef whose call is not over (named in pickles)."""
+    return ObjectRef._arrived(ref_id, label, None, promise)
+
+
+codec.register(ObjectRef, _reduce)
+
+
+def put(value: T) -> ObjectRef[T]:
+    """Return an ObjectRef for a value as it is now: changing the object later changes nothing.
+
+    A large value is copied once and lives in this process until the last ObjectRef is gone; whoever gets it
+    fetches it from here.
+
+    Raises:
+        TypeError: it is an ObjectRef already.
+        SerializationError: it cannot be sent.
+    """
+    if isinstance(value, ObjectRef):
+        raise TypeError(f"put() takes a value, and {value!r} is a reference already")
+    runtime(start=True)
+    snapshot = Snapshot.of(value)
+    label = f"put({type(value).__name__})"
+    if snapshot.nbytes <= SMALL:
+        return ObjectRef.of(snapshot.open_once(), label=label)
+    kept: Any = Kept(RRef(snapshot))
+    return ObjectRef.of(kept, label=label)

@@ -1,0 +1,177 @@
+"""Snapshots: an object as it was at one moment, to be made again later, here or on another worker.
+
+What waits before it is sent (the arguments of a call to an actor that is being restarted, an item that a
+generator has yielded, a result that stays with its actor) is kept as a snapshot: changing the object
+afterwards changes nothing, and an object that cannot travel is refused at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from actorrpc.actors.context import current
+from actorrpc.agent.outbound import Parcel
+from actorrpc.errors import RpcError
+from actorrpc.serialization import codec
+from actorrpc.serialization.local_refs import Holder
+from actorrpc.transport import buffers as memory
+
+__all__ = ["Snapshot"]
+
+_OUT_OF_BAND: Final = 4096  # the codec leaves shorter buffers in the pickle
+_ATTEMPTS: Final = 4
+
+_find_main: Final = re.compile(b"__(?:mp_)?main__").search
+
+# Definitions that came with snapshots, so that what is opened again and again is loaded once. They are in the
+# snapshots as well, and put back from there after they were pushed out.
+_definitions: Final = codec.DefinitionStore()
+
+
+class Snapshot:
+    """A copy of an object that stands by itself.
+
+    Tensors, arrays and long bytes are copied once, into memory of its own; functions and classes that others
+    cannot import are in it. RRefs, ObjectRefs and handles of actors are held: they are references, and every opening
+    gives the same ones. In a distributed autograd context, gradients flow from what is opened, wherever that is, to what
+    was copied. Thread-safe; never changes, but for :meth:`open_once`.
+
+    Snapshots travel in messages, their memory beside the pickle. What they hold becomes references of
+    the receiver. What is in the main module goes by name to workers that run the same program, and by value to others.
+    """
+
+    __slots__ = ("_body", "_buffers", "_by_name", "_definitions", "_held", "_tag", "nbytes")
+
+    def __init__(
+        self,
+        body: bytes | memoryview,
+        buffers: Sequence[Any],
+        definitions: Mapping[bytes, bytes],
+        held: Sequence[Any],
+        by_name: bool,
+        tag: Any = None,
+    ) -> None:
+        self._body = body
+        self._buffers: list[memoryview] | None = [memoryview(each).cast("B") for each in buffers]
+        self._definitions = definitions
+        self._held = held
+        self._by_name = by_name  # what is in the main module
+        self._tag = tag  # the recorder's
+        #: its size in bytes
+        self.nbytes: int = (
+            len(body)
+            + sum(each.nbytes for each in self._buffers)
+            + sum(len(each) for each in definitions.values())
+        )
+
+    @classmethod
+    def of(cls, obj: object, *, remote_main: bool = True, context: int | None = None) -> Snapshot:
+        """Copy an object as it is now.
+
+        Args:
+            remote_main: False copies what is in the main module by value even for workers that run the same program.
+            context: the autograd context that it belongs to; by default the current one, if there is one.
+
+        Raises:
+            SerializationError: a part cannot be copied; the message says which.
+        """
+        holder = Holder()
+        encoded = codec.encode(obj, remote_main=remote_main, context=holder)
+        copies = [_copy_of(span) for span in encoded.spans]
+        runtime = current()
+        tag = None
+        if encoded.grad and runtime is not None:
+            tag = runtime.agent.recorder.sent(encoded.tensors, None, context)
+        return cls(encoded.body, copies, dict(encoded.definitions), holder.objects, remote_main, tag)
+
+    def open(self) -> Any:
+        """Make the object again: a new one each time, which shares no memory with others.
+
+        Raises:
+            SerializationError: it cannot be rebuilt here.
+            RuntimeError: :meth:`open_once` has used it up.
+        """
+        return self._decode([_copy_of(codec.Span.of(each)) for each in self._whole()])
+
+    def open_once(self) -> Any:
+        """Make the object from the snapshot's own memory, without a copy; the snapshot is used up.
+
+        Raises: as :meth:`open`.
+        """
+        buffers = self._whole()
+        self._buffers = None
+        return self._decode(buffers)
+
+    def _whole(self) -> list[memoryview]:
+        buffers = self._buffers
+        if buffers is None:
+            raise RuntimeError("this snapshot was opened for the last time already")
+        return buffers
+
+    def _decode(self, buffers: Sequence[memoryview]) -> Any:
+        definitions = self._definitions
+        holder = Holder(self._held)
+        tensors: list[Any] = []
+        if not definitions:
+            opened = codec.decode(self._body, buffers, definitions=None, context=holder, tensors=tensors)
+            return self._recorded(opened, tensors)
+        store = _definitions
+        for attempt in range(_ATTEMPTS):
+            if attempt == _ATTEMPTS - 1:
+                store = codec.DefinitionStore()  # others push ours out as fast as we put them in
+            for key in store.missing(definitions):
+                store.add(key, definitions[key])
+            try:
+                opened = codec.decode(self._body, buffers, definitions=store, context=holder, tensors=tensors)
+                return self._recorded(opened, tensors)
+            except codec.UnknownDefinitionError:
+                pass  # pushed out by others since; nothing has been unpickled yet
+        raise RpcError(
+            "a value with so many functions and classes that no module has cannot be opened: define them in a module"
+        )
+
+    def _recorded(self, opened: Any, tensors: list[Any]) -> Any:
+        runtime = current()
+        if self._tag is not None and runtime is not None:
+            runtime.agent.recorder.arrived(self._tag, tensors, None)
+        return opened
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        context = codec.current_encoding()
+        runtime = current()
+        if self._tag is not None and runtime is not None and isinstance(context, Parcel):
+            runtime.agent.recorder.forwarded(self._tag, context.peer)
+        if (
+            self._by_name
+            and isinstance(context, Parcel)
+            and not context.peer.same_main
+            and any(_find_main(each) for each in (self._body, *self._definitions.values()))
+        ):
+            in_context = self._tag[0] if self._tag else None
+            return Snapshot.of(self.open(), remote_main=False, context=in_context).__reduce_ex__(protocol)
+        body: Any = self._body
+        if len(body) > _OUT_OF_BAND:
+            body = pickle.PickleBuffer(body)
+        elif not isinstance(body, bytes):
+            body = bytes(body)
+        buffers = tuple(pickle.PickleBuffer(each) for each in self._whole())
+        return Snapshot, (body, buffers, dict(self._definitions), tuple(self._held), self._by_name, self._tag)
+
+    def __repr__(self) -> str:
+        return f"<Snapshot of {self.nbytes} bytes>"
+
+
+def _copy_of(span: codec.Span) -> memoryview:
+    """Copy memory to where nobody else writes."""
+    nbytes = span.nbytes
+    runtime = current()
+    # Pages that were used before are several times faster to fill than fresh ones.
+    target = runtime.agent.buffers.take(nbytes) if runtime is not None else memoryview(bytearray(nbytes))
+    if nbytes:
+        source = memory.Span(span.address, nbytes, span.keep)
+        memory.copy(ctypes.addressof(ctypes.c_char.from_buffer(target)), source)
+    return target

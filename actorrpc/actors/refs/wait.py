@@ -1,0 +1,594 @@
+"""Waiting for results: one, several, the first ones, one after the other.
+
+Whatever waits here waits for one future of its own, a gate; the results open it. So a thread of an actor that waits
+can run calls that descend from its own, whatever it waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from typing import Any, Final, Generic, TypeVar, overload
+
+import torch
+
+from actorrpc import _time
+from actorrpc.actors.refs.object_ref import Kept, ObjectRef
+from actorrpc.agent.calls import CURRENT
+from actorrpc.errors import RpcTimeoutError
+from actorrpc.futures import Future
+from actorrpc.rpc.rref import RRef
+
+__all__ = [
+    "Arrivals",
+    "Completed",
+    "GetTimeoutError",
+    "all_of",
+    "as_completed",
+    "deadline_of",
+    "get",
+    "time_left",
+    "wait",
+]
+
+T = TypeVar("T")
+
+GetTimeoutError = RpcTimeoutError
+"""Ray's name for what :func:`get` raises when a result is not there in time."""
+
+_ANY_FUTURE: Final[type] = torch._C.Future
+_WAITABLE: Final = (ObjectRef, RRef, _ANY_FUTURE)
+_INFINITE: Final = float("inf")
+
+
+# -- what can be waited for --------------------------------------------------------------------------------
+
+
+class Arrivals:
+    """What gives results one by one: :func:`wait` waits for the next one, and takes nothing."""
+
+    __slots__ = ()
+
+    def _arrival(self) -> Future[None]:
+        """Return a future that completes when there is something to take, or the end to see."""
+        raise TypeError(f"{self!r} gives nothing")
+
+
+def _start(item: Any, what: str, final: bool) -> Future[Any]:
+    """Return the future to wait for; of a value that is known to be elsewhere, start to fetch it if ``final``.
+
+    Raises:
+        TypeError: there is nothing to wait for.
+        NotInitializedError: it is pending in the process of which this one is a fork.
+    """
+    if type(item) is ObjectRef:
+        future = item._ask()
+        if final and future._done and type(future._value) is Kept:
+            return item._final()
+        future.check_process()
+        return future
+    if isinstance(item, Future):
+        item.check_process()
+        return item
+    if isinstance(item, RRef):
+        return item._to_future()
+    if isinstance(item, _ANY_FUTURE):
+        return _adopted(item)
+    raise _nothing_to_wait_for(item, what)
+
+
+def _nothing_to_wait_for(item: object, what: str) -> TypeError:
+    if isinstance(item, Arrivals):
+        return TypeError(
+            f"{what} takes ObjectRefs, not {_short(item)}: iterating over it gives them, or next(), and .values() the values"
+        )
+    return TypeError(
+        f"{what} takes ObjectRefs (what .remote() returns), Futures and RRefs, not {type(item).__name__} {_short(item)}"
+    )
+
+
+def _short(item: object) -> str:
+    text = repr(item)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _adopted(other: Any) -> Future[Any]:
+    """Return a future of ours that follows one of torch's."""
+    future: Future[Any] = Future()
+    future.label = "a torch.futures.Future"
+
+    def done(completed: Any) -> None:
+        try:
+            value = completed.value()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(value)
+
+    other.add_done_callback(done)
+    return future
+
+
+def deadline_of(timeout: float | None) -> float:
+    """Return when a wait must end, on the monotonic clock: at its time-out, or when the call must be over that it is in.
+
+    Raises:
+        TypeError, ValueError: ``timeout`` is no number of seconds, or negative.
+    """
+    if timeout is not None:
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+            raise TypeError(f"timeout must be a number of seconds or None, not {timeout!r}")
+        if not timeout >= 0:
+            raise ValueError(f"timeout must not be negative: {timeout!r}")
+    until = _INFINITE if timeout is None else _time.now() + timeout
+    execution = CURRENT.get()
+    if execution is not None and execution.deadline < until:
+        return execution.deadline
+    return until
+
+
+def time_left(until: float) -> float | None:
+    """Return the seconds until then; None for ever."""
+    return None if until == _INFINITE else max(0.0, until - _time.now())
+
+
+# -- the gate ------------------------------------------------------------------------------------------------
+
+
+class _Gate:
+    """A future that is complete when ``count`` of some results are, or when one of them has failed.
+
+    Results tell it on whichever thread completes them, and must not be held up there: what has to be fetched is fetched
+    by a pool thread. It takes no lock: ``_left`` shrinks by one atomic step for each.
+    """
+
+    __slots__ = ("_fails", "_left", "_values", "future", "watches")
+
+    def __init__(self, label: str, count: int, *, fails: bool, values: bool) -> None:
+        self.future: Future[None] = Future()
+        self.future.label = label
+        self._left = [None] * count
+        self._fails = fails
+        self._values = values
+        self.watches: list[_Watch] = []
+        if fails:  # whoever waits for it waits for all of them: the search for deadlocks looks here
+            self.future.awaits = self.watches
+
+    def add(self, item: Any, future: Future[Any]) -> None:
+        """Let a result count. ``future``: what :func:`_start` gave for it."""
+        watch = _Watch(self, item)
+        self.watches.append(watch)
+        watch.arm(future)
+
+    def ended(self, watch: _Watch) -> None:
+        """Take note of a result; ``watch.future`` is complete."""
+        error = watch.future._error
+        if error is None and self._values and type(watch.item) is ObjectRef:
+            value = watch.future._value
+            if type(value) is Kept:
+                value.rref._references.agent.submit(watch.fetch)
+                return
+        if error is not None and self._fails:
+            self.open()
+            return
+        try:
+            self._left.pop()
+        except IndexError:
+            return
+        if not self._left:
+            self.open()
+
+    def open(self) -> None:
+        """Complete the gate's future."""
+        if self.future._claim():
+            self.future._finish(None, None)
+
+    def close(self) -> None:
+        """Be told nothing any more."""
+        for watch in self.watches:
+            watch.disarm()
+        self.watches.clear()
+
+
+class _Watch:
+    """Stands among the threads that wait for a future, and tells the gate instead of waking one."""
+
+    __slots__ = ("_claim", "_gate", "future", "item")
+
+    def __init__(self, gate: _Gate | _Stream, item: Any) -> None:
+        self._gate = gate
+        self.item = item
+        self.future: Future[Any]
+        self._claim: list[None] = []
+
+    def arm(self, future: Future[Any]) -> None:
+        """Watch a future."""
+        self.future = future
+        self._claim = [None]
+        waiters: list[Any] = future._parked
+        waiters.append(self)
+        if future._done:  # it may have looked at its waiters before the line above
+            self.release()
+
+    def release(self) -> None:
+        """Tell the gate, once for each future."""
+        if not self.future._done:
+            return
+        try:
+            self._claim.pop()
+        except IndexError:
+            return
+        self._gate.ended(self)
+
+    def fetch(self) -> None:
+        """Go on with the value itself, which is elsewhere."""
+        self.arm(self.item._final())
+        _flush([self.future])
+
+    def disarm(self) -> None:
+        """Leave the future alone."""
+        self._claim = []
+        waiters: list[Any] = self.future._parked
+        try:
+            waiters.remove(self)
+        except ValueError:
+            pass
+
+
+def _flush(futures: Iterable[Future[Any]]) -> None:
+    """Send what is still gathered for any of these: somebody is going to wait."""
+    for future in futures:
+        source = future._source
+        if source is not None:
+            source.flush()
+            return  # there is one agent, and it sends everything
+
+
+# -- get -----------------------------------------------------------------------------------------------------
+
+
+@overload
+def get(refs: ObjectRef[T] | Future[T] | RRef[T], *, timeout: float | None = None) -> T: ...
+@overload
+def get(refs: Sequence[ObjectRef[T] | Future[T] | RRef[T]], *, timeout: float | None = None) -> list[T]: ...
+@overload
+def get(refs: Any, *, timeout: float | None = None) -> Any: ...
+def get(refs: Any, *, timeout: float | None = None) -> Any:
+    """Wait for results and return them. Large ones are fetched from where they are, several at a time.
+
+    Args:
+        refs: an ObjectRef, or a list or tuple of them (and of lists of them); Futures and RRefs will do, too.
+        timeout: seconds for all of it; None: until the calls are over.
+
+    Returns:
+        The result, or a list of results in the order of ``refs``.
+
+    Raises:
+        RpcTimeoutError: not everything was there in time (also known as GetTimeoutError). The calls go on.
+        TypeError: there is nothing to wait for in ``refs``.
+        Exception: what a call raised; of several, the first that fails, at once. What the others raise is not logged as
+            something that nobody looked at.
+    """
+    if type(refs) is ObjectRef:
+        until = deadline_of(timeout)
+        if until == _INFINITE:
+            value = refs._ask().wait()  # the path of most calls
+            return value if type(value) is not Kept else refs._final().wait()
+        return _get_one(refs, until, timeout)
+    until = deadline_of(timeout)
+    if not isinstance(refs, (list, tuple)):
+        future = _start(refs, "get()", True)
+        return _wait_for(future, until, timeout)
+    flat: list[Any] = []
+    for item in refs:
+        if isinstance(item, (list, tuple)):
+            flat.extend(item)
+        else:
+            flat.append(item)
+    values = iter(_get_all(flat, until, timeout))
+    return [
+        [next(values) for _ in item] if isinstance(item, (list, tuple)) else next(values) for item in refs
+    ]
+
+
+def _get_one(ref: ObjectRef[T], until: float, timeout: float | None) -> T:
+    value = _wait_for(ref._ask(), until, timeout)
+    if type(value) is not Kept:
+        return value  # type: ignore[no-any-return]
+    return _wait_for(ref._final(), until, timeout)  # type: ignore[no-any-return]
+
+
+def _wait_for(future: Future[Any], until: float, timeout: float | None) -> Any:
+    if until == _INFINITE:
+        return future.wait()
+    if not future._done:
+        try:
+            return future.wait(max(0.0, until - _time.now()))
+        except RpcTimeoutError:
+            if not future._done:
+                if _time_is_over():
+                    future.cover()
+                raise _late(f"{future.label}", timeout) from None
+    return future.wait()
+
+
+def _time_is_over() -> bool:
+    """Whether the call that waits must be over: what it waits for ends with it, and it hears of that no more."""
+    execution = CURRENT.get()
+    return execution is not None and execution.deadline <= _time.now()
+
+
+def _late(what: str, timeout: float | None) -> RpcTimeoutError:
+    bound = "the time of the call that waits for it" if timeout is None else f"{timeout} s"
+    return RpcTimeoutError(
+        f"{what} was not complete within {bound}; it goes on: get() it again, or cancel() it"
+    )
+
+
+def _get_all(items: list[Any], until: float, timeout: float | None) -> list[Any]:
+    futures = [_start(item, "get()", True) for item in items]
+    try:
+        return _values(items, futures, until, timeout)
+    except BaseException:
+        if _time_is_over() or any(each._error is not None for each in _behind(items, futures)):
+            _cover(items, futures)
+        raise
+
+
+def _behind(items: Sequence[Any], futures: Sequence[Future[Any]]) -> list[Future[Any]]:
+    """Return the futures whose failures end a wait for several results: those of calls and those of fetches."""
+    refs = [item for item in items if type(item) is ObjectRef]
+    found = [future for ref in refs for future in (ref._future, ref._fetched) if future is not None]
+    return [*futures, *found]
+
+
+def _cover(items: Sequence[Any], futures: Sequence[Future[Any]]) -> None:
+    for each in _behind(items, futures):
+        each.cover()
+
+
+def _values(items: list[Any], futures: list[Future[Any]], until: float, timeout: float | None) -> list[Any]:
+    for future in futures:
+        if future._done and future._error is not None:
+            future.wait()
+    pending = sum([not future._done for future in futures])
+    if pending == 0:
+        return [future.wait() for future in futures]
+    if pending == 1:
+        # Its own wait reads the reply, without another thread.
+        for future in futures:
+            if not future._done:
+                _wait_for(future, until, timeout)
+        for at, item in enumerate(items):
+            if type(item) is ObjectRef:
+                futures[at] = item._final()
+                _wait_for(futures[at], until, timeout)
+        return [future.wait() for future in futures]
+    gate = _Gate(f"get() of {len(items)} results", len(items), fails=True, values=True)
+    for item, future in zip(items, futures, strict=True):
+        gate.add(item, future)
+    _flush(futures)
+    watches = list(gate.watches)
+    try:
+        _wait_for(gate.future, until, timeout)
+    finally:
+        gate.close()
+    for watch in watches:
+        if watch.future._done and watch.future._error is not None:
+            watch.future.wait()
+    return [watch.future.wait() for watch in watches]
+
+
+def all_of(refs: Sequence[Any]) -> Future[list[Any]]:
+    """Return a Future of the values of several ObjectRefs, in order; it fails as soon as one of them does.
+
+    Nothing waits: the fetches of those that are elsewhere run side by side. Must not be called under a lock.
+    """
+    futures = [_start(ref, "all_of()", True) for ref in refs]
+    gate = _Gate(f"{len(refs)} results", len(refs), fails=True, values=True)
+    values: Future[list[Any]] = Future()
+    values.label = gate.future.label
+
+    def opened(_: Future[None]) -> None:
+        watches = list(gate.watches)
+        for watch in watches:
+            future = watch.future
+            if future._done and future._error is not None:
+                gate.close()
+                _cover(refs, futures)
+                values.set_exception(future._error)
+                return
+        gate.close()
+        values.set_result([watch.future._value for watch in watches])
+
+    for ref, future in zip(refs, futures, strict=True):
+        gate.add(ref, future)
+    _flush(futures)
+    if not futures:
+        gate.open()
+    gate.future.add_done_callback(opened)
+    return values
+
+
+# -- wait ----------------------------------------------------------------------------------------------------
+
+
+def wait(
+    refs: Sequence[Any], *, num_returns: int = 1, timeout: float | None = None, fetch_local: bool = True
+) -> tuple[list[Any], list[Any]]:
+    """Wait until some of several results are there, failed ones included.
+
+    Args:
+        refs: a list of different ObjectRefs (Futures and RRefs will do, too), and of ObjectRefGenerators: one of those
+            counts when its ``next()`` returns, or raises StopIteration, at once.
+        num_returns: so many are waited for.
+        timeout: seconds; None waits without a bound, 0 only looks.
+        fetch_local: a large result that is elsewhere counts when it has been fetched; False: as soon as it exists.
+
+    Returns:
+        The first ``num_returns`` that are ready, or fewer where time was up, and all others; both in the order of ``refs``.
+
+    Raises:
+        TypeError: ``refs`` is not a list, or there is nothing to wait for in it.
+        ValueError: an ObjectRef is in it twice, or ``num_returns`` or ``timeout`` makes no sense.
+    """
+    if not isinstance(refs, (list, tuple)):
+        raise TypeError(f"wait() takes a list of ObjectRefs, not {type(refs).__name__} {_short(refs)}")
+    if isinstance(num_returns, bool) or not isinstance(num_returns, int):
+        raise TypeError(f"num_returns must be an int, not {num_returns!r}")
+    until = deadline_of(timeout)
+    if not refs:
+        return [], []
+    if not 1 <= num_returns <= len(refs):
+        raise ValueError(
+            f"num_returns must be from 1 to the number of ObjectRefs, {len(refs)}, not {num_returns}"
+        )
+    seen: set[Any] = set()
+    for item in refs:
+        if not isinstance(item, (*_WAITABLE, Arrivals)):
+            raise _nothing_to_wait_for(item, "wait()")
+        if item in seen:
+            raise ValueError(f"wait() takes each ObjectRef once, and {item!r} is there twice")
+        seen.add(item)
+    futures = [
+        item._arrival() if isinstance(item, Arrivals) else _start(item, "wait()", fetch_local)
+        for item in refs
+    ]
+    if sum([future._done for future in futures]) < num_returns and not (
+        until != _INFINITE and until <= _time.now()
+    ):
+        gate = _Gate(f"wait() for {num_returns} of {len(refs)}", num_returns, fails=False, values=fetch_local)
+        watches = gate.watches
+        if num_returns == len(refs):  # all of them: the search for deadlocks looks here
+            gate.future.awaits = watches
+        for item, future in zip(refs, futures, strict=True):
+            gate.add(item, future)
+        _flush(futures)
+        try:
+            gate.future.wait(time_left(until))
+        except RpcTimeoutError:
+            pass
+        finally:
+            futures = [watch.future for watch in watches]
+            gate.close()
+    ready: list[Any] = []
+    rest: list[Any] = []
+    for item, future in zip(refs, futures, strict=True):
+        done = future._done and not (
+            fetch_local and type(item) is ObjectRef and future._error is None and type(future._value) is Kept
+        )
+        (ready if done and len(ready) < num_returns else rest).append(item)
+    if rest and _time_is_over():
+        _cover(refs, futures)
+    return ready, rest
+
+
+# -- as_completed --------------------------------------------------------------------------------------------
+
+
+class _Stream:
+    """Collects results as they end, for one iteration."""
+
+    __slots__ = ("_ready", "_signal", "watches")
+
+    def __init__(self) -> None:
+        self._ready: deque[Any] = deque()
+        self._signal: Future[None] | None = None
+        self.watches: list[_Watch] = []
+
+    def ended(self, watch: _Watch) -> None:
+        """Take note of a result. As :meth:`_Gate.ended`."""
+        future = watch.future
+        if future._error is None and type(watch.item) is ObjectRef and type(future._value) is Kept:
+            future._value.rref._references.agent.submit(watch.fetch)
+            return
+        self._ready.append(watch.item)
+        signal = self._signal
+        if signal is not None and signal._claim():
+            signal._finish(None, None)
+
+    def next(self) -> tuple[Any, Future[None] | None]:
+        """Return a result that has ended and None, or else a Future that completes when there may be one."""
+        signal: Future[None] = Future()
+        signal.label = "the next of several results"
+        self._signal = signal
+        try:
+            return self._ready.popleft(), None  # looked at after the line above: seen here or there
+        except IndexError:
+            return None, signal
+
+
+class Completed(Generic[T]):
+    """What :func:`as_completed` returns: an iterator for ``for`` and for ``async for``; use it in one place only."""
+
+    def __init__(self, refs: Iterable[T], timeout: float | None) -> None:
+        self._until = deadline_of(timeout)
+        self._timeout = timeout
+        items: list[Any] = list(refs)
+        futures = [_start(item, "as_completed()", True) for item in items]
+        self._left = len(items)
+        self._stream = _Stream()
+        for item, future in zip(items, futures, strict=True):
+            watch = _Watch(self._stream, item)
+            self._stream.watches.append(watch)
+            watch.arm(future)
+        _flush(futures)
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        while True:
+            found, signal = self._take(StopIteration)
+            if signal is None:
+                return found  # type: ignore[no-any-return]
+            try:
+                signal.wait(time_left(self._until))
+            except RpcTimeoutError:
+                if not signal._done:
+                    raise self._late() from None
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        while True:
+            found, signal = self._take(StopAsyncIteration)
+            if signal is None:
+                return found  # type: ignore[no-any-return]
+            try:
+                async with asyncio.timeout(time_left(self._until)):
+                    await signal
+            except TimeoutError:
+                if not signal._done:
+                    raise self._late() from None
+
+    def _take(self, stop: type[Exception]) -> tuple[Any, Future[None] | None]:
+        if not self._left:
+            raise stop
+        found, signal = self._stream.next()
+        if signal is None:
+            self._left -= 1
+        return found, signal
+
+    def _late(self) -> RpcTimeoutError:
+        if _time_is_over():
+            watches = self._stream.watches
+            _cover([each.item for each in watches], [each.future for each in watches])
+        return _late(f"one of {self._left} results", self._timeout)
+
+
+def as_completed(refs: Iterable[T], timeout: float | None = None) -> Completed[T]:
+    """Return an iterator over ObjectRefs (or Futures, or RRefs) in the order in which their results come.
+
+    Failed ones come as well: ``get`` raises what they failed with. Works with ``for`` and ``async for``.
+
+    Args:
+        timeout: seconds for the whole iteration; None: no bound.
+
+    Raises:
+        TypeError: there is nothing to wait for in ``refs``.
+        RpcTimeoutError: while iterating: not all came in time.
+    """
+    return Completed(refs, timeout)

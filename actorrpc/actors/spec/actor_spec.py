@@ -1,0 +1,119 @@
+"""What workers tell each other of an actor: how to make it, where it is, and how handles travel.
+
+How an actor ends itself from within.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc._exception_text import say
+from actorrpc.errors import RpcError
+from actorrpc.rpc.refcount.messages import WorkerKey
+
+if TYPE_CHECKING:
+    from actorrpc.actors.refs.snapshot import Snapshot
+    from actorrpc.actors.spec.class_info import ClassInfo
+    from actorrpc.actors.spec.options import ActorOptions
+    from actorrpc.rpc.rref import RRef
+
+__all__ = ["ActorExit", "ActorSpec", "Card", "Location", "ResidentGoneError", "exit_text"]
+
+_code_of: Final[Callable[[SystemExit], Any]] = SystemExit.__dict__[
+    "code"
+].__get__  # a user's class may hide it
+
+
+class ActorExit(BaseException):
+    """Raised by ``exit_actor()`` in a method: the resident catches it and ends the actor without a restart.
+
+    Not an Exception, so that the ``except Exception`` of a method lets it pass.
+    """
+
+
+def exit_text(exit: SystemExit) -> str:
+    """Say that an actor has ended because of ``sys.exit()``: unlike with ``exit_actor()``, it may be made again."""
+    code = _code_of(exit)
+    return f"sys.exit({'' if code is None else say(code, repr)[:80]}) was called in it"
+
+
+class ResidentGoneError(RpcError):
+    """The actor does not live in that worker (any more). Never reaches users: routes ask the supervisor."""
+
+    maybe_executed = False
+
+    def __init__(self, resident_id: int, why: str = "") -> None:
+        super().__init__(resident_id, why)
+        self.resident_id = resident_id
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"there is no actor {self.resident_id:016x} here{': ' if self.why else ''}{self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where an actor is in one of its incarnations."""
+
+    worker: WorkerKey
+    worker_name: str
+    resident_id: int
+    epoch: int
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """An actor's visiting card: what a handle travels as.
+
+    Attributes:
+        supervisor: the worker that looks after it, and its name.
+        anchor: the RRef that keeps the actor alive; None in weak handles.
+        location: where it was when the card was written, if it was alive.
+    """
+
+    actor_id: int
+    info: ClassInfo
+    supervisor: WorkerKey
+    supervisor_name: str
+    name: str | None = None
+    namespace: str = ""
+    anchor: RRef[Any] | None = None
+    location: Location | None = None
+    options: ActorOptions | None = None
+
+    @property
+    def title(self) -> str:
+        """How messages name the actor."""
+        return (
+            f"{self.info.name}({self.name!r})"
+            if self.name
+            else f"{self.info.name}#{self.actor_id & 0xFFFF:04x}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorSpec:
+    """Everything a worker needs to bring an actor to life.
+
+    Attributes:
+        resident_id: names this incarnation.
+        epoch: counts incarnations, from 0.
+        cls, arguments: Snapshots of the class and of ``(args, kwargs)`` of its constructor; None when it has been made.
+        state: Snapshot of what ``checkpoint()`` returned last; None for a first life.
+        card: the actor's card without an anchor: what ``current_actor()`` gives inside.
+        alone: the process has been started for this actor and ends with it.
+    """
+
+    actor_id: int
+    resident_id: int
+    epoch: int
+    cls: Snapshot | None
+    arguments: Snapshot | None
+    info: ClassInfo
+    options: ActorOptions
+    card: Card
+    state: Snapshot | None = None
+    alone: bool = False

@@ -1,0 +1,554 @@
+"""What callers know of an actor's class: its methods, what arguments they take, and how they are called.
+
+A :class:`ClassInfo` travels with every handle, so that wrong calls are found where they are made, whether or not the
+class can be imported there. It says nothing of default values and annotations, and is sent compressed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+import re
+import types
+import weakref
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Final, Literal, TypeVar, overload
+
+from torch import nn
+
+from actorrpc.actors.spec.options import CallOptions
+from actorrpc.errors import ConfigError, SerializationError, WrongTypeError
+
+__all__ = ["ClassInfo", "Kind", "MethodInfo", "Signature", "kind_of", "method"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+Kind = Literal["sync", "async", "generator", "async_generator"]
+
+_MARK: Final = "__actorrpc_method__"
+_THREADED: Final = "__actorrpc_threaded__"
+_ARGUMENT: Final = re.compile(r"argument (?:(\d+)|'([^']*)')(.*)", re.DOTALL).fullmatch
+#: The name of the class that runs tasks: no user's class can have one with a space.
+TASKS: Final = "task worker"
+#: What errors call the first argument of the method that runs a task.
+THE_FUNCTION: Final = "the function"
+_POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+# -- signatures -------------------------------------------------------------------------------------------
+
+
+class Signature:
+    """Which arguments a function takes, and Python's complaint about others. Immutable.
+
+    Args:
+        title: what Python calls the function in its errors.
+        positional: the names of the arguments that may be given by position.
+        only: how many of those may not be given by name.
+        required: how many of those have no default.
+        keyword: the names of the arguments that are given by name only, and whether each has to be.
+        varargs, varkw: whether there are ``*args`` and ``**kwargs``.
+        bound: how many first arguments Python fills in itself, as ``self``; they count in its messages.
+    """
+
+    __slots__ = ("bound", "keyword", "least", "most", "only", "positional", "required", "title", "varkw")
+
+    def __init__(
+        self,
+        title: str,
+        positional: tuple[str, ...],
+        *,
+        only: int = 0,
+        required: int = 0,
+        keyword: tuple[tuple[str, bool], ...] = (),
+        varargs: bool = False,
+        varkw: bool = False,
+        bound: int = 0,
+    ) -> None:
+        self.title = title
+        self.positional = positional
+        self.only = only
+        self.required = required
+        self.keyword = keyword
+        self.varkw = varkw
+        self.bound = bound
+        # The bounds within which a call by position alone is right: none is where names are required.
+        self.least = required if not any(must for _, must in keyword) else 1 << 60
+        self.most = 1 << 59 if varargs else len(positional)
+
+    @property
+    def varargs(self) -> bool:
+        """Whether any number of positional arguments may be given."""
+        return self.most == 1 << 59
+
+    def packed(self) -> tuple[Any, ...]:
+        """Return it as plain values."""
+        return (
+            self.title,
+            self.positional,
+            self.only,
+            self.required,
+            self.keyword,
+            self.varargs,
+            self.varkw,
+            self.bound,
+        )
+
+    @classmethod
+    def unpack(cls, packed: tuple[Any, ...]) -> Signature:
+        """Rebuild it from what :meth:`packed` gave."""
+        title, positional, only, required, keyword, varargs, varkw, bound = packed
+        return cls(
+            title,
+            positional,
+            only=only,
+            required=required,
+            keyword=keyword,
+            varargs=varargs,
+            varkw=varkw,
+            bound=bound,
+        )
+
+    @classmethod
+    def anything(cls, title: str) -> Signature:
+        """Return the signature of a function that does not say what it takes."""
+        return cls(title, (), varargs=True, varkw=True)
+
+    @classmethod
+    def of(cls, function: Any, title: str, bound: int) -> Signature:
+        """Return the signature of a function whose first ``bound`` arguments Python fills in."""
+        if type(function) is types.FunctionType and not hasattr(function, "__signature__"):
+            return cls._of_code(function, title, bound)
+        try:
+            parameters = list(inspect.signature(function, follow_wrapped=False).parameters.values())
+        except (TypeError, ValueError):  # written in C, and not saying
+            return cls.anything(title)
+        by_position = [each for each in parameters if each.kind in _POSITIONAL]
+        empty = inspect.Parameter.empty
+        return cls(
+            title,
+            tuple(each.name for each in by_position)[bound:],
+            only=max(0, sum(each.kind is inspect.Parameter.POSITIONAL_ONLY for each in by_position) - bound),
+            required=max(0, sum(each.default is empty for each in by_position) - bound),
+            keyword=tuple(
+                (each.name, each.default is empty)
+                for each in parameters
+                if each.kind is inspect.Parameter.KEYWORD_ONLY
+            ),
+            varargs=any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters),
+            varkw=any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters),
+            bound=min(bound, len(by_position)),
+        )
+
+    @classmethod
+    def _of_code(cls, function: types.FunctionType, title: str, bound: int) -> Signature:
+        code = function.__code__
+        count, only = code.co_argcount, code.co_posonlyargcount
+        names = code.co_varnames
+        defaults = len(function.__defaults__ or ())
+        given = function.__kwdefaults__ or {}
+        return cls(
+            title,
+            names[bound:count] if bound <= count else (),
+            only=max(0, only - bound),
+            required=max(0, count - defaults - bound),
+            keyword=tuple(
+                (name, name not in given) for name in names[count : count + code.co_kwonlyargcount]
+            ),
+            varargs=bool(code.co_flags & inspect.CO_VARARGS),
+            varkw=bool(code.co_flags & inspect.CO_VARKEYWORDS),
+            bound=min(bound, count),
+        )
+
+    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise the TypeError that Python would raise for these arguments; return where they are right."""
+        if not kwargs and self.least <= len(args) <= self.most:
+            return
+        self._check(len(args), kwargs)
+
+    def _check(self, count: int, kwargs: Mapping[str, Any]) -> None:
+        names = self.positional
+        filled = set(names[:count])
+        by_name = names[self.only :]
+        only_names = {name for name, _ in self.keyword}
+        for name in kwargs:
+            if name in by_name:
+                if name in filled:
+                    raise TypeError(f"{self.title}() got multiple values for argument '{name}'")
+                filled.add(name)
+            elif name not in only_names and not self.varkw:
+                wrong = [each for each in names[: self.only] if each in kwargs]
+                if wrong:
+                    raise TypeError(
+                        f"{self.title}() got some positional-only arguments passed as keyword arguments: "
+                        f"'{', '.join(wrong)}'"
+                    )
+                raise TypeError(f"{self.title}() got an unexpected keyword argument '{name}'")
+        if count > self.most:
+            raise TypeError(self._too_many(count, sum(name in kwargs for name in only_names)))
+        missing = [name for name in names[: self.required] if name not in filled]
+        if missing:
+            raise TypeError(self._missing("positional", missing))
+        missing = [name for name, must in self.keyword if must and name not in kwargs]
+        if missing:
+            raise TypeError(self._missing("keyword-only", missing))
+
+    def name_argument(self, error: SerializationError) -> None:
+        """Have an error that names an argument by its number name it as the function does."""
+        found = _ARGUMENT(str(error))
+        if found is None:
+            return
+        number, name, rest = found.groups()
+        if number is not None:
+            at = int(number)
+            name = self.positional[at] if at < len(self.positional) else f"number {at + 1}"
+        if name == THE_FUNCTION:
+            error.args = (f"{name} {self.title}{rest}",)
+        else:
+            shown = name if name.startswith("number ") else repr(name)
+            error.args = (f"argument {shown} of {self.title}(){rest}",)
+
+    def _missing(self, kind: str, names: list[str]) -> str:
+        quoted = [f"'{name}'" for name in names]
+        if len(quoted) < 3:
+            listed = " and ".join(quoted)
+        else:
+            listed = f"{', '.join(quoted[:-1])}, and {quoted[-1]}"
+        plural = "" if len(names) == 1 else "s"
+        return f"{self.title}() missing {len(names)} required {kind} argument{plural}: {listed}"
+
+    def _too_many(self, count: int, by_name: int) -> str:
+        most, given = len(self.positional) + self.bound, count + self.bound
+        least = self.required + self.bound
+        takes = f"from {least} to {most}" if least < most else f"{most}"
+        plural = "s" if least < most or most != 1 else ""
+        also = ""
+        if by_name:
+            first, second = ("" if n == 1 else "s" for n in (given, by_name))
+            also = f" positional argument{first} (and {by_name} keyword-only argument{second})"
+        verb = "was" if given == 1 and not by_name else "were"
+        return f"{self.title}() takes {takes} positional argument{plural} but {given}{also} {verb} given"
+
+
+# -- methods ----------------------------------------------------------------------------------------------
+
+
+class MethodInfo:
+    """One method, as its callers see it. Immutable.
+
+    Attributes:
+        name: what it is called by.
+        kind: how it runs: ``"sync"``, ``"async"``, ``"generator"`` or ``"async_generator"``.
+        given: what ``@method(...)`` says.
+        threaded: it runs on a thread also where the actor has an event loop.
+        options: the same over the defaults.
+        signature: what arguments it takes.
+        check: raises TypeError for arguments that it does not take, as Python would.
+    """
+
+    __slots__ = ("_merged", "check", "given", "kind", "name", "options", "signature", "threaded")
+
+    def __init__(
+        self,
+        name: str,
+        kind: Kind,
+        signature: Signature,
+        given: Mapping[str, Any] | None = None,
+        threaded: bool = False,
+    ) -> None:
+        self.name = name
+        self.kind: Kind = kind
+        self.signature = signature
+        self.given: Mapping[str, Any] = given or {}
+        self.threaded = threaded
+        self.options: CallOptions = replace(_DEFAULT, **self.given) if given else _DEFAULT
+        self._merged: tuple[CallOptions, CallOptions] | None = None
+        self.check: Callable[[tuple[Any, ...], Mapping[str, Any]], None] = signature.check
+
+    def options_of(self, defaults: CallOptions) -> CallOptions:
+        """Return the method's own options over those that hold for all methods of the actor."""
+        if defaults is _DEFAULT:
+            return self.options
+        known = self._merged
+        if known is None or known[0] != defaults:
+            # One object for equal options: routes prepare what goes with it.
+            known = self._merged = (defaults, replace(defaults, **self.given) if self.given else defaults)
+        return known[1]
+
+    @property
+    def streams(self) -> bool:
+        """Whether a call gives a stream of results."""
+        return self.kind in ("generator", "async_generator")
+
+    def packed(self) -> tuple[Any, ...]:
+        """Return it as values that pickle."""
+        return (self.name, self.kind, self.signature.packed(), dict(self.given), self.threaded)
+
+    @classmethod
+    def unpack(cls, packed: tuple[Any, ...]) -> MethodInfo:
+        """Rebuild it from what :meth:`packed` gave."""
+        name, kind, signature, given, threaded = packed
+        return cls(name, kind, Signature.unpack(signature), given, threaded)
+
+    @classmethod
+    def anything(cls, name: str, title: str, kind: Kind = "sync") -> MethodInfo:
+        """Return a method that takes any arguments: of those that are ours."""
+        return cls(name, kind, Signature.anything(title))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MethodInfo.unpack, (self.packed(),)
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} method {self.signature.title}>"
+
+
+_DEFAULT: Final = CallOptions()
+
+
+def kind_of(function: Any) -> Kind:
+    """Return how a function runs."""
+    if inspect.iscoroutinefunction(function):
+        return "async"
+    if inspect.isasyncgenfunction(function):
+        return "async_generator"
+    if inspect.isgeneratorfunction(function):
+        return "generator"
+    return "sync"
+
+
+@overload
+def method(function: F, /) -> F: ...
+@overload
+def method(**options: Any) -> Callable[[F], F]: ...
+def method(function: Any = None, /, **options: Any) -> Any:
+    """Say how a method of an actor is called unless its caller says otherwise; the method itself stays what it is.
+
+    ``@method(num_returns=2)`` over a ``def`` in the class; the options are those of ``handle.method.options(...)``:
+    see :class:`~actorrpc.actors.spec.options.CallOptions`. One more is said here only: ``@method(thread=True)`` has a plain method
+    of an actor that also has ``async def`` methods run on a thread beside the actor's event loop, which it blocks otherwise.
+
+    Raises:
+        ConfigError: an option is unknown, or its value is wrong.
+        TypeError: it is not a function.
+    """
+    threaded = options.pop("thread", False)
+    if not isinstance(threaded, bool):
+        raise WrongTypeError(f"thread must be True or False, not {threaded!r}")
+    checked = CallOptions.check(options)
+
+    def mark(function: Any) -> Any:
+        if isinstance(function, type) or not (
+            callable(function) or isinstance(function, (staticmethod, classmethod, functools.partialmethod))
+        ):
+            raise TypeError(f"@method is for the methods of a class, not for {function!r}")
+        plain = getattr(function, "__func__", function)
+        if threaded and kind_of(plain) in ("async", "async_generator"):
+            raise ConfigError(f"thread=True is for plain methods, and {plain.__qualname__} is async")
+        setattr(plain, _MARK, {**getattr(plain, _MARK, {}), **checked})
+        if threaded:
+            setattr(plain, _THREADED, True)
+        return function
+
+    return mark if function is None else mark(function)
+
+
+# -- classes ------------------------------------------------------------------------------------------------
+
+
+class ClassInfo:
+    """A class, as those see it who call its actors. Immutable; one object per class, and per content that arrives.
+
+    Attributes:
+        name: the class's qualified name, without what surrounds a local class.
+        module: the module that defines it.
+        methods: what can be called, by name: what is inherited, static and class methods, ``__call__`` and the like.
+        constructor: what making one takes.
+        is_async: whether any method is an ``async def``.
+        has_checkpoint: whether it has the methods ``checkpoint()`` and ``restore(state)``.
+        is_module: whether it is an ``nn.Module``.
+        doc: the first line of its docstring.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_blob",
+        "constructor",
+        "doc",
+        "has_checkpoint",
+        "is_async",
+        "is_module",
+        "methods",
+        "module",
+        "name",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        methods: Mapping[str, MethodInfo],
+        constructor: MethodInfo,
+        doc: str = "",
+        is_module: bool = False,
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.methods: dict[str, MethodInfo] = dict(methods)
+        self.constructor = constructor
+        self.doc = doc
+        self.is_module = is_module
+        self.is_async = any(each.kind in ("async", "async_generator") for each in self.methods.values())
+        self.has_checkpoint = _takes(self.methods.get("checkpoint"), ()) and _takes(
+            self.methods.get("restore"), (None,)
+        )
+        self._blob: bytes | None = None
+
+    @classmethod
+    def of(cls, actor: type) -> ClassInfo:
+        """Return what there is to know of a class; the same object each time."""
+        try:
+            return _known[actor]
+        except KeyError:
+            pass
+        name = actor.__qualname__.rpartition("<locals>.")[2]
+        doc = (actor.__doc__ or "").strip().partition("\n")[0]
+        info = cls(
+            name,
+            actor.__module__,
+            {each.name: each for each in _methods(actor, name)},
+            _constructor(actor, name),
+            doc,
+            issubclass(actor, nn.Module),
+        )
+        return _known.setdefault(actor, info)
+
+    @property
+    def prefix(self) -> str:
+        """What messages put before the name of a method; before that of a task's function, where the class runs tasks."""
+        return "task " if self.name == TASKS else f"{self.name}."
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        blob = self._blob
+        if blob is None:
+            packed = (
+                self.name,
+                self.module,
+                [each.packed() for each in self.methods.values()],
+                self.constructor.packed(),
+                self.doc,
+                self.is_module,
+            )
+            if any(isinstance(each.given.get("retry_exceptions"), tuple) for each in self.methods.values()):
+                return _rebuild, packed  # those classes travel as the message sees fit
+            blob = self._blob = zlib.compress(pickle.dumps(packed, 5), 9)
+        return _open, (blob,)
+
+    def __repr__(self) -> str:
+        return f"<class {self.module}.{self.name} of {len(self.methods)} methods>"
+
+
+def _takes(method: MethodInfo | None, args: tuple[Any, ...]) -> bool:
+    if method is None or method.kind in ("generator", "async_generator"):
+        return False
+    try:
+        method.check(args, {})
+    except TypeError:
+        return False
+    return True
+
+
+# By class. What is computed twice by two threads is the same.
+_known: Final[weakref.WeakKeyDictionary[type, ClassInfo]] = weakref.WeakKeyDictionary()
+# What came from others, by its bytes: handles of one class that arrive share one. Each operation on it is one step
+# under the interpreter's lock.
+_arrived: Final[OrderedDict[bytes, ClassInfo]] = OrderedDict()
+_MAX_ARRIVED: Final = 1024
+
+
+def _open(blob: bytes) -> ClassInfo:
+    info = _arrived.get(blob)
+    if info is None:
+        info = _rebuild(*pickle.loads(zlib.decompress(blob)))
+        info._blob = blob
+        info = _arrived.setdefault(blob, info)
+        while len(_arrived) > _MAX_ARRIVED:
+            try:
+                _arrived.popitem(last=False)
+            except KeyError:
+                break
+    return info
+
+
+def _rebuild(
+    name: str,
+    module: str,
+    methods: Iterable[tuple[Any, ...]],
+    constructor: tuple[Any, ...],
+    doc: str,
+    is_module: bool,
+) -> ClassInfo:
+    found = {each[0]: MethodInfo.unpack(each) for each in methods}
+    return ClassInfo(name, module, found, MethodInfo.unpack(constructor), doc, is_module)
+
+
+def _methods(actor: type, owner: str) -> Iterable[MethodInfo]:
+    seen: set[str] = {"__init__", "__new__", "__class_getitem__", "__init_subclass__", "__del__", "__class__"}
+    for base in actor.__mro__:
+        if base is object or base.__module__ in ("typing", "abc"):
+            continue
+        for name, raw in vars(base).items():
+            if name in seen or isinstance(raw, type):
+                continue
+            seen.add(name)  # what a class overrides with None or a property is no method
+            found = _method_of(name, raw, owner)
+            if found is not None:
+                yield found
+
+
+def _method_of(name: str, raw: Any, owner: str) -> MethodInfo | None:
+    function, bound = raw, 1
+    if isinstance(raw, staticmethod):
+        function, bound = raw.__func__, 0
+    elif isinstance(raw, classmethod):
+        function = raw.__func__
+    elif isinstance(raw, functools.partialmethod):
+        given = getattr(raw.func, _MARK, None)
+        function = raw.func
+        while isinstance(function, functools.partial):
+            function = function.func
+        threaded = getattr(raw.func, _THREADED, False)
+        return MethodInfo(name, kind_of(function), Signature.anything(f"{owner}.{name}"), given, threaded)
+    elif isinstance(raw, functools.singledispatchmethod):
+        function = raw.func
+    elif not callable(raw) or isinstance(raw, (property, functools.cached_property)):
+        return None
+    elif not hasattr(type(raw), "__get__"):
+        bound = 0  # an instance with `__call__`: Python gives it no self
+    if isinstance(function, type):
+        return None
+    given = getattr(function, _MARK, None)
+    # Python calls a function by the name of where it was written.
+    title = function.__qualname__ if isinstance(function, types.FunctionType) else f"{owner}.{name}"
+    title = title.rpartition("<locals>.")[2]
+    threaded = getattr(function, _THREADED, False)
+    return MethodInfo(name, kind_of(function), Signature.of(function, title, bound), given, threaded)
+
+
+def _constructor(actor: type, owner: str) -> MethodInfo:
+    title = f"{owner}.__init__"
+    if type(actor).__call__ is not type.__call__:
+        # A metaclass that makes instances its own way knows what it takes.
+        return MethodInfo("__init__", "sync", Signature.anything(title))
+    new, init = getattr(actor, "__new__"), getattr(actor, "__init__")  # noqa: B009 (of the class, for mypy)
+    if init is not object.__init__:
+        function = init
+    elif new is not object.__new__:
+        function, title = new, f"{owner}.__new__"
+    else:
+        return MethodInfo("__init__", "sync", Signature(owner, ()))
+    if isinstance(function, types.FunctionType):
+        title = function.__qualname__.rpartition("<locals>.")[2]
+    return MethodInfo("__init__", "sync", Signature.of(function, title, 1))

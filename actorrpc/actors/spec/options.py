@@ -1,0 +1,654 @@
+"""What may be said about an actor, a call and a task: names, values, and which of them are right.
+
+Ray's names where Ray has the same thing. Everything is checked when it is given; an option that is unknown is
+refused with the list of those there are, and one that only makes sense in Ray with what to do instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, Literal, Self
+
+from actorrpc.errors import ConfigError, WrongTypeError
+from actorrpc.wire.identity import WorkerInfo
+
+__all__ = ["NEW_PROCESS", "ActorOptions", "CallOptions", "TaskOptions"]
+
+NEW_PROCESS: Final = "new process"
+"""``worker=`` of an actor that gets a process of its own. No worker can be called that: it has a space."""
+
+
+# -- checks of single values ----------------------------------------------------------------------------
+
+
+def _wrong(name: str, value: object, right: str, *, kind: bool = False) -> ConfigError:
+    text = f"{name} must be {right}, not {value!r}"
+    return WrongTypeError(text) if kind else ConfigError(text)
+
+
+def _integer(least: int, right: str, *, none: bool = False) -> Callable[[str, Any], Any]:
+    def check(name: str, value: Any) -> Any:
+        if value is None and none:
+            return None
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise _wrong(name, value, right, kind=True)
+        if value < least:
+            raise _wrong(name, value, right)
+        return int(value)
+
+    return check
+
+
+def _number(right: str, *, none: bool = False, zero: bool = True) -> Callable[[str, Any], Any]:
+    def check(name: str, value: Any) -> Any:
+        if value is None and none:
+            return None
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise _wrong(name, value, right, kind=True)
+        number = float(value)
+        if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
+            raise _wrong(name, value, right)
+        return int(value) if isinstance(value, numbers.Integral) else number
+
+    return check
+
+
+def _text(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise _wrong(name, value, "a non-empty str or None", kind=True)
+    if not value:
+        raise _wrong(name, value, "a non-empty str or None")
+    return str(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "True or False", kind=True)
+    return value
+
+
+def _flag_or_none(name: str, value: Any) -> bool | None:
+    return None if value is None else _flag(name, value)
+
+
+def _num_returns(name: str, value: Any) -> Any:
+    right = 'an int of at least 0, or "streaming"'
+    if value in ("streaming", "dynamic"):  # Ray's older word for nearly the same
+        return "streaming"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise _wrong(name, value, right, kind=True)
+    if value < 0:
+        raise _wrong(name, value, right)
+    return int(value)
+
+
+def _exceptions(name: str, value: Any) -> bool | tuple[type[BaseException], ...]:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, type):
+        value = (value,)
+    right = "True, False, or a list of exception classes"
+    if not isinstance(value, (list, tuple)):
+        raise _wrong(name, value, right, kind=True)
+    for each in value:
+        if not (isinstance(each, type) and issubclass(each, BaseException)):
+            raise _wrong(name, each, right, kind=True)
+    return tuple(value)
+
+
+def _lifetime(name: str, value: Any) -> str | None:
+    if value in (None, "owned", "non_detached"):
+        return None
+    if value != "detached":
+        raise _wrong(name, value, '"detached", or "owned" (the default: it ends with its last handle)')
+    return "detached"
+
+
+def _worker(name: str, value: Any) -> Any:
+    right = f"a worker's name, rank or WorkerInfo, an actor's handle, or {NEW_PROCESS!r}"
+    if value is None or isinstance(value, WorkerInfo) or getattr(type(value), "_is_actor_handle", False):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (str, numbers.Integral)):
+        called, rank = getattr(value, "name", None), getattr(value, "id", None)
+        if isinstance(called, str) and isinstance(rank, int):
+            return WorkerInfo(called, rank)  # torch's own
+        raise _wrong(name, value, right, kind=True)
+    if isinstance(value, str):
+        if not value:
+            raise _wrong(name, value, right)
+        return str(value)
+    if value < 0:
+        raise _wrong(name, value, right)
+    return int(value)
+
+
+def _groups(name: str, value: Any) -> dict[str, int]:
+    right = 'a dict of limits by group, like {"io": 2, "compute": 4}'
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _wrong(name, value, right, kind=True)
+    for group, limit in value.items():
+        if not isinstance(group, str) or isinstance(limit, bool) or not isinstance(limit, numbers.Integral):
+            raise _wrong(name, value, right, kind=True)
+        if not group or limit < 1:
+            raise _wrong(name, value, right)
+    return {str(group): int(limit) for group, limit in value.items()}
+
+
+def _max_pending(name: str, value: Any) -> int:
+    right = "-1 (no limit) or an int of at least 1"
+    number: int = _integer(-1, right)(name, value)
+    if number == 0:
+        raise _wrong(name, value, right)
+    return number
+
+
+def _variables(name: str, value: Any) -> dict[str, str]:
+    right = 'a dict of environment variables, like {"OMP_NUM_THREADS": "1"}'
+    if not isinstance(value, Mapping):
+        raise _wrong(name, value, right, kind=True)
+    found: dict[str, str] = {}
+    for key, each in value.items():
+        # Numbers are what people write; anything else is a mistake.
+        if not isinstance(key, str) or isinstance(each, bool) or not isinstance(each, (str, int, float)):
+            raise _wrong(name, value, right, kind=True)
+        if not key or "=" in key or "\0" in key or "\0" in str(each):
+            raise _wrong(name, value, right)
+        found[key] = str(each)
+    return found
+
+
+def _words(name: str, value: Any) -> dict[str, str] | None:
+    right = 'a dict of words by name, like {"zone": "a"}'
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(
+        isinstance(key, str) and key and isinstance(each, str) for key, each in value.items()
+    ):
+        raise _wrong(name, value, right, kind=True)
+    return dict(value)
+
+
+def _amounts(name: str, value: Any) -> dict[str, float] | None:
+    right = 'a dict of amounts by name, like {"disk": 2}'
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise _wrong(name, value, right, kind=True)
+    check = _number("an amount of at least 0")
+    found = {}
+    for key, each in value.items():
+        if not isinstance(key, str) or not key:
+            raise _wrong(name, value, right, kind=True)
+        if key in ("CPU", "GPU"):
+            raise ConfigError(f"{name}: say {key} with num_{key.lower()}s")
+        found[key] = float(check(f"{name}[{key!r}]", each))
+    return found
+
+
+_RUNTIME_ENV: Final = ("env_vars", "working_dir")
+
+
+def _environment(given: dict[str, Any]) -> None:
+    """Split ``env=`` (or Ray's ``runtime_env=``) into variables and the working directory."""
+    name = "env"
+    if "runtime_env" in given:
+        if "env" in given:
+            raise ConfigError("env and runtime_env are two names for one thing: give one of them")
+        given["env"], name = given.pop("runtime_env"), "runtime_env"
+    if "env" not in given:
+        return
+    value = given["env"]
+    if value is None:
+        given["env"] = {}
+        return
+    nested = isinstance(value, Mapping) and (
+        name == "runtime_env"
+        or isinstance(value.get("env_vars"), Mapping)
+        or (set(value) <= {*_RUNTIME_ENV} and "working_dir" in value)
+    )
+    if nested:
+        for key in value:
+            if key not in _RUNTIME_ENV:
+                raise ConfigError(
+                    f"{name}: {key!r} is not supported, only {', '.join(map(repr, _RUNTIME_ENV))}: actors' processes are "
+                    "forks of this installation, so install packages before the program starts"
+                )
+        if value.get("working_dir") is not None:
+            given.setdefault("working_dir", value["working_dir"])
+        value = value.get("env_vars") or {}
+    given["env"] = _variables(name, value)
+
+
+_CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
+    "allow_out_of_order": _flag,
+    "allow_out_of_order_execution": _flag_or_none,
+    "checkpoint_every": _integer(1, "an int of at least 1: after how many calls a checkpoint is made"),
+    "concurrency_group": _text,
+    "concurrency_groups": _groups,
+    "env": _variables,
+    "get_if_exists": _flag,
+    "host": _text,
+    "interrupt": _flag,
+    "labels": _words,
+    "lifetime": _lifetime,
+    "max_buffered_items": _integer(1, "an int of at least 1, or None (64 MiB)", none=True),
+    "max_concurrency": _integer(1, "an int of at least 1, or None", none=True),
+    "max_pending_calls": _max_pending,
+    "max_restarts": _integer(-1, "an int of at least 0, or -1 (for ever)"),
+    "max_retries": _integer(-1, "an int of at least 0, or -1 (for ever)"),
+    "max_task_retries": _integer(-1, "an int of at least 0, or -1 (for ever)", none=True),
+    "name": _text,
+    "namespace": _text,
+    "num_cpus": _number("a number of at least 0, or None", none=True),
+    "num_gpus": _number("a number of at least 0, or None", none=True),
+    "num_returns": _num_returns,
+    "placement_timeout": _number("a number of seconds of at least 0, or None", none=True),
+    "priority": _integer(-(1 << 31), "an int; higher goes first"),
+    "reentrant": _flag,
+    "resources": _amounts,
+    "restart_backoff_s": _number("a number of seconds of at least 0"),
+    "restart_window_s": _number("a number of seconds above 0, or None", none=True, zero=False),
+    "retry_exceptions": _exceptions,
+    "spread": _flag,
+    "timeout": _number("a number of seconds (0: no limit), or None (the default)", none=True),
+    "worker": _worker,
+    "working_dir": _text,
+}
+
+# Names of Ray's that nobody should have to guess about.
+_ELSEWHERE: Final[dict[str, str]] = {
+    "accelerator_type": "say which worker with worker=; num_gpus= sets the visible devices of a process of its own",
+    "enable_task_events": "there is no event store; list_actors() shows what is going on",
+    "fallback_strategy": "placement is worker=, there is no scheduler",
+    "label_selector": "say labels={...}: a worker that joined with them",
+    "max_calls": "processes that run tasks are kept; a process that leaks wants to be an actor that is killed",
+    "memory": "no memory is reserved; limit a process with resource.setrlimit() in the actor's constructor",
+    "object_store_memory": "there is no object store: results stay with the actor that made them",
+    "placement_group": "placement is worker=, there is no scheduler",
+    "placement_group_bundle_index": "placement is worker=, there is no scheduler",
+    "scheduling_strategy": "say spread=True, host= or worker=",
+}
+
+
+_PLACED: Final = ("host", "labels", "placement_timeout", "resources", "spread")
+
+
+_BACKPRESSURE: Final = ("backpressure", "_generator_backpressure_num_objects")
+
+
+def _buffered(given: dict[str, Any]) -> None:
+    """Put ``max_buffered_items`` in the place of its other names; the last one is Ray's, which says -1 for None."""
+    for name in _BACKPRESSURE:
+        if name in given:
+            if "max_buffered_items" in given:
+                raise ConfigError(
+                    f"{name} and max_buffered_items are two names for one thing: give one of them"
+                )
+            value = given.pop(name)
+            given["max_buffered_items"] = None if value == -1 and name == _BACKPRESSURE[1] else value
+
+
+def _check(cls: type[Any], given: dict[str, Any], what: str) -> dict[str, Any]:
+    """Return the options that were given, each checked, in the form in which they are kept.
+
+    Raises:
+        ConfigError: one is unknown, or its value is wrong.
+    """
+    allowed = _names(cls)
+    if "env" in allowed:
+        _environment(given)
+    _buffered(given)
+    for name in given:
+        if name not in allowed:
+            raise _unknown(cls, name, allowed, what)
+    return {name: _CHECKS[name](name, value) for name, value in given.items()}
+
+
+_allowed: Final[dict[type, tuple[str, ...]]] = {}
+
+
+def _names(cls: type[Any]) -> tuple[str, ...]:
+    found = _allowed.get(cls)
+    if found is None:
+        found = _allowed[cls] = tuple(sorted(each.name for each in fields(cls) if each.name in _CHECKS))
+    return found
+
+
+def _unknown(cls: type[Any], name: str, allowed: tuple[str, ...], what: str) -> ConfigError:
+    if name == "thread" and cls is CallOptions:
+        return ConfigError(
+            "thread=True is said where a method is defined, @method(thread=True), not of a single call"
+        )
+    if name in _ELSEWHERE:
+        return ConfigError(f"{name!r} is an option of Ray's that makes no sense here: {_ELSEWHERE[name]}")
+    if cls is TaskOptions and name in _PLACED:
+        return ConfigError(
+            f"{name!r} places actors, and tasks share processes that stay: make it a method of an actor with that option, or say "
+            "where the task runs with worker="
+        )
+    others = [other for other in _KINDS if name in _names(_KINDS[other])]
+    close = difflib.get_close_matches(name, allowed, n=2)
+    hint = f" It is an option of {' and of '.join(others)}." if others else ""
+    if close:
+        hint += f" Did you mean {' or '.join(map(repr, close))}?"
+    return ConfigError(
+        f"{name!r} is not an option of {what}.{hint} The options of {what} are: {', '.join(allowed)}"
+    )
+
+
+# -- the options ---------------------------------------------------------------------------------------------
+
+
+def _check_interrupt(interrupt: bool, timeout: float | None) -> None:
+    if interrupt and not timeout:
+        raise ConfigError(
+            "interrupt=True says what is done when the call's own time is over: give timeout=, too"
+        )
+
+
+def _reduce(options: Any) -> tuple[Any, ...]:
+    """Options travel with every handle: only what differs from the defaults does."""
+    given = {
+        each.name: value
+        for each in fields(options)
+        if (value := getattr(options, each.name)) != each.default or type(value) is not type(each.default)
+    }
+    return _rebuild, (type(options), given)
+
+
+def _rebuild(cls: type[Any], given: dict[str, Any]) -> Any:
+    return cls(**given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """How one call of a method is made: ``handle.method.options(...)`` and ``@method(...)``. Immutable.
+
+    Attributes:
+        num_returns: how many ObjectRefs a call gives: the method returns so many values; 0: the call gives None.
+            ``"streaming"``: an ObjectRefGenerator, which is what generators give in any case.
+        timeout: seconds; None for the default of the group, 0 for no limit. See below.
+        interrupt: whether a method that is late, by this ``timeout``, is interrupted as ``cancel()`` does it. It may leave
+            its state half changed: that is why no default does this.
+        priority: higher goes first among the calls that wait; default 0.
+        concurrency_group: one of the actor's ``concurrency_groups``.
+        max_task_retries: how often a call that the actor's death cut short is made again; -1: for ever; 0: never, and while
+            the actor is being restarted it fails at once with ActorUnavailableError; None: as the actor's options say, and
+            if they say nothing, it is not made again, but waits for an actor that is being restarted.
+        retry_exceptions: whether what the method raises is a reason to make the call again; or only these. A generator is
+            called again that has given nothing yet; where ``@method(retry_exceptions=...)`` says so also a later one: from the
+            start, and its reader gets no item twice.
+        max_buffered_items: how many items of a stream are made ahead of its reader, whose generator then pauses, and holds
+            its actor; also called ``backpressure``. None: 64 MiB of them, which is the bound in any case.
+        name: what the call is called in messages; default the method's name.
+        allow_out_of_order: whether later calls may overtake this one while its arguments are fetched.
+        patient: internal: it waits for an actor that is being restarted, also with ``max_task_retries=0``.
+
+    What time-outs do to a call that has begun; one that waits for its turn is taken out by all of them but the first two:
+
+    ============================================= =================== ==================== ==================================
+    time is over                                  coroutine           plain method          who hears what
+    ============================================= =================== ==================== ==================================
+    ``get(ref, timeout=)``, ``wait(timeout=)``    goes on             goes on              the wait alone: RpcTimeoutError, or
+                                                                                           "not ready"
+    ``asyncio.wait_for(ref, t)``                  goes on             goes on              the wait alone: TimeoutError
+    ``options(timeout=)``, ``rpc_timeout``        is cancelled        goes on, keeps its   the call: RpcTimeoutError
+                                                                      actor
+    ``options(timeout=, interrupt=True)``         is cancelled        is interrupted, its  the call: RpcTimeoutError
+                                                                      actor is free
+    ============================================= =================== ==================== ==================================
+
+    Calls that it has made and waits for end with it. A plain method on an event loop is never interrupted, nor is one in C code
+    before it is out of that.
+    """
+
+    num_returns: int | Literal["streaming"] = 1
+    timeout: float | None = None
+    interrupt: bool = False
+    priority: int = 0
+    concurrency_group: str | None = None
+    max_task_retries: int | None = None
+    retry_exceptions: bool | tuple[type[BaseException], ...] = False
+    max_buffered_items: int | None = None
+    name: str | None = None
+    allow_out_of_order: bool = False
+    patient: bool = False
+
+    @staticmethod
+    def check(given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the given options in the form in which they are kept.
+
+        Raises:
+            ConfigError: one is unknown or wrong.
+        """
+        return _check(CallOptions, dict(given), "a method")
+
+    def merged(self, **given: Any) -> Self:
+        """Return these options with some of them changed.
+
+        Raises:
+            ConfigError: one is unknown or wrong.
+        """
+        if not given:
+            return self
+        made = replace(self, **_check(type(self), given, "a method"))
+        _check_interrupt("interrupt" in given and made.interrupt, made.timeout)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduce(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorOptions:
+    """How an actor is made and looked after: ``@remote(...)`` and ``Cls.options(...)``. Immutable.
+
+    Attributes:
+        name, namespace: what ``get_actor`` finds it by; a name is unique in its namespace.
+        get_if_exists: give the actor that has the name already, if there is one.
+        lifetime: None: it ends with its last handle; ``"detached"``: when it is killed, or the group ends.
+        worker: where it lives: a worker's name, rank or WorkerInfo, or with another actor (its handle), or
+            ``"new process"``. None: in a process of its own where the embedded cluster runs, else on the group's
+            workers in turn.
+        max_concurrency: how many calls may run at a time; None: one, or 1000 where it has async methods.
+        concurrency_groups: limits for the methods of each group, which run beside the others: plain methods on threads of the
+            group, ``async def`` methods on its event loop, which has a thread of its own and is made with its first call. What
+            blocks the loop of one group does not hold the others. asyncio's locks and events work within one group only.
+        max_pending_calls: calls of one caller beyond this number are refused; -1: no limit.
+        max_restarts: how often it is made again when it dies; -1: for ever. In a supervision group (:func:`supervise`)
+            that, the window and the back-off are the group's; there it must not be 0.
+        restart_window_s: only the restarts of the last so many seconds count; None: all of its life's.
+        restart_backoff_s: the wait before the second restart in a row; doubles with each up to 10 s, and is shortened at
+            random by up to a half.
+        max_task_retries, retry_exceptions: see :class:`CallOptions`; for all of its methods.
+        num_cpus: how many threads torch uses in a process of its own; what is booked in a worker that others share, also in
+            one that ``worker=`` names. In the process of another actor nothing is booked.
+        num_gpus: how many devices a process of its own sees; else booked as ``num_cpus`` is.
+        host: the host that it must be on: a name or an address.
+        labels: words that its worker (or machine) must have, by name.
+        resources: further amounts that it needs, and books, by name.
+        spread: put it where the fewest actors are, on workers that have joined or in a process of its own.
+        placement_timeout: how many seconds it may wait for a worker that has all that; 0: not at all. None: not at
+            all for what nobody has, and 10 s for what others have taken.
+        env: environment variables of a process of its own; ``{"env_vars": ..., "working_dir": ...}`` is
+            understood, too.
+        working_dir: the directory that a process of its own runs in.
+        allow_out_of_order_execution: calls may overtake those of the same caller whose arguments are still being fetched. None:
+            where several run at a time (in threads, or as coroutines), and not in an actor that runs one after the other.
+        reentrant: calls that descend from the one it is executing may run while that one waits.
+        checkpoint_every: after how many calls that have not raised ``checkpoint()`` is called, where the class has it and
+            ``restore(state)``. What it returns is copied, and given to ``restore`` of the next incarnation, behind the
+            constructor. The answer (of a generator: its end) leaves when the process that has made the actor has that state:
+            what a caller has been told is not lost with the actor. Where ``checkpoint()`` raises, that is logged, and the
+            state before it is kept; where ``restore`` raises, that is as if the constructor had.
+        timeout, priority, concurrency_group, max_buffered_items: see :class:`CallOptions`; for all of its methods.
+        yielding: internal: calls that wait in one of our waits do not count as running.
+        place: internal: the actor's place in its group.
+    """
+
+    name: str | None = None
+    namespace: str | None = None
+    get_if_exists: bool = False
+    lifetime: str | None = None
+    worker: Any = None
+    max_concurrency: int | None = None
+    concurrency_groups: Mapping[str, int] | None = None
+    max_pending_calls: int = -1
+    max_restarts: int = 0
+    restart_window_s: float | None = None
+    restart_backoff_s: float = 0.1
+    max_task_retries: int | None = None
+    retry_exceptions: bool | tuple[type[BaseException], ...] = False
+    num_cpus: float | None = None
+    num_gpus: float | None = None
+    env: Mapping[str, str] | None = None
+    working_dir: str | None = None
+    host: str | None = None
+    labels: Mapping[str, str] | None = None
+    resources: Mapping[str, float] | None = None
+    spread: bool = False
+    placement_timeout: float | None = None
+    allow_out_of_order_execution: bool | None = None
+    reentrant: bool = True
+    checkpoint_every: int = 1
+    timeout: float | None = None
+    priority: int = 0
+    concurrency_group: str | None = None
+    max_buffered_items: int | None = None
+    yielding: bool = False
+    place: Mapping[str, int] | None = None
+
+    def merged(self, **given: Any) -> Self:
+        """Return these options with some of them changed.
+
+        Raises:
+            ConfigError: one is unknown or wrong.
+        """
+        if not given:
+            return self
+        return replace(self, **_check(type(self), given, "an actor"))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduce(self)
+
+    def check_together(self) -> None:
+        """Look at what single values do not show.
+
+        Raises:
+            ConfigError: two options do not go together.
+        """
+        if self.get_if_exists and self.name is None:
+            raise ConfigError("get_if_exists=True needs a name= to look for")
+        if self.worker not in (None, NEW_PROCESS) and (self.env or self.working_dir):
+            raise ConfigError(
+                "env= and working_dir= are for a process of the actor's own: leave worker= out, or give "
+                f"worker={NEW_PROCESS!r}"
+            )
+        if self.worker is not None and (self.host or self.labels or self.spread):
+            raise ConfigError(
+                "worker= says where the actor lives: leave host=, labels= and spread= out, or worker="
+            )
+        if getattr(type(self.worker), "_is_actor_handle", False) and self.resources:
+            raise ConfigError("worker= names another actor, which has booked its place: leave resources= out")
+        group = self.concurrency_group
+        if group is not None and group not in (self.concurrency_groups or {}):
+            raise ConfigError(
+                f"concurrency_group {group!r} is not one of concurrency_groups, which are: "
+                f"{', '.join(map(repr, self.concurrency_groups or {})) or 'none'}"
+            )
+
+    def for_calls(self) -> CallOptions:
+        """Return how methods are called that say nothing themselves."""
+        if (
+            self.timeout is None
+            and not self.priority
+            and self.concurrency_group is None
+            and self.max_task_retries is None
+            and self.retry_exceptions is False
+            and self.max_buffered_items is None
+            and not self.allow_out_of_order_execution
+        ):
+            return _DEFAULT_CALL
+        return CallOptions(
+            timeout=self.timeout,
+            priority=self.priority,
+            concurrency_group=self.concurrency_group,
+            max_task_retries=self.max_task_retries,
+            retry_exceptions=self.retry_exceptions,
+            max_buffered_items=self.max_buffered_items,
+            allow_out_of_order=bool(self.allow_out_of_order_execution),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskOptions:
+    """How a task (a ``@remote`` function) is run: ``@remote(...)`` and ``f.options(...)``. Immutable.
+
+    Attributes:
+        num_returns, timeout, interrupt, max_buffered_items, name, priority: see :class:`CallOptions`.
+        max_retries: how often a task is run again whose process died; -1: for ever; default 3.
+        retry_exceptions: whether what it raises is a reason to run it again; or only these.
+        worker: where it runs; see :class:`ActorOptions`. None: on the processes that run tasks, or on the group's
+            other workers in turn.
+        num_cpus, num_gpus, env, working_dir: of the process that runs it. Tasks that say the same share processes, which stay:
+            so there is no ``host``, ``labels``, ``resources`` or ``spread``. What is to be placed is an actor, or names a worker.
+    """
+
+    num_returns: int | Literal["streaming"] = 1
+    timeout: float | None = None
+    interrupt: bool = False
+    priority: int = 0
+    max_buffered_items: int | None = None
+    name: str | None = None
+    max_retries: int = 3
+    retry_exceptions: bool | tuple[type[BaseException], ...] = False
+    worker: Any = None
+    num_cpus: float | None = None
+    num_gpus: float | None = None
+    env: Mapping[str, str] | None = None
+    working_dir: str | None = None
+
+    def merged(self, **given: Any) -> Self:
+        """Return these options with some of them changed.
+
+        Raises:
+            ConfigError: one is unknown or wrong.
+        """
+        if not given:
+            return self
+        made = replace(self, **_check(type(self), given, "a task"))
+        _check_interrupt(made.interrupt, made.timeout)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduce(self)
+
+    def for_calls(self) -> CallOptions:
+        """Return how the process that runs the task is called."""
+        return CallOptions(
+            num_returns=self.num_returns,
+            timeout=self.timeout,
+            interrupt=self.interrupt,
+            priority=self.priority,
+            max_buffered_items=self.max_buffered_items,
+            name=self.name,
+            retry_exceptions=self.retry_exceptions,
+            # That of the processes that run tasks is nothing that a task has to know of: it waits for one.
+            max_task_retries=self.max_retries or None,
+        )
+
+
+_DEFAULT_CALL: Final = CallOptions()
+_KINDS: Final[dict[str, type[Any]]] = {
+    "an actor": ActorOptions,
+    "a method": CallOptions,
+    "a task": TaskOptions,
+}

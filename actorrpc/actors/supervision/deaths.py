@@ -1,0 +1,86 @@
+"""How actors have died, as their supervisor tells it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from actorrpc._exception_text import CAUSE, TRACEBACK, is_a, line_of, notes_of
+from actorrpc.actors.spec.death_report import IN_RESTORE
+from actorrpc.errors import ActorDiedError, PlacementError, RemoteError, RemoteTraceback, UnplacedActorError
+from actorrpc.serialization import exceptions
+
+if TYPE_CHECKING:
+    from actorrpc.actors.spec.death_report import DeathReport
+    from actorrpc.actors.supervision.record import Supervised, Verdict
+
+__all__ = ["dead", "not_made", "without_worker"]
+
+
+def dead(
+    actor: Supervised,
+    text: str,
+    report: DeathReport | None,
+    cause: BaseException | None,
+    verdict: Verdict,
+) -> ActorDiedError:
+    """Return the death of an actor, as it is known where it was looked after.
+
+    Args:
+        text: how it ended.
+        verdict: why there is no further incarnation, where somebody could have wished for one.
+    """
+    text = f"{actor.title} is dead{f' ({verdict.why_not})' if verdict.why_not else ''}: {text}"
+    if verdict.before:
+        text += "\n  before that, it had died like this:"
+        text += "".join(f"\n    {number}. {each}" for number, each in enumerate(verdict.before, 1))
+    kind = UnplacedActorError if is_a(cause, PlacementError) else ActorDiedError
+    return kind(
+        text,
+        worker=actor.worker_name or None,
+        actor=actor.title,
+        actor_id=actor.card.actor_id,
+        report=report,
+        cause=cause,
+    )
+
+
+def without_worker(actor: Supervised, report: DeathReport | None, why: str) -> str:
+    """Say how an incarnation has ended whose worker has.
+
+    Args:
+        report: what is known of its process's end.
+        why: what else is known of why the worker ended; may be empty.
+    """
+    if actor.doomed:
+        return actor.doomed
+    if report is not None:
+        text = report.describe()
+    else:
+        text = f"worker {actor.worker_name!r}, where it lived, has ended" + (f": {why}" if why else "")
+    if actor.drained and not actor.killed:
+        return f"{actor.drained}, and it does not move: {text}"
+    return f"it was killed with kill(): {text}" if actor.killed else text
+
+
+def not_made(error: BaseException, worker: str | None) -> tuple[str, bool]:
+    """Say why an incarnation could not be made, and whether that is final: it is, but where only the place was missing.
+
+    Args:
+        error: what the worker has answered, or kept it from being asked.
+        worker: its name; None where there was none yet.
+    """
+    original = exceptions.original(error)
+    what = line_of(original)
+    if is_a(error, RemoteError) and not is_a(original, ActorDiedError) and worker is not None:
+        if CAUSE.__get__(original) is None:
+            CAUSE.__set__(original, RemoteTraceback(exceptions.traceback_of(error)))  # for those who print it
+        where = "restore()" if IN_RESTORE in notes_of(original) else "constructor"
+        text, final = f"its {where} raised {what}", True
+    elif worker is not None:
+        text, final = f"it could not be made on worker {worker!r}: {what}", True
+    elif is_a(original, PlacementError):
+        text, final = str(original), False
+    else:
+        text, final = f"no process could be started for it: {what}", False
+    TRACEBACK.__set__(original, None)
+    return text, final

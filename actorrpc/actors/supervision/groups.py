@@ -1,0 +1,289 @@
+"""Supervision groups as the supervisor knows them. They carry out what :mod:`actorrpc.actors.supervision.strategies` decides.
+
+A family is told by the supervisor what happens to its children, always under the supervisor's lock, which guards
+everything here. It gives back deeds: what is to be done about that when the lock has been released. Nothing here waits,
+and no user code is called but by ``over``, a future, which is completed as a deed.
+
+Families keep nobody alive: children are what the supervisor knows of actors, not handles.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from actorrpc.actors.supervision.restart_policy import Restarts
+from actorrpc.actors.supervision.strategies import Order, Plan, Siblings, State, Strategy
+from actorrpc.errors import ActorDiedError, SupervisionError
+from actorrpc.futures import Future
+
+if TYPE_CHECKING:
+    from actorrpc.actors.context import Runtime
+    from actorrpc.actors.supervision.record import Supervised
+    from actorrpc.actors.supervision.supervisor import Supervisor
+
+__all__ = ["Deed", "Family", "perform"]
+
+Deed = Callable[[], object]
+_log = logging.getLogger("actorrpc.actors")
+END_S: Final = 5.0  # how long a child may take to end before its process is killed
+_STATES: Final[dict[str, State]] = {"starting": "making", "restarting": "making"}
+
+
+def perform(deeds: list[Deed]) -> None:
+    """Do what is to be done; the supervisor's lock is not held."""
+    for deed in deeds:
+        deed()
+
+
+class Family:
+    """One supervision group.
+
+    Args:
+        children: actors and other families, in the order in which they start. All are this supervisor's, and in no
+            family yet; their lock is held.
+        title: how messages call the group.
+
+    Attributes:
+        parent: the family that this one is a child of.
+        over: completes when all children have ended for good: with the SupervisionError if that is because the group
+            has given up, with None if that was wanted.
+        restarts: how often children have been made again because of a death.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        children: list[Supervised | Family],
+        strategy: Strategy,
+        limit: int,
+        period_s: float,
+        backoff_s: float,
+        title: str,
+    ) -> None:
+        self.title = title
+        self.strategy = strategy
+        self.children = children
+        self.parent: Family | None = None
+        self.index = 0
+        self.over: Future[SupervisionError | None] = Future()
+        self.over.label = f"the end of {title}"
+        self.restarts = 0
+        self.is_over = False
+        self._ending = False
+        self._cause: BaseException | None = None
+        self._runtime = runtime
+        self._supervisor: Supervisor = runtime.supervisor
+        self._clock = runtime.agent.clock
+        self._submit = runtime.agent.submit
+        self._given = (limit, period_s, backoff_s)
+        states: list[State] = []
+        for index, child in enumerate(children):
+            if isinstance(child, Family):
+                child.parent = self
+                child.index = index
+                states.append("up")
+            else:
+                child.family = self
+                child.index = index
+                states.append(_STATES.get(child.phase, "up"))
+        self._siblings = Siblings(states, strategy, self._account())
+        self._siblings.restarts.came_to_life(self._now())
+
+    def _account(self) -> Restarts:
+        limit, period_s, backoff_s = self._given
+        return Restarts(limit, period_s, backoff_s, self._supervisor.draw)
+
+    def _now(self) -> float:
+        return self._clock.now()
+
+    @property
+    def state(self) -> str:
+        """``"up"``, ``"restarting"``, ``"ending"``, ``"failed"`` or ``"ended"``."""
+        if self.is_over:
+            return "failed" if self.root()._siblings.failed else "ended"
+        if self.root()._ending:
+            return "ending"
+        return "restarting" if self._siblings.busy or self._siblings.failed else "up"
+
+    def actors(self) -> Iterator[Supervised]:
+        """Yield all actors of the family and of those in it, in their order."""
+        for child in self.children:
+            if isinstance(child, Family):
+                yield from child.actors()
+            else:
+                yield child
+
+    def root(self) -> Family:
+        """Return the family that nobody is above."""
+        found = self
+        while found.parent is not None:
+            found = found.parent
+        return found
+
+    # -- news of children; the supervisor's lock is held ---------------------------------------------------
+
+    def made(self, child: Supervised | Family) -> list[Deed]:
+        """Take note that a child lives."""
+        return self._carry_out(self._siblings.made(child.index, self._now()))
+
+    def died(self, child: Supervised | Family, why: str) -> list[Deed]:
+        """Take note that a child's incarnation is over, whoever has ended it."""
+        return self._carry_out(self._siblings.died(child.index, self._now(), f"{child.title}: {why}"))
+
+    def left(self, child: Supervised) -> list[Deed]:
+        """Take note that a child is dead for good, as was wanted."""
+        deeds = self._carry_out(self._siblings.left(child.index, self._now()))
+        root = self.root()
+        if not root.is_over and all(each.phase == "dead" for each in root.actors()):
+            deeds.append(partial(root.close, None))
+        return deeds
+
+    def lost(
+        self, child: Supervised | Family, death: ActorDiedError | str, cause: BaseException | None
+    ) -> list[Deed]:
+        """Take note that a child is dead for good, as it cannot be made."""
+        self._cause = self._cause or cause
+        return self._carry_out(self._siblings.lost(child.index, self._now(), str(death)))
+
+    # -- what is wanted of it; the lock is held -------------------------------------------------------------
+
+    def bring_down(self) -> list[Deed]:
+        """End all children, the last first."""
+        return self._carry_out(self._siblings.bring_down(self._now()))
+
+    def bring_up(self) -> list[Deed]:
+        """Make all children again, the first first."""
+        return self._carry_out(self._siblings.bring_up(self._now(), self._account()))
+
+    def end(self) -> list[Deed]:
+        """End all children for good, the last first. Only for a family that nobody is above."""
+        if self.is_over or self._ending:
+            return []
+        self._ending = True
+        return self.bring_down()
+
+    # -- orders ---------------------------------------------------------------------------------------------
+
+    def _carry_out(self, orders: list[Order]) -> list[Deed]:
+        deeds: list[Deed] = []
+        for order in orders:
+            deeds += self._one(order)
+        return deeds
+
+    def _one(self, order: Order) -> list[Deed]:
+        if order.what == "wait":
+            assert order.plan is not None
+            due = partial(self._submit, partial(self._due, order.plan))
+            return [partial(self._clock.after, order.seconds, due)]
+        if order.what in ("end", "make"):
+            child = self.children[order.child]
+            if order.what == "end":
+                if isinstance(child, Family):
+                    return child.bring_down()
+                why = f"it was ended with the others of {self.title}, of which one had died"
+                if self.root()._ending:
+                    why = f"{self.title} was ended"
+                return [partial(self._end_actor, child, child.epoch, why)]
+            self.restarts += 1
+            if isinstance(child, Family):
+                return child.bring_up()
+            child.held = False
+            child.restarts.count += 1
+            return [partial(self._submit, partial(self._supervisor.begin, child))]
+        if self.parent is not None:
+            if order.what == "up":
+                return self.parent.made(self)
+            if order.what == "failed" and self._siblings.hopeless:
+                return self.parent.lost(self, f"{self.title}: {self._why()}", self._cause)
+            return self.parent.died(self, self._why() if order.what == "failed" else "it has ended")
+        if order.what == "failed":
+            self.is_over = True
+            return [self._give_up]
+        return [self._end] if order.what == "down" else []
+
+    def _due(self, plan: Plan) -> None:
+        with self._supervisor.lock:
+            deeds = self._carry_out(self._siblings.due(plan, self._now()))
+        perform(deeds)
+
+    def _why(self) -> str:
+        """Say why it has given up."""
+        restarts, why = self._siblings.restarts, self._siblings.why
+        if not self._siblings.exceeded:
+            return f"it has given up: {why}"
+        before = restarts.causes()
+        limit, period_s, _ = self._given
+        allowed = "no restart" if limit == 0 else "1 restart" if limit == 1 else f"{limit} restarts"
+        text = f"it has given up, as {allowed} within {period_s:g} s did not do (max_restarts={limit}): {why}"
+        if len(before) > 1:
+            listed = "".join(f"\n    {number}. {each}" for number, each in enumerate(before, 1))
+            text += f"\n  these were the deaths that count:{listed}"
+        return text
+
+    def _cause_of(self) -> BaseException | None:
+        inner = (child._cause_of() for child in self.children if isinstance(child, Family))
+        return self._cause or next((each for each in inner if each is not None), None)
+
+    # -- deeds ----------------------------------------------------------------------------------------------
+
+    def _end_actor(self, actor: Supervised, epoch: int, why: str) -> None:
+        """End an actor's incarnation, which is to be followed by another one; its end is heard of as any other is."""
+        supervisor = self._supervisor
+        deeds: list[Deed] = []
+        with supervisor.lock:
+            if actor.phase == "dead" or actor.epoch != epoch:
+                return  # that has been heard of
+            resident_id, process, worker = actor.resident_id, actor.process, actor.worker
+            actor.doomed = why
+            if not resident_id:  # it has not been begun
+                actor.held = True
+                deeds = self.died(actor, why)
+        if not resident_id:
+            perform(deeds)
+            return
+        if worker is None:  # its process is on the way, and will find that it is not wanted
+            self._submit(partial(supervisor.ended, actor, resident_id, why))
+            return
+
+        def over(_: object = None) -> None:
+            # A process of its own is to be gone, with all that it holds, before anything takes its place.
+            spawner = self._runtime.spawner
+            if process is None or spawner is None:
+                supervisor.ended(actor, resident_id, why)
+            else:
+                spawner.kill(process)
+
+        timer = self._clock.after(END_S, partial(self._submit, over))
+
+        def gently(_: object) -> None:
+            timer.cancel()
+            self._submit(over)
+
+        supervisor.end_there(actor, resident_id, "now", why).add_done_callback(gently)
+
+    def _give_up(self) -> None:
+        with self._supervisor.lock:
+            why, cause = self._why(), self._cause_of()
+        self._bury(f"{self.title}, which it belongs to, has ended: {why}", cause)
+        _log.error("%s: %s", self.title, why)
+        self.close(SupervisionError(f"{self.title}: {why}", actor=self.title, cause=cause))
+
+    def _end(self) -> None:
+        self._bury(f"{self.title}, which it belongs to, was ended", None)
+        self.close(None)
+
+    def _bury(self, text: str, cause: BaseException | None) -> None:
+        for actor in reversed(list(self.actors())):
+            self._supervisor.bury(actor, text, cause=cause)
+
+    def close(self, error: SupervisionError | None) -> None:
+        """Take note that it is over, and with it all families in it; the lock need not be held."""
+        for child in self.children:
+            if isinstance(child, Family):
+                child.close(error)
+        self.is_over = True
+        if self.over._claim():
+            self.over._finish(error, None)

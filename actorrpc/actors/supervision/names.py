@@ -1,0 +1,251 @@
+"""Actors by name. The registrar of rank 0 knows them all; every other worker asks it.
+
+Who gets a name is decided in one step there, under one lock: of many who ask for a name at the same time one gets
+it, and with ``get_if_exists`` the others get the winner's card. A name is free again when its actor is dead for
+good; who asks for the name of one that is about to end waits for that.
+"""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from actorrpc import _time
+from actorrpc.actors.client.supervisor_client import peer_of
+from actorrpc.actors.context import runtime
+from actorrpc.actors.spec.actor_spec import Card
+from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.executor import Later
+from actorrpc.errors import (
+    NameTakenError,
+    PeerDiedError,
+    RpcError,
+    RpcTimeoutError,
+    UnknownActorError,
+    UnknownWorkerError,
+)
+from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.serialization import exceptions
+
+if TYPE_CHECKING:
+    from actorrpc.actors.context import Runtime
+    from actorrpc.agent.peers import Peer
+
+__all__ = ["Names"]
+
+_ASK_S: Final = 30.0  # how long rank 0 may take to answer
+
+
+class Names:
+    """The registrar, or the way to it. Thread-safe.
+
+    ``_lock`` guards ``_cards``; nothing is called under it. It is re-entrant, as the collector may run there.
+
+    Attributes:
+        namespace: where names are looked for that are given without a namespace.
+    """
+
+    def __init__(self, runtime: Runtime, namespace: str = "") -> None:
+        self._runtime = runtime
+        self.namespace = namespace
+        self._lock = threading.RLock()
+        self._cards: dict[tuple[str, str], Card] = {}
+        if self.is_registrar:
+            runtime.agent.on_peer_end.append(self._peer_ended)
+
+    def _peer_ended(self, peer: Peer) -> None:
+        self.take_out_all(WorkerKey(peer.rank, peer.record.incarnation))
+
+    @property
+    def is_registrar(self) -> bool:
+        """Whether this process decides: it is rank 0."""
+        return self._runtime.agent.record.rank == 0
+
+    # -- for everybody -----------------------------------------------------------------------------------
+
+    def register(self, card: Card, *, get_if_exists: bool = False) -> Card | None:
+        """Give ``card.name`` in ``card.namespace`` to the actor; waits for rank 0, at most 30 s.
+
+        If an actor has the name that is about to end (nobody has a handle of it any more, or it was killed), this waits for
+        that, at most as long.
+
+        Returns:
+            None if the actor has the name now; the card (weak) of the one that has it, with ``get_if_exists``.
+
+        Raises:
+            NameTakenError: another actor has the name.
+            PeerDiedError, RpcTimeoutError: rank 0 cannot be asked.
+        """
+        assert card.name is not None
+        until = _time.now() + _ASK_S
+        while True:
+            known = self._ask(_register, card)
+            if known is None:
+                return None
+            assert isinstance(known, Card)
+            if not self._ends(known, until):
+                break
+            self._ask(_unregister, card.name, card.namespace, known.actor_id)
+        if get_if_exists:
+            return known
+        raise NameTakenError(
+            f"there is an actor {card.name!r} in {_shown(card.namespace)} already, a {known.info.name}; give another "
+            "name=, or get_if_exists=True to get a handle to that one",
+            maybe_executed=False,
+            actor=known.title,
+            actor_id=known.actor_id,
+        )
+
+    def _ends(self, known: Card, until: float) -> bool:
+        """Say whether an actor is dead, or was about to die, and is dead now."""
+        self._runtime.references.collect()  # a handle that was dropped a moment ago does not keep it
+        left = max(0.1, until - _time.now())
+        try:
+            if known.supervisor == self._runtime.references.me:
+                return self._runtime.supervisor.ends(known.actor_id).wait(left)
+            agent = self._runtime.agent
+            peer = peer_of(agent, known.supervisor)
+            return bool(agent.call(peer, _ends, (known.actor_id,), {}, left).result())
+        except (PeerDiedError, UnknownWorkerError):  # it was the supervisor's, and has ended with it
+            return True
+        except RpcTimeoutError:
+            return False
+
+    def unregister(self, name: str, namespace: str, actor_id: int) -> None:
+        """Free a name, if that actor has it. Does not wait, and does not mind a rank 0 that is gone."""
+        if self.is_registrar:
+            self.take_out(name, namespace, actor_id)
+            return
+        agent = self._runtime.agent
+
+        def tell() -> None:
+            try:
+                agent.call(self._registrar(), _unregister, (name, namespace, actor_id), {}, _ASK_S).result()
+            except RpcError:  # then there are no names any more
+                pass
+
+        agent.submit(tell)
+
+    def lookup(self, name: str, namespace: str | None = None) -> Card:
+        """Return the card (weak) of the actor of that name; waits for rank 0, at most 30 s.
+
+        Raises:
+            UnknownActorError: there is none; the message lists names that look alike.
+            PeerDiedError, RpcTimeoutError: rank 0 cannot be asked.
+        """
+        found = self._ask(_lookup, name, self.namespace if namespace is None else namespace)
+        assert isinstance(found, Card)
+        return found
+
+    def list(self, namespace: str | None = None) -> Sequence[tuple[str, str]]:
+        """Return ``(namespace, name)`` of all actors that have names, or of those in one namespace."""
+        found = self._ask(_list, namespace)
+        return cast(Sequence[tuple[str, str]], found)
+
+    # -- asking rank 0 ------------------------------------------------------------------------------------
+
+    def _registrar(self) -> Peer:
+        return self._runtime.agent.peer(0)
+
+    def _ask(self, function: Any, *args: Any) -> Any:
+        if self.is_registrar:
+            return function(*args, names=self)
+        agent = self._runtime.agent
+        try:
+            return agent.call(self._registrar(), function, args, {}, _ASK_S).result()
+        except UnknownActorError as error:
+            # As it would be raised on rank 0: where it was found out is of no interest to anybody.
+            raise exceptions.original(error) from None
+        except PeerDiedError as error:
+            raise PeerDiedError(
+                "actors' names are kept by rank 0, which has ended: no name can be given or found any more",
+                maybe_executed=error.maybe_executed,
+                worker=error.worker,
+            ) from error
+
+    # -- on rank 0 ----------------------------------------------------------------------------------------
+
+    def put_in(self, card: Card) -> Card | None:
+        """Give a name to an actor, on rank 0, unless another one has it: return the card of that one."""
+        assert card.name is not None
+        key = (card.namespace, card.name)
+        with self._lock:
+            known = self._cards.setdefault(key, card)
+        return None if known is card or known.actor_id == card.actor_id else known
+
+    def take_out(self, name: str, namespace: str, actor_id: int) -> None:
+        """Do as :meth:`unregister` does, on rank 0."""
+        with self._lock:
+            known = self._cards.get((namespace, name))
+            if known is not None and known.actor_id == actor_id:
+                del self._cards[namespace, name]
+
+    def take_out_all(self, supervisor: WorkerKey) -> None:
+        """Free the names of all actors of a supervisor that has ended, on rank 0."""
+        with self._lock:
+            for key in [key for key, card in self._cards.items() if card.supervisor == supervisor]:
+                del self._cards[key]
+
+    def find(self, name: str, namespace: str) -> Card:
+        """Do as :meth:`lookup` does, on rank 0."""
+        with self._lock:
+            known = self._cards.get((namespace, name))
+            keys = list(self._cards)
+        if known is not None:
+            return known
+        here = [each for space, each in keys if space == namespace]
+        close = difflib.get_close_matches(name, here, n=3)
+        elsewhere = [space for space, each in keys if each == name]
+        if elsewhere:
+            hint = f"there is one in {', '.join(map(_shown, elsewhere[:3]))}: give namespace="
+        elif close:
+            hint = f"did you mean {' or '.join(map(repr, close))}?"
+        elif here:
+            hint = f"there are: {', '.join(map(repr, sorted(here)[:10]))}"
+        else:
+            hint = "no actor has a name there"
+        raise UnknownActorError(
+            f"there is no actor {name!r} in {_shown(namespace)}; {hint}", maybe_executed=False
+        )
+
+    def find_all(self, namespace: str | None) -> Sequence[tuple[str, str]]:
+        """Do as :meth:`list` does, on rank 0."""
+        with self._lock:
+            keys = sorted(self._cards)
+        return [key for key in keys if namespace is None or key[0] == namespace]
+
+
+def _shown(namespace: str) -> str:
+    return f"namespace {namespace!r}" if namespace else "the default namespace"
+
+
+# -- called by RPC on rank 0 (``names`` is given where that is this process) ---------------------------------
+
+
+def _register(card: Card, names: Names | None = None) -> Card | None:
+    found = names if names is not None else runtime().names
+    known = found.put_in(card)
+    current = CURRENT.get()
+    if known is None and names is None and current is not None and current.peer.state != "alive":
+        # It has died while it asked: nobody else will free the name.
+        found.take_out(card.name or "", card.namespace, card.actor_id)
+    return known
+
+
+def _unregister(name: str, namespace: str, actor_id: int, names: Names | None = None) -> None:
+    (names if names is not None else runtime().names).take_out(name, namespace, actor_id)
+
+
+def _ends(actor_id: int) -> Later:
+    """On the worker that looks after an actor: whether that is dead, as ``Supervisor.ends`` says it."""
+    return Later(runtime().supervisor.ends(actor_id))
+
+
+def _lookup(name: str, namespace: str, names: Names | None = None) -> Card:
+    return (names if names is not None else runtime().names).find(name, namespace)
+
+
+def _list(namespace: str | None, names: Names | None = None) -> Sequence[tuple[str, str]]:
+    return (names if names is not None else runtime().names).find_all(namespace)

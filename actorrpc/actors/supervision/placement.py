@@ -1,0 +1,192 @@
+"""Places: where actors are put, and what is known of a place that is gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc.actors.client.supervisor_client import CREATE_S, peer_of
+from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec, Seat
+from actorrpc.actors.spec.options import NEW_PROCESS
+from actorrpc.agent.peers import Peer
+from actorrpc.errors import ConfigError, RpcError
+from actorrpc.futures import Future
+from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerInfo
+
+if TYPE_CHECKING:
+    from actorrpc.actors.context import Runtime
+    from actorrpc.actors.spec.options import ActorOptions
+
+__all__ = ["Places"]
+
+_REPORT_S: Final = 1.0  # how long a death report may take
+
+
+class Places:
+    """The workers and processes that actors of one supervisor live in. Thread-safe.
+
+    ``_lock`` guards ``_turn`` alone.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._agent = runtime.agent
+        self._lock = threading.RLock()
+        self._turn = 0
+        self._booked: set[int] = set()  # used by single, atomic steps
+
+    def place(self, options: ActorOptions, label: str = "an actor") -> Any:
+        """Return where an actor is to live: None for a process of its own, ``"turn"``, a WorkerKey or a route.
+
+        Raises:
+            UnknownWorkerError, PeerDiedError, ConfigError: it cannot live there.
+            PlacementError: nobody has what it needs; only where that is known without asking anybody.
+        """
+        wanted = options.worker
+        if wanted is None or wanted == NEW_PROCESS:
+            if self._runtime.spawner is not None:
+                self._check(self.wish(label, options, 0, None))
+                return None
+            if options.host or options.labels or options.resources:
+                raise ConfigError(
+                    "host=, labels= and resources= need a cluster (actorrpc.init()): in an init_rpc group, "
+                    "name a worker with worker="
+                )
+            if wanted is None:
+                return "turn"
+            raise ConfigError(
+                f"worker={NEW_PROCESS!r} needs the embedded cluster (actorrpc.init()): in an init_rpc group actors live "
+                "on its workers; name one, or leave worker= out for all of them in turn"
+            )
+        if getattr(type(wanted), "_is_actor_handle", False):
+            return object.__getattribute__(wanted, "__dict__")["_actorrpc_route"]
+        peer = self._agent.peer(wanted)
+        peer.check_alive("an actor cannot be made there")
+        if options.resources and self._runtime.spawner is None:
+            raise ConfigError("resources= needs a cluster (actorrpc.init())")
+        place = WorkerKey(peer.rank, peer.record.incarnation)
+        self._check(self.wish(label, options, 0, place))
+        return place
+
+    def _check(self, wish: ProcessSpec | None) -> None:
+        check = getattr(self._runtime.spawner, "check", None)
+        if wish is not None and check is not None:
+            check(wish)
+
+    def wish(self, label: str, options: ActorOptions, booking: int, place: Any) -> ProcessSpec | None:
+        """Return what a spawner is asked for: a place, or amounts to be booked in the worker that is the place.
+
+        None where there is nothing to ask for.
+        """
+        rank: int | None = None
+        if place is not None:
+            if not isinstance(place, WorkerKey) or self._runtime.spawner is None:
+                return None
+            if not (options.num_cpus or options.num_gpus or options.resources):
+                return None
+            rank = place.rank
+        own = options.worker == NEW_PROCESS or bool(options.env or options.working_dir)
+        return ProcessSpec(
+            label=label,
+            num_cpus=options.num_cpus,
+            num_gpus=options.num_gpus,
+            env=options.env or {},
+            working_dir=options.working_dir,
+            host=options.host,
+            labels=options.labels or {},
+            resources=options.resources or {},
+            spread=options.spread,
+            wait_s=options.placement_timeout,
+            booking=booking,
+            own=own and rank is None,
+            rank=rank,
+        )
+
+    def sits(self, resident_id: int, worker: WorkerInfo, options: ActorOptions) -> str | None:
+        """Take note of where a spawner has put an actor; return the process's name if it has that to itself."""
+        if isinstance(worker, Seat) or options.host or options.labels or options.resources or options.spread:
+            self._booked.add(resident_id)
+        return None if isinstance(worker, Seat) else worker.name
+
+    def left(self, resident_id: int) -> None:
+        """Give back what an incarnation had booked, if it had. Harmless when repeated."""
+        if resident_id in self._booked:
+            self._booked.discard(resident_id)
+            if self._runtime.spawner is not None:
+                self._runtime.spawner.give_back(resident_id)
+
+    def for_others(self, place: Any, options: ActorOptions) -> ActorOptions:
+        """Return the options with the place that :meth:`place` has found as other workers know it.
+
+        Waits for the actor that it is to live with, where that is not made yet.
+
+        Raises:
+            RpcError: that one is dead, or does not come to life.
+        """
+        if isinstance(place, WorkerKey):
+            return replace(options, worker=place.rank)
+        if place in (None, "turn"):
+            return options
+        return replace(options, worker=place.located().wait(CREATE_S).worker.rank)
+
+    def next_worker(self) -> Peer:
+        """Return the next of the other workers that live; this one where there is none."""
+        agent = self._agent
+        others = sorted(
+            (each for each in agent.members() if each.incarnation != agent.record.incarnation),
+            key=lambda each: each.rank,
+        )
+        for _ in others:
+            with self._lock:
+                turn = self._turn
+                self._turn += 1
+            try:
+                peer = agent.peer(others[turn % len(others)].rank)
+            except RpcError:
+                continue
+            if peer.state == "alive":
+                return peer
+        return agent.self_peer
+
+    def is_gone(self, place: Any) -> bool:
+        """Say whether a place is a certain worker that is known to have ended."""
+        if not isinstance(place, WorkerKey):
+            return False
+        try:
+            return peer_of(self._agent, place).state != "alive"
+        except RpcError:
+            return True
+
+    def cause(self, key: WorkerKey | None) -> str:
+        """Return what is known of why a worker ended; empty where nothing is."""
+        try:
+            return "" if key is None else peer_of(self._agent, key).cause
+        except RpcError:
+            return ""
+
+    def report(self, worker: str, go: Callable[[DeathReport | None], None]) -> None:
+        """Call ``go``, on a pool thread, with the report on a process's end, or None where there is none in a second."""
+        spawner = self._runtime.spawner
+        submit = self._agent.submit
+        if spawner is None or not spawner.owns(worker):
+            submit(partial(go, None))
+            return
+        once = [go]
+
+        def tell(report: DeathReport | None) -> None:
+            try:
+                take = once.pop()
+            except IndexError:
+                return
+            submit(partial(take, report))
+
+        def ready(done: Future[DeathReport]) -> None:
+            done.acknowledge()
+            tell(done._value if done._error is None else None)
+
+        spawner.report(worker).add_done_callback(ready)
+        self._agent.clock.after(_REPORT_S, partial(tell, None))

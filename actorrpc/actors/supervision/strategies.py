@@ -1,0 +1,235 @@
+"""Siblings: what becomes of the children of a supervision group when one of them dies. Pure: it does nothing itself.
+
+It is told what happens to which child, and the time, and answers with orders (:class:`Order`). A child is a number here,
+from 0 in the order in which they start; whether it is an actor or a group of its own makes no difference. What is to be
+done about a death is a :class:`Plan`: it ends its members one by one, the last first, waits until the back-off is over, and
+has them made again one by one, the first first. With ``one_for_one`` there may be several plans, which do not know each
+other; otherwise there is one, which grows when another child dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from actorrpc.actors.supervision.restart_policy import Restarts
+
+__all__ = ["STRATEGIES", "Order", "Plan", "Siblings", "Strategy"]
+
+Strategy = Literal["one_for_one", "one_for_all", "rest_for_one"]
+STRATEGIES: Final = ("one_for_one", "one_for_all", "rest_for_one")
+# "up" and "making": it has an incarnation, whose end is heard of once; "ending": that has been ordered; "down": it has none
+# and is to have one; "left": it is out of the group for good.
+State = Literal["up", "making", "ending", "down", "left"]
+
+
+class Plan:
+    """What is to be done with some children: end them all, and then, where ``goal`` is ``"up"``, make them again.
+
+    Attributes:
+        members: the children.
+        goal: ``"up"``; ``"down"`` and ``"fail"`` end with the children's end.
+        stage: ``"ending"``, then ``"making"``.
+        held: the back-off is not over.
+    """
+
+    __slots__ = ("goal", "held", "members", "stage")
+
+    def __init__(
+        self, members: Iterable[int], goal: Literal["up", "down", "fail"], held: bool = False
+    ) -> None:
+        self.members = set(members)
+        self.goal = goal
+        self.stage = "ending"
+        self.held = held
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be done now.
+
+    Attributes:
+        what: ``"end"`` and ``"make"`` a child; ``"wait"`` so many seconds before ``due(plan)``; ``"up"``, ``"down"`` and
+            ``"failed"`` are news for whoever is above: all children live; all have ended, as they were to; all have
+            ended, as the group has given up.
+    """
+
+    what: Literal["end", "make", "wait", "up", "down", "failed"]
+    child: int = -1
+    seconds: float = 0.0
+    plan: Plan | None = None
+
+
+class Siblings:
+    """Decides for the children of one group. Not thread-safe: its owner sees to that.
+
+    Args:
+        states: of the children at the beginning: ``"up"`` or ``"making"``.
+        restarts: how often and how soon.
+
+    Attributes:
+        failed: the group has given up; it stays so until it is made again.
+        exceeded: that is because there were too many deaths.
+        hopeless: a child cannot be made at all: making the group again is of no use.
+        why: how the child died whose death was one too many, or why it cannot be made.
+    """
+
+    def __init__(self, states: Iterable[State], strategy: Strategy, restarts: Restarts) -> None:
+        self._states: list[State] = list(states)
+        self._strategy = strategy
+        self._plans: list[Plan] = []
+        self._rising = False  # whoever is above waits for all to be up
+        self.restarts = restarts
+        self.failed = self.exceeded = self.hopeless = False
+        self.why = ""
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """What is known of the children, in their order."""
+        return tuple(self._states)
+
+    @property
+    def busy(self) -> bool:
+        """Whether children are being ended or made again."""
+        return bool(self._plans)
+
+    # -- what happens to children ------------------------------------------------------------------------
+
+    def made(self, child: int, now: float) -> list[Order]:
+        """Take note that a child lives."""
+        if self._states[child] != "making":
+            return []  # it is about to be ended
+        self._states[child] = "up"
+        return self._go(now)
+
+    def died(self, child: int, now: float, why: str) -> list[Order]:
+        """Take note that a child's incarnation is over: it has died, or was ended by order."""
+        state = self._states[child]
+        if state in ("left", "down"):
+            return []
+        self._states[child] = "down"
+        plan = next((each for each in self._plans if child in each.members), None)
+        if state == "ending" or (plan is not None and plan.stage == "ending"):
+            return self._go(now)  # it was to end in any case
+        wait = self.restarts.next(now, why)
+        if wait is None:
+            self.exceeded = True
+            return self._fail(now, why)
+        members = self._concerned(child)
+        if self._strategy == "one_for_one":
+            if plan is not None:
+                plan.members.discard(child)
+        else:
+            for each in self._plans:
+                members.update(one for one in each.members if self._states[one] != "up")
+            self._plans.clear()
+        plan = Plan(members, "up", held=wait > 0)
+        self._plans.append(plan)
+        orders = [Order("wait", seconds=wait, plan=plan)] if wait > 0 else []
+        return orders + self._go(now)
+
+    def left(self, child: int, now: float) -> list[Order]:
+        """Take note that a child is dead for good, because it or somebody wanted that: the others go on without it."""
+        if self._states[child] == "left":
+            return []
+        self._states[child] = "left"
+        for each in self._plans:
+            each.members.discard(child)
+        return self._go(now)
+
+    def lost(self, child: int, now: float, why: str) -> list[Order]:
+        """Take note that a child cannot be made at all: then the group cannot be whole, and gives up."""
+        if self._states[child] == "left":
+            return []
+        self._states[child] = "left"
+        self.hopeless = True
+        for each in self._plans:
+            each.members.discard(child)
+        return self._fail(now, why)
+
+    def due(self, plan: Plan, now: float) -> list[Order]:
+        """Take note that a plan's wait is over."""
+        plan.held = False
+        return self._go(now)
+
+    # -- what is wanted of the group ---------------------------------------------------------------------
+
+    def bring_down(self, now: float) -> list[Order]:
+        """End all children, the last first; ``"down"`` is ordered when that is done."""
+        self.failed = self.exceeded = self._rising = False
+        self._plans = [Plan(self._left_over(), "down")]
+        return self._go(now)
+
+    def bring_up(self, now: float, restarts: Restarts) -> list[Order]:
+        """Make all children again, in order, with a new account of restarts; ``"up"`` is ordered when they live."""
+        self.failed = self.exceeded = False
+        self.why = ""
+        self.restarts = restarts
+        self._rising = True
+        self._plans = [Plan(self._left_over(), "up")]
+        return self._go(now)
+
+    def _left_over(self) -> list[int]:
+        return [child for child, state in enumerate(self._states) if state != "left"]
+
+    def _concerned(self, child: int) -> set[int]:
+        if self._strategy == "one_for_one":
+            return {child}
+        first = 0 if self._strategy == "one_for_all" else child
+        return {each for each in self._left_over() if each >= first}
+
+    def _fail(self, now: float, why: str) -> list[Order]:
+        if self.failed or any(each.goal == "down" for each in self._plans):
+            return self._go(now)
+        self.failed, self.why = True, why
+        self._rising = False
+        self._plans = [Plan(self._left_over(), "fail")]
+        return self._go(now)
+
+    # -- going on ----------------------------------------------------------------------------------------
+
+    def _go(self, now: float) -> list[Order]:
+        """Take the next step of every plan."""
+        orders: list[Order] = []
+        busy = bool(self._plans)
+        for plan in list(self._plans):
+            step = self._end_next(plan) if plan.stage == "ending" else None
+            if plan.stage == "making":
+                step = self._make_next(plan)
+            if step is not None:
+                orders.append(step)
+        if busy and not self._plans and not self.failed:
+            self.restarts.came_to_life(now)
+            if self._rising and all(each in ("up", "left") for each in self._states):
+                self._rising = False
+                orders.append(Order("up"))
+        return orders
+
+    def _end_next(self, plan: Plan) -> Order | None:
+        states = self._states
+        if any(states[child] == "ending" for child in plan.members):
+            return None
+        living = [child for child in plan.members if states[child] != "down"]
+        if living:
+            last = max(living)
+            states[last] = "ending"
+            return Order("end", last)
+        if plan.goal == "up":
+            plan.stage = "making"
+            return None
+        self._plans.remove(plan)
+        return Order("failed" if plan.goal == "fail" else "down")
+
+    def _make_next(self, plan: Plan) -> Order | None:
+        states = self._states
+        if plan.held or any(states[child] == "making" for child in plan.members):
+            return None
+        down = [child for child in plan.members if states[child] == "down"]
+        if down:
+            first = min(down)
+            states[first] = "making"
+            return Order("make", first)
+        self._plans.remove(plan)
+        return None

@@ -1,0 +1,621 @@
+"""The supervisor: makes the actors that this process creates, restarts them, knows why they died, and ends them.
+
+Everything it does is a reaction: to a call, to the answer of a worker, to the end of a worker. Nothing waits on a
+thread: what takes time goes on in the callback of a future, or by the clock. Each incarnation has a
+``resident_id`` of its own, and news of one that is not the present one are old news.
+
+``lock`` guards the table, every :class:`Supervised` in it, and their families (``families.py``). Nothing is called out
+under it; it is re-entrant, as the collector may run there. ``Anchor.__del__`` only appends to ``_dropped``, whose single
+steps are atomic.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc._exception_text import is_a
+from actorrpc.actors.client import death_errors
+from actorrpc.actors.client.route import Route
+from actorrpc.actors.client.supervisor_client import ask_for_detached, call_quietly, peer_of
+from actorrpc.actors.host import registry
+from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.spec.actor_spec import Card, Location, ResidentGoneError
+from actorrpc.actors.spec.death_report import ActorState, DeathReport, Restarting
+from actorrpc.actors.supervision import deaths
+from actorrpc.actors.supervision.groups import Deed, perform
+from actorrpc.actors.supervision.placement import Places
+from actorrpc.actors.supervision.record import Anchor, Supervised, Verdict
+from actorrpc.agent.mail import Letter
+from actorrpc.agent.peers import Peer
+from actorrpc.errors import ActorDiedError, PeerDiedError, RpcError, ShutdownError
+from actorrpc.futures import Future, collect_all
+from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.rpc.rref import RRef
+from actorrpc.serialization import exceptions
+
+if TYPE_CHECKING:
+    from actorrpc.actors.context import Runtime
+    from actorrpc.actors.spec.class_info import ClassInfo
+    from actorrpc.actors.spec.options import ActorOptions
+
+__all__ = ["Supervisor"]
+
+_REMEMBERED: Final = 10_000  # dead actors
+_UNSEEN_S: Final = 30.0  # how long an actor may be dead for a caller and alive for us
+_AGAIN_S: Final = 0.1  # how soon another place is asked for, where one was named that is gone
+_END_S: Final = 5.0  # how long actors may take to end when this process leaves
+
+
+class Supervisor:
+    """Looks after the actors that this process created; that of rank 0 also after detached ones. Thread-safe.
+
+    Args:
+        draw: gives random numbers from 0 to 1, for the waits before restarts.
+    """
+
+    def __init__(self, runtime: Runtime, draw: Callable[[], float] = random.random) -> None:
+        self.draw = draw
+        self._runtime = runtime
+        self._agent = runtime.agent
+        self._key = WorkerKey(runtime.agent.record.rank, runtime.agent.record.incarnation)
+        self.lock = threading.RLock()
+        self._actors: dict[int, Supervised] = {}
+        self._dead: OrderedDict[int, Supervised] = OrderedDict()
+        self._dropped: deque[int] = deque()
+        self._places = Places(runtime)
+        self._closed = False
+        self._agent.on_peer_end.append(self._peer_ended)
+
+    # -- making -----------------------------------------------------------------------------------------
+
+    def create(
+        self,
+        cls: Snapshot | type,
+        info: ClassInfo,
+        options: ActorOptions,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Card:
+        """Begin to make an actor; does not wait for its constructor. The arguments are taken as they are now.
+
+        A name, and a detached actor, are agreed upon with rank 0 before this returns.
+
+        Returns:
+            The actor's card, with an anchor; without one for a detached actor, and for one that has the name
+            already (with ``get_if_exists``).
+
+        Raises:
+            NameTakenError: there is an actor of that name.
+            SerializationError: the class or an argument cannot be sent.
+            UnknownWorkerError, PeerDiedError: ``worker=`` is not in the group, or is dead.
+            ShutdownError: this process is leaving the group.
+        """
+        agent = self._agent
+        agent.check_process()
+        place = self._places.place(options, info.name)
+        if options.namespace is None:
+            options = replace(options, namespace=self._runtime.names.namespace)
+        snapshot = cls if isinstance(cls, Snapshot) else Snapshot.of(cls)
+        arguments = Snapshot.of((args, kwargs))
+        actor_id = secrets.randbits(63) | 1 << 63
+        if options.lifetime != "detached" or agent.record.rank == 0:
+            return self._adopt(actor_id, snapshot, arguments, info, options, place)
+        options = self._places.for_others(place, options)
+        return ask_for_detached(agent, actor_id, snapshot, arguments, info, options)
+
+    def adopt(
+        self, actor_id: int, cls: Snapshot, arguments: Snapshot, info: ClassInfo, options: ActorOptions
+    ) -> Card:
+        """Do as :meth:`create` does, for a detached actor that another process wants."""
+        return self._adopt(actor_id, cls, arguments, info, options, self._places.place(options))
+
+    def _adopt(
+        self,
+        actor_id: int,
+        cls: Snapshot,
+        arguments: Snapshot,
+        info: ClassInfo,
+        options: ActorOptions,
+        place: Any,
+    ) -> Card:
+        if self._closed:
+            raise ShutdownError(
+                f"worker {self._agent.name!r} is shutting down: no actor {info.name} is made",
+                maybe_executed=False,
+            )
+        # What only the supervisor needs does not travel with every handle.
+        shown = replace(options, worker=None, env=None, working_dir=None)
+        card = Card(
+            actor_id=actor_id,
+            info=info,
+            supervisor=self._key,
+            supervisor_name=self._agent.name,
+            name=options.name,
+            namespace=options.namespace or "",
+            options=shown,
+        )
+        if card.name is not None:
+            known = self._runtime.names.register(card, get_if_exists=options.get_if_exists)
+            if known is not None:
+                return known
+        actor = Supervised(card, cls, arguments, shown, place, self.draw)
+        actor.options = options if place is None else shown
+        with self.lock:
+            self._actors[actor_id] = actor
+        if options.lifetime != "detached":
+            card = replace(card, anchor=RRef(Anchor(self.drop, actor_id)))
+        self._agent.submit(partial(self.begin, actor))
+        return card
+
+    def begin(self, actor: Supervised) -> None:
+        """Make the next incarnation, unless that is under way, or is to wait. On a pool thread."""
+        with self.lock:
+            if self._closed or not actor.is_due:
+                return
+            resident_id = actor.resident_id = secrets.randbits(63) | 1 << 63
+            actor.killed = False
+            actor.doomed = ""
+            actor.worker, actor.process, actor.worker_name = None, None, ""
+            place, options = actor.place, actor.options
+        spawner = self._runtime.spawner
+        try:
+            wish = self._places.wish(actor.card.info.name, options, resident_id, place)
+            if wish is not None:
+                if spawner is None:
+                    raise ShutdownError("the embedded cluster has ended", maybe_executed=False)
+                spawner.spawn(wish).add_done_callback(partial(self._spawned, actor, resident_id))
+            elif isinstance(place, WorkerKey):
+                self._construct(actor, resident_id, peer_of(self._agent, place), None)
+            elif place == "turn":
+                self._construct(actor, resident_id, self._places.next_worker(), None)
+            else:
+                place.located().add_done_callback(partial(self._neighbour, actor, resident_id))
+        except Exception as error:
+            self._not_made(actor, resident_id, error)
+
+    def _spawned(self, actor: Supervised, resident_id: int, done: Future[Any]) -> None:
+        done.acknowledge()
+        if done._error is not None:
+            self._agent.submit(partial(self._not_made, actor, resident_id, done._error))
+            return
+        # Connecting may wait: not on the thread that completes other's futures.
+        self._agent.submit(partial(self._moved_in, actor, resident_id, done._value))
+
+    def _moved_in(self, actor: Supervised, resident_id: int, worker: Any) -> None:
+        process = self._places.sits(resident_id, worker, actor.options)
+        try:
+            peer = self._agent.peer(worker.name)
+        except RpcError as error:
+            self._not_made(actor, resident_id, error)
+            return
+        if not self._construct(actor, resident_id, peer, process):  # nobody wants it any more
+            self._places.left(resident_id)
+            if process is not None and self._runtime.spawner is not None:
+                self._runtime.spawner.kill(process)
+
+    def _neighbour(self, actor: Supervised, resident_id: int, done: Future[Location]) -> None:
+        done.acknowledge()
+
+        def go() -> None:
+            try:
+                self._construct(actor, resident_id, peer_of(self._agent, done.value().worker), None)
+            except Exception as error:
+                self._not_made(actor, resident_id, error)
+
+        self._agent.submit(go)
+
+    def _construct(self, actor: Supervised, resident_id: int, peer: Peer, process: str | None) -> bool:
+        """Send the order to a worker; False if nobody wants the actor any more, or not there."""
+        with self.lock:
+            if actor.resident_id != resident_id or actor.phase == "dead" or actor.killed or actor.doomed:
+                return False
+            gone = process is None and peer.state != "alive" and actor.put_off(self._agent.clock.now())
+            if not gone:
+                actor.worker = WorkerKey(peer.rank, peer.record.incarnation)
+                actor.worker_name = peer.name
+                actor.process = process
+                spec = actor.spec()
+        if gone:
+            self._agent.clock.after(_AGAIN_S, partial(self._agent.submit, partial(self.begin, actor)))
+            return False
+        future: Future[Any] = Future()
+        future.add_done_callback(partial(self._constructed, actor, resident_id))
+        try:
+            self._agent.call(
+                peer,
+                None,
+                (spec,),
+                {},
+                0,
+                future=future,
+                label=f"{spec.info.name}()",
+                letter=Letter({"a": resident_id, "c": 1}),
+            )
+            self._agent.flush()
+        except RpcError as error:
+            if future._claim():
+                future._finish(None, error)
+        return True
+
+    def _constructed(self, actor: Supervised, resident_id: int, done: Future[Any]) -> None:
+        done.acknowledge()
+        error = done._error
+        if error is not None:
+            if type(error) is PeerDiedError:
+                worker = actor.worker
+                if worker is not None:
+                    self._places.report(
+                        actor.worker_name, partial(self._worker_died, actor, resident_id, error)
+                    )
+            elif isinstance(error, ResidentGoneError):  # ended while it was being made
+                self.ended(actor, resident_id, f"it was ended while it was being made: {error}")
+            elif not isinstance(error, ShutdownError):
+                self._not_made(actor, resident_id, error)
+            return
+        with self.lock:
+            if actor.resident_id != resident_id or actor.phase not in ("starting", "restarting"):
+                return
+            assert actor.worker is not None
+            pid = done._value.get("pid", 0) if isinstance(done._value, dict) else 0
+            location = Location(actor.worker, actor.worker_name, resident_id, actor.epoch, pid)
+            actor.come_to_life(location, self._agent.clock.now())
+            if isinstance(actor.place, Route):  # a neighbour's: from now on it does not keep that one alive
+                actor.place = self._runtime.routes.of(replace(actor.place.card, anchor=None))
+            answers = actor.take_answered()
+            orphaned = actor.orphaned
+            deeds = actor.family.made(actor) if actor.family is not None else []
+        for future, found in answers:
+            _complete(future, found)
+        perform(deeds)
+        if orphaned:
+            self._end_gently(actor)
+
+    # -- ends -------------------------------------------------------------------------------------------
+
+    def _not_made(self, actor: Supervised, resident_id: int, error: BaseException) -> None:
+        """See to an incarnation that could not be made: for good, unless only its process could not be started again."""
+        original = exceptions.original(error)
+        if is_a(original, ActorDiedError) and (actor.killed or actor.doomed):
+            return  # whoever ends it sees to the rest
+        text, final = deaths.not_made(error, None if actor.worker is None else actor.worker_name)
+        if actor.family is not None and actor.epoch:
+            # Its group will try again, as often as it may; but not where it has no place any more.
+            final = self._places.is_gone(actor.place) or is_a(original, ActorDiedError)
+        elif not final:
+            final = actor.epoch == 0 or actor.place is not None
+        self.ended(actor, resident_id, text, cause=original, final=final)
+
+    def _peer_ended(self, peer: Peer) -> None:
+        """See to the actors of a worker that is gone."""
+        key = WorkerKey(peer.rank, peer.record.incarnation)
+        with self.lock:
+            lost = [(each, each.resident_id) for each in self._actors.values() if each.worker == key]
+        if lost:
+            error = peer.died("an actor", maybe_executed=True)
+
+            def go(report: DeathReport | None) -> None:
+                for actor, resident_id in lost:
+                    self._worker_died(actor, resident_id, error, report)
+
+            self._places.report(peer.name, go)
+
+    def _worker_died(
+        self, actor: Supervised, resident_id: int, error: BaseException, report: DeathReport | None
+    ) -> None:
+        text = deaths.without_worker(actor, report, self._places.cause(actor.worker))
+        self.ended(actor, resident_id, text, report=report)
+
+    def ended(
+        self,
+        actor: Supervised,
+        resident_id: int,
+        text: str,
+        *,
+        report: DeathReport | None = None,
+        cause: BaseException | None = None,
+        final: bool = False,
+        wanted: bool = False,
+    ) -> None:
+        """Take note that an incarnation is over (``final``: the last; ``wanted``: as it said itself). See to the next one."""
+        with self.lock:
+            if actor.resident_id != resident_id or actor.phase == "dead" or actor.answered == resident_id:
+                return
+            actor.answered = resident_id
+            verdict = Verdict()
+            deeds: list[Deed] = []
+            family = actor.family
+            lost = not (wanted or actor.unwanted or actor.orphaned or self._closed)
+            if lost and not final:
+                verdict = actor.verdict(self._agent.clock.now(), text, self._places.is_gone(actor.place))
+            process, actor.process = actor.process, None
+            actor.location = None
+            if verdict.again:
+                actor.lose(Restarting(text=text, report=report, moved=actor.moving))
+                answers = actor.take_answered()
+                if family is not None:
+                    deeds = family.died(actor, text)
+        self._places.left(resident_id)
+        if process is not None and report is None and self._runtime.spawner is not None:
+            self._runtime.spawner.release(process)
+        if not verdict.again:
+            self.bury(actor, text, report=report, cause=cause, verdict=verdict, lost=lost)
+            return
+        for future, found in answers:
+            _complete(future, found)
+        perform(deeds)
+        if family is not None:
+            return
+        begin = partial(self._agent.submit, partial(self.begin, actor))
+        if verdict.wait_s > 0:
+            self._agent.clock.after(verdict.wait_s, begin)
+        else:
+            begin()
+
+    def bury(
+        self,
+        actor: Supervised,
+        text: str,
+        *,
+        report: DeathReport | None = None,
+        cause: BaseException | None = None,
+        verdict: Verdict | None = None,
+        lost: bool = False,
+    ) -> None:
+        """Take note that an actor is dead for good. Idempotent.
+
+        Args:
+            verdict: why it is not made again.
+            lost: nobody wanted that.
+        """
+        card = actor.card
+        with self.lock:
+            if actor.phase == "dead":
+                return
+            death = actor.death = deaths.dead(actor, text, report, cause, verdict or Verdict())
+            actor.phase = "dead"
+            family, deeds = actor.family, []
+            if family is not None and not self._closed:
+                deeds = family.lost(actor, death, cause) if lost else family.left(actor)
+            actor.forget()
+            resident_id = actor.resident_id
+            waiters, actor.waiters = actor.waiters, []
+            watchers, actor.watchers = actor.watchers, []
+            self._actors.pop(card.actor_id, None)
+            self._dead[card.actor_id] = actor
+            while len(self._dead) > _REMEMBERED:
+                self._dead.popitem(last=False)
+        if card.name is not None and not self._agent.closed_down:
+            self._runtime.names.unregister(card.name, card.namespace, card.actor_id)
+        self._places.left(resident_id)
+        for _, _, future in waiters:
+            _complete(future, None, death)
+        for watcher in watchers:
+            _complete(watcher, death)
+        perform(deeds)
+
+    def drop(self, actor_id: int) -> None:
+        """Take note that an actor's last handle is gone. Called from ``__del__``: takes no lock."""
+        self._dropped.append(actor_id)
+        if not self._agent.closed_down:
+            submit = self._agent.submit
+            self._agent.clock.nudge(lambda: submit(self._sweep))
+
+    def _sweep(self) -> None:
+        while self._dropped:
+            try:
+                actor_id = self._dropped.popleft()
+            except IndexError:
+                return
+            with self.lock:
+                actor = self._actors.get(actor_id)
+                if actor is None:
+                    continue
+                actor.orphaned = True
+                alive = actor.phase == "alive"
+                waits = actor.phase == "restarting" and actor.resident_id == 0
+            if alive:
+                self._end_gently(actor)
+            elif waits:
+                self.bury(actor, "its last handle is gone")
+            # Otherwise it is being made, and ends as soon as it lives.
+
+    def _end_gently(self, actor: Supervised) -> None:
+        """Let an actor finish the calls that it has, and end."""
+        with self.lock:
+            if actor.phase != "alive":
+                return
+            actor.phase = "ending"
+            actor.unwanted = True
+            resident_id = actor.resident_id
+        why = "its last handle is gone"
+        over = self.end_there(actor, resident_id, "drain", why)
+        over.add_done_callback(lambda _: self.ended(actor, resident_id, why))
+
+    def end_there(self, actor: Supervised, resident_id: int, how: str, why: str) -> Future[Any]:
+        """Have an incarnation end where it lives: ``"drain"`` or ``"now"``. The future completes when it has, or cannot."""
+        worker = actor.worker
+        assert worker is not None
+        agent = self._agent
+        return call_quietly(agent, lambda: peer_of(agent, worker), registry.end, (resident_id, how, why))
+
+    def kill(self, actor_id: int, no_restart: bool = True) -> Future[None]:
+        """End an actor at once. The future completes when that is under way; does nothing to a dead actor."""
+        done: Future[None] = Future()
+        with self.lock:
+            actor = self._actors.get(actor_id)
+            if actor is not None:
+                resident_id, process, worker = actor.resident_id, actor.process, actor.worker
+                actor.killed = True
+                actor.unwanted = actor.unwanted or no_restart
+        if actor is not None:
+            why = "it was killed with kill()"
+            if no_restart:
+                self.bury(actor, why)
+            if process is not None and self._runtime.spawner is not None:
+                self._runtime.spawner.kill(process)  # its end is the rest
+            elif worker is not None:
+                over = self.end_there(actor, resident_id, "now", why)
+                over.add_done_callback(lambda _: self.ended(actor, resident_id, why))
+            elif not no_restart:  # its process is on the way, and will find that it is not wanted
+                self._agent.submit(partial(self.ended, actor, resident_id, why))
+        done.set_result(None)
+        return done
+
+    # -- what others want to know, and tell ---------------------------------------------------------------
+
+    def locate(self, actor_id: int, after: int = -1, wait: bool = True) -> Future[Any]:
+        """Return a future for where an actor lives, to one who knows that incarnation ``after`` is gone.
+
+        Args:
+            wait: wait until it lives again; otherwise the future completes with :class:`Restarting` as soon as it is
+                known that it will.
+
+        The future fails with ActorDiedError if the actor is dead.
+        """
+        future: Future[Any] = Future()
+        future.label = "the location of an actor"
+        future.add_done_callback(Future.acknowledge)
+        with self.lock:
+            actor = self._actors.get(actor_id)
+            found: Location | Restarting | None = None
+            if actor is not None:
+                found = actor.answer(after, wait)
+                if found is None:
+                    actor.waiters.append((after, wait, future))
+        if actor is None:
+            _complete(future, None, self.death_of(actor_id))
+        elif found is not None:
+            _complete(future, found)
+        elif after >= 0 and actor.epoch <= after:
+            unseen, submit = partial(self._unseen, actor, after), self._agent.submit
+            self._agent.clock.after(_UNSEEN_S, lambda: submit(unseen))
+        return future
+
+    def _unseen(self, actor: Supervised, after: int) -> None:
+        """Give those up who cannot reach an actor that we can."""
+        with self.lock:
+            if actor.epoch > after:
+                return
+            late = [entry for entry in actor.waiters if entry[0] >= after]
+            actor.waiters = [entry for entry in actor.waiters if entry[0] < after]
+        for _, _, future in late:
+            error = death_errors.unreachable(
+                actor.title, actor.card.actor_id, actor.worker_name, self._agent.name
+            )
+            _complete(future, None, error)
+
+    def death_of(self, actor_id: int) -> ActorDiedError:
+        """Return how an actor died that is not looked after here any more."""
+        with self.lock:
+            actor = self._dead.get(actor_id)
+        death = actor.death if actor is not None else None
+        return death or death_errors.forgotten(actor_id, self._agent.name)
+
+    def watch(self, actor_id: int) -> Future[ActorDiedError]:
+        """Return a future that completes, with the error as its value, when an actor is dead for good."""
+        future: Future[ActorDiedError] = Future()
+        future.label = "the end of an actor"
+        with self.lock:
+            actor = self._actors.get(actor_id)
+            if actor is not None:
+                actor.watchers.append(future)
+        if actor is None:
+            _complete(future, self.death_of(actor_id))
+        return future
+
+    def known(self, actor_id: int) -> Supervised | None:
+        """Return what is known of an actor that is not dead; for families, which hold the lock."""
+        return self._actors.get(actor_id)
+
+    def alive(self, actor_id: int) -> Future[bool]:
+        """Return a (complete) future that says whether an actor lives, or is being made or restarted."""
+        future: Future[bool] = Future()
+        with self.lock:
+            found = actor_id in self._actors
+        future.set_result(found)
+        return future
+
+    def ends(self, actor_id: int) -> Future[bool]:
+        """Return a future that says False where an actor lives on, and True where it does not, when it is dead."""
+        # What has let go of it a moment ago counts.
+        self._runtime.references.collect()
+        self._sweep()
+        over: Future[bool] = Future()
+        over.label = "the end of an actor"
+        with self.lock:
+            actor = self._actors.get(actor_id)
+            stays = actor is not None and not (actor.orphaned or actor.unwanted)
+        if stays:
+            over.set_result(False)
+        else:
+            self.watch(actor_id).add_done_callback(lambda _: over.set_result(True))
+        return over
+
+    def note_ended(
+        self, actor_id: int, epoch: int, kind: str, text: str, error: BaseException | None = None
+    ) -> None:
+        """Take note that an actor has ended by itself.
+
+        Args:
+            kind: ``"exit"`` (it wanted to) and ``"constructor"`` are final; after anything else it may be restarted.
+            error: what the constructor raised.
+        """
+        with self.lock:
+            actor = self._actors.get(actor_id)
+            if actor is None or actor.epoch != epoch:
+                return
+            resident_id = actor.resident_id
+        cause = None if error is None else exceptions.original(error)
+        self.ended(
+            actor,
+            resident_id,
+            text,
+            cause=cause,
+            final=kind in ("exit", "constructor"),
+            wanted=kind == "exit",
+        )
+
+    def note_checkpoint(self, actor_id: int, epoch: int, number: int, state: Snapshot) -> bool:
+        """Keep the state for the actor's next incarnation; False: that incarnation is over for us, nothing is kept."""
+        with self.lock:
+            actor = self._actors.get(actor_id)
+            return actor is not None and actor.keep(epoch, number, state)
+
+    def states(self) -> list[ActorState]:
+        """Return what there is to say of this supervisor's actors, dead ones behind."""
+        with self.lock:
+            return [each.row(self._agent.name) for each in (*self._actors.values(), *self._dead.values())]
+
+    def close(self, graceful: bool = True, patience: float = _END_S) -> None:
+        """End all actors at once; waits at most 5 s for them, or ``patience``; a quarter of one if not ``graceful``."""
+        with self.lock:
+            self._closed = True
+            actors = list(self._actors.values())
+            living = [(one, one.resident_id, one.process) for one in actors if one.worker is not None]
+        why = f"worker {self._agent.name!r}, which looked after it, has shut down"
+        over = [self.end_there(actor, resident_id, "now", why) for actor, resident_id, _ in living]
+        if over:
+            try:
+                collect_all(over).wait(max(0.25, min(_END_S, patience)) if graceful else 0.25)
+            except RpcError:
+                pass
+        for _, _, process in living:
+            if process is not None and self._runtime.spawner is not None:
+                self._runtime.spawner.release(process)
+        for family in {each.family.root() for each in actors if each.family is not None}:
+            family.close(None)
+        for actor in actors:
+            self.bury(actor, why)
+
+
+def _complete(future: Future[Any], value: Any, error: BaseException | None = None) -> None:
+    """Complete a future that its holder may have cancelled."""
+    if future._claim():
+        future._finish(value, error)

@@ -1,0 +1,494 @@
+"""Guests: connections that were accepted and have proved nothing yet.
+
+Listening sockets are served by the pool. A guest has little time and may send nothing but the handshake's fixed
+messages; its bytes never reach the frame reader. There are few places for guests, and whoever comes gets one: where
+all are taken, the guest goes that is least likely to be a member. That is one from the address with the most guests,
+one that has not said hello rather than one that has, and the oldest of these: a member needs its place for two round
+trips only, and comes again if it lost it. So neither those that say nothing nor those that come in floods keep
+members out, also when they come from a member's address.
+
+An address whose guests fail to prove the key gets ``FAILURES_PER_S`` answers a second. Further failures are not
+answered and hold their places until their time is over, or others need them: nobody learns any faster, and members
+who share the address (one host, one NAT) are served as ever.
+
+Where there are certificates, the handshake of TLS comes first, within the same time and in the same places; who speaks no
+TLS is told so. Who fails in it is heard until it closes, or its time is over: closed at once, its unread bytes would have
+the kernel take back the alert that tells it why.
+
+Where there are no descriptors for another one, the listeners rest, and are tried again: those who are in have what they need, and
+guests wait at the door. When they have waited for a second in vain, they are told why and sent away, over a descriptor that is
+held for that alone. Only guests that begin with TLS could not read it: they wait for as long as their own time-outs allow.
+
+``_lock`` guards the tables; nothing is called under it. A guest's ``turn`` is held by whoever takes a step of its handshake,
+and nobody waits for it: its socket is closed by whoever lets it go, if it is to be closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import select
+import socket
+import ssl
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc import _time
+from actorrpc.errors import AuthenticationError, ProtocolError
+from actorrpc.transport import fd_limits
+from actorrpc.transport.tls import HELLO, Stream, Tls, explain
+from actorrpc.wire.handshake import MAX_MESSAGE, Acceptor, Refusal
+from actorrpc.wire.keys import remove_file
+
+if TYPE_CHECKING:
+    from actorrpc.agent.agent import Agent
+
+__all__ = ["FAILURES_PER_S", "Guest", "Guests", "no_room"]
+
+FAILURES_PER_S: Final = 3
+_MAX_ADDRESSES: Final = 1024  # whose failures are remembered; they are for one second
+_READ: Final = 4096  # more than any first message of TLS: what is left unread when a socket closes resets it
+_AGAIN_S: Final = 0.2
+_PATIENCE_S: Final = 1.0  # so long there may be no descriptor before guests at the door are sent away
+_MINUTE_S: Final = 60.0
+_TELL_S: Final = 10.0  # how often it is said that nobody can be accepted
+_GIVE: Final = "set ACTORRPC_TLS_CERT, ACTORRPC_TLS_KEY and ACTORRPC_TLS_CA for all workers, or for none"
+_log = logging.getLogger("actorrpc.links")
+
+
+class Guest:
+    """An accepted socket that has proved nothing yet."""
+
+    __slots__ = ("_gone", "acceptor", "address", "fd", "local", "over", "sock", "timer", "turn")
+
+    def __init__(self, sock: socket.socket, address: str, local: bool, acceptor: Acceptor) -> None:
+        self.sock: Stream = sock
+        self.fd = sock.fileno()  # also where TLS is spoken over it
+        self.over = False  # it has failed, and what it sends does not count
+        self.address = address
+        self.local = local
+        self.acceptor = acceptor
+        self.timer: Any = None
+        self.turn = threading.RLock()
+        self._gone = False
+
+    def close(self) -> None:
+        """Close its socket, now or after the step of its handshake that another thread is at.
+
+        In such a step TLS may put another socket in its place; and its number, once closed, is soon somebody else's.
+        """
+        self._gone = True
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Close it if that is due. Whoever has let go of its turn calls this."""
+        if self._gone and self.turn.acquire(blocking=False):
+            try:
+                self.sock.close()
+            finally:
+                self.turn.release()
+
+
+class Guests:
+    """Accepts connections for one agent and shakes hands. Thread-safe.
+
+    Args:
+        key: the group's key; empty where there is none.
+        admit: takes a guest that has proved the key, and the bytes that are to be sent to it first. The socket
+            is its own from then on.
+        tls: the certificates that guests from other hosts are shown, and must match; None: no TLS.
+    """
+
+    def __init__(
+        self, agent: Agent, key: bytes, admit: Callable[[Guest, bytes], None], tls: Tls | None
+    ) -> None:
+        self._agent = agent
+        self._key = key
+        self._admit = admit
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._listeners: list[socket.socket] = []
+        self._guests: dict[int, Guest] = {}  # by descriptor, the oldest first
+        self._failures: dict[str, list[float]] = {}
+        self._closed = False
+        self._scarce = False  # the hard limit of descriptors is near
+        self._resting: set[socket.socket] = set()
+        self._short_since: dict[socket.socket, float] = {}  # listeners for which there is no descriptor
+        self._held = -1  # a descriptor to send guests away with; -1 also while a thread does that
+        self._told = float("-inf")
+        # Refusals that no line has told of, by address, since the last line of them.
+        self._refused: Counter[str] = Counter()
+        self._refused_since = float("-inf")
+        self._refused_last = ""
+
+    def __len__(self) -> int:
+        return len(self._guests)
+
+    # -- listening -----------------------------------------------------------------------------------
+
+    def listen(self, sockets: list[socket.socket]) -> None:
+        """Serve these listening sockets from now on."""
+        pool = self._agent.pool
+        self._scarce = not fd_limits.make_room(pool.epoll.fileno())
+        self._held = _open_one()
+        for sock in sockets:
+            sock.setblocking(False)
+            self._listeners.append(sock)
+            fd = sock.fileno()
+            pool.watch(fd, partial(self._accept, sock))
+            # Edge-triggered: accepted until there is nothing left, never re-armed.
+            pool.epoll.register(fd, select.EPOLLIN | select.EPOLLET)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            # Each that was accepted needs one more to become a connection.
+            if self._scarce and not fd_limits.has_room(2 + len(self._guests)):
+                self._rest(listener, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+                return
+            try:
+                sock, where = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                self._short_since.pop(listener, None)
+                return
+            except OSError as error:
+                if error.errno in fd_limits.SHORT:
+                    self._rest(listener, error)
+                return
+            self._short_since.pop(listener, None)
+            self._scarce = not fd_limits.make_room(sock.fileno())
+            local = sock.family == socket.AF_UNIX
+            sock.setblocking(False)
+            self._enter(sock, "local" if local else str(where[0]), local)
+
+    def _rest(self, listener: socket.socket, error: OSError) -> None:
+        """Try again in a while. Whoever waits at the door wakes nobody any more: its edge has passed."""
+        now = _time.now()
+        with self._lock:
+            if listener in self._resting or listener not in self._listeners:
+                return
+            self._resting.add(listener)
+            in_vain = now - self._short_since.setdefault(listener, now) >= _PATIENCE_S
+            tell = now - self._told >= _TELL_S
+            if tell:
+                self._told = now
+        if tell:
+            _log.error(
+                "%r accepts no more connections until some have ended: %s",
+                self._agent.name,
+                fd_limits.explain(error),
+            )
+        if in_vain and (self._tls is None or listener.family == socket.AF_UNIX):
+            self._send_away(listener, error)
+        self._agent.clock.after(_AGAIN_S, partial(self._agent.submit, partial(self._resume, listener)))
+
+    def _send_away(self, listener: socket.socket, error: OSError) -> None:
+        """Tell the guests at the door that there is no descriptor for them: accepts each for that long."""
+        with self._lock:
+            held, self._held = self._held, -1
+        if held >= 0:
+            os.close(held)
+        try:
+            while True:
+                sock, _ = listener.accept()
+                with sock, contextlib.suppress(OSError):
+                    sock.setblocking(False)
+                    sock.send(no_room(error))
+                    sock.shutdown(socket.SHUT_WR)
+                    sock.recv(MAX_MESSAGE)  # its hello: unread, it would have the kernel drop what was sent
+        except OSError:  # there are no more, or the descriptor went to another thread
+            pass
+        held = _open_one()
+        with self._lock:
+            if self._held < 0 and not self._closed:
+                self._held, held = held, -1
+        if held >= 0:
+            os.close(held)
+
+    def _resume(self, listener: socket.socket) -> None:
+        with self._lock:
+            self._resting.discard(listener)
+        if not self._agent.closed_down:
+            self._accept(listener)
+
+    def _enter(self, sock: socket.socket, address: str, local: bool) -> None:
+        agent = self._agent
+        guest = Guest(sock, address, local, self._acceptor(local))
+        guest.timer = agent.clock.after(
+            agent.settings.handshake_timeout, partial(agent.submit, partial(self._dismiss, guest))
+        )
+        with self._lock:
+            closed = self._closed
+            full = len(self._guests) >= max(1, agent.settings.max_unauthenticated)
+            out = self._least() if full else None
+            if out is not None:
+                del self._guests[
+                    out.fd
+                ]  # in one step with the entry of the next: nobody else chooses it as well
+            if not closed:
+                self._guests[guest.fd] = guest
+        if closed:  # while it was on its way from the door to here
+            guest.timer.cancel()
+            guest.close()
+            return
+        if out is not None:
+            self._see_off(out)
+            out.close()
+        agent.pool.watch(guest.fd, partial(self._serve, guest))
+        try:
+            agent.pool.epoll.register(guest.fd, select.EPOLLIN | select.EPOLLONESHOT)
+        except (
+            OSError,
+            ValueError,
+        ):  # the next one has taken its place already, or the agent has been closed
+            self._dismiss(guest)
+
+    def _acceptor(self, local: bool, binding: bytes = b"") -> Acceptor:
+        record = self._agent.record
+        return Acceptor(
+            key=self._key,
+            name=record.name,
+            incarnation=record.incarnation,
+            insecure=not self._key,
+            binding=binding,
+            seals=self._agent.settings.frame_integrity and self._tls is None and not local,
+        )
+
+    def _least(self) -> Guest:
+        """Return the guest whose place is given to the next one. Under the lock."""
+        counts = Counter(guest.address for guest in self._guests.values())
+        most = max(counts.values())
+        crowd = [guest for guest in self._guests.values() if counts[guest.address] == most]
+        return next((guest for guest in crowd if not guest.acceptor.greeted), crowd[0])
+
+    # -- the handshake ---------------------------------------------------------------------------------
+
+    def _serve(self, guest: Guest) -> None:
+        """Take the next step of a guest's handshake. One thread at a time: the descriptor is one-shot."""
+        try:
+            with guest.turn:
+                answer = self._step(guest) if self._is_here(guest) else None
+        finally:
+            guest.sweep()
+        if answer is None:
+            return
+        try:
+            self._admit(guest, answer)
+        except BaseException as error:  # nobody else has it
+            guest.close()
+            if isinstance(error, ProtocolError):
+                self._refuse(guest, error)
+            elif not isinstance(error, OSError):
+                raise
+
+    def _step(self, guest: Guest) -> bytes | None:
+        """Take it; returns what is to be sent to a guest that has proved the key, and has left its place."""
+        try:
+            if self._tls is not None and not guest.local and not self._secured(guest, self._tls):
+                self._listen_to(guest)
+                return None
+            data = guest.sock.recv(_READ)
+            if not data:
+                self._dismiss(guest)
+                return None
+            if data.startswith(HELLO) and not guest.acceptor.greeted:
+                self._turn_away(guest, "speaks TLS", f"has no certificates: {_GIVE}")
+            answer = guest.acceptor.feed(data)
+            if guest.acceptor.done:
+                return answer if self._leave(guest) else None
+            if answer:
+                guest.sock.send(answer)
+            self._listen_to(guest)
+        except BlockingIOError:
+            self._listen_to(guest)
+        except ProtocolError as error:
+            self._refuse(guest, error)
+        except ssl.SSLError as error:
+            self._fail(guest, error)
+        except OSError:
+            self._dismiss(guest)
+        return None
+
+    def _secured(self, guest: Guest, tls: Tls) -> bool:
+        """Go on with TLS's handshake; say whether the guest's own can go on."""
+        sock = guest.sock
+        if isinstance(sock, socket.socket):
+            first = sock.recv(1, socket.MSG_PEEK)
+            if not first:
+                self._dismiss(guest)
+                return False
+            if first != HELLO:
+                sock.recv(_READ)
+                self._turn_away(guest, "does not speak TLS", f"speaks nothing else: {_GIVE}")
+            guest.sock = sock = tls.accept(sock)
+        if guest.over:
+            if not sock.discard():
+                self._dismiss(guest)
+            return False
+        if not sock.secured:
+            if not sock.shake():
+                return False
+            guest.acceptor = self._acceptor(False, sock.binding)
+        return True
+
+    def _turn_away(self, guest: Guest, why: str, own: str) -> None:
+        """Refuse a guest that begins in a way that this worker does not speak; it hears it in the plain one."""
+        host, port = guest.sock.getsockname()[:2]
+        guest.acceptor.farewell = Acceptor.refuse(Refusal.PROTOCOL, f"{host}:{port} {own}")
+        raise ProtocolError(f"it {why}, and this worker {own}")
+
+    def _fail(self, guest: Guest, error: ssl.SSLError) -> None:
+        """Give up a guest whose TLS has failed; it was told by an alert."""
+        if not self._failed_often(guest.address):
+            self._tell(
+                f"a connection was refused: {explain(error, f'who came from {guest.address}')}", guest.address
+            )
+        guest.over = True
+        try:
+            guest.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+        self._listen_to(guest)
+
+    def _listen_to(self, guest: Guest) -> None:
+        if self._is_here(guest):
+            try:
+                self._agent.pool.epoll.modify(guest.fd, select.EPOLLIN | select.EPOLLONESHOT)
+            except (OSError, ValueError):  # dismissed just now
+                pass
+
+    def _refuse(self, guest: Guest, error: ProtocolError) -> None:
+        if not guest.local and self._failed_often(guest.address):
+            self._tell(f"a connection from {guest.address} was refused: {error}", guest.address)
+            if not isinstance(error, AuthenticationError):
+                self._dismiss(guest)
+            return  # neither answered nor closed before its time is over
+        farewell = guest.acceptor.farewell
+        if farewell:
+            try:
+                guest.sock.send(farewell)
+            except OSError:
+                pass
+        self._tell(f"a connection from {guest.address} was refused: {error}", guest.address)
+        self._dismiss(guest)
+
+    def _tell(self, text: str, address: str) -> None:
+        """Log a refusal at once, and those of the minute after it as one line: floods are to fill no disk."""
+        now = _time.now()
+        with self._lock:
+            quiet = now - self._refused_since < _MINUTE_S
+            if quiet:
+                first = not self._refused
+                self._refused[address] += 1
+                self._refused_last = text
+                if len(self._refused) > _MAX_ADDRESSES:  # the rest are counted with the first
+                    count = self._refused.pop(address)
+                    self._refused[next(iter(self._refused))] += count
+            else:
+                first, self._refused_since = False, now
+        if not quiet:
+            _log.warning("%s", text)
+        elif first:
+            self._agent.clock.at(self._refused_since + _MINUTE_S, partial(self._agent.submit, self._sum_up))
+
+    def _sum_up(self) -> None:
+        """Log how many have been refused since the last line."""
+        with self._lock:
+            refused, self._refused = self._refused, Counter()
+            text = self._refused_last
+            if refused:
+                self._refused_since = _time.now()
+        if refused:
+            (address, most), *_ = refused.most_common(1)
+            _log.warning(
+                "%d more connections were refused within a minute, from %d addresses (%d from %s); the last one: %s",
+                refused.total(),
+                len(refused),
+                most,
+                address,
+                text,
+            )
+
+    def _failed_often(self, address: str) -> bool:
+        """Take note of a failure; say whether the address has had its answers of this second."""
+        now = _time.now()
+        with self._lock:
+            times = [when for when in self._failures.pop(address, ()) if now - when < 1.0]
+            often = len(times) >= FAILURES_PER_S
+            if not often:
+                times.append(now)
+            while len(self._failures) >= _MAX_ADDRESSES:
+                del self._failures[next(iter(self._failures))]
+            self._failures[address] = times
+        return often
+
+    def _dismiss(self, guest: Guest) -> None:
+        if self._leave(guest):
+            guest.close()
+
+    def _is_here(self, guest: Guest) -> bool:
+        return self._guests.get(guest.fd) is guest
+
+    def _leave(self, guest: Guest) -> bool:
+        with self._lock:
+            if not self._is_here(guest):
+                return False
+            del self._guests[guest.fd]
+        self._see_off(guest)
+        return True
+
+    def _see_off(self, guest: Guest) -> None:
+        guest.timer.cancel()
+        self._agent.pool.forget(guest.fd)
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def stop_listening(self) -> None:
+        """Accept no more."""
+        for sock in self._listeners:
+            self._agent.pool.forget(sock.fileno())
+
+    def close(self) -> None:
+        """Close what is left: listening sockets (and their files) and guests."""
+        for sock in self._listeners:
+            path = sock.getsockname() if sock.family == socket.AF_UNIX else None
+            sock.close()
+            if path:
+                remove_file(path)
+        self._listeners = []
+        self._sum_up()
+        with self._lock:
+            self._closed = True
+            guests = list(self._guests.values())
+            self._guests.clear()
+            held, self._held = self._held, -1
+        if held >= 0:
+            os.close(held)
+        for guest in guests:
+            guest.close()
+
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child; the files belong to the parent."""
+        for sock in self._listeners:
+            sock.close()
+        for guest in list(self._guests.values()):
+            guest.sock.close()
+        if self._held >= 0:
+            os.close(self._held)
+
+
+def no_room(error: OSError) -> bytes:
+    """Return the message that sends a guest away because a descriptor could not be had."""
+    return Acceptor.refuse(Refusal.BUSY, fd_limits.say_why(error))
+
+
+def _open_one() -> int:
+    """Return a descriptor of nothing; -1 where there is none."""
+    try:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1

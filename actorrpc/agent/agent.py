@@ -1,0 +1,586 @@
+"""The agent: one per process, it wires connections, threads, clock and calls together.
+
+What it knows of a call is bytes, deadlines and who is waiting. Everything that rides along (RRefs, autograd
+contexts, traces, actors) is put in from above: interceptors wrap executions and add to headers, ``on_notice``
+handles one-way messages, ``on_peer_end`` is told of deaths.
+
+Threads: any thread may make calls. ``control`` runs under a connection's read lock, on whichever thread reads; it is
+short and runs no user code. ``deliver`` runs after the lock was released. No lock of this module is held while
+calling out; ``_lock`` guards who closes only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import msgpack
+
+from actorrpc import _time
+from actorrpc.agent import outbound
+from actorrpc.agent.calls import CURRENT, Call, Execution
+from actorrpc.agent.connector import Links
+from actorrpc.agent.executor import Executor
+from actorrpc.agent.hooks import Gate, Interceptor, NoRecorder, Recorder, recorded
+from actorrpc.agent.inbound import Inbox
+from actorrpc.agent.mail import Letter, NoMail, PostOffice
+from actorrpc.agent.peers import MAX_PENDING, Peer, Roster
+from actorrpc.agent.scheduler import Upkeep
+from actorrpc.agent.threads import Pool
+from actorrpc.agent.timers import Clock
+from actorrpc.config import Settings
+from actorrpc.errors import (
+    CancelledError,
+    NotInitializedError,
+    RpcError,
+    ShutdownError,
+)
+from actorrpc.futures import Future
+from actorrpc.serialization import codec
+from actorrpc.transport import signals
+from actorrpc.transport.buffers import BufferPool
+from actorrpc.transport.connection import Connection
+from actorrpc.transport.failure_detector import holds_back
+from actorrpc.transport.reader import spinner
+from actorrpc.transport.signals import uninterruptible
+from actorrpc.wire import frames
+from actorrpc.wire.frames import Frame, pack_frame
+from actorrpc.wire.identity import WorkerInfo, WorkerRecord
+from actorrpc.wire.keys import Key
+
+__all__ = ["Agent"]
+
+_log = logging.getLogger("actorrpc")
+INFINITE: Final = float("inf")
+_GOODBYE_S: Final = 0.5  # how long goodbyes may take to be handed over, unless somebody grants more
+_pack: Final = frames.PREFIX.pack
+
+
+class Agent:
+    """This worker's end of everything. Thread-safe.
+
+    Args:
+        record: who this worker is and where it can be reached.
+        settings: limits and switches.
+        key: the group's key.
+        resolve: gives the record of a worker by name or rank, or None.
+        members: gives all records that are known.
+    """
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        *,
+        settings: Settings,
+        key: Key | None,
+        resolve: Callable[[str | int], WorkerRecord | None],
+        members: Callable[[], list[WorkerRecord]],
+    ) -> None:
+        self.record = record
+        self.name = record.name
+        self.info = WorkerInfo(record.name, record.rank)
+        self.settings = settings
+        self.pid = os.getpid()
+        self.clock = Clock()
+        self.executor = Executor(self)
+        self.pool = Pool(
+            clock=self.clock,
+            execute=self.executor.run,
+            refuse=self.executor.refuse_stuck,
+            max_threads=settings.max_threads,
+            starvation_s=settings.starvation_s,
+        )
+        self.buffers = BufferPool(settings.recycle_bytes, excess=self._let_memory_go)
+        self.interceptors: list[Interceptor] = []
+        self.recorder: Recorder = NoRecorder()
+        self.gate: Gate | None = None
+        self.on_notice: dict[str, Callable[[Peer, bytes], None]] = {}
+        self.on_peer_end: list[Callable[[Peer], None]] = []
+        self.post: PostOffice = NoMail(self)
+        self.confirm: Callable[[list[Any], Execution], None] = lambda received, execution: None
+        self.roll_back: Callable[[outbound.Parcel], None] = lambda parcel: None
+        self.on_forks: Callable[[outbound.Parcel, bytes], None] = lambda parcel, forks: None
+        self.refuse_forks: Callable[[Peer, bytes], None] = lambda peer, forks: None
+        self.pack_forks: Callable[[list[Any]], bytes] = lambda sent: b""
+        self._closing = False
+        self.closed_down = False
+        #: when those who end gracefully are to be done, by ``moments.now()``; whoever ends all of it says so
+        self.leave_by = float("inf")
+        self.links = Links(self, key)
+        self.inbox = Inbox(self)
+        self.upkeep = Upkeep(self)
+        # Straight to where they live: these are on the path of every call.
+        self.submit = self.pool.submit
+        self.deliver = self.inbox.deliver
+        self.cork = self.upkeep.cork
+        self.flush = self.upkeep.flush
+        self.members = members
+        self._lock = threading.Lock()
+        self.roster = Roster(
+            record,
+            window=settings.window,
+            resolve=resolve,
+            members=members,
+            replaced=self._replaced,
+        )
+        self.peer = self.roster.peer
+        self.peers = self.roster.peers
+        self.adopt = self.roster.adopt
+        #: numbers what is called outside of executions; from ``CALLER_BIT`` on it says by whom
+        self.next_chain: Callable[[], int] = itertools.count((record.rank & 0xFFFF) << 48 | 1).__next__
+        self.self_peer = self.roster.own
+        outbound.restrict(settings.data_only)
+
+    def start(self, listeners: list[socket.socket]) -> None:
+        """Start the threads, and serve these listening sockets."""
+        # First: from here on, Ctrl-C cannot come while a thread is half started.
+        signals.install(lambda: self.clock.nudge(signals.resend))
+        self._start(listeners)
+
+    @uninterruptible
+    def _start(self, listeners: list[socket.socket]) -> None:
+        self.clock.start()
+        self.pool.start(3)
+        self.links.guests.listen(listeners)
+
+    # -- calling -----------------------------------------------------------------------------------------
+
+    def encode(self, obj: Any, parcel: outbound.Parcel, *, answer: bool = False) -> codec.Encoded:
+        """Pack an object for the parcel's peer; an answer's tensors arrive where the peer's device map says."""
+        peer = parcel.peer
+        return codec.encode(
+            obj,
+            remote_main=peer.same_main,
+            known=peer.known,
+            device_map=peer.answer_map if answer else peer.device_map,
+            context=parcel,
+        )
+
+    def call(
+        self,
+        peer: Peer,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        *,
+        future: Future[Any] | None = None,
+        keep: Any = None,
+        label: str | None = None,
+        letter: Letter | None = None,
+    ) -> Call:
+        """Make a call; it is on its way, or in the outbox, when this returns.
+
+        Args:
+            letter: names a mailbox over there; what travels then is ``(args, kwargs)`` alone, ``function`` is not used.
+            timeout: seconds; 0 means no bound but that of the call that this one is nested in.
+            future: completed with the outcome; without one, the caller waits with ``Call.result``.
+            keep: kept alive until the call is over.
+
+        Raises:
+            SerializationError, LimitError: before anything is sent.
+            PeerDiedError, BackpressureError, ShutdownError: nothing was executed.
+        """
+        if self.closed_down:
+            raise ShutdownError(f"worker {self.name!r} has shut down", maybe_executed=False)
+        current = CURRENT.get()
+        deadline = _time.now() + timeout if timeout else INFINITE
+        if current is not None:
+            deadline = min(deadline, current.deadline)
+            chain = current.chain
+            if current.cancelled:
+                raise CancelledError(
+                    "the call that this one is nested in was cancelled", maybe_executed=False
+                )
+        else:
+            chain = self.next_chain()
+        if label is None:
+            label = getattr(function, "__qualname__", None) or repr(function)
+        if peer.state != "alive":
+            peer.check_alive(f"cannot call {label}")
+        parcel = outbound.Parcel(peer)
+        header: dict[str, Any] | None = None
+        encoded: codec.Encoded | bytes
+        if current is not None and len(current.path) > 1:
+            header = {"w": current.path[:-1]}
+        if self.interceptors:
+            header = header or {}
+            for interceptor in self.interceptors:
+                interceptor.request_header(header, peer)
+        try:
+            encoded = codec.encode_body(
+                (function, args, kwargs) if letter is None else (args, kwargs),
+                peer.same_main,
+                peer.known,
+                peer.device_map,
+                parcel,
+            )
+            if self.recorder.live or (not isinstance(encoded, bytes) and encoded.grad):
+                tensors = () if isinstance(encoded, bytes) else encoded.tensors
+                header = recorded(self.recorder, header, tensors, peer)
+            if parcel.sent:
+                header = self.announce(parcel, header)
+            conn = peer.conn
+            if (conn is None or conn.broken) and not peer.is_self:
+                self.links.connect(peer, deadline, label)
+            if current is None and (peer.charged or len(peer.pending) >= MAX_PENDING) and peer.full:
+                self.flush()
+                peer.wait_for_room(deadline, f"the call of {label}")
+        except BaseException:
+            if parcel.sent:
+                self.roll_back(parcel)
+            raise
+        call = Call(self, peer, next(peer.ids), label, deadline, timeout, chain, future)
+        call.keep = keep
+        call.letter = letter
+        if future is not None:
+            future._source = call
+            future.label = call  # put into words only when somebody asks
+        if current is not None:
+            if current.nested is None:
+                current.nested = []
+            elif len(current.nested) > 64:
+                current.nested = [each for each in current.nested if not each.done]
+            current.nested.append(call)
+        try:
+            gate = self.gate  # once: it may go away
+            if gate is None or gate.request(call, function, args, encoded, header, letter, parcel):
+                self._dispatch(call, encoded, header, letter)
+        except KeyboardInterrupt:
+            call.cancel()  # it comes after the dispatch, never in it
+            raise
+        except BaseException:
+            peer.pending.pop(call.id, None)
+            peer.release(call)
+            if parcel.sent:
+                self.roll_back(parcel)
+            raise
+        if call.done:
+            signals.checkpoint()  # Ctrl-C has cut the sending short: raised here, not as a CancelledError
+        if current is not None and current.cancelled:
+            call.cancel()  # the cancellation came between the look above and the entry in the list
+        return call
+
+    @uninterruptible
+    def _dispatch(
+        self, call: Call, encoded: codec.Encoded | bytes, header: dict[str, Any] | None, letter: Letter | None
+    ) -> None:
+        peer = call.peer
+        extra, flags = b"", 0
+        if letter is not None:
+            flags = frames.LETTER
+            if header is None:
+                extra = letter.packed
+            else:
+                header.update(letter.header)
+        if peer.is_self:
+            peer.pending[call.id] = call
+            call.sent = True
+            self.upkeep.watch(call)
+            if self.closed_down:
+                raise self._shut_down(call)
+            whole = outbound.Plain(encoded) if isinstance(encoded, bytes) else encoded
+            if letter is not None and header is None:
+                header = letter.header
+            self.loop_back(frames.REQUEST, call.id, whole, header, call.deadline, call.chain, flags)
+            return
+        conn = peer.conn
+        if conn is None or conn.broken:
+            if self.closed_down:
+                raise self._shut_down(call)
+            raise peer.died(f"cannot call {call.label}", maybe_executed=False)
+        call.conn = conn
+        idle = not peer.pending
+        peer.pending[call.id] = call
+        if conn.broken or peer.state != "alive":
+            peer.check_alive(f"cannot call {call.label}")
+            if self.closed_down:
+                raise self._shut_down(call)
+        remaining = call.deadline - _time.now() if call.deadline != INFINITE else INFINITE
+        size = 0
+        if isinstance(encoded, bytes) and header is None and len(encoded) <= self.settings.chunk:
+            # What messages.send would do, without the detour: the path of most calls.
+            size = len(encoded)
+            call.frame = (
+                _pack(size + len(extra), len(extra), frames.REQUEST, flags, remaining, call.id, call.chain)
+                + extra
+                + encoded
+            )
+            conn.outbox.append(call)
+        elif not outbound.send(
+            self,
+            conn,
+            frames.REQUEST,
+            call.id,
+            outbound.Plain(encoded) if isinstance(encoded, bytes) else encoded,
+            remaining=remaining,
+            chain=call.chain,
+            header=header if header is not None or letter is None else letter.header,
+            call=call,
+            deadline=call.deadline,
+            flags=flags,
+        ):
+            if conn.broken:
+                return  # the end of the connection ends the call
+            if call.deadline <= _time.now():
+                call.expire()
+            else:
+                call.cancel()  # Ctrl-C cut it short
+            return
+        if call.future is not None:  # without one, whoever waits for it sends it
+            settings = self.settings
+            if (
+                idle
+                or size * settings.cork_frames > settings.cork_bytes
+                or len(conn.outbox) >= settings.cork_frames
+            ):
+                if idle and not call.future._callbacks and conn.expect():
+                    self.upkeep.expect(conn)
+                conn.flush()
+            else:
+                self.cork(conn)
+        if call.deadline < peer.scan_at or not self.upkeep.pulse.active:
+            self.upkeep.watch(call)
+
+    def loop_back(
+        self,
+        kind: int,
+        id: int,
+        encoded: codec.Encoded | outbound.Plain,
+        header: dict[str, Any] | None,
+        deadline: float,
+        chain: int,
+        flags: int = 0,
+    ) -> None:
+        """Deliver a message of this worker to itself. Memory is copied, as it would be on the way to another."""
+        peer = self.self_peer
+        for digest, definition in encoded.definitions.items():
+            peer.definitions.add(digest, definition)
+            peer.known.add(digest)
+        buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
+        extra = msgpack.packb(header) if header else b""
+        now = _time.now()
+        if buffers:
+            flags |= outbound.STREAM
+        frame = Frame(kind, flags, id, deadline - now, chain, extra, encoded.body, buffers or None)
+        if flags & frames.LETTER:
+            self.post.take(None, peer, frame)
+        elif kind == frames.REQUEST:
+            self.pool.queue.append((None, frame, now))
+            self.pool.kick()
+        else:
+            self.inbox.reply(peer, frame, True)
+
+    def notify(self, peer: Peer, name: str, body: bytes, *, lazily: bool = False) -> bool:
+        """Send a one-way message to the handler ``name`` of a peer; say whether there was a connection for it.
+
+        ``lazily``: it may wait for something that it can go along with, though not for long.
+        """
+        gate = self.gate
+        if gate is not None:
+            return gate.notice(peer, name, body)
+        return self.send_notice(peer, name, body, lazily)
+
+    def send_notice(self, peer: Peer, name: str, body: bytes, lazily: bool = False) -> bool:
+        """Do what :meth:`notify` does, past the gate."""
+        if peer.is_self:
+            handler = self.on_notice.get(name)
+            if handler is not None:
+                self.pool.submit(lambda: handler(peer, body))
+            return True
+        if peer.state != "alive":
+            return False
+        try:
+            conn = peer.conn
+            if conn is None or conn.broken:
+                conn = self.links.connect(peer, _time.now() + self.settings.connect_timeout, name)
+        except RpcError:
+            return False
+        conn.outbox.append(pack_frame(frames.NOTICE, body=body, extra=msgpack.packb({"n": name})))
+        if lazily:
+            self.upkeep.soon(conn)
+        else:
+            conn.flush()
+        return True
+
+    def announce(self, parcel: outbound.Parcel, header: dict[str, Any] | None) -> dict[str, Any]:
+        """Name the references that a message carries in its header, where they can be seen without opening it."""
+        header = {} if header is None else header
+        assert parcel.sent is not None
+        header["f"] = self.pack_forks(parcel.sent)
+        return header
+
+    # -- shared memory ----------------------------------------------------------------------------------
+
+    def lender(self, conn: Connection) -> Any:
+        """Return the side of the tensor lane that lends memory to a connection's peer; None where there is none."""
+        lender = conn.lender
+        self.upkeep.keep_trim()
+        if lender is None and self.settings.lane:
+            lender = self.links.open_lane(conn)
+        return lender
+
+    def _let_memory_go(self) -> None:
+        """Have memory unmapped soon that is not to be kept. Runs where a finaliser does."""
+        if not self.closed_down:
+            self.clock.nudge(lambda: self.submit(self.buffers.trim))
+
+    # -- the ends ---------------------------------------------------------------------------------------
+
+    def lost(self, conn: Connection, error: BaseException | None) -> None:
+        """See to what a connection that has ended leaves behind. Runs on a pool thread."""
+        self.pool.forget(conn.fd)
+        if not conn.goodbye and not self.closed_down:
+            # A failed write is no proof of death: what the peer said last may lie there unread.
+            last = conn.read_rest()
+            if last:
+                self.deliver(conn, last, False)
+        conn.reap()
+        peer = conn.peer
+        self.links.forget(conn)
+        if peer is None or conn not in peer.conns:
+            return
+        peer.conns.remove(conn)
+        peer.liveness.heard = max(peer.liveness.heard, conn.heard)
+        if peer.conn is conn:
+            peer.conn = None
+        if self.closed_down:
+            return
+        if conn.given_up:
+            self.peer_ended(peer, "dead", "it takes this worker for dead, and has ended the connection")
+        elif conn.goodbye:
+            self.peer_ended(peer, "left", "")
+        else:
+            closed = error is None or isinstance(error, EOFError)
+            self.peer_ended(peer, "dead", "its end of the connection closed" if closed else str(error))
+
+    def _replaced(self, peer: Peer) -> None:
+        self.pool.submit(partial(self.peer_ended, peer, "dead", "a new incarnation has taken its place"))
+
+    def peer_ended(self, peer: Peer, state: str, cause: str) -> None:
+        """Fail everything that touches a peer which is gone. Idempotent."""
+        if not self.roster.end(peer, state, cause):
+            return
+        for conn in list(peer.conns):
+            if state == "dead" and not conn.broken:
+                # It may live and hear us still, the way from it being lost: else it would find out as late again.
+                conn.outbox.appendleft(pack_frame(frames.GOODBYE, flags=1))
+                conn.flush()
+            conn.close()
+        while peer.pending:
+            try:
+                _, call = peer.pending.popitem()
+            except KeyError:
+                break
+            call.fail(peer.died(str(call), maybe_executed=call.sent), self.pool.submit)
+        peer.wake_all()
+        for execution in list(peer.running.values()):
+            execution.cancel()
+        for tell in list(self.on_peer_end):
+            try:
+                tell(peer)
+            except Exception:
+                _log.exception("a handler of the end of %r raised", peer.name)
+
+    def _shut_down(self, call: Call) -> ShutdownError:
+        return ShutdownError(
+            f"{call}: this worker, {self.name!r}, shut down", maybe_executed=call.sent, worker=call.peer.name
+        )
+
+    def _fail_pending(self) -> None:
+        for peer in self.peers():
+            while peer.pending:
+                try:
+                    _, call = peer.pending.popitem()
+                except KeyError:
+                    break
+                call.fail(self._shut_down(call))
+            peer.wake_all()
+
+    def close(self, timeout: float = 2.0, parting: float = _GOODBYE_S) -> None:
+        """End everything: connections are closed with a goodbye, threads end, waits fail with ShutdownError. Idempotent.
+
+        Args:
+            timeout: how long threads in user code may take to end, in seconds.
+            parting: how long all of the goodbyes may take to be handed over to the kernel, and between hosts by it to the other
+                one's, in seconds: peers that do not read take longer. To whom it cannot be in time, this is a death. Ctrl-C
+                cuts that to 0.5 s.
+        """
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        self.links.guests.stop_listening()
+        conns = [conn for peer in self.peers() for conn in list(peer.conns)]
+        for conn in conns:
+            conn.outbox.append(pack_frame(frames.GOODBYE))
+        self._part(conns, parting)
+        self.closed_down = True
+        self.links.stop_dialling()
+        self._fail_pending()
+        for conn in conns:
+            conn.close()
+        self._fail_pending()  # calls that were on their way into the table meanwhile
+        left = self.pool.close(timeout)
+        self.clock.close()
+        # Some may have come since, and stripes are in no peer's list.
+        for conn in {*conns, *self.links.connections()}:
+            conn.close()
+            conn.reap()
+        self._fail_pending()
+        self.links.guests.close()
+        self.buffers.close()
+        spinner.close()
+        signals.uninstall()
+        outbound.restrict(-self.settings.data_only)
+        if left:
+            names = ", ".join(thread.name for thread in left)
+            _log.warning("threads of %r are still in user code after shutdown: %s", self.name, names)
+
+    @staticmethod
+    def _part(conns: list[Connection], parting: float) -> None:
+        """Wait until what these connections have to send is sent: without its goodbye, a peer would take this for a death.
+
+        One whose socket has failed gets little time: it may never have another.
+        """
+
+        def hurried(conn: Connection) -> bool:
+            return conn.suspended or signals.pending_here()
+
+        begun = _time.now()
+        for conn in conns:
+            while not (
+                # Another thread may have taken out what it sends, or is to keep; it has the lock until then.
+                (
+                    conn.flush()
+                    and not conn.write_lock.locked()
+                    and conn.flush()
+                    and (conn.local or not holds_back(conn.sock))
+                )
+                or conn.broken
+                or _time.now() - begun >= (min(parting, _GOODBYE_S) if hurried(conn) else parting)
+            ):
+                _time.sleep(0.001)
+
+    def abandon(self) -> None:
+        """Let go of everything in a forked child: descriptors are closed, nothing is sent, no lock is taken."""
+        self.closed_down = True
+        self.pool.abandon()
+        self.links.abandon()
+        self.buffers.abandon()
+        signals.abandon()
+        spinner.close()
+
+    def check_process(self) -> None:
+        """Raise NotInitializedError if this is a fork of the process that the agent belongs to."""
+        if os.getpid() != self.pid:
+            raise NotInitializedError(
+                "this process is a fork of one that uses actorrpc (os.fork(), or multiprocessing's start method 'fork'), and "
+                "has none of its connections: call actorrpc.init() (or init_rpc()) in it, or make an actor instead of a fork"
+            )

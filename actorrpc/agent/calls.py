@@ -1,0 +1,419 @@
+"""Calls: one question to a peer and its one answer, and the execution of one on this side.
+
+A :class:`Call` ends exactly once. Whoever takes it out of its peer's ``pending`` table (one atomic step) ends
+it: the reader of its reply, the clock at its deadline, a cancellation, or the death of the peer. The thread
+that waits for it reads the connection itself when nobody else does (``Waiting.read_for``), and sleeps
+otherwise.
+
+``CURRENT`` tells the call that a piece of code was called by. It is a ``ContextVar``: it follows coroutines
+and callbacks that copy their context, and never leaks from one call to the next through a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc import _time
+from actorrpc.errors import CancelledError, RpcTimeoutError
+from actorrpc.futures import WAITING
+from actorrpc.transport.signals import checkpoint, uninterruptible
+from actorrpc.transport.signals import state as _interrupts
+from actorrpc.wire.frames import CANCEL, pack_frame
+
+if TYPE_CHECKING:
+    from actorrpc.agent.agent import Agent
+    from actorrpc.agent.mail import Letter
+    from actorrpc.agent.peers import Peer
+    from actorrpc.futures import Future, Station
+    from actorrpc.transport.connection import Connection
+    from actorrpc.wire.frames import Frame
+
+__all__ = ["CALLER_BIT", "CURRENT", "FRAME_BIT", "Call", "Execution"]
+
+_log = logging.getLogger("actorrpc.calls")
+INFINITE: Final = float("inf")
+FRAME_BIT: Final = 63  # set in the chain of what descends from an execution that holds a mailbox
+CALLER_BIT: Final = (
+    39  # from here up to that one a chain says for whom the call was made: calls keep their order for each
+)
+
+
+class Execution:
+    """A call that is being executed here: what nested calls inherit from it.
+
+    Attributes:
+        peer: who called.
+        id: the call's number on that peer's connection.
+        deadline: when it must be over, on this process's monotonic clock; infinite if unbounded.
+        chain: the chain of nested calls that it belongs to.
+        cancelled: the caller has given it up; its nested calls are cancelled.
+        header: what interceptors put along, or ``None``.
+        path: the mailbox executions (of actors) that it descends from, outermost first; ``chain`` is the last of
+            them where there is one.
+        actor: whose mailbox it came through, or ``None`` for a plain call.
+        receipt: what the caller is to be told with the answer: which references have arrived.
+        what: the function, or the name of the actor's method, for messages.
+    """
+
+    __slots__ = (
+        "actor",
+        "cancelled",
+        "chain",
+        "deadline",
+        "header",
+        "id",
+        "nested",
+        "path",
+        "peer",
+        "receipt",
+        "what",
+    )
+
+    def __init__(self, peer: Peer, id: int, deadline: float, chain: int) -> None:
+        self.peer = peer
+        self.id = id
+        self.deadline = deadline
+        self.chain = chain
+        self.cancelled = False
+        self.nested: list[Call] | None = None
+        self.header: dict[str, Any] | None = None
+        self.path: tuple[int, ...] = (chain,) if chain >> FRAME_BIT else ()
+        self.actor: Any = None
+        self.receipt: bytes | None = None
+        self.what: Any = None
+
+    def cancel(self, stop: bool = False) -> None:
+        """Take note that the caller gave up, and give up the calls that this one waits for.
+
+        Args:
+            stop: the caller has cancelled it, and wants what runs to be interrupted where that can be; otherwise
+                its time is over, or the caller is gone.
+        """
+        self.cancelled = True
+        self.give_up_nested(stop)
+
+    def give_up_nested(self, stop: bool) -> None:
+        """Give up the calls that this one waits for; it may make others."""
+        nested = self.nested
+        while nested:
+            try:
+                call = nested.pop()
+            except IndexError:
+                return
+            call.cancel(stop)
+
+
+CURRENT: Final[ContextVar[Execution | None]] = ContextVar("actorrpc_current_call", default=None)
+
+
+class Call:
+    """A call to a peer that has been made and is not over yet. One thread waits for it at most, or a future does."""
+
+    __slots__ = (
+        "agent",
+        "chain",
+        "charge",
+        "conn",
+        "deadline",
+        "done",
+        "error",
+        "frame",
+        "future",
+        "id",
+        "keep",
+        "label",
+        "letter",
+        "lock",
+        "peer",
+        "polling",
+        "reply",
+        "sent",
+        "stirred",
+        "stopping",
+        "timeout",
+    )
+
+    def __init__(
+        self,
+        agent: Agent,
+        peer: Peer,
+        id: int,
+        label: str,
+        deadline: float,
+        timeout: float,
+        chain: int,
+        future: Future[Any] | None,
+    ) -> None:
+        self.agent = agent
+        self.peer = peer
+        self.id = id
+        self.label = label
+        self.deadline = deadline
+        self.timeout = timeout
+        self.chain = chain
+        self.future = future
+        self.conn: Connection | None = None
+        self.frame = b""
+        self.sent = False
+        self.done = False
+        self.polling: Connection | None = None
+        self.stirred = False
+        self.stopping = False  # the caller has cancelled it, and waits for the callee to have ended it
+        self.letter: Letter | None = None
+        self.lock: threading.Lock | None = None
+        self.reply: Frame | None = None
+        self.error: BaseException | None = None
+        self.charge = 0
+        self.keep: Any = None
+
+    def __str__(self) -> str:
+        return f"the call of {self.label} on {self.peer.name!r}"
+
+    # -- ending (by whoever took the call out of ``pending``) --------------------------------------
+
+    def end(self, reply: Frame | None, error: BaseException | None) -> None:
+        """Publish the outcome of a call without a future and wake its waiter. Runs no user code."""
+        self.reply = reply
+        self.error = error
+        self.done = True
+        self._rouse()
+
+    def fail(self, error: BaseException, submit: Any = None) -> None:
+        """End the call with an error that arose on this side."""
+        self.peer.release(self)
+        future = self.future
+        callbacks: list[Any] = []
+        if future is not None and future._claim():
+            future._finish(None, error, submit or callbacks.append)
+        self.end(None, error)
+        self.future = None  # the future names the call: no cycle
+        self.keep = None
+        for run in callbacks:
+            run()
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def wait(self, deadline: float | None) -> bool:
+        """Wait until the call is over or the deadline has passed; say whether it is over."""
+        agent = self.agent
+        if agent.upkeep.corked:
+            agent.flush()
+        until = self.deadline if deadline is None or deadline > self.deadline else deadline
+        bounded = None if until == INFINITE else until
+        station = WAITING.station
+        if station is not None and not self.done:
+            station.begin_wait(self.stir, self)
+            try:
+                return self._wait(bounded, station)
+            finally:
+                station.end_wait()
+        return self._wait(bounded, None)
+
+    def _wait(self, bounded: float | None, station: Station | None) -> bool:
+        agent = self.agent
+        conn = self.conn
+        reads = conn is not None
+        while not self.done:
+            if station is not None:
+                self.stirred = False
+                if station.work:
+                    if conn is not None and conn.outbox:
+                        conn.flush()  # this call is there, where it was left to be sent by whoever waits for its reply
+                    station.serve()
+                    continue
+            if agent.pool.queue and agent.pool.is_member():
+                agent.pool.kick()  # what is queued must not wait for a thread that waits
+            foreign = (
+                conn.waiting.read_for(self, bounded)
+                if reads and conn is not None and not conn.broken
+                else None
+            )
+            if _interrupts.pending:
+                checkpoint()
+            if self.done:
+                return True
+            if bounded is not None and _time.now() >= bounded:
+                return False
+            if foreign is None:
+                if conn is not None and conn.outbox:
+                    conn.flush()
+            if reads and conn is not None and (foreign is None or not self.sent) and not conn.broken:
+                # Whether a signal handler waits here, in the midst of what it would wait for.
+                within = conn.waiting.read_within(self, bounded)
+                foreign = foreign if within is None else within
+            if foreign is None:
+                if self._park(bounded):
+                    return True
+            elif foreign:
+                # Somebody calls us while we wait: from here on the pool reads, so that no call waits for this
+                # thread.
+                reads = False
+        return True
+
+    def stir(self) -> None:
+        """Have the thread that waits look around: there is something else for it to do."""
+        self.stirred = True
+        self._rouse()
+
+    def _rouse(self) -> None:
+        """Wake the thread that waits, if one does."""
+        polling = self.polling
+        if polling is not None:
+            polling.wake()
+        lock = self.lock
+        if lock is not None:
+            try:
+                lock.release()
+            except RuntimeError:  # it is awake
+                pass
+
+    def _park(self, until: float | None) -> bool:
+        """Sleep until woken; say whether the future, where there is one, is complete."""
+        future = self.future
+        if future is not None:
+            # Several threads may wait for one future: it gives each a lock of its own. It is complete a little before the
+            # call is over: to ask for that again and again would keep the interpreter from whoever is about to say so.
+            future._park(_time.now() + _time.SLICE_S if until is None else until)
+            return future._done
+        lock = self.lock
+        if lock is None:
+            lock = threading.Lock()
+            lock.acquire()
+            self.lock = lock
+        if not (self.done or self.stirred):
+            _time.doze(lock, INFINITE if until is None else until)
+        return False
+
+    def result(self) -> Any:
+        """Wait for the reply of a call without a future and return its value, or raise its error."""
+        try:
+            while not self.wait(None):
+                if self.expire():
+                    break
+        except BaseException:
+            # Ctrl-C: the call is given up, and the worker told.
+            self.cancel()
+            raise
+        if self.error is not None:
+            try:
+                raise self.error
+            finally:
+                self.error = None
+        assert self.reply is not None
+        reply, self.reply = self.reply, None
+        return self.agent.inbox.open_reply(self, reply)
+
+    def drive(self, deadline: float | None) -> None:
+        """Make progress on behalf of the call's future until it is complete or the deadline has passed."""
+        if self.wait(deadline):
+            return
+        if self.deadline <= _time.now():
+            self.expire()
+
+    def flush(self) -> None:
+        """Send what is still gathered: somebody is going to wait."""
+        self.agent.flush()
+        self.listen()
+
+    def listen(self) -> None:
+        """Have the pool read the reply: whoever waits for it does not wait here."""
+        conn = self.conn
+        if conn is not None and conn.expecting:
+            conn.listen()
+
+    # -- giving up ---------------------------------------------------------------------------------
+
+    @uninterruptible
+    def expire(self) -> bool:
+        """End the call because its time is over; False if it ended otherwise in this moment."""
+        if self.peer.pending.pop(self.id, None) is None:
+            # Somebody else is ending it right now: that takes microseconds, not waits.
+            while not self.done:
+                time.sleep(0.0005)
+            return False
+        self._withdraw()
+        self.fail(self.was_cancelled() if self.stopping else self.timed_out(), self.agent.pool.submit)
+        self._tell_cancelled(stop=self.letter is not None and self.letter.interrupts)
+        return True
+
+    def _withdraw(self) -> None:
+        """Take a request that waits in the outbox back, if nothing else depends on its arrival."""
+        frame = self.frame
+        # No flags and no header: no shared memory, no references, no chunks that follow. The writer sets ``sent``
+        # before it takes the frame, so one of the two is seen here.
+        if frame and not self.sent and not frame[9] and frame[4:8] == b"\0\0\0\0":
+            self.frame = b""
+
+    @property
+    def may_arrive(self) -> bool:
+        """Whether the worker has been sent this call, or still will be."""
+        return self.sent or bool(self.frame)
+
+    def timed_out(self) -> RpcTimeoutError:
+        """Return the error of this call's time-out."""
+        reached = self.may_arrive
+        ran = "it was sent and may have run" if reached else "it was not sent"
+        if reached and self.letter is not None and self.letter.late:
+            ran = f"{ran}: {self.letter.late}"
+        bound = f"{self.timeout * 1e3:.0f} ms" if self.timeout else "what was left of the call that made it"
+        return RpcTimeoutError(
+            f"{self} timed out: RPC ran for more than set timeout ({bound}) and will now be marked "
+            f"with an error; {ran}. Give a longer timeout=, or see what {self.peer.name!r} is doing.",
+            maybe_executed=reached,
+            worker=self.peer.name,
+        )
+
+    @uninterruptible
+    def cancel(self, stop: bool = True) -> bool:
+        """End the call with CancelledError and tell the worker; False if it was over.
+
+        ``stop``: what runs there for it is to be interrupted, where that can be.
+        """
+        if self.peer.pending.pop(self.id, None) is None:
+            return False
+        self._withdraw()
+        self.fail(self.was_cancelled(), self.agent.pool.submit)
+        self._tell_cancelled(stop)
+        return True
+
+    def was_cancelled(self, remote: BaseException | None = None) -> CancelledError:
+        """Return the error of this call's cancellation; ``remote``: what the worker has said of it."""
+        said = "" if remote is None else f": {remote}"
+        return CancelledError(
+            f"{self} was cancelled by its caller{said}",
+            maybe_executed=self.may_arrive,
+            worker=self.peer.name,
+        )
+
+    @uninterruptible
+    def stop(self, patience: float) -> bool:
+        """Have the worker end the call, whose answer then says that it has; False if it was over.
+
+        Args:
+            patience: how many seconds the answer may take; after that it is as with :meth:`cancel`.
+        """
+        if not self.sent:
+            return self.cancel()
+        if self.peer.pending.get(self.id) is not self:
+            return False
+        if not self.stopping:
+            self.stopping = True
+            submit, give_up = self.agent.pool.submit, self.cancel
+            self.agent.clock.after(patience, lambda: submit(give_up))
+            self._tell_cancelled(stop=True)
+        return True
+
+    def _tell_cancelled(self, stop: bool) -> None:
+        """Tell the worker that nobody waits for the call any more."""
+        conn = self.conn
+        if conn is not None:
+            if self.may_arrive and not conn.broken:
+                # Behind the call itself, also where that is still to leave.
+                conn.outbox.append(pack_frame(CANCEL, self.id, flags=int(stop)))
+                self.agent.cork(conn)
+        elif self.peer.is_self:
+            self.agent.inbox.cancelled(self.peer, self.id, stop)

@@ -1,0 +1,822 @@
+"""Links: how connections come about. Listening, dialling, and the handshake before anything else.
+
+Whoever comes in is a guest until it has proved that it knows the key: :mod:`actorrpc.agent.acceptor`. Dialling happens on
+the thread that makes the first call to a peer, within that call's deadline, under the peer's ``dial_lock``.
+
+Besides the main connection there are two kinds of side connections, each tied to its main one by a random
+token: a descriptors-only Unix socket per direction for shared memory, and stripes for very large messages
+between hosts.
+
+``_lock`` guards the tables here; nothing is called under it.
+
+Resumption: a TCP connection that breaks goes on over another socket, within a grace time.
+
+The side that had dialled dials again, for as long as the grace time lasts; the other side waits for it. Either one finds
+out at once where the peer's process is gone: nobody listens at its address any more. Until the connection goes on, what is
+to be sent waits in its outbox, under the deadlines of the calls; when it does not, its end is the peer's.
+
+Attempts run on pool threads, and several for one connection may be under way at both ends. Nothing is guarded here: the
+latest counts, by the number that each draws. :meth:`Connection.standstill`, before a side tells how far it has come, puts an
+end to all earlier ones, and :meth:`Connection.resume` is a single step under the connection's locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import secrets
+import socket
+import ssl
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from actorrpc import _time
+from actorrpc.agent.acceptor import Guest, Guests, no_room
+from actorrpc.errors import (
+    AuthenticationError,
+    LimitError,
+    PeerDiedError,
+    ProtocolError,
+    RpcError,
+    RpcTimeoutError,
+    ShutdownError,
+)
+from actorrpc.transport import fd_limits
+from actorrpc.transport.connection import Connection
+from actorrpc.transport.failure_detector import process_state, set_up_tcp
+from actorrpc.transport.shared_memory import Borrower, Lender
+from actorrpc.transport.signals import Taken, checkpoint, pending_here, uninterruptible
+from actorrpc.transport.tls import Stream, Tls, explain
+from actorrpc.wire.frames import INTRO, STREAM_ABORT, pack_frame
+from actorrpc.wire.handshake import Dialler, Purpose, Session
+from actorrpc.wire.identity import WorkerRecord
+from actorrpc.wire.integrity import Seals
+from actorrpc.wire.keys import Key
+
+if TYPE_CHECKING:
+    from actorrpc.agent.agent import Agent
+    from actorrpc.agent.peers import Peer
+
+__all__ = ["Links", "Resumption"]
+
+_log = logging.getLogger("actorrpc.links")
+_ATTEMPT_S: Final = 2.0  # for dialling, shaking hands and saying how far each side has come
+_PAUSES_S: Final = (0.0, 0.02, 0.05, 0.1, 0.2)  # between attempts; the last one for all that follow
+_PROBE_S: Final = 0.25  # how often the side that waits looks whether the peer still listens
+_REFUSALS: Final = (
+    5  # handshakes that may fail before the peer is taken for another one: bytes can be damaged
+)
+_COUNT: Final = struct.Struct("<Q")
+_UNKNOWN: Final = (1 << 64) - 1
+
+
+class Resumption:
+    """Brings the broken connections of one agent back. Thread-safe.
+
+    Args:
+        links: dials, and knows the connections.
+    """
+
+    def __init__(self, agent: Agent, links: Links) -> None:
+        self._agent = agent
+        self._links = links
+
+    def begin(self, conn: Connection, error: BaseException) -> None:
+        """Try to bring a connection back that has just been suspended. Called under its locks: goes on elsewhere."""
+        self._agent.submit(partial(self._begin, conn, error, conn.lapses))
+
+    def _begin(self, conn: Connection, error: BaseException, lapse: int) -> None:
+        agent, grace = self._agent, self._agent.settings.session_grace
+        if agent.closed_down:
+            conn.close(error)
+            return
+        _log.info("the connection to %r is interrupted: %s", _name(conn), error)
+        until = _time.now() + grace
+        agent.clock.at(until, partial(agent.submit, partial(self._give_up, conn, error, lapse)))
+        if conn.dialled:
+            self._redial(conn, error, lapse, until, 0, 0)
+        else:
+            self._probe(conn, error, lapse)
+
+    @staticmethod
+    def _over(conn: Connection, lapse: int) -> bool:
+        return conn.broken or not conn.suspended or conn.lapses != lapse
+
+    @staticmethod
+    def _end(conn: Connection, error: BaseException) -> None:
+        conn.close(error)
+        if conn.main is not None:  # it was to bring parts of messages, which never come now
+            conn.main.close(error)
+
+    def _give_up(self, conn: Connection, error: BaseException, lapse: int) -> None:
+        if not self._over(conn, lapse):
+            grace = self._agent.settings.session_grace
+            self._end(
+                conn,
+                ConnectionError(f"the connection broke ({error}) and did not come back within {grace} s"),
+            )
+
+    # -- the side that dials -----------------------------------------------------------------------
+
+    def _redial(
+        self, conn: Connection, error: BaseException, lapse: int, until: float, attempt: int, refusals: int
+    ) -> None:
+        if self._over(conn, lapse):
+            return
+        if self._agent.closed_down:
+            self._end(conn, error)
+            return
+        limit = min(until, _time.now() + _ATTEMPT_S)
+        gone = True
+        for family, address in self._links.addresses(conn.peer):
+            try:
+                number = next(conn.attempts)
+                sock, _ = self._links.dial(conn.peer, family, address, Purpose.RESUME, conn.attach, limit)
+                if self._agree(conn, sock, number, limit):
+                    return
+                self._end(conn, error)  # the other side has given it up
+                return
+            except LimitError:  # it has no descriptor for it now
+                gone = False
+            except RpcError as refused:
+                gone = False
+                refusals += 1
+                if refusals >= _REFUSALS:
+                    self._end(conn, refused)
+                    return
+            except OSError as failed:
+                gone = gone and failed.errno == errno.ECONNREFUSED
+        if gone:
+            self._end(conn, error)
+            return
+        pause = _PAUSES_S[min(attempt, len(_PAUSES_S) - 1)]
+        again = partial(self._redial, conn, error, lapse, until, attempt + 1, refusals)
+        self._agent.clock.after(pause, partial(self._agent.submit, again))
+
+    def _agree(self, conn: Connection, sock: Stream, number: int, limit: float) -> bool:
+        try:
+            sock.settimeout(max(0.05, limit - _time.now()))
+            mine = conn.standstill(number)
+            if mine is None:  # another one has begun, and does what there is to do
+                sock.close()
+                return True
+            sock.sendall(_COUNT.pack(mine))
+            theirs = _read_count(sock)
+            if theirs == _UNKNOWN:
+                sock.close()
+                return False
+            self._go_on(conn, sock, number, theirs)
+        except BaseException:
+            sock.close()
+            raise
+        return True
+
+    # -- the side that waits -----------------------------------------------------------------------
+
+    def _probe(self, conn: Connection, error: BaseException, lapse: int) -> None:
+        """Look whether the peer's process is still there, as far as its address says so."""
+        if self._over(conn, lapse):
+            return
+        # Who has not introduced itself yet, has no address.
+        addresses = [] if conn.peer is None else self._links.addresses(conn.peer)
+        gone = bool(addresses)
+        for family, address in addresses:
+            try:
+                with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
+                    sock.settimeout(_PROBE_S)
+                    sock.connect(address)
+                gone = False
+            except OSError as failed:
+                gone = gone and failed.errno == errno.ECONNREFUSED
+        if gone or self._agent.closed_down:
+            self._end(conn, error)
+            return
+        again = partial(self._probe, conn, error, lapse)
+        self._agent.clock.after(_PROBE_S, partial(self._agent.submit, again))
+
+    def admit(self, sock: Stream, session: Session, answer: bytes, conn: Connection | None) -> None:
+        """Take a socket that is to take the place of a connection's, which may not have noticed that it is broken.
+
+        Args:
+            answer: the last message of the handshake.
+        """
+        # Before the other side hears that it may go on: from there, its next attempt is a later one here as well.
+        number = 0 if conn is None else next(conn.attempts)
+        try:
+            sock.settimeout(self._agent.settings.handshake_timeout)
+            sock.sendall(answer)
+            theirs = _read_count(sock)
+            if conn is None or not self._belongs(conn, session):
+                sock.sendall(_COUNT.pack(_UNKNOWN))
+                sock.close()
+                return
+            mine = None
+            if not conn.overtaken(number):
+                conn.suspend(ConnectionResetError("the other side has begun a new one"))
+                mine = conn.standstill(number)
+            if mine is None:
+                sock.close()
+                return
+            sock.sendall(_COUNT.pack(mine))
+            self._go_on(conn, sock, number, theirs)
+        except (OSError, EOFError) as error:
+            _log.info("a connection of %r did not come back: %s", session.peer_name, error)
+            sock.close()
+
+    @staticmethod
+    def _belongs(conn: Connection, session: Session) -> bool:
+        return (
+            not conn.broken
+            and conn.replay is not None
+            and conn.other == (session.peer_name, session.peer_incarnation)
+        )
+
+    # -- both --------------------------------------------------------------------------------------
+
+    def _go_on(self, conn: Connection, sock: Stream, number: int, theirs: int) -> None:
+        sock.settimeout(None)
+        old = conn.fd
+        try:
+            resumed = conn.resume(sock, number, theirs, partial(self._agent.pool.forget, old))
+        except ProtocolError as error:
+            self._end(conn, error)
+            resumed = False
+        if not resumed:
+            sock.close()
+            return
+        self._links.watch(conn)
+        self._agent.submit(conn.flush_waiting)
+        _log.info("the connection to %r goes on", _name(conn))
+
+
+def _read_count(sock: Stream) -> int:
+    data = b""
+    while len(data) < _COUNT.size:
+        more = sock.recv(_COUNT.size - len(data))
+        if not more:
+            raise ConnectionResetError(errno.ECONNRESET, "closed before it was said how far it has come")
+        data += more
+    count: Any = _COUNT.unpack(data)[0]
+    return int(count)
+
+
+def _name(conn: Connection) -> str:
+    name: str = conn.other[0] if conn.peer is None else conn.peer.name
+    return name
+
+
+_BUSY: Final = (errno.EAGAIN, errno.ECONNRESET, errno.EPIPE)
+_LANE_AGAIN_S: Final = 10.0  # a tensor lane that could not be opened is tried again after so long
+_GONE: Final = (errno.ECONNREFUSED, errno.ENOENT)
+
+
+class Links:
+    """Makes and accepts the connections of one agent. Thread-safe."""
+
+    def __init__(self, agent: Agent, key: Key | None) -> None:
+        self._agent = agent
+        self._key = key.reveal() if key is not None else b""
+        self._insecure = key is None
+        self.tls = Tls.load(agent.settings)
+        # What TLS carries needs no seals.
+        self.seals = agent.settings.frame_integrity and self.tls is None
+        self._lock = (
+            threading.RLock()
+        )  # re-entrant: a signal handler may make a call while the main thread has it
+        self.guests = Guests(agent, self._key, self._admit, self.tls)
+        self._mains: dict[bytes, Connection] = {}
+        self._introducing: dict[Connection, Session] = {}
+        self._ready: dict[tuple[Connection, int], threading.Lock] = {}
+        self._dialling: set[socket.socket] = set()  # each is put in and taken out in one step
+        self.resumption = Resumption(agent, self)
+
+    # -- those who come in -----------------------------------------------------------------------------
+
+    def _admit(self, guest: Guest, answer: bytes) -> None:
+        session = guest.acceptor.result
+        sock = guest.sock
+        if session.purpose is Purpose.MAIN:
+            conn = self._connection(sock, session, session.attach, guest.local, False)
+            conn.other = session.peer_name, session.peer_incarnation
+            with self._lock:
+                self._introducing[conn] = session
+            self._welcome(conn, answer)
+            try:
+                self.watch(conn)
+            except (OSError, ValueError):  # the epoll was closed meanwhile
+                conn.close()
+            if (
+                self._agent.closed_down
+            ):  # the thread that closed the agent may have looked before this one came
+                conn.close()
+                conn.reap()
+            return
+        with self._lock:
+            main = self._mains.get(session.attach)
+        if session.purpose is Purpose.RESUME:
+            self.resumption.admit(sock, session, answer, main)
+            return
+        if main is None or main.broken:
+            sock.close()
+            return
+        if session.purpose is Purpose.LANE and isinstance(sock, socket.socket) and guest.local:
+            # In place before the lender can name any memory: it waits for our answer.
+            main.borrower = Borrower(sock, on_freed=self._agent.upkeep.freed)
+            sock.setblocking(False)
+            sock.send(answer)
+        elif session.purpose is Purpose.BULK and not guest.local:
+            self._welcome(self._stripe(sock, main, session, False), answer)
+        else:
+            sock.close()
+
+    # -- connections -----------------------------------------------------------------------------------
+
+    def _connection(
+        self, sock: Stream, session: Session, attach: bytes, local: bool, dialled: bool
+    ) -> Connection:
+        if not local:
+            set_up_tcp(sock, self._agent.settings)
+        agent = self._agent
+        try:
+            conn = Connection(
+                sock,
+                epoll=agent.pool.epoll,
+                events=agent.inbox,
+                settings=agent.settings,
+                attach=attach,
+                local=local,
+                seals=Seals.of(session.key, dialled=dialled) if session.sealed else None,
+                leftover=session.leftover,
+            )
+        except OSError as error:  # it takes another descriptor
+            if not dialled and error.errno in fd_limits.SHORT:
+                with contextlib.suppress(OSError):
+                    sock.send(no_room(error))
+            sock.close()
+            raise
+        conn.dialled = dialled
+        return conn
+
+    def _welcome(self, conn: Connection, answer: bytes) -> None:
+        """End a handshake. The connection can be found before: the other side may come back as soon as it has heard."""
+        self._enter(conn)
+        try:
+            conn.sock.setblocking(True)
+            conn.sock.sendall(answer)
+        except OSError:
+            self.forget(conn)
+            conn.abandon()
+            raise
+        if conn.main is not None:
+            self._add_stripe(conn)
+
+    def _enter(self, conn: Connection) -> None:
+        """Have a connection be found by its token."""
+        with self._lock:
+            self._mains[conn.attach] = conn
+
+    def watch(self, conn: Connection) -> None:
+        """Have the pool read a connection, from what has come already."""
+        agent = self._agent
+
+        def ready() -> None:
+            frames = conn.turn()
+            if frames:
+                agent.deliver(conn, frames, False)
+
+        agent.pool.watch(conn.fd, ready)
+        if conn.fresh:
+            frames = conn.begin()
+            if frames:
+                agent.deliver(conn, frames, True)  # on any thread: others are woken for what came
+        conn.register()
+
+    def introduced(self, conn: Connection, body: bytes) -> None:
+        """Take the first frame of an accepted connection: who is speaking. Under the read lock."""
+        with self._lock:
+            session = self._introducing.pop(conn, None)
+        if session is None:
+            raise ProtocolError("a peer introduced itself twice")
+        record = WorkerRecord.from_bytes(body)
+        if record.name != session.peer_name or record.incarnation != session.peer_incarnation:
+            raise ProtocolError(f"{session.peer_name!r} introduced itself as {record.name!r}")
+        peer = self._agent.adopt(record)
+        if peer.state != "alive":
+            raise ProtocolError(
+                f"{record.name!r} is {peer.state} and may not come back as the same incarnation"
+            )
+        self._join(peer, conn)
+
+    def _join(self, peer: Peer, conn: Connection) -> None:
+        conn.peer = peer
+        for stripe in list(conn.stripes):  # they may have been faster
+            stripe.peer = peer
+        peer.conns.append(conn)
+        if peer.conn is None or peer.conn.broken:
+            peer.conn = conn
+        self._agent.upkeep.pulse.poke()
+
+    def forget(self, conn: Connection) -> None:
+        """Drop what is kept about a connection that has ended."""
+        with self._lock:
+            if self._mains.get(conn.attach) is conn:
+                del self._mains[conn.attach]
+            self._introducing.pop(conn, None)
+        for stripe in list(conn.stripes):
+            stripe.close()
+            if self._agent.closed_down:  # then nobody else sees to it any more
+                self._agent.pool.forget(stripe.fd)
+                stripe.reap()
+        if conn.main is not None and conn in conn.main.stripes:
+            conn.main.stripes.remove(conn)
+
+    # -- dialling --------------------------------------------------------------------------------------
+
+    def connect(self, peer: Peer, deadline: float, what: str) -> Connection:
+        """Return a connection to a peer, making it if there is none. Interruptible.
+
+        Raises:
+            PeerDiedError: nobody listens there any more.
+            RpcTimeoutError: no connection within the deadline, or the connect time-out.
+            AuthenticationError, VersionError: the two do not share a key or a protocol.
+            LimitError: this process may open no more descriptors, or the peer.
+        """
+        limit = min(deadline, _time.now() + self._agent.settings.connect_timeout)
+        with Taken(peer.dial_lock, limit) as taken:
+            checkpoint()
+            if not taken.held:
+                raise RpcTimeoutError(
+                    f"cannot call {what}: no connection to {peer.name!r} in time",
+                    maybe_executed=False,
+                    worker=peer.name,
+                )
+            conn = peer.conn
+            if conn is not None and not conn.broken:
+                return conn
+            peer.check_alive(f"cannot call {what}")
+            return self._dial_main(peer, limit, what, deadline)
+
+    def _dial_main(self, peer: Peer, limit: float, what: str, deadline: float) -> Connection:
+        tried: list[str] = []
+        gone = True
+        queue = deque(self.addresses(peer))
+        while queue:
+            family, address = queue.popleft()
+            attach = secrets.token_bytes(16)
+            try:
+                sock, session = self.dial(peer, family, address, Purpose.MAIN, attach, limit)
+                return self._establish(peer, sock, family == socket.AF_UNIX, session)
+            except PeerDiedError:
+                # Nothing was proved; but who could lie here could as well refuse the connection, which says the same.
+                self._agent.peer_ended(peer, "dead", "a new life of it answers at its address")
+                raise
+            except LimitError as error:
+                raise LimitError(
+                    f"cannot call {what}: {error}; nothing was sent. Call again when it has some left, or raise its limit"
+                ) from error
+            except (TimeoutError, OSError) as error:
+                if isinstance(error, RpcError):
+                    raise
+                if error.errno in fd_limits.SHORT:
+                    raise LimitError(
+                        f"cannot call {what}: there is no connection to {peer.name!r}, none can be opened, and nothing was "
+                        f"sent: {fd_limits.explain(error)}"
+                    ) from error
+                # It has no time for the handshake, but its process runs: busy, not gone.
+                busy = (
+                    isinstance(error, TimeoutError)
+                    and peer.same_host
+                    and process_state(peer.record.pid) == "running"
+                )
+                if (busy or error.errno in _BUSY) and _time.now() < limit and not self._agent.closed_down:
+                    # Too many at once at its door, or it has just ended: then nobody will listen the next time.
+                    _time.sleep(0.02)
+                    queue.appendleft((family, address))
+                    continue
+                tried.append(f"{address}: {error}")
+                gone = gone and isinstance(error, OSError) and error.errno in _GONE
+        if not tried:
+            why = (
+                f"cannot call {what}: {peer.name!r} runs on another host and has no address there. Give every worker the same "
+                f"key (ACTORRPC_KEY) and an address (ACTORRPC_BIND), so that they listen on TCP"
+            )
+            raise AuthenticationError(why)
+        if gone:
+            self._agent.peer_ended(
+                peer, "dead", f"nobody listens at its address any more ({'; '.join(tried)})"
+            )
+            raise peer.died(f"cannot call {what}", maybe_executed=False)
+        raise (RpcTimeoutError if _time.now() >= deadline else PeerDiedError)(
+            f"cannot call {what}: {peer.name!r} cannot be reached ({'; '.join(tried)}); the call was not executed",
+            maybe_executed=False,
+            worker=peer.name,
+        )
+
+    @uninterruptible
+    def _establish(self, peer: Peer, sock: Stream, local: bool, session: Session) -> Connection:
+        conn = self._connection(sock, session, session.attach, local, True)
+        conn.outbox.append(pack_frame(INTRO, body=self._agent.record.to_bytes()))
+        self._join(peer, conn)
+        try:
+            self._enter(conn)
+            self.watch(conn)
+        except (OSError, ValueError):  # the epoll, or this very connection, was closed meanwhile
+            conn.close()
+        if self._agent.closed_down:  # looked at when it can be found by whoever closes the agent
+            conn.close()
+            conn.reap()
+            raise self._shut_down()
+        conn.flush()
+        return conn
+
+    def _shut_down(self) -> ShutdownError:
+        return ShutdownError(f"worker {self._agent.name!r} has shut down", maybe_executed=False)
+
+    def addresses(self, peer: Peer) -> list[tuple[int, Any]]:
+        """Return where a peer can be dialled: family and address."""
+        record, transport = peer.record, self._agent.settings.transport
+        addresses: list[tuple[int, Any]] = []
+        if peer.same_host and record.unix_path and transport != "tcp":
+            addresses.append((socket.AF_UNIX, record.unix_path))
+        if transport != "unix" and not addresses:
+            for host, port in record.tcp:
+                found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                addresses.extend((info[0], info[4]) for info in found)
+        return addresses
+
+    def dial(
+        self, peer: Peer, family: int, address: Any, purpose: Purpose, attach: bytes, limit: float
+    ) -> tuple[Stream, Session]:
+        """Connect and shake hands; return the socket and what the handshake has established.
+
+        Raises:
+            OSError: no connection.
+            RpcError: the handshake has failed.
+            ShutdownError: this worker has shut down meanwhile.
+        """
+        agent = self._agent
+        record = agent.record
+        plain = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        sock: Stream = plain
+        binding = b""
+        try:
+            near = not fd_limits.make_room(plain.fileno())
+            if near and purpose is not Purpose.RESUME and not fd_limits.has_room(1):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            plain.settimeout(max(0.05, limit - _time.now()))
+            self._dialling.add(plain)
+            if agent.closed_down:  # the thread that closed the agent may have looked before this one came
+                raise self._shut_down()
+            plain.connect(address)
+            limit = min(limit, _time.now() + agent.settings.handshake_timeout)
+            if self.tls is not None and family != socket.AF_UNIX:
+                sock = tls = self.tls.dial(plain, limit)
+                binding = tls.binding
+            dialler = Dialler(
+                key=self._key,
+                name=record.name,
+                incarnation=record.incarnation,
+                purpose=purpose,
+                attach=attach,
+                peer_name=peer.record.name,
+                peer_incarnation=peer.record.incarnation,
+                insecure=self._insecure,
+                binding=binding,
+                seals=self.seals and family != socket.AF_UNIX,
+            )
+            data = dialler.start()
+            while True:
+                sock.settimeout(max(0.05, limit - _time.now()))
+                if data:
+                    sock.sendall(data)
+                if dialler.done:
+                    return sock, dialler.result
+                data = b""
+                sock.settimeout(max(0.05, _time.patience(limit - _time.now())))
+                try:
+                    received = sock.recv(4096)
+                except TimeoutError:
+                    if _time.now() < limit:
+                        continue
+                    raise
+                if not received:
+                    raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake")
+                data = self._feed(dialler, received, peer)
+        except ssl.SSLError as error:
+            # An OSError as well, but no sign that nobody is there.
+            sock.close()
+            raise explain(error, f"worker {peer.name!r} at {_shown(address)}") from error
+        except OSError as error:
+            sock.close()
+            if agent.closed_down:
+                raise self._shut_down() from error
+            raise
+        except BaseException:
+            sock.close()
+            raise
+        finally:
+            self._dialling.discard(plain)
+
+    def stop_dialling(self) -> None:
+        """End what connects or shakes hands: the agent is closed down, and their threads are not to outlive it."""
+        for sock in self._dialling.copy():
+            with contextlib.suppress(OSError):  # it is not connected yet, or is closed already
+                sock.shutdown(socket.SHUT_RDWR)
+
+    @staticmethod
+    def _feed(dialler: Dialler, data: bytes, peer: Peer) -> bytes:
+        """Go on with a handshake; return what is to be sent.
+
+        Raises:
+            PeerDiedError: a later life of the worker has its address.
+            RpcError: the handshake has failed.
+        """
+        try:
+            return dialler.feed(data)
+        except AuthenticationError as error:
+            if not dialler.replaced:
+                raise
+            raise PeerDiedError(
+                f"the life of {peer.name!r} that was meant (pid {peer.record.pid}) has ended, and the worker has been "
+                "replaced by a new life, which answers at its address; nothing was sent. Whoever looks it up anew "
+                "finds the new one",
+                maybe_executed=False,
+                worker=peer.name,
+            ) from error
+
+    # -- side connections --------------------------------------------------------------------------------
+
+    def open_lane(self, conn: Connection) -> Lender | None:
+        """Make the descriptor socket over which memory is lent to the peer; None where that is not possible."""
+        peer: Peer = conn.peer
+        path = peer.record.unix_path
+        if not conn.local or not path or conn.lane_failed or _time.now() < conn.lane_after:
+            return None
+        with peer.dial_lock:
+            if conn.lender is not None or _time.now() < conn.lane_after:
+                return cast("Lender | None", conn.lender)
+            settings = self._agent.settings
+            try:
+                sock, _ = self.dial(
+                    peer,
+                    socket.AF_UNIX,
+                    path,
+                    Purpose.LANE,
+                    conn.attach,
+                    _time.now() + settings.handshake_timeout,
+                )
+            except (OSError, RpcError) as error:
+                _log.info("no shared memory with %r: %s", peer.name, error)
+                # One of the two may have had no descriptor, or no time: that passes.
+                conn.lane_failed = not isinstance(error, (OSError, LimitError))
+                conn.lane_after = _time.now() + _LANE_AGAIN_S
+                return None
+            sock.setblocking(False)
+            lender = Lender(
+                cast(socket.socket, sock), limit_bytes=settings.lane_bytes, threshold=settings.lane_threshold
+            )
+            conn.lender = lender
+            return lender
+
+    def stripes(self, conn: Connection, total: int, deadline: float) -> list[Connection]:
+        """Return further connections for a message of ``total`` bytes, made at first use; none where they are of no use."""
+        settings = self._agent.settings
+        if conn.local or total < settings.stripe_threshold or settings.stripes < 2:
+            return []
+        if conn.stripes or conn.lane_failed:
+            return list(conn.stripes)
+        if conn.dialled:
+            self._dial_stripes(conn, deadline)
+        elif not conn.striping:
+            # The peer has come by itself, and perhaps cannot be dialled, which takes long to find out: this message goes
+            # without, later ones with what has come about.
+            conn.striping = True
+            self._agent.submit(partial(self._dial_stripes, conn, float("inf")))
+        return list(conn.stripes)
+
+    def _dial_stripes(self, conn: Connection, deadline: float) -> None:
+        peer: Peer = conn.peer
+        with peer.dial_lock:
+            if conn.stripes or conn.lane_failed or conn.broken:
+                return
+            limit = min(deadline, _time.now() + self._agent.settings.handshake_timeout)
+            for _ in range(self._agent.settings.stripes - 1):
+                if not self._dial_stripe(conn, limit):
+                    break
+            conn.lane_failed = not conn.stripes
+
+    def _dial_stripe(self, conn: Connection, limit: float) -> bool:
+        peer: Peer = conn.peer
+        for family, address in self.addresses(peer):
+            try:
+                sock, session = self.dial(peer, family, address, Purpose.BULK, conn.attach, limit)
+                stripe = self._stripe(sock, conn, session, True)
+            except (OSError, RpcError) as error:
+                _log.info("no further connection to %r: %s", peer.name, error)
+                continue
+            self._enter(stripe)
+            self._add_stripe(stripe)
+            return True
+        return False
+
+    def _stripe(self, sock: Stream, main: Connection, session: Session, dialled: bool) -> Connection:
+        # Both sides can name it, and nobody else: by what only they know of this connection.
+        name = hashlib.blake2b(session.key, digest_size=16, person=b"stripe").digest()
+        stripe = self._connection(sock, session, name, False, dialled)
+        stripe.other = session.peer_name, session.peer_incarnation
+        stripe.main = main
+        stripe.assemblies = main.assemblies
+        return stripe
+
+    def _add_stripe(self, stripe: Connection) -> None:
+        assert stripe.main is not None
+        stripe.main.stripes.append(stripe)
+        # Looked at after that: the main connection's peer may introduce itself just now, as _join sees to.
+        stripe.peer = stripe.main.peer
+        self.watch(stripe)
+
+    def stream_ready(self, conn: Connection, stream: int) -> None:
+        """The peer has the memory for a stream: chunks may come over any of its connections."""
+        with self._lock:
+            lock = self._ready.pop((conn, stream), None)
+        if lock is not None:
+            lock.release()
+
+    def expect_ready(self, conn: Connection, stream: int) -> threading.Lock:
+        """Return a lock that is released when the peer is ready for a stream."""
+        lock = threading.Lock()
+        lock.acquire()
+        with self._lock:
+            self._ready[conn, stream] = lock
+        return lock
+
+    def send_striped(
+        self,
+        conn: Connection,
+        stripes: list[Connection],
+        stream: int,
+        pieces: Iterator[tuple[int, int, memoryview]],
+        ready: threading.Lock,
+        deadline: float | None,
+    ) -> bool:
+        """Send chunks over several connections at once; each takes the next one when it has sent the last."""
+        conn.flush()
+        until = min(deadline or float("inf"), _time.now() + 30.0)
+        while not ready.acquire(timeout=0.1):
+            if conn.broken or pending_here() or _time.now() > until:
+                with self._lock:
+                    self._ready.pop((conn, stream), None)
+                conn.outbox.append(pack_frame(STREAM_ABORT, stream))
+                conn.flush()
+                return False
+        left = deque(pieces)
+
+        def take() -> Iterator[tuple[int, int, memoryview]]:
+            while left:
+                try:
+                    yield left.popleft()
+                except IndexError:
+                    return
+
+        results: list[bool] = []
+        finished = threading.Semaphore(0)
+
+        def send(stripe: Connection) -> None:
+            try:
+                results.append(stripe.send_chunks(stream, take(), deadline))
+            finally:
+                finished.release()
+
+        for stripe in stripes:
+            self._agent.submit(partial(send, stripe))
+        results.append(conn.send_chunks(stream, take(), deadline))
+        if not results[-1]:
+            left.clear()  # nobody waits for the others: each ends with the chunk that it has begun
+            return False
+        for _ in stripes:
+            finished.acquire()
+        return all(results) and len(results) == len(stripes) + 1
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    def connections(self) -> list[Connection]:
+        """Return all connections that are not forgotten, also those whose peer is still to introduce itself."""
+        # Without the lock: in a forked child, a thread that does not exist there may hold it.
+        return [conn for main in list(self._mains.values()) for conn in (main, *main.stripes)]
+
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child; the files belong to the parent."""
+        self.guests.abandon()
+        for conn in self.connections():
+            conn.abandon()
+
+
+def _shown(address: Any) -> str:
+    return address if isinstance(address, str) else f"{address[0]}:{address[1]}"

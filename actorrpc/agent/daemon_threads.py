@@ -1,0 +1,83 @@
+"""Threads that do not keep the process alive, and that its end does not cut short either.
+
+``join()`` returns when a thread has run its last Python code. What it keeps in C++ is taken down after that, on the thread,
+and needs the interpreter where it holds Python objects: torch's inductor leaves some with the thread that happens to import it.
+An interpreter that is being finalized has such a thread exit, in a destructor, and C++ aborts the process for it. So the end
+of the interpreter waits for those that are on their way out.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from actorrpc._exception_text import report
+
+__all__ = ["Daemon"]
+
+_log = logging.getLogger("actorrpc.threads")
+
+_WAIT_S: Final = 2.0
+_MANY: Final = 64
+# The native ids of threads that have run all of their Python code, but the end of Daemon.run.
+_leaving: Final[deque[int]] = deque()
+
+
+class Daemon(threading.Thread):
+    """A daemon thread that calls ``target()``, which is not to raise: where it does, that is logged, and ``lost(error)`` called.
+
+    What raises may be anybody's (memory has run out); what depends on the thread must not wait for it for ever.
+    """
+
+    def __init__(
+        self, target: Callable[[], Any], name: str, lost: Callable[[BaseException], Any] | None = None
+    ) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+        self._lost = lost
+
+    def run(self) -> None:
+        """Call it."""
+        try:
+            super().run()
+        except BaseException as error:
+            report(_log, error, "the thread %s has ended unexpectedly", self.name)
+            if self._lost is not None:
+                self._lost(error)
+        finally:
+            _leaving.append(threading.get_native_id())
+            if len(_leaving) > _MANY:
+                _forget()
+
+
+def _is_there(thread: int) -> bool:
+    return os.path.exists(f"/proc/self/task/{thread}")
+
+
+def _forget() -> None:
+    """Drop those that are gone; any number of threads may be at it."""
+    for _ in range(len(_leaving)):
+        try:
+            thread = _leaving.popleft()
+        except IndexError:
+            return
+        if _is_there(thread):
+            _leaving.append(thread)
+
+
+@atexit.register
+def _see_off() -> None:
+    until = time.monotonic() + _WAIT_S
+    while time.monotonic() < until:
+        _forget()
+        if not _leaving:
+            return
+        time.sleep(0.001)  # they need the interpreter
+
+
+os.register_at_fork(after_in_child=_leaving.clear)

@@ -1,0 +1,373 @@
+"""Execution: what happens to a request between its arrival and its answer.
+
+Runs on pool threads (or on the thread that completes the future of an ``async_execution`` function). A
+request whose time is over, or whose caller has given it up, is not started. Arguments are opened, functions
+run and answers packed outside of every lock. The arguments are dropped before the answer is sent, so that
+shared memory goes back with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from actorrpc import _time
+from actorrpc._exception_text import cut_frames, is_a, let_frames_go, line_of, report, say
+from actorrpc.agent import outbound
+from actorrpc.agent.calls import CURRENT, FRAME_BIT, Execution
+from actorrpc.agent.hooks import RECEIPT, Interceptor, answer_header, intercepted, recorded, riding
+from actorrpc.errors import (
+    CancelledError,
+    DeadlockError,
+    LimitError,
+    ProtocolError,
+    RpcError,
+    RpcTimeoutError,
+    SerializationError,
+)
+from actorrpc.serialization import codec, exceptions
+from actorrpc.wire.frames import CREDIT, FAILURE, POST, REPLY, Frame, pack_frame, unpack_extra
+
+if TYPE_CHECKING:
+    from actorrpc.agent.agent import Agent
+
+__all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "named", "path_of"]
+
+_PLAIN: Final = frozenset({int, float, bool, type(None)})  # values that need no codec
+_dumps = pickle.dumps
+_CHARGED: Final = outbound.LANE | outbound.STREAM  # flags of messages that are bounded by their bytes
+_log = logging.getLogger("actorrpc")
+INFINITE: Final = float("inf")
+# The attribute that marks functions whose future is the answer; the name is torch's, whose decorator sets it
+# too.
+ASYNC_MARK: Final = "_wrapped_async_rpc_function"
+# The base of all futures: torch's `then` and `collect_all` return objects of just this class.
+_ANY_FUTURE: Final[type] = torch._C.Future
+
+
+def path_of(header: dict[str, Any], chain: int) -> tuple[int, ...]:
+    """Return the mailbox executions that a request descends from.
+
+    Raises:
+        ProtocolError: the header makes no sense.
+    """
+    path = header.get("w", ())
+    if not chain >> FRAME_BIT:
+        return ()
+    if not isinstance(path, (list, tuple)) or not all(isinstance(each, int) for each in path):
+        raise ProtocolError("the path of a request cannot be read")
+    return (*path, chain)
+
+
+class Later:
+    """Returned by internal functions whose answer is the value of a future, not the future."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: torch.futures.Future[Any]) -> None:
+        self.future = future
+
+
+def future_of(value: Any, function: Any) -> Any:
+    """Return what a function marked with ``async_execution`` returned.
+
+    Raises:
+        TypeError: it is not a future.
+    """
+    if not isinstance(value, _ANY_FUTURE):
+        raise TypeError(
+            "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but got "
+            f"{type(value)} from {getattr(function, '__qualname__', function)}"
+        )
+    return value
+
+
+def named(execution: Execution) -> str:
+    """Return what messages call what is executed."""
+    what = execution.what
+    name = what if isinstance(what, str) else getattr(what, "__qualname__", None)
+    if name is None:
+        return "the call"
+    spec = getattr(execution.actor, "spec", None)
+    return name if spec is None else f"{spec.info.prefix}{str(name).rpartition('<locals>.')[2]}"
+
+
+class Executor:
+    """Runs requests for one agent. Thread-safe: it has no state of its own."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        # Made ahead: it is for when there is no memory to make one.
+        short = LimitError(
+            f"worker {agent.name!r} has nothing left to say what became of the call: no memory, or no descriptors"
+        )
+        short.maybe_executed = True
+        self._short = exceptions.dump(short, worker=agent.name, dumps=codec.dumps)
+
+    def run(self, task: tuple[Any, Frame, float]) -> None:
+        """Execute a request that was read at ``task[2]``, answer it, and see what came meanwhile."""
+        conn, frame, arrived = task
+        self._execute(conn, frame, arrived)
+        if conn is None:
+            return
+        agent = self._agent
+        if agent.pool.queue and len(conn.outbox) < agent.settings.cork_frames:
+            # More work of the batch is waiting: its answers leave together, or with the cork.
+            agent.cork(conn)
+            return
+        if agent.pool.queue:
+            conn.flush(True)
+            return
+        frames = conn.answering.reply()
+        if frames:
+            agent.deliver(conn, frames, False)
+
+    def _execute(self, conn: Any, frame: Frame, arrived: float) -> None:
+        peer = self._agent.self_peer if conn is None else conn.peer
+        id = frame.id
+        if conn is not None and not peer.begun.first(id):
+            _log.warning("request %d of %r came twice; it is executed once", id, peer.name)
+            return
+        deadline = arrived + frame.remaining
+        if deadline != INFINITE and _time.now() > deadline:
+            self.refuse(
+                conn,
+                frame,
+                RpcTimeoutError(
+                    f"the call reached {self._agent.name!r} too late to be started",
+                    maybe_executed=False,
+                    worker=self._agent.name,
+                ),
+            )
+            return
+        execution = Execution(peer, id, deadline, frame.chain)
+        peer.running[id] = execution
+        # Looked at after the entry in ``running``: a cancellation is seen in one place or the other.
+        if peer.cancelled and id in peer.cancelled:
+            peer.cancelled.pop(id, None)
+            peer.running.pop(id, None)
+            self.refuse(
+                conn,
+                frame,
+                CancelledError(
+                    "the call was cancelled before it started", maybe_executed=False, worker=self._agent.name
+                ),
+            )
+            return
+        token = CURRENT.set(execution)
+        answered = True
+        try:
+            try:
+                value, answered = self._call(conn, frame, execution)
+            except BaseException as error:
+                cut_frames(error, __file__)
+                if frame.flags & POST:
+                    report(_log, error, "what %r has posted here failed", peer.name)
+                else:
+                    self.fail(conn, id, error, execution)
+            else:
+                if answered and not frame.flags & POST:
+                    self.answer(conn, id, value, execution)
+        finally:
+            CURRENT.reset(token)
+            if answered:
+                peer.running.pop(id, None)
+
+    def _call(self, conn: Any, frame: Frame, execution: Execution) -> tuple[Any, bool]:
+        agent = self._agent
+        if not frame.flags and not frame.extra:
+            function, args, kwargs = outbound.open_plain(frame.body, execution.peer)
+            execution.what = function
+        else:
+            parcel = outbound.Parcel(execution.peer, None if frame.flags & POST else execution)
+            header = execution.header = unpack_extra(frame.extra) if frame.extra else {}
+            if "w" in header:
+                execution.path = path_of(header, frame.chain)
+            agent.inbox.arrived(parcel, header)
+            function, args, kwargs = outbound.open_body(conn, frame, header, parcel, agent.recorder)
+            execution.what = function
+            if conn is not None and (frame.flags & _CHARGED or len(frame.body) >= outbound.CHARGED):
+                # Taken up: its bytes no longer count as unread. Leaves with the answer, or by itself soon.
+                conn.outbox.append(pack_frame(CREDIT, frame.id))
+                agent.upkeep.soon(conn)
+            if parcel.received:
+                agent.confirm(parcel.received, execution)
+        interceptors: Sequence[Interceptor] = agent.interceptors
+        if execution.header:
+            interceptors = riding(interceptors, execution.header)
+        if interceptors:
+            if execution.header is None:
+                execution.header = {}
+            value = intercepted(interceptors, execution, function, args, kwargs)()
+        else:
+            value = function(*args, **kwargs)
+        if type(value) is Later:
+            self._answer_later(conn, frame.id, value.future, function, execution)
+            return None, False
+        if getattr(function, ASYNC_MARK, None) is not None:
+            self._answer_later(conn, frame.id, value, function, execution)
+            return None, False
+        return value, True
+
+    def _answer_later(self, conn: Any, id: int, value: Any, function: Any, execution: Execution) -> None:
+        future_of(value, function)
+
+        def ready(future: torch.futures.Future[Any]) -> None:
+            token = CURRENT.set(execution)
+            try:
+                try:
+                    result = future.value()
+                except BaseException as error:
+                    self.fail(conn, id, error, execution)
+                else:
+                    self.answer(conn, id, result, execution)
+            finally:
+                CURRENT.reset(token)
+                execution.peer.running.pop(id, None)
+            if conn is not None:
+                conn.flush()
+
+        value.add_done_callback(ready)
+
+    # -- answering -----------------------------------------------------------------------------------
+
+    def answer(
+        self,
+        conn: Any,
+        id: int,
+        value: Any,
+        execution: Execution,
+        keep: Callable[[Any, int], Any] | None = None,
+    ) -> None:
+        """Send a value back; if it cannot travel, send that error back.
+
+        ``keep(value, size)`` may give something else to be sent in place of a value of ``size`` packed bytes.
+        """
+        agent = self._agent
+        if (
+            type(value) in _PLAIN
+            and conn is not None
+            and not agent.interceptors
+            and agent.gate is None
+            and execution.receipt is None
+        ):
+            conn.outbox.append(pack_frame(REPLY, id, _dumps(value, 5)))
+            return
+        parcel = outbound.Parcel(execution.peer)
+        try:
+            header = answer_header(agent.interceptors, execution) if agent.interceptors else None
+            encoded = agent.encode(value, parcel, answer=True)
+            if keep is not None:
+                kept = keep(value, encoded.nbytes)
+                if kept is not value:
+                    agent.roll_back(parcel)
+                    parcel = outbound.Parcel(execution.peer)
+                    encoded = agent.encode(kept, parcel, answer=True)
+            if encoded.grad:
+                header = recorded(agent.recorder, header, encoded.tensors, execution.peer)
+            if parcel.sent:
+                header = agent.announce(parcel, header)
+            header = _with_receipt(execution, header)
+            if not self._send(conn, REPLY, id, encoded, header, execution, parcel):
+                agent.roll_back(parcel)
+        except BaseException as error:
+            agent.roll_back(parcel)
+            if is_a(error, SerializationError) or not is_a(error, RpcError):
+                wrapped = SerializationError(f"the result of {named(execution)} cannot be sent: {say(error)}")
+                wrapped.__cause__ = error
+                error = wrapped
+            self.fail(conn, id, error, execution)
+
+    def fail(self, conn: Any, id: int, error: BaseException, execution: Execution) -> None:
+        """Send an error back. Never raises."""
+        try:
+            dumps = codec.dumper(execution.peer.same_main)
+            name, shown = self._agent.name, getattr(execution.actor, "shown", "")
+            where = f"{name}, actor {shown}" if shown else name
+            data = exceptions.dump(error, worker=name, dumps=dumps, where=where)
+            let_frames_go(error)
+            self._send(conn, FAILURE, id, outbound.Plain(data), _with_receipt(execution, None), execution)
+        except BaseException as failure:  # memory or descriptors have run out: then little may still be sent
+            self._fail_shortly(conn, id, execution.peer.name, failure)
+
+    def _fail_shortly(self, conn: Any, id: int, name: str, failure: BaseException) -> None:
+        """End a call whose error cannot be packed: its caller would wait for ever."""
+        if conn is None:
+            self._agent.loop_back(FAILURE, id, outbound.Plain(self._short), None, INFINITE, 0)
+        else:
+            conn.outbox.append(pack_frame(FAILURE, id, self._short))
+        _log.error("an error cannot be sent to %r: %s", name, line_of(failure))
+
+    def refuse(self, conn: Any, frame: Frame, error: RpcError, *, sealed: bool = True) -> None:
+        """Answer a request that is not executed with an error. Never raises.
+
+        ``sealed``: it has not been opened: what is in it goes back.
+        """
+        if sealed:
+            self._agent.inbox.discard(conn, frame)
+        if frame.flags & POST:
+            return
+        try:
+            data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps, executed=False)
+            self._send(conn, FAILURE, frame.id, outbound.Plain(data), None)
+        except MemoryError as failure:
+            peer = self._agent.self_peer if conn is None else conn.peer
+            self._fail_shortly(conn, frame.id, peer.name, failure)
+
+    def refuse_stuck(self, task: tuple[Any, Frame, float], why: str) -> None:
+        """Answer a request that no thread will ever take: every one that may exist is blocked."""
+        conn, frame, _ = task
+        self.refuse(
+            conn,
+            frame,
+            DeadlockError(
+                f"{self._agent.name!r} did not execute the call: {why}",
+                maybe_executed=False,
+                worker=self._agent.name,
+            ),
+        )
+        if conn is not None:
+            conn.flush()
+
+    def _send(
+        self,
+        conn: Any,
+        kind: int,
+        id: int,
+        encoded: codec.Encoded | outbound.Plain,
+        header: dict[str, Any] | None,
+        execution: Execution | None = None,
+        parcel: outbound.Parcel | None = None,
+    ) -> bool:
+        agent = self._agent
+        gate = agent.gate
+        if gate is not None and not gate.answer(conn, kind, id, encoded, header, execution, parcel):
+            return True
+        if conn is None:
+            agent.loop_back(kind, id, encoded, header, INFINITE, 0)
+            return True
+        if conn.broken:
+            return False
+        try:
+            return outbound.send(agent, conn, kind, id, encoded, remaining=INFINITE, chain=0, header=header)
+        except RpcError as error:
+            if conn.broken or kind == FAILURE:
+                return False
+            data = exceptions.dump(error, worker=agent.name, dumps=codec.dumps)
+            header = {RECEIPT: header[RECEIPT]} if header and RECEIPT in header else None
+            outbound.send(
+                agent, conn, FAILURE, id, outbound.Plain(data), remaining=INFINITE, chain=0, header=header
+            )
+            return False
+
+
+def _with_receipt(execution: Execution, header: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the header of an answer, with the receipt for the references that came with the call."""
+    receipt, execution.receipt = execution.receipt, None
+    if receipt is None:
+        return header
+    return {RECEIPT: receipt} if header is None else {**header, RECEIPT: receipt}

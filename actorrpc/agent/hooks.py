@@ -1,0 +1,274 @@
+"""Points: named moments in the life of a worker that are not messages, at which tests have it die, stop or fail.
+
+In a process without such a test it costs a look at one name of this module; none of these points is on the path of a call.
+The points of messages need no code here: those who want them stand at the agent's gate (``core.gates``) and wrap
+executions and handlers.
+
+Interceptors and recorders: what rides along with calls without the agent knowing of it.
+
+Traces, profiling and the like put fields into the headers of calls and answers, and wrap executions. A recorder takes note
+of the tensors in messages: distributed autograd. Where there is none, a call carries no header and pays nothing.
+
+The gate: what sees every message of an agent before it leaves, and may keep it.
+
+There is none in most agents, and then it costs a look at one attribute. It is there for tests that lose and hold up
+messages on purpose (``actorrpc.testing``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+if TYPE_CHECKING:
+    from actorrpc.agent.calls import Call, Execution
+    from actorrpc.agent.mail import Letter
+    from actorrpc.agent.outbound import Parcel, Plain
+    from actorrpc.agent.peers import Peer
+    from actorrpc.serialization.codec import Encoded
+
+__all__ = [
+    "POINTS",
+    "RECEIPT",
+    "RIDERS",
+    "TAG",
+    "Bystander",
+    "Gate",
+    "Interceptor",
+    "NoRecorder",
+    "Recorder",
+    "answer_header",
+    "intercepted",
+    "reach",
+    "recorded",
+    "riding",
+    "watch",
+]
+
+TAG: Final = "ag"
+"""The field of a header in which a recorder's tag travels."""
+
+RECEIPT: Final = "rref"
+"""The field of an answer's header that says which references of the call have arrived, and the notice that says so."""
+
+
+class Interceptor(Protocol):
+    """Something that rides along with calls. Methods run on the thread of the call; what they raise ends it."""
+
+    def request_header(self, header: dict[str, Any], peer: Peer) -> None:
+        """Put fields into the header of a call that is about to be packed."""
+
+    def reply_header(self, header: dict[str, Any], execution: Execution) -> None:
+        """Put fields into the header of an answer that is about to be packed."""
+
+    def wrap(
+        self,
+        execution: Execution,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: Callable[[], Any],
+    ) -> Callable[[], Any]:
+        """Return what to run in place of ``call``; ``execution.header`` has the fields that came along."""
+
+    def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
+        """See, and maybe replace, a value that has come back."""
+
+
+class Bystander:
+    """An interceptor that leaves everything as it is: the base of those that see to one or two things."""
+
+    def request_header(self, header: dict[str, Any], peer: Peer) -> None:
+        """Do nothing."""
+
+    def reply_header(self, header: dict[str, Any], execution: Execution) -> None:
+        """Do nothing."""
+
+    def wrap(
+        self,
+        execution: Execution,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: Callable[[], Any],
+    ) -> Callable[[], Any]:
+        """Return ``call``."""
+        return call
+
+    def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
+        """Return the value."""
+        return value
+
+
+#: Interceptors that take part only in the calls that have their field in the header: others pay nothing for them. They wrap
+#: executions, and what they return is sent.
+RIDERS: Final[dict[str, Interceptor]] = {}
+
+
+class Recorder(Protocol):
+    """Takes note of the tensors in messages, to follow them from worker to worker. One per agent. Thread-safe."""
+
+    @property
+    def live(self) -> bool:
+        """Whether there is something to record; otherwise it is asked about tensors that require grad only."""
+
+    def sent(self, tensors: Sequence[Any], peer: Peer | None, context: int | None = None) -> Any:
+        """See the plain tensors of what has been packed, on the thread that packs it.
+
+        Args:
+            peer: to whom the message goes; None for something that is kept, to be opened later anywhere.
+            context: what it belongs to; by default what the calling code does.
+
+        Returns:
+            What is to travel along (anything that msgpack can pack), or None.
+        """
+
+    def arrived(self, tag: Any, tensors: list[Any], peer: Peer | None) -> None:
+        """See the plain tensors of what has been opened, in the order in which they were packed.
+
+        Args:
+            tag: what :meth:`sent` has returned there, as it came over the wire.
+            peer: who has sent it; None for something that was kept.
+
+        Raises:
+            ProtocolError: the tag makes no sense.
+        """
+
+    def forwarded(self, tag: Any, peer: Peer) -> None:
+        """Hear that something kept goes to a worker."""
+
+
+class NoRecorder:
+    """The recorder where nobody wants to know."""
+
+    live = False
+
+    def sent(self, tensors: Sequence[Any], peer: Peer | None, context: int | None = None) -> Any:
+        """Do nothing."""
+
+    def arrived(self, tag: Any, tensors: list[Any], peer: Peer | None) -> None:
+        """Do nothing."""
+
+    def forwarded(self, tag: Any, peer: Peer) -> None:
+        """Do nothing."""
+
+
+def recorded(
+    recorder: Recorder, header: dict[str, Any] | None, tensors: Sequence[Any], peer: Peer
+) -> dict[str, Any] | None:
+    """Return the header of a message that has been packed, with the recorder's tag where it gives one."""
+    tag = recorder.sent(tensors, peer)
+    if tag is not None:
+        header = {} if header is None else header
+        header[TAG] = tag
+    return header
+
+
+def riding(interceptors: Sequence[Interceptor], header: dict[str, Any]) -> Sequence[Interceptor]:
+    """Return who wraps the execution of a call with this header: its riders are the outermost."""
+    return [*(rider for name, rider in RIDERS.items() if name in header), *interceptors]
+
+
+def answer_header(interceptors: Sequence[Interceptor], execution: Execution) -> dict[str, Any]:
+    """Return the header of an answer, as the interceptors fill it."""
+    header: dict[str, Any] = {}
+    for interceptor in interceptors:
+        interceptor.reply_header(header, execution)
+    return header
+
+
+def intercepted(
+    interceptors: Sequence[Interceptor],
+    execution: Execution,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Callable[[], Any]:
+    """Return what to run in place of ``function(*args, **kwargs)``: the first interceptor is the outermost."""
+    call: Callable[[], Any] = lambda: function(*args, **kwargs)  # noqa: E731
+    for interceptor in reversed(interceptors):
+        call = interceptor.wrap(execution, function, args, kwargs, call)
+    return call
+
+
+class Gate(Protocol):
+    """Decides of messages that are packed and about to leave. Called on the thread that sends; thread-safe.
+
+    Where a method returns False the gate has taken the message over: it sends it later, or ends what waits for it.
+    """
+
+    def request(
+        self,
+        call: Call,
+        function: Any,
+        args: tuple[Any, ...],
+        encoded: Encoded | bytes,
+        header: dict[str, Any] | None,
+        letter: Letter | None,
+        parcel: Parcel,
+    ) -> bool:
+        """Say whether a call leaves now. It is in no table yet."""
+
+    def post(
+        self,
+        peer: Peer,
+        function: Any,
+        args: tuple[Any, ...],
+        encoded: Encoded,
+        header: dict[str, Any] | None,
+        chain: int,
+        parcel: Parcel,
+    ) -> bool:
+        """Say whether a post leaves now.
+
+        Raises:
+            RpcError: it will not arrive.
+        """
+
+    def answer(
+        self,
+        conn: Any,
+        kind: int,
+        id: int,
+        encoded: Encoded | Plain,
+        header: dict[str, Any] | None,
+        execution: Execution | None,
+        parcel: Parcel | None,
+    ) -> bool:
+        """Say whether the answer to a call leaves now. ``conn`` is None for one of this worker to itself."""
+
+    def notice(self, peer: Peer, name: str, body: bytes) -> bool:
+        """Send a notice, or see to it otherwise; return what :meth:`Agent.notify` is to return."""
+
+
+POINTS: Final[Mapping[str, str]] = {
+    "join.listening": "a worker has opened its sockets and is about to meet the others",
+    "join.met": "a worker knows the others, and they know it; it serves no call yet",
+    "shutdown.called": "a worker of a fixed group is about to wait until all have called shutdown",
+    "shutdown.together": "all have called it: nobody works any more",
+    "shutdown.let_go": "a worker has let go of its references, and is about to wait until all have",
+    "shutdown.settled": "all have let go of theirs",
+    "shutdown.closing": "a worker is about to close its connections, at any kind of end",
+    "shutdown.closed": "it has closed them, and is to be forgotten by the others",
+    "actor.making": "an actor's worker is about to run its constructor, for the first time or again",
+    "actor.restoring": "the constructor of a restarted actor has run; restore() comes next",
+    "actor.made": "an actor is made, but nobody knows yet",
+    "actor.checkpointing": "an actor is about to be asked for its checkpoint, before its answer leaves",
+    "actor.checkpointed": "the supervisor has the checkpoint; the answer has not been sent yet",
+    "actor.ending": "an actor has ended; on_stop() comes next",
+}
+"""Every point that is no message's, and when it is reached."""
+
+_watcher: Callable[[str, str], None] | None = None
+
+
+def watch(watcher: Callable[[str, str], None] | None) -> None:
+    """Have ``watcher(point, worker)`` called at every point from now on; None: nobody. It may raise."""
+    global _watcher
+    _watcher = watcher
+
+
+def reach(point: str, worker: str = "") -> None:
+    """Be at a point. ``worker``: who is, where the process has no agent yet."""
+    if _watcher is not None:
+        _watcher(point, worker)

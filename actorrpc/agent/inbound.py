@@ -1,0 +1,389 @@
+"""The inbox: what becomes of the frames that a connection has read.
+
+``control`` runs under the connection's read lock, on whichever thread reads; it is short, runs no user code and never
+unpickles. ``deliver`` runs after the lock was released: it ends the calls that were answered and queues the requests. On
+the thread of a caller that waits, it runs nothing that belongs to others.
+
+Repeats: a request that comes a second time is not executed a second time, and an answer's references are taken up once.
+
+A connection delivers each byte once, also when another socket takes its place, so none comes twice unless something is
+broken: a peer, or the code that resumes. What it would do then cannot be taken back, so every request's number is looked
+up before anything of it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from actorrpc import _time
+from actorrpc._limits import explain_memory
+from actorrpc.agent import outbound
+from actorrpc.agent.calls import Execution
+from actorrpc.agent.hooks import RECEIPT
+from actorrpc.errors import LimitError, ProtocolError
+from actorrpc.serialization import codec, exceptions
+from actorrpc.transport.signals import uninterruptible
+from actorrpc.wire import frames
+from actorrpc.wire.frames import Frame, pack_frame, unpack_extra
+
+if TYPE_CHECKING:
+    from actorrpc.agent.agent import Agent
+    from actorrpc.agent.calls import Call
+    from actorrpc.agent.peers import Cancellable, Peer
+    from actorrpc.transport.connection import Connection
+
+__all__ = ["KEPT", "Begun", "Inbox"]
+
+KEPT: Final = 4096  # numbers; between one and two times as many are remembered
+
+
+class Begun:
+    """The numbers of one peer's requests, or answers, that have been taken up lately. Thread-safe, without a lock.
+
+    Each step is atomic by itself. Where two threads find the younger half full at once, one of them alone moves it.
+    """
+
+    __slots__ = ("_older", "_younger")
+
+    def __init__(self) -> None:
+        self._younger: dict[int, object] = {}
+        self._older: dict[int, object] = {}
+
+    def __contains__(self, id: int) -> bool:
+        return id in self._younger or id in self._older
+
+    def first(self, id: int) -> bool:
+        """Note that one is taken up; say whether it is so for the first time."""
+        younger, mark = self._younger, object()
+        # The older half before it is put in: another thread may make that half of the younger one at any moment.
+        if id in self._older or younger.setdefault(id, mark) is not mark:
+            return False
+        if len(younger) >= KEPT and younger is self._younger:
+            # The older half first: in between, what is in ``younger`` is found in both.
+            self._older = younger
+            self._younger = {}
+        return True
+
+
+_log = logging.getLogger("actorrpc")
+_PAIRS: Final = struct.Struct("<QQ")
+_NUMBERS: Final = struct.Struct("<Q")
+_REPLIES: Final = (frames.REPLY, frames.FAILURE)
+
+
+class Inbox:
+    """Takes what connections read, for one agent. Thread-safe.
+
+    Attributes:
+        prompt: names of notices whose handlers are quick and never wait: the thread that has read them acts on them itself,
+            before it sees to the requests behind them.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.prompt: set[str] = set()
+
+    def control(self, conn: Connection, frame: Frame) -> Frame | None:
+        """Handle a control frame under the read lock; return the frame that is left to be delivered, if any."""
+        kind = frame.kind
+        if kind == frames.REQUEST or kind in _REPLIES:
+            if frame.flags & outbound.STREAM:
+                stream, assembly, striped = outbound.begin_stream(self._agent, frame)
+                if stream in conn.assemblies:
+                    return None  # it is said twice
+                self._agent.upkeep.keep_trim()
+                conn.assemblies[stream] = assembly
+                if isinstance(assembly, outbound.Unplaced):
+                    self._refuse_large(conn, frame, assembly.size)
+                elif frame.flags & frames.LETTER and frame.id not in self._sender(conn).begun:
+                    self._agent.post.announce(conn, self._sender(conn), frame)
+                if striped:
+                    conn.outbox.append(pack_frame(frames.STREAM_READY, stream))
+                    self._agent.pool.submit(conn.flush)
+                return None
+            if frame.flags & frames.LETTER:
+                self._take(conn, frame)
+                return None
+            return frame
+        if kind == frames.CHUNK:
+            begun = conn.assemblies.get(frame.id)
+            if begun is None:
+                return None
+            if begun.arrived(frame.chain, frame.flags):
+                del conn.assemblies[frame.id]
+                whole: Frame | None = begun.frame
+                if whole is None:
+                    return None
+                whole = whole._replace(buffers=begun.buffers)
+                if whole.flags & frames.LETTER:
+                    self._take(conn.main or conn, whole)
+                    return None
+                return whole
+            return None
+        if kind == frames.UNREAD:
+            kind, size = frame.buffers
+            self._refuse_large(conn, frame._replace(kind=kind, buffers=None), size)
+            return None
+        peer = conn.peer
+        if kind == frames.INTRO:
+            self._agent.links.introduced(conn, frame.body)
+        elif peer is None:
+            raise ProtocolError("the peer did not introduce itself")
+        elif kind == frames.CANCEL:
+            self.cancelled(peer, frame.id, bool(frame.flags))
+        elif kind == frames.CREDIT:
+            call = peer.pending.get(frame.id)
+            if call is not None:
+                peer.release(call)
+        elif kind == frames.PING:
+            # At once, and on this thread: all others may be in user code. Nothing waits here.
+            conn.outbox.append(pack_frame(frames.PONG, frame.id))
+            conn.flush()
+        elif kind == frames.ACK:
+            if conn.replay is not None:
+                conn.replay.acknowledged(frame.id)
+        elif kind == frames.LANE_FREE:
+            if conn.lender is not None:
+                conn.lender.reclaim(list(_PAIRS.iter_unpack(frame.body)))
+        elif kind == frames.LANE_RETIRE:
+            if conn.borrower is not None:
+                conn.borrower.retire([number for (number,) in _NUMBERS.iter_unpack(frame.body)])
+        elif kind == frames.DEFINITION:
+            peer.definitions.add(frame.body[:16], frame.body[16:])
+        elif kind == frames.STREAM_ABORT:
+            begun = conn.assemblies.get(frame.id)
+            outbound.abort_stream(conn, frame.id)
+            if begun is not None and begun.frame is not None and begun.frame.flags & frames.LETTER:
+                self._agent.post.abandon(peer, begun.frame.id)
+        elif kind == frames.STREAM_READY:
+            self._agent.links.stream_ready(conn, frame.id)
+        elif kind == frames.GOODBYE:
+            conn.given_up = bool(frame.flags)
+            conn.goodbye = True
+        elif kind == frames.NOTICE:
+            return frame
+        return None
+
+    def _refuse_large(self, conn: Connection, frame: Frame, size: int) -> None:
+        """Have the sender of a message hear, or who waits for it here, that there is no memory for it."""
+        peer = self._sender(conn)
+        where = f"worker {self._agent.name!r}: {explain_memory()}"
+        much = f"{size >> 20} MiB" if size >> 20 else f"{size} bytes"
+        if frame.kind == frames.REQUEST:
+            name = unpack_extra(frame.extra).get("m") if frame.extra else None
+            what = f"the call of {name}()" if isinstance(name, str) else "the call"
+            error = LimitError(
+                f"{what} was not executed: its arguments, of {much}, find no memory in {where}"
+            )
+
+            def refuse() -> None:
+                self._agent.executor.refuse(conn, frame, error)
+                conn.flush()
+
+            self._agent.pool.submit(refuse)
+            return
+        call: Call | None = peer.pending.pop(frame.id, None)
+        if call is not None:
+            error = LimitError(f"the result of {call}, of {much}, finds no memory in {where}")
+            error.maybe_executed = True
+            call.fail(error, self._agent.pool.submit)
+        if not frame.flags & outbound.STREAM:  # of those, nothing has been placed
+            self._agent.pool.submit(partial(self.discard, conn, frame))
+
+    def _take(self, conn: Connection, letter: Frame) -> None:
+        peer = self._sender(conn)
+        if peer.begun.first(letter.id):
+            self._agent.post.take(conn, peer, letter)
+        else:
+            _log.warning("letter %d of %r came twice; it is delivered once", letter.id, peer.name)
+
+    @staticmethod
+    def _sender(conn: Connection) -> Peer:
+        peer: Peer | None = conn.peer
+        if peer is None:
+            raise ProtocolError("the peer did not introduce itself")
+        return peer
+
+    def deliver(self, conn: Connection, batch: list[Frame], waiting: bool) -> bool:
+        """Take requests and replies, after the read lock was released.
+
+        ``waiting``: the thread is a caller that waits for a reply of its own; it executes nothing for others.
+        """
+        if conn.main is not None:
+            conn = conn.main
+        peer = conn.peer
+        if peer is None:  # a message before the introduction
+            conn.close(ProtocolError("the peer did not introduce itself"))
+            return False
+        if waiting and len(batch) == 1:
+            # The path of most calls: one reply, to whoever is reading.
+            frame = batch[0]
+            if frame[0] != frames.REQUEST and frame[0] <= frames.FAILURE:
+                self.reply(peer, frame, True, conn)
+                if conn.outbox:
+                    conn.flush()
+                return False
+        pool = self._agent.pool
+        if not waiting and not pool.idle:
+            pool.ensure_reader()  # unpickling may run anything
+        arrived = 0.0
+        count = requests = 0
+        for frame in batch:
+            kind = frame.kind
+            if kind in _REPLIES:
+                self.reply(peer, frame, waiting, conn)
+            else:
+                if not arrived:
+                    arrived = _time.now()
+                if kind == frames.REQUEST:
+                    count += 1
+                    requests += 1
+                    pool.queue.append((conn, frame, arrived))
+                elif self._notice(peer, frame, conn, waiting):
+                    count += 1
+        if conn.outbox:
+            conn.flush()
+        if waiting:
+            for _ in range(min(count, 4)):
+                pool.kick()
+        elif count > 1:
+            pool.hand_out()
+        return requests > 0 if waiting else count > 0
+
+    def reply(self, peer: Peer, frame: Frame, waiting: bool, conn: Connection | None = None) -> None:
+        call: Call | None = peer.pending.pop(frame.id, None)
+        if (frame.flags or frame.extra) and not peer.answered.first(frame.id):
+            return  # it came twice: what it holds was taken up, or handed back, the first time
+        if call is None:
+            self.discard(conn, frame)  # it was given up: too late
+            return
+        if call.charge or peer.waiting:
+            peer.release(call)
+        future = call.future
+        if future is None:
+            call.end(frame, None)
+            return
+        value: Any = None
+        error: BaseException | None = None
+        try:
+            value = self.open_reply(call, frame)
+        except BaseException as caught:
+            error = caught
+            error.__traceback__ = None
+        if future._claim():
+            # Callbacks never run here: the rest of this batch may be what they wait for. A pool thread takes them up
+            # itself when it is done with the batch.
+            future._finish(
+                value, error, self._agent.pool.submit if waiting else self._agent.pool.queue.append
+            )
+        call.end(None, None)
+        call.future = (
+            None  # the future names the call: no cycle, or values would live until the next collection
+        )
+
+    @uninterruptible
+    def open_reply(self, call: Call, frame: Frame) -> Any:
+        """Return the value that a reply carries, or raise its error. Called once per reply, by whoever waits."""
+        call.keep = None
+        if frame.kind == frames.FAILURE:
+            if frame.extra:
+                self.arrived(outbound.Parcel(call.peer), unpack_extra(frame.extra))
+            raise exceptions.load(frame.body, loads=codec.loads)
+        if not frame.flags and not frame.extra and not self._agent.interceptors:
+            return outbound.open_plain(frame.body, call.peer)
+        parcel = outbound.Parcel(call.peer)
+        header = unpack_extra(frame.extra) if frame.extra else {}
+        self.arrived(parcel, header)
+        value = outbound.open_body(call.conn, frame, header, parcel, self._agent.recorder)
+        for interceptor in self._agent.interceptors:
+            value = interceptor.reply_received(header, call.peer, value)
+        return value
+
+    def _notice(self, peer: Peer, frame: Frame, conn: Connection, waiting: bool) -> bool:
+        """See to a notice; say whether it was put into the queue."""
+        try:
+            name = unpack_extra(frame.extra).get("n")
+        except ProtocolError as error:
+            conn.close(error)
+            return False
+        handler = self._agent.on_notice.get(name) if isinstance(name, str) else None
+        if handler is None:
+            _log.warning("a notice %r of %r has no handler here", name, peer.name)
+            return False
+        if waiting or name not in self.prompt:
+            self._agent.pool.queue.append(lambda: handler(peer, frame.body))
+            return True
+        try:
+            handler(peer, frame.body)
+        except Exception:
+            _log.exception("a notice %r of %r could not be acted upon", name, peer.name)
+        return False
+
+    def cancelled(self, peer: Peer, id: int, stop: bool = True) -> None:
+        """Take note that a caller has given a call up; ``stop``: what runs for it is to be interrupted."""
+        execution = peer.running.get(id)
+        if execution is not None:
+            # Cancelling nested calls completes futures, which may run callbacks: not under the read lock.
+            self._agent.pool.submit(partial(self._give_up, execution, stop))
+            return
+        if len(peer.cancelled) > 1 << 17:
+            peer.cancelled.clear()
+        peer.cancelled[id] = None
+
+    def _receipt(self, peer: Peer, body: Any) -> None:
+        handler = self._agent.on_notice.get(RECEIPT)
+        if handler is None or not isinstance(body, bytes):
+            raise ProtocolError("a receipt that cannot be read")
+        handler(peer, body)
+
+    def _give_up(self, work: Cancellable, stop: bool) -> None:
+        work.cancel(stop)
+        # Only a plain call keeps the receipt for its answer, which may never come now; actors send theirs at once.
+        if isinstance(work, Execution) and work.receipt is not None:
+            receipt, work.receipt = work.receipt, None
+            self._agent.notify(work.peer, RECEIPT, receipt)
+
+    def arrived(self, parcel: outbound.Parcel, header: dict[str, Any]) -> None:
+        """Take up the references that a message carries, before it is opened, and the receipt for others."""
+        forks = header.get("f")
+        if isinstance(forks, bytes):
+            self._agent.on_forks(parcel, forks)
+        if RECEIPT in header:
+            self._receipt(parcel.peer, header[RECEIPT])
+
+    def discard(self, conn: Connection | None, frame: Frame) -> None:
+        """Give back what a message holds that will not be opened: shared memory and references."""
+        outbound.discard(conn, frame)
+        if frame.extra:
+            try:
+                header = unpack_extra(frame.extra)
+                peer = self._agent.self_peer if conn is None else conn.peer
+                forks = header.get("f")
+                if isinstance(forks, bytes):
+                    self._agent.refuse_forks(peer, forks)
+                if RECEIPT in header:
+                    self._receipt(peer, header[RECEIPT])
+            except ProtocolError as error:
+                if conn is not None:
+                    conn.close(error)
+
+    def submit(self, task: Callable[[], Any]) -> None:
+        """Run ``task()`` on a pool thread."""
+        self._agent.pool.submit(task)
+
+    def suspended(self, conn: Connection, error: BaseException) -> None:
+        """Take note that a connection's socket is broken: another one may take its place."""
+        self._agent.links.resumption.begin(conn, error)
+
+    def closed(self, conn: Connection, error: BaseException | None) -> None:
+        """Take note that a connection is closed; see to it on a pool thread."""
+        if isinstance(error, (ProtocolError, MemoryError)):
+            _log.error(
+                "the connection to %s was closed: %s", conn.peer.name if conn.peer else "a stranger", error
+            )
+        if not self._agent.closed_down:
+            self._agent.pool.submit(lambda: self._agent.lost(conn, error))

@@ -1,0 +1,77 @@
+"""Letters: requests for a mailbox. What the agent knows of them is where to drop them, and in which order.
+
+A letter is a request frame with the LETTER flag. Its header names the addressee, so that it can be put into the
+right mailbox while the connection's read lock is held, in the order of the wire, without being unpickled.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgpack
+
+from actorrpc.errors import UnknownWorkerError
+from actorrpc.wire.frames import Frame
+
+if TYPE_CHECKING:
+    from actorrpc.agent.agent import Agent
+    from actorrpc.agent.peers import Peer
+    from actorrpc.transport.connection import Connection
+
+__all__ = ["Letter", "NoMail", "PostOffice"]
+
+_packb: Final = msgpack.packb
+
+
+class Letter:
+    """The header of letters that are all alike, packed once. Never changed.
+
+    Args:
+        interrupts: what runs for a call that is late is to be interrupted, where that can be.
+        late: what becomes of a call that is late, for the error of its time-out.
+    """
+
+    __slots__ = ("header", "interrupts", "late", "packed")
+
+    def __init__(self, header: dict[str, Any], *, interrupts: bool = False, late: str = "") -> None:
+        self.header = header
+        self.interrupts = interrupts
+        self.late = late
+        self.packed: bytes = _packb(header)
+
+
+class PostOffice(Protocol):
+    """Where letters go. Called under a connection's read lock: short, no user code, never unpickles."""
+
+    def take(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
+        """Take a letter that is whole. ``conn`` is None for one of this worker to itself; then no lock is held."""
+
+    def announce(self, conn: Connection, peer: Peer, frame: Frame) -> None:
+        """Keep the place of a letter whose larger part is still coming; :meth:`take` gets it with the same id."""
+
+    def abandon(self, peer: Peer, id: int) -> None:
+        """Give up the place of a letter whose rest will not come."""
+
+
+class NoMail:
+    """The post office of a worker that has no mailboxes: its pool refuses letters."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def take(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
+        """Refuse the letter."""
+        error = UnknownWorkerError(f"worker {self._agent.name!r} has no actors")
+
+        def refuse() -> None:
+            self._agent.executor.refuse(conn, frame, error)
+            if conn is not None:
+                conn.flush()
+
+        self._agent.submit(refuse)
+
+    def announce(self, conn: Connection, peer: Peer, frame: Frame) -> None:
+        """Do nothing: it is refused when it is whole."""
+
+    def abandon(self, peer: Peer, id: int) -> None:
+        """Do nothing."""

@@ -1,0 +1,477 @@
+"""Posts: requests that nobody waits for and that have no answer.
+
+For protocols that hear of their failures in another way: an answer costs a worker as much as half of the request. A post
+is executed like any call, on a pool thread, in no order with others; what it raises is logged there.
+
+Messages: a call, a value or an error, on its way between objects and frames.
+
+A message is one frame with the pickled body; the memory of tensors and other large buffers goes beside it, in
+one of three ways that the frame's flags name:
+
+* ``INLINE``: small buffers, copied behind the body in the same frame;
+* ``LANE``: through shared memory, to a peer on the same host;
+* ``STREAM``: as chunks on the same connection, overtaken by small frames; a large body travels this way too.
+
+In every case the memory has been copied, here or by the kernel, when :func:`send` returns: changing a tensor
+after that changes nothing for the peer.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import msgpack
+
+from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.hooks import TAG, Recorder, recorded
+from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError, ShutdownError
+from actorrpc.serialization import codec, data_only
+from actorrpc.serialization.by_value import open_with
+from actorrpc.transport.shared_memory import Placement
+from actorrpc.wire import frames
+from actorrpc.wire.frames import Frame, pack_frame, unpack_extra, unpack_position
+
+if TYPE_CHECKING:
+    from actorrpc.agent.agent import Agent
+    from actorrpc.agent.calls import Execution
+    from actorrpc.agent.peers import Peer
+    from actorrpc.config import Settings
+    from actorrpc.transport.connection import Connection
+
+__all__ = [
+    "Assembly",
+    "Parcel",
+    "Plain",
+    "abort_stream",
+    "begin_stream",
+    "discard",
+    "open_body",
+    "open_plain",
+    "post",
+    "restrict",
+    "send",
+]
+
+CHARGED: Final = 16 << 10  # smaller messages are bounded by their number
+INLINE: Final = 1
+LANE: Final = 2
+STREAM: Final = frames.STREAM
+BODY: Final = 8  # the body itself is the last buffer of the stream
+_MEANING: Final = frames.LETTER | frames.POST  # flags that say nothing of where the buffers are
+
+_packb = msgpack.packb
+_ABORTED_KEPT: Final = 64  # so many given up messages are remembered
+_loads: Any = pickle.loads
+_STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
+
+
+class Parcel:
+    """What travels with one message, seen by the reducers of upper floors while it is packed or opened.
+
+    Attributes:
+        peer: the worker that the message goes to or comes from.
+        sent: what was registered for the message while packing (forks of RRefs), to be rolled back if it is
+            not sent.
+        received: what has to be confirmed before user code may run with it.
+        execution: what the message asks for, if the sender gets an answer: its receipt may wait for that.
+    """
+
+    __slots__ = ("execution", "peer", "received", "sent")
+
+    def __init__(self, peer: Peer, execution: Execution | None = None) -> None:
+        self.peer = peer
+        self.execution = execution
+        self.sent: list[Any] | None = None
+        self.received: list[Any] | None = None
+
+
+class Plain:
+    """Something to send that is bytes already."""
+
+    __slots__ = ("body",)
+    spans = ()
+    definitions: dict[bytes, bytes] = {}  # noqa: RUF012 (never changed)
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+
+
+class Assembly:
+    """A message whose buffers are coming in chunks."""
+
+    __slots__ = ("_came", "_left", "_lock", "buffers", "frame")
+
+    def __init__(self, frame: Frame, buffers: list[memoryview]) -> None:
+        self.frame = frame
+        self.buffers = buffers
+        self._left = sum(len(buffer) for buffer in buffers)
+        self._came: set[int] = set()
+        # Guards ``_left`` and ``_came``: chunks may arrive on several connections at once.
+        self._lock = threading.Lock()
+
+    def sink(self, position: int, length: int) -> memoryview:
+        """Return the memory for a chunk.
+
+        Raises:
+            ProtocolError: it does not fit, or does not follow the one before.
+        """
+        index, offset = unpack_position(position)
+        if index >= len(self.buffers) or offset + length > len(self.buffers[index]):
+            raise ProtocolError("a chunk lies outside of its buffer")
+        return self.buffers[index][offset : offset + length]
+
+    def arrived(self, position: int, length: int) -> bool:
+        """Take note of a chunk that is complete; say whether it was the last."""
+        with self._lock:
+            if position in self._came:
+                return False  # it came twice, with the same bytes
+            self._came.add(position)
+            self._left = left = self._left - length
+        if left < 0:
+            raise ProtocolError("more chunks than were announced")
+        return left == 0
+
+
+def _check(encoded: codec.Encoded | Plain, settings: Settings) -> None:
+    """Check an encoded message against the limits.
+
+    Raises:
+        LimitError: too many or too large buffers; nothing has been sent.
+    """
+    if len(encoded.spans) > settings.max_buffers:
+        raise LimitError(
+            f"a message with {len(encoded.spans)} tensors or buffers is over the limit of {settings.max_buffers}: "
+            f"send fewer, or stack them"
+        )
+    total = len(encoded.body) + sum(span.nbytes for span in encoded.spans)
+    if total > settings.max_message:
+        raise LimitError(f"a message of {total} bytes is over the limit of {settings.max_message}")
+
+
+def send(
+    agent: Agent,
+    conn: Connection,
+    kind: int,
+    id: int,
+    encoded: codec.Encoded | Plain,
+    *,
+    remaining: float,
+    chain: int,
+    header: dict[str, Any] | None,
+    call: Any = None,
+    deadline: float = float("inf"),
+    flags: int = 0,
+) -> bool:
+    """Send a message, or put it into the outbox where it is small. The caller flushes.
+
+    Returns whether it went out; False if it was cut short by the deadline or an interrupt.
+    """
+    body, spans = encoded.body, encoded.spans
+    if encoded.definitions:
+        peer = conn.peer
+        for digest, definition in encoded.definitions.items():
+            conn.outbox.append(pack_frame(frames.DEFINITION, body=digest + definition))
+            peer.known.add(digest)
+    settings = agent.settings
+    if not spans and len(body) <= settings.chunk:
+        extra = _packb(header) if header else b""
+        _post(
+            conn, pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=extra), call
+        )
+        return True
+    _check(encoded, settings)
+    header = dict(header) if header else {}
+    total = len(body) + sum(span.nbytes for span in spans)
+    if call is not None and total >= CHARGED:
+        conn.peer.charge(call, total)
+    if total < settings.lane_threshold:
+        header["b"] = [span.nbytes for span in spans]
+        parts = [body]
+        parts.extend(bytes(span.view()) for span in spans)
+        frame = pack_frame(
+            kind,
+            id,
+            b"".join(parts),
+            flags=flags | INLINE,
+            remaining=remaining,
+            chain=chain,
+            extra=_packb(header),
+        )
+        _post(conn, frame, call)
+        return True
+    if conn.local and spans and len(body) <= settings.chunk:
+        lender = agent.lender(conn)
+        placement = lender.place(spans) if lender is not None else None
+        if placement is not None:
+            header["p"] = placement.pack()
+            frame = pack_frame(
+                kind, id, body, flags=flags | LANE, remaining=remaining, chain=chain, extra=_packb(header)
+            )
+            _post(conn, frame, call)
+            return True
+    flags |= STREAM
+    buffers = [(index, span.view()) for index, span in enumerate(spans)]
+    sizes = [span.nbytes for span in spans]
+    if len(body) > settings.chunk:
+        flags |= BODY
+        buffers.append((len(buffers), memoryview(body)))
+        sizes.append(len(body))
+        body = b""
+    stream = next(conn.peer.streams)
+    header["b"] = sizes
+    header["s"] = stream
+    striped = agent.links.stripes(conn, total, deadline)
+    ready = None
+    if striped:
+        header["r"] = 1  # say when you are ready: chunks come over other connections as well
+        ready = agent.links.expect_ready(conn, stream)
+    frame = pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=_packb(header))
+    _post(conn, frame, call)
+    limit = None if deadline == float("inf") else deadline
+    pieces = _pieces(buffers, settings.chunk)
+    if ready is not None:
+        return agent.links.send_striped(conn, striped, stream, pieces, ready, limit)
+    return conn.send_chunks(stream, pieces, limit)
+
+
+def _pieces(buffers: Sequence[tuple[int, memoryview]], size: int) -> Iterator[tuple[int, int, memoryview]]:
+    for index, buffer in buffers:
+        for offset in range(0, len(buffer), size):
+            yield index, offset, buffer[offset : offset + size]
+
+
+def _post(conn: Connection, frame: bytes, call: Any) -> None:
+    if call is None:
+        conn.outbox.append(frame)
+    else:
+        call.frame = frame
+        conn.outbox.append(call)
+    if conn.broken and call is None:  # the end of the connection ends its calls
+        raise PeerDiedError("the connection was closed", maybe_executed=False)
+
+
+def begin_stream(agent: Agent, frame: Frame) -> tuple[int, Assembly | Unplaced, bool]:
+    """Make room for the buffers of a message that comes in chunks; return its stream number and whether it is
+    striped.
+
+    Where there is no memory for it, what is returned has no message, and drops what comes.
+
+    Raises:
+        ProtocolError: the sizes are over a limit; nothing was allocated.
+    """
+    header = unpack_extra(frame.extra)
+    sizes, stream = header.get("b"), header.get("s")
+    settings = agent.settings
+    if (
+        not isinstance(sizes, list)
+        or not isinstance(stream, int)
+        or not sizes
+        or len(sizes) > settings.max_buffers + 1
+        or not all(isinstance(size, int) and size >= 0 for size in sizes)
+        or sum(sizes) > settings.max_message
+        or sum(sizes) == 0
+    ):
+        raise ProtocolError("the sizes announced for a message are over the limits")
+    assembly: Assembly | Unplaced
+    try:
+        assembly = Assembly(frame, [agent.buffers.take(size) for size in sizes])
+    except MemoryError:
+        assembly = Unplaced(sum(sizes))
+    return stream, assembly, bool(header.get("r"))
+
+
+class Unplaced:
+    """Takes the place of a message for which there is no memory, until all of its chunks have come."""
+
+    __slots__ = ("_left", "size")
+    frame = None
+
+    def __init__(self, size: int) -> None:
+        self.size = self._left = size
+
+    def sink(self, position: int, length: int) -> memoryview:
+        return memoryview(bytearray(length))
+
+    def arrived(self, position: int, length: int) -> bool:
+        self._left -= length
+        return self._left <= 0
+
+
+class _Aborted:
+    """Takes the place of a striped message that was given up: chunks of it may still come over other connections."""
+
+    __slots__ = ()
+    frame = None
+
+    def sink(self, position: int, length: int) -> memoryview:
+        return memoryview(bytearray(length))
+
+    def arrived(self, position: int, length: int) -> bool:
+        return False
+
+
+def abort_stream(conn: Connection, stream: int) -> None:
+    """Drop a message whose rest will not come."""
+    assemblies = conn.assemblies
+    assemblies.pop(stream, None)
+    if conn.main is not None or conn.stripes:
+        given_up = [number for number, each in list(assemblies.items()) if type(each) is _Aborted]
+        for number in given_up[: -_ABORTED_KEPT + 1]:
+            assemblies.pop(number, None)
+        assemblies[stream] = _Aborted()
+
+
+_restricted = 0  # agents in this process that take data only
+
+
+def restrict(by: int) -> None:
+    """Have messages opened by the machine of the data-only mode while there is an agent that wants it.
+
+    Args:
+        by: 1 for such an agent that begins, -1 for one that has ended; 0 for others.
+    """
+    global _loads, _restricted
+    _restricted += by
+    _loads = data_only.loads if _restricted else pickle.loads
+    open_with(data_only.loads if _restricted else None)
+
+
+def open_plain(body: bytes, peer: Peer) -> Any:
+    """Return the object of a message that carries nothing but its body. Most are a plain pickle."""
+    if body[-1] == _STOP:
+        try:
+            return _loads(body)
+        except (AttributeError, ImportError, TypeError):
+            pass  # the careful way knows other places to look, and says what is wrong
+        except RpcError:
+            raise
+        except Exception as error:
+            # Not a second time: users' code may have run. Damaged bytes make pickle raise nearly anything.
+            raise codec.not_rebuilt(error, f"a message of {peer.name!r}") from error
+    return codec.decode(body, (), definitions=peer.definitions, context=Parcel(peer))
+
+
+def open_body(
+    conn: Connection | None, frame: Frame, header: dict[str, Any], parcel: Parcel, recorder: Recorder
+) -> Any:
+    """Return the object that a message carries; the recorder sees its tensors, where the sender's has.
+
+    Raises:
+        ProtocolError: it makes no sense.
+        Exception: whatever rebuilding the objects raises.
+    """
+    body, flags = frame.body, frame.flags
+    views: Sequence[memoryview] = ()
+    if flags & ~_MEANING:
+        views, body = _buffers(conn, frame, header)
+    peer = parcel.peer
+    tag = header.get(TAG)
+    if tag is None:
+        return codec.decode(body, views, definitions=peer.definitions, context=parcel)
+    tensors: list[Any] = []
+    opened = codec.decode(body, views, definitions=peer.definitions, context=parcel, tensors=tensors)
+    recorder.arrived(tag, tensors, peer)
+    return opened
+
+
+def _buffers(
+    conn: Connection | None, frame: Frame, header: dict[str, Any]
+) -> tuple[Sequence[memoryview], Any]:
+    buffers = frame.buffers
+    if buffers is not None:
+        if frame.flags & BODY:
+            return buffers[:-1], buffers[-1]
+        return buffers, frame.body
+    if frame.flags & LANE:
+        assert conn is not None
+        if conn.borrower is None:
+            raise ProtocolError("a message names shared memory, but there is no descriptor socket")
+        packed = header.get("p")
+        if not isinstance(packed, bytes):
+            raise ProtocolError("a message does not say which shared memory it means")
+        place = Placement.unpack(packed)
+        return conn.borrower.views(place.segment_id, place.loan, place.offsets, place.sizes), frame.body
+    sizes = header.get("b")
+    if not isinstance(sizes, list) or not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise ProtocolError("the sizes of inline buffers cannot be read")
+    start = len(frame.body) - sum(sizes)
+    if start < 0:
+        raise ProtocolError("inline buffers are larger than their message")
+    views: list[memoryview] = []
+    position = start
+    for size in sizes:
+        views.append(memoryview(bytearray(frame.body[position : position + size])))
+        position += size
+    return views, frame.body[:start]
+
+
+def discard(conn: Connection | None, frame: Frame) -> None:
+    """Hand back what a message holds that nobody will open."""
+    if frame.flags & LANE and conn is not None and conn.borrower is not None:
+        try:
+            _buffers(conn, frame, unpack_extra(frame.extra))
+        except ProtocolError:
+            pass
+
+
+_INFINITE: Final = float("inf")
+
+
+def post(
+    agent: Agent, peer: Peer, function: Any, args: tuple[Any, ...], label: str, *, record: bool = True
+) -> None:
+    """Have a worker call ``function(*args)`` some time; it is on its way when this returns. Thread-safe.
+
+    Args:
+        record: show the tensors to the agent's recorder.
+
+    Raises:
+        SerializationError, LimitError: it cannot be sent.
+        PeerDiedError, ShutdownError: it was not sent, or not all of it.
+    """
+    if agent.closed_down:
+        raise ShutdownError(f"worker {agent.name!r} has shut down", maybe_executed=False)
+    if peer.state != "alive":
+        peer.check_alive(f"cannot call {label}")
+    current = CURRENT.get()
+    parcel = Parcel(peer)
+    header: dict[str, Any] | None = None
+    if current is not None and len(current.path) > 1:
+        header = {"w": current.path[:-1]}
+    try:
+        encoded = agent.encode((function, args, {}), parcel)
+        if record and (agent.recorder.live or encoded.grad):
+            header = recorded(agent.recorder, header, encoded.tensors, peer)
+        if parcel.sent:
+            header = agent.announce(parcel, header)
+        id, chain = next(peer.ids), 0 if current is None else current.chain
+        gate = agent.gate
+        if gate is not None and not gate.post(peer, function, args, encoded, header, chain, parcel):
+            return
+        if peer.is_self:
+            agent.loop_back(frames.REQUEST, id, encoded, header, _INFINITE, chain, frames.POST)
+            return
+        conn = peer.conn
+        if conn is None or conn.broken:
+            agent.links.connect(peer, _INFINITE, label)
+            conn = peer.conn
+            assert conn is not None
+        send(
+            agent,
+            conn,
+            frames.REQUEST,
+            id,
+            encoded,
+            remaining=_INFINITE,
+            chain=chain,
+            header=header,
+            flags=frames.POST,
+        )
+    except BaseException:
+        if parcel.sent:
+            agent.roll_back(parcel)
+        raise
+    conn.flush()

@@ -1,0 +1,462 @@
+"""The roster: which peer a name, a rank or a WorkerInfo means, and who has ended.
+
+Whoever has ended stays for a while: calls to it fail and say why, and what it sent last can still be opened. The last
+``KEPT`` of them are kept, without what only a living peer needs once ``_SETTLED_S`` have passed. Of the last
+``_REMEMBERED`` it is known that they have ended, and why: no record of them, however it comes, makes them live again.
+
+Any thread may ask. ``_lock`` guards the tables and the end of a peer; nothing is called under it.
+
+Changes: what becomes of the other workers, told in order to those who want to know.
+
+A worker is ``alive``, ``suspect`` (silent, but not known to be dead), ``dead`` or ``left``; the last two are final.
+Changes are noted by whoever finds out, on any thread, and told by one pool thread at a time: each once, in the order in
+which they were noted, with no lock held. ``_lock`` guards the states, the queue and the listeners; it is a leaf.
+
+One other worker, as this one sees it: its connections, and the calls that are in flight both ways.
+
+``pending`` maps call numbers to calls made to the peer that are not over; taking a call out of it
+(``dict.pop``, atomic) is the right to end it. ``running`` maps the peer's numbers to its calls that are being
+executed here.
+
+``dial_lock`` guards the making of connections and is held while dialling; no other lock is held when it is
+taken. ``_credit`` guards ``charged`` and is a leaf. Nothing calls out under either.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+from actorrpc import _time
+from actorrpc.agent.inbound import Begun
+from actorrpc.errors import BackpressureError, PeerDiedError, UnknownWorkerError, WrongTypeError
+from actorrpc.serialization import codec
+from actorrpc.transport.failure_detector import Liveness
+from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
+from actorrpc.wire.identity import WorkerInfo, WorkerRecord
+
+if TYPE_CHECKING:
+    from actorrpc.transport.connection import Connection
+
+__all__ = ["KEPT", "Cancellable", "Changes", "Listener", "Peer", "Roster", "state_of"]
+
+_log = logging.getLogger("actorrpc.members")
+
+Listener = Callable[[WorkerInfo, str, str, str], None]
+"""Called with the worker, its old state, its new state, and the reason in words."""
+
+_FINAL: Final = ("dead", "left")
+
+
+def state_of(peer: Peer) -> str:
+    """Return "alive", "suspect", "dead" or "left"."""
+    return "suspect" if peer.state == "alive" and peer.liveness.suspect else peer.state
+
+
+class Changes:
+    """Tells listeners of changes. Thread-safe.
+
+    Args:
+        submit: has something run on a pool thread.
+    """
+
+    def __init__(self, submit: Callable[[Callable[[], None]], None]) -> None:
+        self._submit = submit
+        # Re-entrant: the collector may run a finaliser, which may remove a listener, on the thread that has it.
+        self._lock = threading.RLock()
+        self._listeners: dict[object, Listener] = {}
+        self._untold: deque[tuple[WorkerInfo, str, str, str, list[object]]] = deque()
+        self._telling = False
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Have ``listener`` called for each change from now on; return what ends that. Idempotent, from any thread."""
+        mark = object()
+        with self._lock:
+            self._listeners[mark] = listener
+
+        def remove() -> None:
+            with self._lock:
+                self._listeners.pop(mark, None)
+
+        return remove
+
+    def note(self, peer: Peer, state: str, reason: str) -> bool:
+        """Take note of a peer's state; say whether that is news. What comes after its end is not."""
+        with self._lock:
+            ended = peer.ending
+            old = ended or ("suspect" if peer.liveness.suspect else "alive")
+            if ended or state == old:
+                return False
+            peer.liveness.suspect = state == "suspect"
+            if state in _FINAL:
+                peer.ending = state
+            if self._listeners and not peer.record.is_visitor:
+                self._untold.append((peer.info, old, state, reason, list(self._listeners)))
+            start = bool(self._untold) and not self._telling
+            self._telling = self._telling or start
+        _log.info("%r is %s, was %s: %s", peer.name, state, old, reason)
+        if start:
+            self._submit(self._tell)
+        return True
+
+    def _tell(self) -> None:
+        while True:
+            with self._lock:
+                if not self._untold:
+                    self._telling = False
+                    return
+                worker, old, new, reason, marks = self._untold.popleft()
+            for mark in marks:
+                listener = self._listeners.get(mark)
+                if listener is None:
+                    continue
+                try:
+                    listener(worker, old, new, reason)
+                except Exception:
+                    _log.exception("a listener for changes of members raised")
+
+
+MAX_PENDING: Final = 1 << 17  # calls in flight to one peer before further ones wait
+
+
+class Cancellable(Protocol):
+    """What runs for a caller: an execution, a call in an actor's mailbox, or a stream."""
+
+    def cancel(self, stop: bool = False) -> None:
+        """Give it up; see :meth:`~actorrpc.agent.calls.Execution.cancel`. Runs on a pool thread."""
+
+
+class Peer:
+    """One worker of the group, in one incarnation. Thread-safe."""
+
+    def __init__(self, record: WorkerRecord, *, own: WorkerRecord, window: int, definitions: Any) -> None:
+        self.record = record
+        self.name = record.name
+        self.rank = record.rank
+        self.info = WorkerInfo(record.name, record.rank)
+        self.is_self = record.incarnation == own.incarnation
+        self.same_host = record.host == own.host
+        self.same_main = bool(record.main) and record.main == own.main
+        self.state = "alive"
+        self.cause = ""
+        self.conn: Connection | None = None
+        self.conns: list[Connection] = []
+        self.pending: dict[int, Any] = {}
+        self.running: dict[int, Cancellable] = {}
+        self.cancelled: dict[int, None] = {}
+        self.begun = Begun()
+        self.answered = Begun()
+        self.ids = itertools.count(1)
+        self.streams = itertools.count(1)
+        self.known: set[bytes] = set()
+        self.definitions = definitions
+        self.dial_lock = threading.Lock()
+        self.scan_at = float("inf")
+        self.liveness = Liveness()
+        #: the final state that was made known (``changes.py``), behind ``state``, which is what calls go by
+        self.ending = ""
+        # Device here -> device there, for what is sent to this peer: for answers, the caller's map comes first, reversed.
+        self.device_map, self.answer_map = _device_maps(own, record)
+        # -- back-pressure
+        self._credit = threading.Condition()  # re-entrant: the collector may run user code here
+        self.waiting = 0
+        self.charged = 0
+        self.window = window
+
+    def __repr__(self) -> str:
+        return f"<Peer {self.name!r} {self.state}, {len(self.pending)} calls out, {len(self.running)} in>"
+
+    # -- back-pressure -------------------------------------------------------------------------------
+
+    @property
+    def full(self) -> bool:
+        """Whether more is unread over there than the window allows."""
+        return self.charged >= self.window or len(self.pending) >= MAX_PENDING
+
+    def charge(self, call: Any, size: int) -> None:
+        """Count ``size`` bytes of a call as sent and unread."""
+        call.charge = size
+        with self._credit:
+            self.charged += size
+
+    def release(self, call: Any) -> None:
+        """Count a call's bytes as read; idempotent. Wakes those who wait for room."""
+        size = call.charge
+        if size:
+            with self._credit:
+                size, call.charge = call.charge, 0
+                self.charged -= size
+        if self.waiting:
+            with self._credit:
+                if not self.full:
+                    self._credit.notify_all()
+
+    def wait_for_room(self, deadline: float, what: str) -> None:
+        """Sleep until the peer has read enough of what was sent to it. Interruptible.
+
+        Raises:
+            BackpressureError: it has not by the deadline; nothing was sent.
+            PeerDiedError: it died meanwhile.
+        """
+        self._wait_for_room(deadline, what)
+        checkpoint()
+
+    @uninterruptible
+    def _wait_for_room(self, deadline: float, what: str) -> None:
+        # An exception between two steps of the condition would leave its lock taken for ever.
+        with self._credit:
+            self.waiting += 1
+            try:
+                while self.full and not pending_here():
+                    self.check_alive(what)
+                    remaining = deadline - _time.now()
+                    if remaining <= 0:
+                        raise BackpressureError(
+                            f"{what}: {self.name!r} has {self.charged} bytes in {len(self.pending)} calls that it has not "
+                            f"taken up yet, and takes no more within the time-out; nothing was sent. Call less "
+                            f"often, wait for results, or raise ACTORRPC_WINDOW (now {self.window}).",
+                            maybe_executed=False,
+                            worker=self.name,
+                        )
+                    self._credit.wait(min(_time.patience(remaining), 0.1))
+            finally:
+                self.waiting -= 1
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def check_alive(self, what: str) -> None:
+        """Raise PeerDiedError if the peer is gone."""
+        if self.state != "alive":
+            raise self.died(what, maybe_executed=False)
+
+    def died(self, what: str, *, maybe_executed: bool) -> PeerDiedError:
+        """Return the error of a call that the peer's end has ended."""
+        how = "has left the group" if self.state == "left" else "died"
+        ran = "may have run before" if maybe_executed else "was not executed"
+        return PeerDiedError(
+            f"{what}: worker {self.name!r} (pid {self.record.pid}) {how}{': ' if self.cause else ''}{self.cause}; "
+            f"the call {ran}. Calls to it fail from now on; it comes back only as a new worker.",
+            maybe_executed=maybe_executed,
+            worker=self.name,
+        )
+
+    def relieve(self) -> None:
+        """Let go of what only a living peer needs, and what it sent last no more."""
+        self.known = set()
+        self.cancelled = {}
+        self.begun, self.answered = Begun(), Begun()
+        self.definitions = None
+        self.device_map = self.answer_map = None
+
+    def wake_all(self) -> None:
+        """Wake whoever waits for room."""
+        with self._credit:
+            self._credit.notify_all()
+
+
+def _device_maps(
+    own: WorkerRecord, other: WorkerRecord
+) -> tuple[dict[str, str] | None, dict[str, str] | None]:
+    """Return on which device of another worker tensors arrive that calls bring it, and that answers bring it.
+
+    Answers go back the way that the other's map brings its calls here. Where a worker has no entry of its own for a device,
+    the reverse of the other's serves for calls as well: gradients travel in them. What is on the CPU is moved only by
+    the map that is meant.
+    """
+    forth = {here: there for worker, here, there in own.device_maps if worker == other.name}
+    back = {there: here for worker, here, there in other.device_maps if worker == own.name}
+
+    def merged(first: dict[str, str], second: dict[str, str]) -> dict[str, str] | None:
+        return {**{here: there for here, there in second.items() if here != "cpu"}, **first} or None
+
+    return merged(forth, back), merged(back, forth)
+
+
+KEPT: Final = 128
+"""How many of those that have ended are still found by name and listed."""
+
+_REMEMBERED: Final = 4096
+_SETTLED_S: Final = 30.0  # what a peer sent last is opened long before
+_NOT_RANKS: Final = frozenset({bool, float, complex})
+
+
+class _End(NamedTuple):
+    """What is remembered of a peer that is forgotten otherwise."""
+
+    name: str
+    rank: int
+    state: str
+    cause: str
+
+
+class Roster:
+    """The peers of one agent. Thread-safe.
+
+    Args:
+        own: the record of this worker.
+        window: bytes that may be unread at each peer.
+        resolve: gives the record of a worker by name or rank, or None.
+        members: gives all records that are known.
+        replaced: told of a peer whose place a new incarnation has taken; on the thread that finds out, with no lock held.
+    """
+
+    def __init__(
+        self,
+        own: WorkerRecord,
+        *,
+        window: int,
+        resolve: Callable[[str | int], WorkerRecord | None],
+        members: Callable[[], list[WorkerRecord]],
+        replaced: Callable[[Peer], None],
+    ) -> None:
+        self._own = own
+        self._window = window
+        self._resolve = resolve
+        self._members = members
+        self._replaced = replaced
+        self._lock = threading.RLock()  # re-entrant: a signal handler may ask while the main thread has it
+        self._peers: dict[Any, Peer] = {}
+        self._ended: deque[tuple[float, Peer]] = deque()
+        self._settled = (
+            0  # how many of them, from the oldest on, have been relieved of what they need no more
+        )
+        self._ends: dict[str, _End] = {}
+        self.own = self._new(own)
+
+    def _new(self, record: WorkerRecord) -> Peer:
+        return Peer(record, own=self._own, window=self._window, definitions=codec.DefinitionStore())
+
+    # -- who is there ----------------------------------------------------------------------------------
+
+    def peer(self, to: Any) -> Peer:
+        """Return the peer of a name, rank or WorkerInfo.
+
+        Raises:
+            UnknownWorkerError: there is none.
+            PeerDiedError: there was one, which ended long ago.
+            WrongTypeError: workers are not named like that.
+        """
+        try:
+            peer = self._peers.get(to)
+        except TypeError:  # not hashable, so not a worker either
+            peer = None
+        # 1.0 and True are found like rank 1, but nobody means them.
+        if peer is None or peer.state != "alive" or type(to) in _NOT_RANKS:
+            peer = self._find(to, peer)
+        return peer
+
+    def _find(self, to: Any, known: Peer | None) -> Peer:
+        wanted = to.name if isinstance(to, WorkerInfo) else to
+        if isinstance(wanted, bool) or not isinstance(wanted, (str, int)):
+            name = getattr(to, "name", None)
+            if not isinstance(name, str):
+                raise WrongTypeError(
+                    f"a worker is named by a str, an int rank or a WorkerInfo, not by {type(to).__name__} {to!r}"
+                )
+            wanted = name
+        record = self._resolve(wanted)
+        if record is None:
+            if known is not None:
+                return known
+            with self._lock:
+                ends = [end for end in self._ends.values() if wanted in (end.name, end.rank)]
+            if ends:
+                end = ends[-1]
+                why = f": {end.cause}" if end.cause else ""
+                raise PeerDiedError(
+                    f"worker {end.name!r} {'has left the group' if end.state == 'left' else 'died'} long ago{why}; the call "
+                    f"was not executed",
+                    maybe_executed=False,
+                    worker=end.name,
+                )
+            names = ", ".join(sorted(r.name for r in self._members())[:20])
+            raise UnknownWorkerError(f"there is no worker {wanted!r} in the group; there are: {names}")
+        if known is not None and known.record.incarnation == record.incarnation:
+            return known
+        peer = self.adopt(record)
+        if peer.state == "alive":
+            with self._lock:
+                self._peers[to] = peer
+        return peer
+
+    def adopt(self, record: WorkerRecord) -> Peer:
+        """Return the peer for a record, making it if it is new. A new incarnation ends the old one."""
+        with self._lock:
+            peer = self._peers.get(record.name)
+            if peer is not None and peer.record.incarnation == record.incarnation:
+                return peer
+        made = self.own if record.incarnation == self._own.incarnation else self._new(record)
+        with self._lock:
+            old = self._peers.get(record.name)
+            if old is not None and old.record.incarnation == record.incarnation:
+                return old
+            end = self._ends.get(record.incarnation)
+            if end is not None:
+                made.state = made.ending = end.state
+                made.cause = end.cause
+                return made
+            self._peers[record.name] = made
+            self._peers[record.rank] = made
+            self._peers[made.info] = made
+        if old is not None:
+            self._replaced(old)
+        return made
+
+    def peers(self) -> list[Peer]:
+        """Return every peer that there has been contact with, but for those forgotten. Takes no lock: fork hooks use it."""
+        return list({id(peer): peer for peer in list(self._peers.values())}.values())
+
+    # -- the end of one --------------------------------------------------------------------------------
+
+    def end(self, peer: Peer, state: str, cause: str) -> bool:
+        """Take note that a peer has ended, once; say whether that is news."""
+        now = _time.now()
+        with self._lock:
+            if peer.state != "alive":
+                return False
+            peer.state = state
+            peer.cause = cause
+            if peer is not self.own:
+                self._ends[peer.record.incarnation] = _End(peer.name, peer.rank, state, cause)
+                self._ended.append((now, peer))
+            forgotten, settled = self._age(now)
+        for each in settled:
+            each.relieve()
+        del forgotten  # what dies with them, dies outside of the lock
+        return True
+
+    def forget(self, peer: Peer) -> None:
+        """Let go of a peer that has ended, and of all that is remembered of it: it was a visitor. Idempotent."""
+        with self._lock:
+            for known in (peer.name, peer.rank, peer.info):
+                if self._peers.get(known) is peer:
+                    del self._peers[known]
+            self._ends.pop(peer.record.incarnation, None)
+            for place, (_, each) in enumerate(self._ended):
+                if each is peer:
+                    del self._ended[place]
+                    self._settled -= place < self._settled
+                    break
+
+    def _age(self, now: float) -> tuple[list[Peer], list[Peer]]:
+        """Take those out that ended long before others; return them, and those that are to be relieved. Under the lock."""
+        forgotten: list[Peer] = []
+        while len(self._ended) > KEPT:
+            _, peer = self._ended.popleft()
+            self._settled = max(0, self._settled - 1)
+            forgotten.append(peer)
+        if forgotten:
+            gone = {id(peer) for peer in forgotten}
+            for key in [key for key, peer in self._peers.items() if id(peer) in gone]:
+                del self._peers[key]
+        while len(self._ends) > _REMEMBERED:
+            del self._ends[next(iter(self._ends))]
+        settled: list[Peer] = []
+        while self._settled < len(self._ended) and now - self._ended[self._settled][0] >= _SETTLED_S:
+            settled.append(self._ended[self._settled][1])
+            self._settled += 1
+        return forgotten, settled

@@ -1,0 +1,202 @@
+"""The clock: the one thread that does things when time has passed.
+
+Time-outs of calls, corked writes, starvation checks, heartbeats and batched deletes are all due here. It
+sleeps until the next thing is due and does not wake when nothing is: an idle group costs no processor time.
+What it runs must be short and must never block, take long-held locks, or run user code: longer work is handed
+to the pool.
+
+``_lock`` guards the heap and ``_sleeping_until``; nothing else is called under it, and no other lock is taken
+under it. It is re-entrant, as a signal handler may make a call while the main thread has it.
+In tests :class:`VirtualClock` takes its place and time passes when told.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from actorrpc import _time
+from actorrpc._exception_text import report
+from actorrpc._limits import start_thread
+from actorrpc.agent.daemon_threads import Daemon
+from actorrpc.transport.signals import uninterruptible
+
+__all__ = ["Clock", "Tick", "Timer", "VirtualClock"]
+
+_log = logging.getLogger("actorrpc.clock")
+_NEVER: Final = float("inf")
+
+
+class Timer:
+    """Something due once. ``cancel`` may be called from any thread, at any time."""
+
+    __slots__ = ("due", "run")
+
+    def __init__(self, due: float, run: Callable[[], Any] | None) -> None:
+        self.due = due
+        self.run = run
+
+    def cancel(self) -> None:
+        """Make sure that it does not run, unless it is running already."""
+        self.run = None
+
+
+class Tick:
+    """Something to look after at an interval for as long as there is anything to look after.
+
+    :meth:`poke` starts it when there may be; ``look`` returns whether there still is. A poke of a running
+    tick is one attribute look-up, which is what makes it cheap enough for the path of every call.
+    """
+
+    __slots__ = ("_clock", "_due", "_look", "active", "interval", "late")
+
+    def __init__(self, clock: Clock, interval: float, look: Callable[[], bool]) -> None:
+        self._clock = clock
+        #: seconds until the next look; ``look`` may change it
+        self.interval = interval
+        self._look = look
+        self._due = 0.0
+        self.active = False
+        #: how late the last look was, in seconds
+        self.late = 0.0
+
+    @uninterruptible
+    def poke(self) -> None:
+        """Make sure that ``look`` is called within the interval."""
+        if not self.active:
+            self.active = True
+            self._due = self._clock.now() + self.interval
+            self._clock.at(self._due, self._run)
+
+    def _run(self) -> None:
+        # Inactive first, then look: a poke from now on starts the tick again, so nothing can be missed.
+        self.active = False
+        self.late = self._clock.now() - self._due
+        if self._look() and not self.active:
+            self.poke()
+
+
+class Clock:
+    """Runs timers on a thread of its own. Thread-safe; may be used in a signal handler's ``later``."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._count = itertools.count()
+        self._lock = threading.RLock()
+        self._wake = threading.Lock()
+        self._wake.acquire()
+        self._sleeping_until = 0.0
+        self._closed = False
+        # Put in by signal handlers, which may interrupt a holder of the lock: taken up by the thread.
+        self._nudged: list[Callable[[], Any]] = []
+        self._thread: threading.Thread | None = None
+
+    def now(self) -> float:
+        """Return the time in seconds; only differences mean anything."""
+        return _time.now()
+
+    def start(self) -> None:
+        """Start the thread.
+
+        Raises:
+            LimitError: the system has none.
+        """
+        thread = Daemon(self._run, "actorrpc-clock", lambda _: self.start())
+        start_thread(thread)
+        self._thread = thread
+
+    @uninterruptible
+    def at(self, due: float, run: Callable[[], Any]) -> Timer:
+        """Run ``run()`` at ``due`` (in terms of :meth:`now`)."""
+        timer = Timer(due, run)
+        entry = (due, next(self._count), timer)
+        with self._lock:
+            heapq.heappush(self._heap, entry)
+            wake = due < self._sleeping_until
+            if wake:
+                self._sleeping_until = 0.0
+        if wake:
+            self._ring()
+        return timer
+
+    def after(self, delay: float, run: Callable[[], Any]) -> Timer:
+        """Run ``run()`` in ``delay`` seconds."""
+        return self.at(self.now() + delay, run)
+
+    def nudge(self, run: Callable[[], Any]) -> None:
+        """Run ``run()`` within some milliseconds; takes no lock, for signal handlers."""
+        self._nudged.append(run)
+        self._ring()
+
+    def close(self) -> None:
+        """End the thread; what is still due never runs."""
+        self._closed = True
+        self._ring()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(5.0)
+
+    def _ring(self) -> None:
+        try:
+            self._wake.release()
+        except RuntimeError:  # rung already
+            pass
+
+    def _run(self) -> None:
+        while not self._closed:
+            with self._lock:
+                now = _time.now()
+                due: Timer | None = None
+                if self._heap and self._heap[0][0] <= now:
+                    due = heapq.heappop(self._heap)[2]
+                    until = now
+                else:
+                    until = self._heap[0][0] if self._heap else _NEVER
+                    self._sleeping_until = until
+            if due is not None:
+                run = due.run
+                if run is not None:
+                    self._do(run)
+                continue
+            if self._nudged:
+                time.sleep(0.002)  # long enough for the interrupted section to end
+                while self._nudged:
+                    self._do(self._nudged.pop(0))
+                continue
+            _time.doze(self._wake, until, idle=True)
+
+    def _do(self, run: Callable[[], Any]) -> None:
+        try:
+            run()
+        except BaseException as error:
+            report(_log, error, "a timer raised")
+
+
+class VirtualClock(Clock):
+    """A clock for tests: time stands still until :meth:`advance`, which runs what is due on the caller's thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def start(self) -> None:
+        """Do nothing: there is no thread."""
+
+    def advance(self, seconds: float) -> None:
+        """Let ``seconds`` pass, running everything that becomes due, in order."""
+        until = self._now + seconds
+        while self._heap and self._heap[0][0] <= until:
+            due, _, timer = heapq.heappop(self._heap)
+            self._now = max(self._now, due)
+            run, timer.run = timer.run, None
+            if run is not None:
+                run()
+        self._now = until

@@ -1,0 +1,311 @@
+"""A backward pass as seen from where it begins: discovery, plan, the parts of others, the verdict.
+
+It is written as steps between which somebody waits: the thread that called ``backward`` reads the answers itself, which is
+fastest; a simulator goes on when they have come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from actorrpc.autograd.errors import blame, late, timed_out
+from actorrpc.autograd.graph import Reach
+from actorrpc.autograd.local_pass import Pass, Terms
+from actorrpc.autograd.messages import Contribution, Discover, Gradient, Message, Run, Settle, Sink, Stratum
+from actorrpc.autograd.planner import ROOTS, Send, make_plan, unknown
+from actorrpc.errors import ProtocolError, RpcError, RpcTimeoutError
+from actorrpc.futures import Future
+from actorrpc.rpc.refcount.messages import WorkerKey
+
+if TYPE_CHECKING:
+    from actorrpc.autograd.participant import Participant
+
+__all__ = ["Origin"]
+
+
+class Origin:
+    """One pass that begins here. Used by one thread at a time.
+
+    Args:
+        participant: this worker.
+        part: this worker's part of it, in its context's table.
+        terms: what was asked for.
+        edges: of the roots.
+        gradients: of the roots.
+    """
+
+    def __init__(
+        self,
+        participant: Participant,
+        part: Pass,
+        terms: Terms,
+        edges: tuple[GradientEdge, ...],
+        gradients: tuple[torch.Tensor, ...],
+    ) -> None:
+        self._participant = participant
+        self._part = part
+        self._context = part.context
+        self._terms = terms
+        self._edges = edges
+        self._gradients = gradients
+        self._me = participant.me
+        self._asked: dict[WorkerKey, Future[Any]] = {}
+        self._known: dict[Send, Sequence[Sink]] = {}  # where the messages that take part lead to
+
+    def run(self) -> Future[None]:
+        """Go through the steps as answers come; return a future of the end."""
+        result: Future[None] = Future()
+        result.label = f"a backward pass of {self._context}"
+        steps = self._steps()
+
+        def go(_: object = None) -> None:
+            try:
+                futures = next(steps)
+            except StopIteration:
+                result.set_result(None)
+            except BaseException as error:
+                self._give_up(error)
+                result.set_exception(error)
+            else:
+                _settled(futures).add_done_callback(go)
+
+        go()
+        return result
+
+    def wait(self) -> None:
+        """Go through the steps, and wait between them on this thread.
+
+        Raises:
+            Exception: what ended the pass, or interrupted the wait. It has no effect then, anywhere.
+        """
+        try:
+            for futures in self._steps():
+                # Waiting for one alone reads its answer without the help of another thread; where gradients are to come
+                # as well, other threads had better read. What is raised there is looked at later; only what interrupts
+                # the wait is raised here.
+                comes_more = self._part.terms is not None and not self._part.finished
+                one = len(futures) == 1 and not comes_more
+                (futures[0] if one else _settled(futures)).exception()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def _steps(self) -> Generator[list[Future[Any]], None, None]:
+        """Run the pass; yields what is to be waited for: until all are complete, or one has failed."""
+        part = self._part
+        yield from self._fast() if self._terms.fast else self._smart()
+        self._check()
+        if not part.finished:
+            raise ProtocolError(
+                f"a backward pass of {self._context} came to no end here, though all others are done"
+            )
+        if not self._participant.decide(part, True):
+            self._check()
+            raise RpcError(f"{self._context} was released")
+        if self._terms.accumulate == "grad":  # .grad is looked at as soon as this is over
+            yield from self._settle()
+        if not (self._terms.retain_graph or self._terms.create_graph):
+            for send in self._known:  # whoever is asked again says that the graph is gone
+                self._context.sinks.pop(send, None)
+
+    def _settle(self) -> Generator[list[Future[Any]], None, None]:
+        """Wait until all have acted on the verdict. What goes wrong now changes it no more, and is not raised."""
+        try:
+            self._ask(
+                {worker: Settle(self._context.id, self._part.id) for worker in self._part.told - {self._me}}
+            )
+        except RpcTimeoutError:
+            return
+        for future in self._asked.values():
+            if not future.done():
+                yield [future]
+            future.acknowledge()
+
+    def _give_up(self, error: BaseException) -> None:
+        part = self._part
+        with self._context.lock:
+            if part.error is None:
+                part.error = error
+            if self._terms.fast:
+                part.told |= part.reports.keys() | self._context.peers
+        self._participant.decide(part, False)
+        for future in self._asked.values():
+            future.cancel()
+            future.acknowledge()
+
+    def _check(self) -> None:
+        if self._part.error is not None:
+            raise self._part.error
+
+    # -- smart ---------------------------------------------------------------------------------------------------
+
+    def _smart(self) -> Generator[list[Future[Any]], None, None]:
+        part, participant, me = self._part, self._participant, self._me
+        reach = part.root(self._edges)
+        if reach.receipts:
+            yield from self._discover(self._known, reach)
+            plan: Mapping[WorkerKey, Sequence[Stratum]] = make_plan(me, self._known)
+        else:
+            plan = {me: [Stratum({ROOTS: (Contribution(me, 0),)})]}
+        part.begin(self._terms, plan[me])
+        direct: dict[WorkerKey, list[Gradient]] = {}
+        with self._context.lock:
+            part.arrive(me, 0, ROOTS, list(self._gradients))
+        self._gradients = ()
+        participant.step(part, direct)
+        self._check()
+        runs = {
+            worker: self._run(strata, direct.pop(worker, []))
+            for worker, strata in plan.items()
+            if worker != me
+        }
+        with self._context.lock:
+            part.told = set(runs)
+        self._ask(runs)
+        participant.advance(part)
+        if runs:
+            yield from self._answers()
+            for worker, future in self._asked.items():
+                self._value(worker, future)
+        yield from self._own()
+
+    def _run(self, strata: Sequence[Stratum], gradients: Sequence[Gradient]) -> Run:
+        terms = self._terms
+        return Run(
+            self._context.id,
+            self._part.id,
+            strata,
+            terms.retain_graph,
+            terms.create_graph,
+            terms.accumulate,
+            terms.left(),
+            gradients,
+        )
+
+    def _own(self) -> Generator[list[Future[Any]], None, None]:
+        """Wait for the part of this worker, which other threads may be working off."""
+        part = self._part
+        with self._context.lock:
+            future = None if part.idle or part.error is not None else self._participant.answer_of(part)
+        if future is not None:
+            yield [future]
+
+    def _discover(
+        self, answers: dict[Send, Sequence[Sink]], reach: Reach
+    ) -> Generator[list[Future[Any]], None, None]:
+        """Ask where messages lead to, from the roots on, until all are known."""
+        context, participant = self._context, self._participant
+        sinks = answers[self._me, ROOTS] = participant.sinks_of(context, reach)
+        wanted = unknown(answers, sinks)
+        while wanted:
+            asks: dict[WorkerKey, list[int]] = {}
+            while wanted:
+                send = wanted.pop()
+                if send in answers:
+                    continue
+                worker, message = send
+                found = participant.sinks(context, message) if worker == self._me else context.sinks.get(send)
+                if found is not None:
+                    answers[send] = found
+                    wanted += unknown(answers, found)
+                elif message not in asks.setdefault(worker, []):
+                    asks[worker].append(message)
+            if not asks:
+                break
+            self._ask({worker: Discover(context.id, sorted(messages)) for worker, messages in asks.items()})
+            yield from self._answers()
+            for worker, future in self._asked.items():
+                for message, given in self._value(worker, future).items():
+                    found = tuple(Sink(WorkerKey(*each[0]), each[1], each[2]) for each in given)
+                    answers[worker, message] = context.sinks[worker, message] = found
+            for worker, messages in asks.items():
+                for message in messages:
+                    wanted += unknown(answers, answers[worker, message])
+
+    # -- fast ----------------------------------------------------------------------------------------------------
+
+    def _fast(self) -> Generator[list[Future[Any]], None, None]:
+        part, participant = self._part, self._participant
+        part.engaged = True
+        part.root(self._edges)
+        part.begin_fast(self._terms)
+        with self._context.lock:
+            part.arrive(self._me, 0, ROOTS, list(self._gradients))
+        self._gradients = ()
+        participant.advance(part)
+        yield from self._own()
+        self._check()
+        with self._context.lock:
+            reports = participant.reports(part)
+            part.told |= part.reports.keys()
+        missing = [
+            f"message {message} of worker {participant.transport.name(worker)}"
+            for worker, (_, messages) in sorted(reports.items())
+            for message in messages
+        ]
+        if missing:
+            raise RpcError(
+                f"no gradient comes for {', '.join(missing)}: the roots do not depend on all that was sent in "
+                f'{self._context}, which a backward pass with mode="fast" takes for granted; mode="smart" does not'
+            )
+
+    # -- asking --------------------------------------------------------------------------------------------------
+
+    def _ask(self, messages: Mapping[WorkerKey, Message]) -> None:
+        ask, left = self._participant.transport.ask, self._terms.left()
+        self._asked = {worker: ask(worker, message, left) for worker, message in messages.items()}
+        with self._context.lock:
+            self._part.awaited = self._asked.values()
+
+    def _answers(self) -> Generator[list[Future[Any]], None, None]:
+        self._check()  # from now on, an error of this worker's part cancels what was asked
+        yield list(self._asked.values())
+        self._check()
+
+    def _value(self, worker: WorkerKey, future: Future[Any]) -> Any:
+        """Return what a worker has answered.
+
+        Raises:
+            Exception: what it answered with, or why there is no answer.
+        """
+        if not future.done():
+            # Another one has failed; that one's error counts.
+            for other, each in self._asked.items():
+                if each.done() and (error := each.exception()) is not None:
+                    self._raise(other, error)
+        error = future.exception()
+        if error is not None:
+            self._raise(worker, error)
+        return future.value()
+
+    def _raise(self, worker: WorkerKey, error: BaseException) -> NoReturn:
+        name = self._participant.transport.name
+        if timed_out(error):
+            names = [
+                name(other)
+                for other, each in sorted(self._asked.items())
+                if not each.done() or timed_out(each.exception())
+            ]
+            raise late(repr(self._context), self._terms.timeout, names) from None
+        raise blame(error, worker, name(worker))
+
+
+def _settled(futures: Sequence[Future[Any]]) -> Future[None]:
+    """Return a future that completes when all of these are complete, or one has failed."""
+    result: Future[None] = Future()
+    result.label = "a backward pass"
+    left = [None] * len(futures)
+
+    def one(done: Future[Any]) -> None:
+        done.acknowledge()
+        left.pop()
+        if (not left or done.exception() is not None) and result._claim():
+            result._finish(None, None)
+
+    for future in futures:
+        future.add_done_callback(one)
+    return result

@@ -1,0 +1,601 @@
+"""A worker's part of one backward pass: what has come, what to do next, what is to be sent on. No I/O.
+
+Gradients come in on any thread, in any order, more than once, and before the plan; strata run one at a time, in order,
+each by whichever thread finds it ready. So a part is guarded by the lock of its context, except for what only the thread
+that runs a stratum uses. No user code runs under that lock.
+
+Nothing that a pass has found counts before its verdict: until then sums and results are in the part only.
+
+Sums of gradients that are the same to the last bit, whenever their parts come. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from actorrpc import _time
+from actorrpc.autograd import graph
+from actorrpc.autograd.contexts import Context, Node, Receipt
+from actorrpc.autograd.graph import Reach, Tensors
+from actorrpc.autograd.messages import Contribution, Gradient, Gradients, Stratum
+from actorrpc.autograd.planner import ROOTS
+from actorrpc.errors import ProtocolError, RpcError, RpcTimeoutError
+from actorrpc.futures import Future
+from actorrpc.rpc.refcount.messages import WorkerKey
+
+__all__ = ["FINISH", "Pass", "Sum", "Terms", "edges_of", "reach_of", "remember"]
+
+
+class Sum:
+    """The gradients that come to one node, added up in a given order, whatever the order in which they come.
+
+    Attributes:
+        total: the sum of what has been added up, for each tensor of the node; None where there is no gradient.
+    """
+
+    __slots__ = ("_at", "_held", "_order", "_own", "total")
+
+    def __init__(self) -> None:
+        self._order: list[int] = []
+        self._at = 0
+        self._held: dict[int, Tensors] = {}
+        self._own: list[bool] = []
+        self.total: Tensors = []
+
+    def expect(self, key: int) -> None:
+        """Say that gradients will come under ``key``, after those under the keys before it."""
+        self._order.append(key)
+
+    def add(self, key: int, gradients: Tensors) -> bool:
+        """Take what comes under ``key``; say whether all is there."""
+        if self._order[self._at] != key:
+            self._held[key] = gradients
+            return False
+        found: Tensors | None = gradients
+        while found is not None:
+            self._add(found)
+            self._at += 1
+            if self._at == len(self._order):
+                return True
+            found = self._held.pop(self._order[self._at], None)
+        return False
+
+    def _add(self, gradients: Tensors) -> None:
+        total = self.total
+        if not total:
+            self.total = gradients
+            return
+        own = self._own = self._own or [False] * len(total)
+        for index, each in enumerate(gradients):
+            before = total[index]
+            if before is None:
+                total[index] = each
+            elif each is not None:
+                # In place only what we have made ourselves: others may know the first gradient.
+                total[index] = graph.add_to(before, each) if own[index] else graph.add(before, each)
+                own[index] = True
+
+
+#: Stands for the finishing of leaves, which comes after the last stratum.
+FINISH: Final = -1
+
+_REMEMBERED: Final = 1000  # passes of one context whose end is remembered
+
+
+def _second_time(what: str) -> RuntimeError:
+    """Return torch's error for a graph that has been given up."""
+    return RuntimeError(
+        "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
+        "freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). Specify "
+        "retain_graph=True if you need to backward through the graph a second time or if you need to access saved tensors "
+        f"after calling backward. ({what})"
+    )
+
+
+def edges_of(context: Context, message: int) -> tuple[GradientEdge, ...]:
+    """Return the edges of a message that was sent from here.
+
+    Raises:
+        RpcError: no such message was sent in this context.
+        RuntimeError: an earlier pass has given its graph up.
+    """
+    edges = context.sends.get(message)
+    if edges is None:
+        raise RpcError(f"Could not find send function: message {message} was not sent from here in {context}")
+    if not edges:
+        raise _second_time(f"message {message} was sent from here in {context}")
+    return edges
+
+
+def reach_of(context: Context, message: int) -> Reach:
+    """Return where the gradients of a message that was sent from here lead to; remembered, as graphs do not change.
+
+    Raises:
+        RpcError: no such message was sent in this context.
+        RuntimeError: an earlier pass has given its graph up, or the graph leads into another context.
+    """
+    edges = edges_of(context, message)
+    known = context.reaches.get(message)
+    if known is None:
+        known = context.reaches[message] = graph.reach(edges, context.receipts)
+    return known
+
+
+def _grouped() -> bool:
+    """Say whether this process is in a process group, and so may have a DistributedDataParallel.
+
+    Its hooks put sums into the ``.grad`` of leaves when the last of them has been reached: that has to be in the same call
+    of the engine.
+    """
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+class Terms:
+    """What the caller of ``backward`` has asked for."""
+
+    __slots__ = ("accumulate", "create_graph", "deadline", "fast", "retain_graph", "timeout")
+
+    def __init__(
+        self, retain_graph: bool, create_graph: bool, accumulate: str, timeout: float, fast: bool = False
+    ) -> None:
+        self.retain_graph = retain_graph
+        self.create_graph = create_graph
+        self.accumulate = accumulate
+        self.timeout = timeout
+        self.fast = fast
+        self.deadline = _time.now() + timeout if timeout else None
+
+    def left(self) -> float:
+        """Return the seconds that are left, 0 for no bound.
+
+        Raises:
+            RpcTimeoutError: none are.
+        """
+        if self.deadline is None:
+            return 0.0
+        left = self.deadline - _time.now()
+        if left <= 0:
+            raise RpcTimeoutError(f"the backward pass was not over within {self.timeout} s")
+        return left
+
+
+class Pass:
+    """A worker's part of one backward pass.
+
+    Attributes:
+        context: what it is a pass of.
+        id: its number, with the rank of the worker where it began in the top 16 bits.
+        origin: the worker where it began, where that is known.
+        terms: what was asked for; None until the part has begun.
+        begun: somebody has begun it, or is about to.
+        answer: completed when this part comes to its end, or, in a fast pass, when it has nothing to do.
+        engaged: in a fast pass, somebody waits for that.
+        asks: gradients that were sent on and are not answered.
+        awaited: where the pass begins here, what else was asked of others: cancelled if this part fails.
+        told: whom the verdict goes on to.
+        senders: who has sent gradients.
+        reports: in a fast pass, what is known of the parts of others.
+        error: what ended this part.
+        over: the verdict is here, or the pass was given up: what comes now is ignored.
+        finished: all strata and leaves are done.
+        decided: completed after the verdict, if anybody waits for it.
+    """
+
+    def __init__(self, context: Context, id: int, origin: WorkerKey | None) -> None:
+        self.context = context
+        self.id = id
+        self.origin = origin
+        self.terms: Terms | None = None
+        self.begun = False
+        self.answer: Future[Any] | None = None
+        self.engaged = False
+        self.asks: set[Future[Any]] = set()
+        self.awaited: Collection[Future[Any]] = ()
+        self.told: set[WorkerKey] = set()
+        self.senders: set[WorkerKey] = set()
+        self.reports: dict[WorkerKey, tuple[int, tuple[int, ...]]] = {}
+        self.error: BaseException | None = None
+        self.over = False
+        self.finished = False
+        self.decided: Future[None] | None = None
+        self._strata: list[Stratum] = []
+        self._retained: set[int] = set()  # strata that must leave the graph to later ones
+        self._where: dict[tuple[int, Contribution], int] = {}  # the stratum that waits for a gradient
+        self._lacking: list[int] = []  # for each stratum, how many gradients it waits for
+        self._arrived: dict[tuple[int, Contribution], Gradients] = {}
+        self._missing: dict[int, None] = {}  # fast: messages that wait for a gradient
+        self._taken: dict[int, Contribution] = {}  # fast: messages that have got one
+        self._next = 0
+        self._busy = False
+        # Used only by the thread that begins the part, and then by the one that is busy.
+        self._edges: dict[int, tuple[GradientEdge, ...]] = {}
+        self._reaches: dict[int, Reach] = {}
+        self._receipts: dict[Node, Receipt] = {}
+        self._leaves: dict[Node, None] = {}
+        self._sums: dict[Node, Sum] = {}
+        self._results: dict[torch.Tensor, torch.Tensor] = {}
+        self._whole: set[int] = set()  # strata whose leaves no other reaches: they finish them, too
+
+    # -- beginning: on one thread, without the lock --------------------------------------------------------------
+
+    def root(self, edges: tuple[GradientEdge, ...]) -> Reach:
+        """Take in the roots, where the pass begins here; their gradients arrive as those of message ``ROOTS``.
+
+        Raises:
+            RuntimeError: the graph leads into another context.
+        """
+        self._edges[ROOTS] = edges
+        reach = self._reaches[ROOTS] = graph.reach(edges, self.context.receipts)
+        return reach
+
+    def begin(self, terms: Terms, strata: Sequence[Stratum]) -> None:
+        """Take in the plan.
+
+        Raises:
+            RpcError: a message was not sent from here, or the context is over.
+            RuntimeError: the graph of a message was given up.
+        """
+        where: dict[tuple[int, Contribution], int] = {}
+        lacking: list[int] = []
+        reaching: dict[int, Sequence[Node]] = {}
+        direct = False
+        for index, stratum in enumerate(strata):
+            count = 0
+            for message, contributions in stratum.messages.items():
+                self._know(message)
+                count += len(contributions)
+                for contribution in contributions:
+                    where[message, contribution] = index
+            lacking.append(count)
+            receipts, leaves = self._reached(stratum)
+            for node in (*receipts, *leaves):
+                self._expect(node, index)
+            if leaves:
+                reaching[index] = leaves
+                # What is sent back to a leaf itself would be copied by the engine: a capture hands it on as it is.
+                ends = set(leaves)
+                if any(edge.node in ends for message in stratum.messages for edge in self._edges[message]):
+                    direct = True
+        if not direct and not terms.create_graph and (len(reaching) < 2 or not _grouped()):
+            reached = Counter(node.variable for leaves in reaching.values() for node in leaves)
+            self._whole = {
+                index
+                for index, leaves in reaching.items()
+                if all(reached[node.variable] == 1 for node in leaves)
+            }
+        retained: set[int] = set()
+        if len(strata) > 1 and not (terms.retain_graph or terms.create_graph):
+            retained = self._shared(strata)
+        with self.context.lock:
+            self.terms = terms
+            self._strata = list(strata)
+            self._retained = retained
+            self._where = where
+            self._lacking = lacking
+            self._replay()
+
+    def begin_fast(self, terms: Terms) -> None:
+        """Expect gradients for all messages that were sent from here, in any order.
+
+        Raises:
+            RpcError: the context is over.
+            RuntimeError: a graph leads into another context.
+        """
+        with self.context.lock:
+            # The latest first, which is the order in which gradients mostly come.
+            messages = sorted((each for each, edges in self.context.sends.items() if edges), reverse=True)
+        if ROOTS in self._edges:
+            messages.insert(0, ROOTS)
+        for message in messages:
+            reach = self._know(message)
+            for node in (*reach.receipts, *reach.leaves):
+                self._expect(node, message)
+        with self.context.lock:
+            self.terms = terms
+            self._missing = dict.fromkeys(messages)
+            self._replay()
+
+    def _know(self, message: int) -> Reach:
+        context = self.context
+        if message not in self._edges:
+            self._edges[message] = edges_of(context, message)
+            self._reaches[message] = reach_of(context, message)
+        reach = self._reaches[message]
+        for node in reach.receipts:
+            receipt = context.receipts.get(node)
+            if receipt is None:
+                raise RpcError(f"{context} was released")
+            self._receipts[node] = receipt
+        for node in reach.leaves:
+            self._leaves[node] = None
+        return reach
+
+    def _expect(self, node: Node, key: int) -> None:
+        found = self._sums.get(node)
+        if found is None:
+            found = self._sums[node] = Sum()
+        found.expect(key)
+
+    def _reached(self, stratum: Stratum) -> Reach:
+        reaches = [self._reaches[message] for message in stratum.messages]
+        if len(reaches) == 1:
+            return reaches[0]
+        receipts = dict.fromkeys(node for each in reaches for node in each.receipts)
+        leaves = dict.fromkeys(node for each in reaches for node in each.leaves)
+        return Reach(tuple(receipts), tuple(leaves))
+
+    def _shared(self, strata: Sequence[Stratum]) -> set[int]:
+        """Return the strata that pass through nodes that later ones pass through as well."""
+        shared: set[int] = set()
+        later: set[Node] = set()
+        for index in range(len(strata) - 1, -1, -1):
+            edges = [edge for message in strata[index].messages for edge in self._edges[message]]
+            passed = graph.nodes(edges, self.context.receipts)
+            if not passed.isdisjoint(later):
+                shared.add(index)
+            later |= passed
+        return shared
+
+    # -- under the lock of the context ---------------------------------------------------------------------------
+
+    def _replay(self) -> None:
+        early, self._arrived = self._arrived, {}
+        for (message, contribution), gradients in early.items():
+            self.arrive(contribution.worker, contribution.receipt, message, gradients)
+
+    def arrive(self, sender: WorkerKey, receipt: int, message: int, gradients: Gradients) -> None:
+        """Take in a gradient. One that has come before, or that nobody waits for, changes nothing.
+
+        Raises:
+            RpcError: in a fast pass, a message gets gradients from two receipts, or was not sent when the pass began.
+        """
+        if self.over:
+            return
+        self.senders.add(sender)
+        key = message, Contribution(sender, receipt)
+        if self.terms is None:
+            self._arrived[key] = gradients
+        elif self.terms.fast:
+            self._arrive_fast(message, key[1], gradients)
+        else:
+            index = self._where.pop(key, None)
+            if index is not None:
+                self._arrived[key] = gradients
+                self._lacking[index] -= 1
+
+    def _arrive_fast(self, message: int, contribution: Contribution, gradients: Gradients) -> None:
+        taken = self._taken.get(message)
+        if taken is not None:
+            if taken != contribution:
+                raise RpcError(
+                    f"message {message} of {self.context} was opened more than once (a kept result, or one sent to several "
+                    f'workers): that needs backward(..., mode="smart")'
+                )
+            return
+        if message not in self._missing:
+            edges_of(self.context, message)
+            raise RpcError(
+                f"message {message} of {self.context} was sent after the backward pass had begun here"
+            )
+        del self._missing[message]
+        self._taken[message] = contribution
+        self._arrived[message, contribution] = gradients
+        if self._missing:
+            self._retained.add(len(self._strata))
+        self._strata.append(Stratum({message: (contribution,)}))
+        self._lacking.append(0)
+
+    def take(self) -> int | None:
+        """Return the number of the stratum to be run now, or ``FINISH``; None if there is none, or a thread is busy.
+
+        Whoever gets one runs it and then calls :meth:`put`.
+        """
+        if self._busy or self.over or self.error is not None or self.terms is None or self.finished:
+            return None
+        if self._next < len(self._strata):
+            if self._lacking[self._next]:
+                return None
+            self._busy = True
+            return self._next
+        if self._missing:
+            return None
+        self._busy = True
+        return FINISH
+
+    def put(self, index: int, done: bool) -> None:
+        """Give back what :meth:`take` gave: ``done``, or not, if it has failed."""
+        self._busy = False
+        if done and index == FINISH:
+            self.finished = True
+        elif done:
+            self._next += 1
+        if self.over:
+            self._forget()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do here until another gradient comes, and all that was sent on is answered."""
+        if self._busy or self.asks or self.terms is None:
+            return False
+        return self.finished or (self.terms.fast and self._next == len(self._strata))
+
+    def report(self) -> tuple[int, tuple[int, ...]]:
+        """Return how many strata have been worked off, and which messages wait for a gradient in a fast pass."""
+        return self._next, tuple(sorted(self._missing))
+
+    def waits_for(self, worker: WorkerKey) -> bool:
+        """Say whether gradients are to come from a worker."""
+        return any(contribution.worker == worker for _, contribution in self._where)
+
+    def drop(self) -> None:
+        """Forget what has come and what was found; a thread that is busy does it when it has come to its end."""
+        self.over = True
+        if not self._busy:
+            self._forget()
+
+    def _forget(self) -> None:
+        for table in (self._arrived, self._where, self._edges, self._reaches, self._receipts, self._leaves):
+            table.clear()
+        self._sums.clear()
+        self._results = {}
+
+    # -- by the thread that is busy, without the lock ------------------------------------------------------------
+
+    def messages(self, index: int) -> list[int]:
+        """Return the messages that were sent from here whose gradients a stratum works off."""
+        return [message for message in self._strata[index].messages if message != ROOTS]
+
+    def work(self, index: int) -> list[tuple[WorkerKey, Gradient]]:
+        """Work off a stratum in a call of the engine. Returns the gradients that are complete now, and whom they are for.
+
+        Raises:
+            Exception: what a node or a hook raised.
+        """
+        terms = self.terms
+        assert terms is not None
+        stratum = self._strata[index]
+        nodes, leaves = self._reached(stratum)
+        of_receipts, of_leaves = self._engine(index, nodes, leaves)
+        key = next(iter(stratum.messages)) if terms.fast else index
+        for node, gradient in of_leaves:
+            self._sums[node].add(key, [gradient])
+        complete = []
+        for node, gradients in zip(nodes, of_receipts, strict=True):
+            found = self._sums[node]
+            if found.add(key, gradients):
+                del self._sums[node]
+                receipt = self._receipts[node]
+                complete.append((receipt.worker, self._gradient(receipt, list(found.total), terms)))
+        return complete
+
+    def _engine(
+        self, index: int, nodes: Sequence[Node], leaves: Sequence[Node]
+    ) -> tuple[list[Tensors], Iterable[tuple[Node, torch.Tensor | None]]]:
+        """Call the engine for a stratum; return what comes to received messages, and to leaves that are to be finished."""
+        terms, stratum = self.terms, self._strata[index]
+        assert terms is not None
+        receipts = [(node, self._receipts[node].outputs) for node in nodes]
+        retain = terms.retain_graph or terms.create_graph or index in self._retained
+        outputs, gradients = self._given(stratum)
+        if index in self._whole:
+            with self.context.engine:
+                found, results = graph.run(
+                    outputs,
+                    gradients,
+                    receipts,
+                    [node.variable for node in leaves],
+                    retain_graph=retain,
+                    deadline=terms.deadline,
+                )
+            self._results.update(results)
+            for node in leaves:
+                del self._leaves[node], self._sums[node]
+            return found, ()
+        with self.context.engine:
+            found, of_leaves = graph.capture(
+                outputs, gradients, receipts, leaves, retain_graph=retain, create_graph=terms.create_graph
+            )
+        return found, zip(leaves, of_leaves, strict=True)
+
+    def _given(self, stratum: Stratum) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """Take the gradients that have come for a stratum."""
+        outputs: list[GradientEdge] = []
+        gradients: list[torch.Tensor] = []
+        for message, contributions in stratum.messages.items():
+            edges = self._edges[message]
+            for contribution in contributions:
+                given = self._arrived.pop((message, contribution))
+                if len(given) != len(edges):
+                    raise ProtocolError(
+                        f"message {message} has {len(edges)} gradients, but {len(given)} came"
+                    )
+                for edge, gradient in zip(edges, given, strict=True):
+                    if gradient is not None:
+                        outputs.append(edge)
+                        gradients.append(gradient)
+        return outputs, gradients
+
+    def _gradient(self, receipt: Receipt, gradients: Gradients, terms: Terms) -> Gradient:
+        if not terms.fast:
+            return Gradient(
+                self.context.id, self.id, receipt.message, receipt.number, gradients, terms.create_graph
+            )
+        return Gradient(
+            self.context.id,
+            self.id,
+            receipt.message,
+            receipt.number,
+            gradients,
+            terms.create_graph,
+            True,
+            terms.retain_graph,
+            terms.accumulate,
+            terms.left(),
+        )
+
+    def finish(self) -> None:
+        """Finish all leaves that this part has reached.
+
+        Raises:
+            RpcTimeoutError: somebody else uses the ``.grad`` of one.
+            Exception: what a hook raised.
+        """
+        terms = self.terms
+        assert terms is not None
+        sums: dict[torch.Tensor, torch.Tensor] = {}
+        for node in self._leaves:
+            gradient = self._sums.pop(node).total[0]
+            if gradient is not None:
+                # A leaf whose node was made anew meanwhile has two.
+                leaf = node.variable
+                sums[leaf] = graph.add(sums[leaf], gradient) if leaf in sums else gradient
+                del gradient
+        leaves, box = list(sums), list(sums.values())
+        sums.clear()
+        if leaves:
+            with self.context.engine:
+                finished = graph.finish(leaves, box, create_graph=terms.create_graph, deadline=terms.deadline)
+            self._results.update(finished)
+
+    # -- the verdict: on one thread, without the lock -------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Make what this part has found count."""
+        terms, context = self.terms, self.context
+        assert terms is not None
+        if terms.accumulate == "grad":
+            graph.accumulate(self._results)
+        else:
+            for leaf, gradient in self._results.items():
+                self._deposit(leaf, gradient)
+        if not (terms.retain_graph or terms.create_graph):
+            with context.lock:
+                for message in self._edges:
+                    if message in context.sends:
+                        context.sends[message] = ()
+                        context.reaches.pop(message, None)
+
+    def _deposit(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        gradients, lock = self.context.gradients, self.context.lock
+        while True:
+            before = gradients.get(leaf)
+            total = (
+                gradient if before is None else graph.add(before, gradient)
+            )  # not under the lock: it may be long
+            with lock:
+                if gradients.get(leaf) is before:
+                    gradients[leaf] = total
+                    return
+
+
+def remember(context: Context, id: int, why: str | None = None) -> None:
+    """Note, under the lock of the context, that a pass is over; ``why`` it was given up, if this worker knows."""
+    if why is not None or id not in context.ended:
+        context.ended[id] = why
+    while len(context.ended) > _REMEMBERED:
+        context.ended.popitem(last=False)

@@ -1,0 +1,111 @@
+"""The plan of a backward pass: which messages take part, and in what order each worker works them off. Pure.
+
+Messages and the receipts that lead from one to the next form a graph without cycles. A message's *level* is the longest
+way to it from the roots; messages of one worker and one level form a *stratum*, which is worked off in one call of the
+engine. As every receipt leads to a higher level than it is reached from, waiting for a whole stratum never waits for
+itself, however often gradients come back to a worker.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from actorrpc.autograd.messages import Contribution, Sink, Stratum
+from actorrpc.errors import RpcError
+from actorrpc.rpc.refcount.messages import WorkerKey
+
+__all__ = ["ROOTS", "Send", "levels", "make_plan", "unknown"]
+
+#: A message: who sent it, and its number there.
+Send = tuple[WorkerKey, int]
+
+#: The number of a message that nobody sends: its tensors are the roots. Messages are counted from 1.
+ROOTS: Final = 0
+
+
+def unknown(answers: Mapping[Send, Sequence[Sink]], sinks: Sequence[Sink]) -> list[Send]:
+    """Return the messages that ``sinks`` lead to and nobody has been asked about: each once, in order."""
+    return [
+        send for send in dict.fromkeys((sink.worker, sink.message) for sink in sinks) if send not in answers
+    ]
+
+
+def levels(answers: Mapping[Send, Sequence[Sink]]) -> dict[Send, int]:
+    """Return the level of each message: 0 where no other leads to it.
+
+    Args:
+        answers: for each message the receipts that its gradients lead to.
+
+    Raises:
+        RpcError: a receipt is of a message that is not in ``answers``, or messages lead to each other in a circle.
+    """
+    following = {
+        send: dict.fromkeys((sink.worker, sink.message) for sink in sinks) for send, sinks in answers.items()
+    }
+    before = dict.fromkeys(answers, 0)
+    for send, sends in following.items():
+        for each in sends:
+            if each not in before:
+                raise RpcError(f"{_name(send)} leads to {_name(each)}, which nobody was asked about")
+            before[each] += 1
+    found = {send: 0 for send, count in before.items() if count == 0}
+    ready = list(found)
+    while ready:
+        send = ready.pop()
+        below = found[send] + 1
+        for each in following[send]:
+            if found.get(each, 0) < below:
+                found[each] = below
+            before[each] -= 1
+            if before[each] == 0:
+                ready.append(each)
+    left = [send for send, count in before.items() if count]
+    if left:
+        some = ", ".join(_name(each) for each in sorted(left)[:5])
+        raise RpcError(f"messages wait for each other's gradients in a circle: {some}")
+    return found
+
+
+def make_plan(origin: WorkerKey, answers: Mapping[Send, Sequence[Sink]]) -> dict[WorkerKey, list[Stratum]]:
+    """Return the strata of each worker that takes part, in the order in which it works them off.
+
+    The same answers give the same plan, in whatever order they came: contributions are added up in the order of the ranks
+    of those who send them, and of their receipts.
+
+    Args:
+        origin: where the roots are; its first stratum is these.
+        answers: for each message that takes part the receipts that its gradients lead to; ``(origin, ROOTS)`` for the roots.
+
+    Raises:
+        RpcError: the answers contradict each other.
+    """
+    contributions: dict[Send, set[Contribution]] = {(origin, ROOTS): {Contribution(origin, 0)}}
+    seen: dict[Contribution, Send] = {}
+    for (worker, _), sinks in answers.items():
+        for sink in sinks:
+            send, contribution = (sink.worker, sink.message), Contribution(worker, sink.receipt)
+            if seen.setdefault(contribution, send) != send:
+                raise RpcError(
+                    f"receipt {sink.receipt} of worker {worker.rank} is said to be of {_name(send)} and of "
+                    f"{_name(seen[contribution])}"
+                )
+            contributions.setdefault(send, set()).add(contribution)
+    strata: defaultdict[WorkerKey, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for (worker, message), level in levels(answers).items():
+        if (worker, message) not in contributions:
+            raise RpcError(f"nothing leads to {_name((worker, message))}, but it is to take part")
+        strata[worker][level].append(message)
+    return {
+        worker: [
+            Stratum({each: tuple(sorted(contributions[worker, each])) for each in sorted(messages)})
+            for _, messages in sorted(by_level.items())
+        ]
+        for worker, by_level in sorted(strata.items())
+    }
+
+
+def _name(send: Send) -> str:
+    worker, message = send
+    return "the roots" if message == ROOTS else f"message {message} of worker {worker.rank}"

@@ -1,0 +1,253 @@
+"""Recording: which autograd context a message belongs to, and what of the graph crosses with it.
+
+A tag travels in the header of each call that is made in a context: ``(context,)``, or ``(context, message, indices,
+news)`` where some of the message's tensors require grad; indices count its plain tensors, and news is what ``hearsay.py``
+is about. The sender keeps the edges of these tensors; at the receiver they become the outputs of one node, which stands
+for the message. The same goes for answers. What is kept to be opened later (a snapshot) has the tag ``(context, message,
+indices, rank, incarnation)``, which says who keeps it.
+
+The current context is that of the block ``with context()`` that the code is in, or that of the call it was called by.
+Both follow coroutines; neither follows into threads that users start.
+
+Where messages lead to, told along with the messages.
+
+A backward pass has to know which messages the gradients of a message lead to on the worker that sent it. It could ask
+when it begins, one round trip for each hop; so each message says where it leads to, and what its receiver may not know yet
+of the messages that it leads to. What is not told (graphs that are large, results that are kept to be opened later) is
+asked for by the pass that wants to know.
+
+In a tag this is a flat list: a message, what it leads to (message and receipt, in turns), the next message, and so on.
+The worker of a message is in its upper bits; the lives of workers other than these two come at the end. All of it runs
+under ``Context.lock``, for microseconds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextvars import ContextVar, Token
+from typing import Any, Final
+
+import torch
+
+from actorrpc import _time
+from actorrpc.agent.calls import CURRENT, Execution
+from actorrpc.agent.hooks import TAG
+from actorrpc.agent.peers import Peer
+from actorrpc.autograd import graph
+from actorrpc.autograd.contexts import Context, Contexts, Receipt
+from actorrpc.autograd.graph import edge_of, receive
+from actorrpc.autograd.messages import Sink
+from actorrpc.errors import ProtocolError
+from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.rpc.refcount.runtime import References
+
+__all__ = ["GraphRecorder", "current_context", "enter", "hear", "leave", "tell"]
+
+_NODES: Final = 250  # graphs of more nodes are not walked before a pass needs it
+_NEWS: Final = 100  # so many messages are told of at most
+_RANK_BITS: Final = 48
+
+
+def tell(context: Context, me: WorkerKey, message: int, peer: WorkerKey) -> list[Any]:
+    """Return what ``peer`` is to hear along with a message of ours that has been recorded."""
+    with context.lock:
+        edges = context.sends.get(message)
+        if edges is None:
+            return []
+        found = graph.reach_if_small(edges, context.receipts, _NODES)
+        if found is None:
+            return []
+        context.reaches[message] = found
+        receipts = [context.receipts[node] for node in found.receipts]
+        context.sinks[me, message] = tuple(
+            [Sink(each.worker, each.message, each.number) for each in receipts]
+        )
+        told = context.told.setdefault(peer, set())
+        news: list[Any] = []
+        lives: dict[int, str] = {}
+        left = [(me, message)]
+        while left and len(news) < 2 * _NEWS:
+            send = left.pop()
+            worker, number = send
+            sinks = context.sinks.get(send)
+            if sinks is None or worker == peer or number in told:
+                continue
+            told.add(number)
+            leads_to: list[int] = []
+            for sink in sinks:
+                leads_to += (sink.message, sink.receipt)
+                left.append((sink.worker, sink.message))
+                for each in (worker, sink.worker):
+                    if each not in (me, peer):
+                        lives[each.rank] = each.incarnation
+            news += (number, leads_to)
+    if lives:
+        news.append(list(lives.items()))
+    return news
+
+
+def hear(context: Context, me: WorkerKey, sender: WorkerKey, news: Sequence[Any]) -> None:
+    """Take note of what a message tells.
+
+    Raises:
+        ProtocolError: it makes no sense.
+    """
+    if not news:
+        return
+    try:
+        found = _read_news(me, sender, news)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ProtocolError("what a message says of where it leads to cannot be read") from error
+    with context.lock:
+        for send, sinks in found.items():
+            context.sinks.setdefault(send, sinks)
+
+
+def _read_news(
+    me: WorkerKey, sender: WorkerKey, news: Sequence[Any]
+) -> dict[tuple[WorkerKey, int], tuple[Sink, ...]]:
+    lives = {me.rank: me, sender.rank: sender}
+    if len(news) % 2:
+        for rank, incarnation in news[-1]:
+            lives.setdefault(rank, WorkerKey(rank, incarnation))
+    found: dict[tuple[WorkerKey, int], tuple[Sink, ...]] = {}
+    for index in range(0, len(news) - 1, 2):
+        message, leads_to = news[index], news[index + 1]
+        pairs = zip(leads_to[::2], leads_to[1::2], strict=True)
+        sinks = tuple([Sink(lives[to >> _RANK_BITS], to, receipt) for to, receipt in pairs])
+        found[lives[message >> _RANK_BITS], message] = sinks
+    return found
+
+
+_log = logging.getLogger("actorrpc.autograd")
+
+# The block that the code is in, with the call in which it was entered: other calls that happen to be executed by the
+# same thread meanwhile are not in it.
+_entered: ContextVar[tuple[int, Execution | None] | None] = ContextVar(
+    "actorrpc_autograd_context", default=None
+)
+
+
+def current_context() -> int | None:
+    """Return the id of the distributed autograd context in which this code runs, or None."""
+    execution = CURRENT.get()
+    entered = _entered.get()
+    if entered is not None and entered[1] is execution:
+        return entered[0]
+    if execution is not None and execution.header:
+        tag = execution.header.get(TAG)
+        if tag:
+            return tag[0]  # type: ignore[no-any-return]
+    return None
+
+
+def enter(context: int) -> Token[tuple[int, Execution | None] | None]:
+    """Make a context the current one."""
+    return _entered.set((context, CURRENT.get()))
+
+
+def leave(token: Token[tuple[int, Execution | None] | None]) -> None:
+    """Make the context current that was so before :func:`enter`."""
+    _entered.reset(token)
+
+
+class GraphRecorder:
+    """Records the messages of one worker in its contexts. Thread-safe."""
+
+    def __init__(self, contexts: Contexts) -> None:
+        self._contexts = contexts
+        self._warned = False
+
+    @property
+    def live(self) -> bool:
+        """Whether there is a context that calls could belong to."""
+        return len(self._contexts) > 0
+
+    def sent(self, tensors: Sequence[Any], peer: Peer | None, context: int | None = None) -> Any:
+        """Record a message that has been packed; return its tag. See :class:`actorrpc.agent.hooks.Recorder`."""
+        id = current_context() if context is None else context
+        if id is None:
+            # Answers are left alone: whether they are wanted with a history is known to the caller only.
+            if not self._warned and CURRENT.get() is None and torch.is_grad_enabled():
+                self._warn(tensors)
+            return None
+        found = self._contexts.find(id)
+        if found is None:
+            return None
+        to = None
+        if peer is not None:
+            to = References.key_of(peer)
+            found.joined_by(to)
+        indices = [index for index, each in enumerate(tensors) if each.requires_grad]
+        if not indices or not torch.is_grad_enabled():
+            return None if to is None else (id,)
+        message = self._contexts.new_message()
+        found.record_send(message, [edge_of(tensors[index]) for index in indices])
+        me = self._contexts.me
+        if to is not None:
+            return id, message, indices, tell(found, me, message, to)
+        return id, message, indices, me.rank, me.incarnation
+
+    def _warn(self, tensors: Sequence[Any]) -> None:
+        if any(each.requires_grad and each.grad_fn is not None for each in tensors):
+            self._warned = True
+            _log.warning(
+                "a tensor that requires grad was sent outside of a distributed autograd context: it arrives as a leaf, no "
+                "gradient will come back. Make the call inside of `with actorrpc.autograd.context()`, or detach() the "
+                "tensor. (Said once.)"
+            )
+
+    def arrived(self, tag: Any, tensors: list[Any], peer: Peer | None) -> None:
+        """Record a message that has been opened. See :class:`actorrpc.agent.hooks.Recorder`."""
+        id, message, indices, source, news = _read(tag, len(tensors))
+        context = self._contexts.reach(id)
+        wanted = [tensors[index] for index in indices]
+        if context is None:
+            # It is over: nobody can ask for gradients any more, but the call may matter for what else it does.
+            for each in wanted:
+                each.requires_grad_(False)
+            return
+        context.touched = _time.now()
+        if wanted:
+            if source is None:
+                assert peer is not None
+                source = References.key_of(peer)
+                hear(context, self._contexts.me, source, news)
+            receipt = Receipt(source, message, self._contexts.new_receipt(), len(wanted))
+            context.record_receipt(receive(wanted), receipt)
+
+    def forwarded(self, tag: Any, peer: Peer) -> None:
+        """Note that what is kept in a context goes to a worker. See :class:`actorrpc.agent.hooks.Recorder`."""
+        context: Context | None = self._contexts.find(tag[0])
+        if context is not None:
+            context.joined_by(References.key_of(peer))
+
+
+def _read(tag: Any, count: int) -> tuple[int, int, Sequence[int], WorkerKey | None, Sequence[Any]]:
+    """Take the tag of a message with ``count`` tensors apart: context, message, indices, who keeps it, news.
+
+    Raises:
+        ProtocolError: it makes no sense.
+    """
+    indices: Sequence[int]
+    try:
+        if len(tag) == 1:
+            (id,) = tag
+            message, indices, kept_by, news = 0, (), None, ()
+        elif len(tag) == 4:
+            id, message, indices, news = tag
+            kept_by = None
+        else:
+            id, message, indices, rank, incarnation = tag
+            kept_by, news = WorkerKey(rank, incarnation), ()
+            if type(rank) is not int or type(incarnation) is not str:
+                raise ValueError
+        if type(id) is not int or type(message) is not int or len(indices) != len(set(indices)):
+            raise ValueError
+        for index in indices:
+            if type(index) is not int or not 0 <= index < count:
+                raise ValueError
+    except (TypeError, ValueError) as error:
+        raise ProtocolError("the autograd tag of a message cannot be read") from error
+    return id, message, indices, kept_by, news

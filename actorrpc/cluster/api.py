@@ -1,0 +1,736 @@
+"""More and fewer workers while the program runs: :func:`scale` and :func:`drain`, on the driver.
+
+Nothing here holds a lock while it waits; all waits are bounded by the caller's time-out and can be interrupted.
+
+:func:`init`: this process becomes the driver of a cluster, or joins one.
+
+By default that is the embedded local cluster: no daemon, no port, and no file but the workers' sockets in the private
+runtime directory. The driver is worker 0; others are forked for actors as they are needed (``processes.py``), and end with
+the driver, however that ends. With ``listen=`` others may join from anywhere; with ``engine=`` something else starts them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import os
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Final
+
+from actorrpc import _time
+from actorrpc.actors import context as context_module
+from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.actors.supervision.migration import hand_over
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.peers import Peer
+from actorrpc.cluster import driver_rpc
+from actorrpc.cluster import join as join_module
+from actorrpc.cluster.driver import Cluster, Directory, Reception
+from actorrpc.cluster.driver_rpc import set_cluster
+from actorrpc.cluster.join import Means, join
+from actorrpc.cluster.provisioners import registry
+from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, Node
+from actorrpc.cluster.provisioners.local import LocalCluster
+from actorrpc.cluster.scheduler import Holder
+from actorrpc.cluster.worker_process import Member
+from actorrpc.config import Settings
+from actorrpc.errors import (
+    AuthenticationError,
+    ConfigError,
+    PeerDiedError,
+    RendezvousError,
+    RpcError,
+    RpcTimeoutError,
+    WrongTypeError,
+)
+from actorrpc.futures import Future
+from actorrpc.group import group
+from actorrpc.group.group import Group
+from actorrpc.rpc import api
+from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, check_timeout
+from actorrpc.wire import keys
+from actorrpc.wire.identity import check_name
+from actorrpc.wire.keys import Key
+
+__all__ = ["Context", "drain", "init", "scale"]
+
+_log = logging.getLogger("actorrpc.cluster")
+_GRACE_S: Final = 5.0  # how long a graceful end may take, where no time-out is given
+_LAST_S: Final = 0.5  # how long processes may take at least, however long their actors took
+_TRY_S: Final = 5.0  # how long an address in a launcher's store is tried before it is read again
+_SETTINGS: Final = tuple(field.name for field in dataclasses.fields(Settings))
+_OPTIONS: Final = (
+    "address",
+    "listen",
+    "engine",
+    "engine_options",
+    "spmd",
+    "num_cpus",
+    "num_gpus",
+    "resources",
+    "labels",
+    "namespace",
+    "log_to_driver",
+    "ignore_reinit_error",
+    "name",
+    "rpc_timeout",
+    "join_timeout",
+)
+_NO_DASHBOARD: Final = "there is no dashboard"
+_OWN_LOGGING: Final = "configure Python's logging; this package's loggers are below 'actorrpc'"
+#: what Ray's init takes and this one does not, and what to do instead
+_OF_RAY: Final = {
+    "dashboard_host": _NO_DASHBOARD,
+    "dashboard_port": _NO_DASHBOARD,
+    "include_dashboard": _NO_DASHBOARD,
+    "object_store_memory": "there is no object store: values stay with their owner, and large tensors go through "
+    "shared memory (lane_bytes)",
+    "local_mode": "actors always run in processes; to debug, call the class itself",
+    "runtime_env": "processes have the driver's environment; say env= for an actor",
+    "job_config": "there are no jobs",
+    "storage": "nothing is stored",
+    "configure_logging": _OWN_LOGGING,
+    "logging_level": _OWN_LOGGING,
+    "logging_config": _OWN_LOGGING,
+    "logging_format": _OWN_LOGGING,
+    "log_level": _OWN_LOGGING,
+}
+
+
+class Context:
+    """What :func:`init` returns; as a context manager it shuts the cluster down, or leaves it, at its end.
+
+    Attributes:
+        name: this worker's name.
+        namespace: where actors look for names unless they are told another one.
+        address: where others can join, ``tcp://host:port``; empty where nobody can.
+    """
+
+    def __init__(self, name: str, namespace: str, *, owned: bool, address: str = "") -> None:
+        self.name = name
+        self.namespace = namespace
+        self.address = address
+        self._owned = owned
+
+    def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
+        """End the cluster, or leave it, as :func:`actorrpc.shutdown` does."""
+        api.shutdown(graceful, timeout)
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Whoever found it running leaves it running. After Ctrl-C nobody wants to wait for what actors have to do.
+        if self._owned:
+            api.shutdown(graceful=kind is None or issubclass(kind, Exception))
+
+    def __repr__(self) -> str:
+        return f"<actorrpc.Context of {self.name!r}, namespace {self.namespace!r}>"
+
+
+def init(
+    address: str | None = None,
+    *,
+    listen: str | None = None,
+    engine: Engine | str | None = None,
+    engine_options: Mapping[str, Any] | None = None,
+    spmd: bool = False,
+    num_cpus: float | None = None,
+    num_gpus: int | None = None,
+    resources: Mapping[str, float] | None = None,
+    labels: Mapping[str, str] | None = None,
+    namespace: str | None = None,
+    log_to_driver: bool = True,
+    ignore_reinit_error: bool = False,
+    name: str | None = None,
+    rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+    join_timeout: float = 30.0,
+    **settings: Any,
+) -> Context:
+    """Start a cluster: this process becomes its driver. Or join the one at ``address``, or the one of a launcher.
+
+    Without arguments, that is the embedded local cluster. It returns at once: the process that workers are forked from
+    imports torch meanwhile (1-2 s), and actors that are created before it is ready wait for it. Using actors before
+    ``init()`` calls it. The cluster ends with :func:`actorrpc.shutdown`, with ``with actorrpc.init(): ...``, or with this
+    process.
+
+    Under torchrun, ``srun`` or ``mpirun`` (more than one task) the processes that were launched make one cluster: rank 0
+    is the driver, and the others serve in here until it lets them go; then they end, with ``SystemExit(0)``, or with an
+    exit code of 1 where rank 0 has died.
+
+    Args:
+        address: ``tcp://host:port`` of a driver that listens: join it, as a worker that can also use it. Or the
+            address of an engine, ``ray://...``.
+        listen: ``tcp://host:port`` where others may join: ``python -m actorrpc.worker --join ...``. On other addresses than
+            the loopback a key is needed (``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``).
+        engine: what starts processes: ``"local"`` (the default), ``"ray"``, or an
+            :class:`~actorrpc.cluster.provisioners.base.Engine`.
+        engine_options: what that engine takes, by name; for one that is named, keywords that are no settings go there as
+            well, and ``num_cpus``, ``num_gpus``, ``resources`` are of each of its workers: ``init("ray://head", num_workers=8)``.
+        spmd: under a launcher: every rank goes on with the script, as a worker.
+        num_cpus: the most that one actor may ask for, one that says nothing asks for 1; default: the processors of this
+            machine. More actors than processors may be created.
+        num_gpus: how many CUDA devices there are to give; default: all that this process sees.
+        resources: further amounts that this machine has, by name, for ``options(resources=...)``.
+        labels: words about this machine, by name, for ``options(labels=...)``.
+        namespace: where actors look for names unless they are told another one; default ``""``.
+        log_to_driver: show here what actors print.
+        ignore_reinit_error: return, instead of raising, where a cluster or group is in force already.
+        name: this worker's name; default ``"driver"``, or what joins call themselves.
+        rpc_timeout: the default time-out of calls (``rpc_sync`` and the like), in seconds; 0 means none.
+        join_timeout: how long joining, and waiting for the ranks of a launcher, may take, in seconds.
+        settings: fields of :class:`actorrpc.config.Settings`, for all processes of the cluster.
+
+    Raises:
+        ConfigError: an argument, or the environment of a launcher, cannot be used.
+        RendezvousError, AuthenticationError, VersionError: the cluster at ``address`` could not be joined.
+        RpcError: a cluster or group is in force in this process already: actors can be used at once.
+        OSError: the process that workers are forked from cannot be started.
+    """
+    means = Means(num_cpus=num_cpus, num_gpus=num_gpus, resources=resources or {}, labels=labels or {})
+    if address is not None and isinstance(address, str) and address.startswith("ray"):
+        if engine not in (None, "ray"):
+            raise ConfigError(f"address={address!r} is for engine='ray', not {engine!r}")
+        engine, engine_options = "ray", {**(engine_options or {}), "address": address}
+        address = None
+    running = api.what()
+    if running is not None:
+        return _found_running(running, ignore_reinit_error)
+    if address is not None:
+        if listen is not None or engine is not None:
+            raise ConfigError("address= joins a cluster: leave listen= and engine= to its driver")
+        _known(settings)
+        member = join(address, name=name, means=means, timeout=join_timeout, settings=settings)
+        return Context(member.agent.name, api.namespace(), owned=True, address=address)
+    launched = join_module.of_environment() if listen is None and engine is None else None
+    if launched is not None and launched.size > 1:
+        return _launched(
+            launched,
+            spmd,
+            means,
+            join_timeout,
+            settings,
+            {
+                "namespace": namespace,
+                "log_to_driver": log_to_driver,
+                "name": name,
+                "rpc_timeout": rpc_timeout,
+            },
+        )
+    if spmd and launched is None:
+        raise ConfigError(
+            "spmd=True is for the ranks of a launcher (torchrun, srun, mpirun), and this process is none: "
+            f"{join_module.VARIABLES} are not set"
+        )
+    if isinstance(engine, str) and engine != "local":
+        booked = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources}
+        engine_options = {
+            "log_to_driver": log_to_driver,
+            **{option: value for option, value in booked.items() if value is not None},
+            **{option: settings.pop(option) for option in list(settings) if option not in _SETTINGS},
+            **(engine_options or {}),
+        }
+    found = registry.find(engine, engine_options or {})
+    try:
+        return _drive(
+            listen,
+            found,
+            means,
+            seats_first=isinstance(found, LaunchedEngine) and found.num_workers > 0,
+            namespace=namespace,
+            log_to_driver=log_to_driver,
+            ignore_reinit_error=ignore_reinit_error,
+            name=name,
+            rpc_timeout=rpc_timeout,
+            settings=settings,
+        )
+    except BaseException:
+        if found is not None:
+            found.end(False, 0.0)
+        raise
+
+
+def _found_running(running: str, ignore: bool) -> Context:
+    if not ignore:
+        raise RpcError(
+            f"init() has nothing to do: this process is {running} already, and actors can be used at once. Call "
+            "shutdown() first to start anew, or init(ignore_reinit_error=True) where either will do"
+        )
+    return Context(api.get_worker_info().name, api.namespace(), owned=False)
+
+
+def _launched(
+    launched: join_module.Launch,
+    spmd: bool,
+    means: Means,
+    timeout: float,
+    settings: dict[str, Any],
+    given: dict[str, Any],
+) -> Context:
+    """Make one cluster of the processes of a launcher."""
+    meeting = join_module.meet(launched, timeout)
+    if launched.rank == 0:
+        try:
+            context = _drive(
+                join_module.show(join_module.own_address(launched.master), 0),
+                None,
+                means,
+                secret=meeting.secret,
+                seats_first=True,
+                waits=spmd,
+                ignore_reinit_error=False,
+                settings=settings,
+                **given,
+            )
+        except BaseException:
+            meeting.close()
+            raise
+        try:
+            meeting.announce(context.address)
+            meeting.wait_for(context.address, timeout)
+        except BaseException:
+            meeting.close()
+            api.shutdown(False)
+            raise
+        return context
+    _known(settings)
+    member, where = _join_rank_0(launched, meeting, means, timeout, settings, given["name"], serves=not spmd)
+    if spmd:
+        return Context(member.agent.name, api.namespace(), owned=True, address=where)
+    try:
+        member.wait()
+    finally:
+        api.shutdown(False)
+    if member.leaver.bereft:
+        # With 0, a launcher would take the job for done on this host, and start only the others anew.
+        raise SystemExit(
+            f"worker {member.agent.name!r} ends: rank 0, which drove it at {where}, has died: {member.leaver.bereft}"
+        )
+    raise SystemExit(0)
+
+
+def _join_rank_0(
+    launched: join_module.Launch,
+    meeting: join_module.LaunchMeeting,
+    means: Means,
+    timeout: float,
+    settings: dict[str, Any],
+    name: str | None,
+    serves: bool,
+) -> tuple[Member, str]:
+    """Join the cluster of rank 0; what an earlier start of the job has left in the store is tried in vain, and then again."""
+    deadline = _time.now() + timeout
+    while True:
+        where = meeting.address()
+        left = deadline - _time.now()
+        try:
+            member = join(
+                where,
+                name=launched.name if name is None else f"{name}-{launched.rank}",
+                means=means,
+                key=Key.from_text(meeting.secret),
+                timeout=max(0.1, min(left, _TRY_S)),
+                settings=settings,
+                serves=serves,
+            )
+        except (RendezvousError, AuthenticationError):
+            if deadline - _time.now() <= 0:
+                raise
+            meeting.renew(where, deadline)
+            continue
+        meeting.arrived(where)
+        return member, where
+
+
+def _drive(
+    listen: str | None,
+    given: Engine | None,
+    means: Means,
+    *,
+    namespace: str | None,
+    log_to_driver: bool,
+    ignore_reinit_error: bool,
+    name: str | None,
+    rpc_timeout: float,
+    settings: dict[str, Any],
+    secret: str = "",
+    seats_first: bool = False,
+    waits: bool = False,
+) -> Context:
+    """Make this process the driver of a cluster."""
+    name = "driver" if name is None else name
+    if given is not None and listen is None:
+        own_host = getattr(
+            given, "host", join_module.own_address
+        )  # an engine may know better how it is reached
+        listen = join_module.show(own_host(), 0)
+    host = None if listen is None else join_module.parse(listen, "listen", listen=True)[0]
+    made = _settings(settings, listen)
+    check_name(name)
+    timeout = check_timeout(rpc_timeout, "rpc_timeout")
+    if namespace is None:
+        namespace = ""
+    if not isinstance(namespace, str):
+        raise WrongTypeError(f"namespace must be a str, not {namespace!r}")
+    cpus = float(os.cpu_count() or 1) if means.num_cpus is None else float(means.num_cpus)
+    num_gpus = means.num_gpus
+    if given is None and num_gpus is not None and num_gpus != int(num_gpus):
+        raise ConfigError(f"num_gpus of the cluster must be a whole number, not {num_gpus!r}")
+
+    key_is_made = False
+    if not secret and listen is not None:
+        secret = join_module.given_secret()
+        if not secret and given is None and not group.is_loopback(host or ""):
+            raise ConfigError(
+                f"listen={listen!r} can be reached from other hosts, and there is no key: give the driver and every worker "
+                "the same one (ACTORRPC_KEY, or ACTORRPC_KEY_FILE with a file that only you can read); make one with: "
+                "python -c 'import secrets; print(secrets.token_hex(32))'"
+            )
+        key_is_made = not secret
+    secret = secret or join_module.new_secret()
+    directory = Directory()
+    until = 0.0
+    cluster: Cluster | None = None
+    local: LocalCluster | None = None
+    key_file = ""
+
+    def make() -> Group:
+        keys.sweep()
+        return group.enter(name, 0, directory, settings=made, key=Key.from_text(secret))
+
+    def ready(agent: Agent) -> None:
+        nonlocal cluster, local, key_file
+        directory.add(agent.record)
+        for_others = dataclasses.asdict(_for_others(made, agent))
+        where = join_module.show(*agent.record.tcp[0]) if agent.record.tcp else ""
+        if where and key_is_made:
+            key_file = join_module.write_secret(secret, agent.record.tcp[0][1])
+        reception = Reception(
+            address=where, secret=secret, settings=for_others, namespace=namespace, timeout=timeout
+        )
+        if given is None:
+            hello = {
+                "driver": agent.record.to_bytes(),
+                "socket": agent.record.unix_path or "",
+                "key": secret.encode(),
+                "settings": for_others,
+                "namespace": namespace,
+                "timeout": timeout,
+            }
+            local = LocalCluster(
+                agent,
+                directory,
+                hello,
+                num_cpus=cpus,
+                num_gpus=None if num_gpus is None else int(num_gpus),
+                log_to_driver=bool(log_to_driver),
+            )
+        elif isinstance(given, LaunchedEngine):
+            given.attach(agent)
+
+        def nodes() -> list[Holder]:
+            if local is None:
+                assert given is not None
+                return [Holder.of_node(each, unbooked=_all(each)) for each in given.nodes()]
+            own = dataclasses.replace(local.nodes()[0], resources=means.resources, labels=means.labels)
+            holder = Holder.of_node(own, 0, ("CPU", "GPU"))
+            holder.hosts |= {host} if host else frozenset()
+            return [holder]
+
+        cluster = Cluster(
+            agent,
+            directory,
+            given if given is not None else local,  # type: ignore[arg-type]
+            reception,
+            nodes=nodes,
+            seats_first=seats_first,
+        )
+        set_cluster(cluster)
+        api.before_the_end(begin)
+        found = context_module.current()
+        if found is not None:
+            found.spawner = cluster
+
+    def begin(graceful: bool) -> None:
+        """Before anything else ends: have others work with what is here, where they do; then the time runs."""
+        nonlocal until
+        if waits and cluster is not None:
+            cluster.wait_for_others(graceful)
+        until = _time.now() + _GRACE_S
+
+    def stop(graceful: bool, seconds: float) -> None:
+        if key_file:
+            keys.remove_file(key_file)
+        if cluster is not None:
+            # What the actors have taken is gone. Processes whose actors have ended can leave quickly.
+            left = seconds or max(_LAST_S, until - _time.now())
+            try:
+                cluster.end(graceful, left)
+            finally:
+                set_cluster(None)
+
+    try:
+        api.install(
+            make,
+            timeout,
+            "the driver of an embedded cluster"
+            if given is None
+            else f"the driver of a cluster ({given.name})",
+            namespace=namespace,
+            ready=ready,
+            stop=stop,
+        )
+    except RuntimeError:
+        running = api.what()  # another thread was faster?
+        if running is None or cluster is not None:
+            raise
+        return _found_running(running, ignore_reinit_error)
+    try:
+        assert cluster is not None
+        if local is not None:
+            local.open()
+        elif isinstance(given, LaunchedEngine):
+            given.open(cluster.reception, cluster.joined)
+    except BaseException:
+        api.shutdown(graceful=False)
+        raise
+    return Context(name, namespace, owned=True, address=cluster.reception.address)
+
+
+def _all(node: Node) -> tuple[str, ...]:
+    """The names of all that an engine books itself."""
+    return ("CPU", "GPU", *node.resources)
+
+
+def _for_others(made: Settings, agent: Agent) -> Settings:
+    """Return the settings of the processes that the driver starts: each has a port of its own."""
+    if not agent.record.tcp:
+        return made
+    return dataclasses.replace(made, port=0, advertise=agent.record.tcp[0][0])
+
+
+def _known(given: dict[str, Any]) -> None:
+    """Check that there are such options.
+
+    Raises:
+        ConfigError: there is none of a name.
+    """
+    for option in given:
+        if option in _OF_RAY:
+            raise ConfigError(f"init() has no option {option!r}: {_OF_RAY[option]}")
+        if option not in _SETTINGS:
+            known = (*_OPTIONS, *_SETTINGS)
+            close = difflib.get_close_matches(option, known, 3)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise ConfigError(f"init() has no option {option!r}{hint} There are: {', '.join(known)}")
+
+
+def _settings(given: dict[str, Any], listen: str | None) -> Settings:
+    """Check the options that init does not name itself.
+
+    Raises:
+        ConfigError: there is no such option, or its value cannot be used.
+    """
+    _known(given)
+    transport = given.get("transport")
+    if listen is None:
+        if transport not in (None, "auto", "unix"):
+            raise ConfigError(
+                f"transport={transport!r} cannot be used: the embedded cluster is on one machine and speaks over Unix "
+                "sockets. For several machines, say where others can join: init(listen='tcp://HOST:PORT')"
+            )
+        given = {**given, "transport": "unix"}
+    else:
+        if transport == "unix":
+            raise ConfigError("transport='unix' and listen= contradict each other: who joins comes over TCP")
+        host, port = join_module.parse(listen, "listen", listen=True)
+        if given.get("bind") is not None or given.get("port"):
+            raise ConfigError("listen= says where to listen: leave bind= and port= out")
+        given = {"transport": "auto", **given, "bind": host, "port": port}
+        if given.get("advertise") is None and host in ("0.0.0.0", "::"):
+            given["advertise"] = os.environ.get("ACTORRPC_ADVERTISE") or join_module.own_address()
+    try:
+        made = Settings.from_environment(**given)
+    except TypeError as error:
+        raise WrongTypeError(f"an option of init() has a value of a wrong type: {error}") from error
+    if made.data_only:
+        raise ConfigError(
+            "the processes of a cluster run what the driver sends them, and cannot take data only: unset "
+            "ACTORRPC_DATA_ONLY, or serve exposed functions with init_rpc"
+        )
+    return made
+
+
+def _autostart() -> None:
+    """Start a cluster because actors are used; another thread may do the same."""
+    init(ignore_reinit_error=True)
+
+
+context_module.set_autostart(_autostart)
+
+
+def _after_fork() -> None:
+    """In a forked child of the driver: let go of what is the driver's."""
+    cluster = driver_rpc.current()
+    if cluster is not None:
+        set_cluster(None)
+        context_module.set_runtime(None)
+        cluster.abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+_SCALE_S: Final = 120.0
+_DRAIN_S: Final = 60.0
+_LOOK_S: Final = 0.02
+
+
+def _cluster(what: str) -> Cluster:
+    found = driver_rpc.current()
+    if found is None:
+        raise ConfigError(
+            f"{what} is for the driver of a cluster, the process that has called actorrpc.init(); this is "
+            f"{api.what() or 'no worker'}"
+        )
+    return found
+
+
+def scale(
+    count: int,
+    *,
+    num_cpus: float | None = None,
+    num_gpus: float | None = None,
+    labels: Mapping[str, str] | None = None,
+    timeout: float = _SCALE_S,
+) -> list[str]:
+    """Have as many workers as this that take several actors each, started by the cluster's engine; returns their names.
+
+    Further ones are started, or the emptiest are drained. Workers that joined by themselves do not count, nor do the
+    processes that actors have to themselves. Only on the driver; thread-safe, but meant for one thread.
+
+    Args:
+        count: how many there are to be.
+        num_cpus, num_gpus, labels: what each new one has; default one processor. Workers of an engine's pool
+            (``init("ray", num_workers=...)``) all have what that says.
+        timeout: for all of it, in seconds.
+
+    Raises:
+        ConfigError: this is not the driver, or the engine cannot start what is asked for.
+        PlacementError: the engine has no place for so many.
+        RpcTimeoutError: not all were there in time; those that came stay.
+        PeerDiedError: one could not be started.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise WrongTypeError(f"scale() takes a number of workers of at least 0, not {count!r}")
+    cluster = _cluster("scale()")
+    until = _time.now() + _seconds(timeout)
+    engine = cluster.engine
+    pooled = isinstance(engine, LaunchedEngine) and engine.num_workers > 0
+    if pooled and (num_cpus is not None or num_gpus is not None or labels):
+        raise ConfigError(
+            f"the workers of engine {engine.name!r} are all alike: leave num_cpus=, num_gpus= and labels= to init()"
+        )
+    there = cluster.scaled()
+    for name in there[count:]:
+        drain(name, timeout=max(0.1, until - _time.now()))
+    if pooled and count > len(there):
+        engine.grow(count - len(there), max(0.1, until - _time.now()))  # type: ignore[attr-defined]
+        return cluster.scaled()
+    cpus = 1 if num_cpus is None else num_cpus
+    spec = ProcessSpec(label="worker", num_cpus=cpus, num_gpus=num_gpus, labels=labels or {})
+    started = [cluster.add_worker(spec) for _ in range(count - len(there))]
+    for future in started:
+        future.wait(max(0.1, until - _time.now()))
+    return cluster.scaled()
+
+
+def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
+    """Have a worker leave without losing what it does: nothing new is placed there, its calls finish, its actors move.
+
+    Actors whose class has ``checkpoint()`` and ``restore(state)`` begin again elsewhere with their state, and their handles go
+    on working. Others end with the worker, when their calls are finished: they begin anew elsewhere if ``max_restarts`` says so
+    (those that ``worker=`` has put there cannot), or are dead, with an ActorDiedError that names the drained worker. Those in
+    supervision groups are restarted by their groups, with their last checkpoint, or their groups give up. Values that
+    RRefs refer to do not move. Only on the driver.
+
+    Args:
+        worker: its name, rank or WorkerInfo.
+        timeout: for all of it, in seconds. What has not ended by then goes on, and nothing new is placed there.
+
+    Raises:
+        ConfigError: this is not the driver, or it was told to drain itself.
+        UnknownWorkerError: there is no such worker.
+        RpcTimeoutError: it has not finished in time; the message says what it does.
+    """
+    cluster = _cluster("drain()")
+    until = _time.now() + _seconds(timeout)
+    agent = cluster.agent
+    peer = agent.peer(worker)
+    if peer.is_self:
+        raise ConfigError("drain() is for other workers: the driver leaves with actorrpc.shutdown()")
+    if peer.state != "alive":
+        return
+    cluster.stop_placing(peer.name)
+
+    def left() -> float:
+        return max(0.1, until - _time.now())
+
+    why = f"its worker {peer.name!r} is drained"
+    asked: list[Future[Any]] = []
+    for record in cluster.directory.members():
+        future: Future[Any] = Future()
+        future.add_done_callback(Future.acknowledge)
+        try:
+            other = agent.peer(record.name)
+            agent.call(other, hand_over, (peer.rank, peer.record.incarnation, why), {}, left(), future=future)
+        except RpcError:
+            continue  # it is gone, and its actors with it
+        asked.append(future)
+    agent.flush()
+    late = RpcTimeoutError(
+        f"drain of {peer.name!r}: its calls have not finished within {timeout:g} s; nothing new is placed there. "
+        "Call drain() again to go on waiting",
+        worker=peer.name,
+    )
+    for future in asked:
+        try:
+            future.wait(left())
+        except RpcTimeoutError:
+            raise late from None
+        except RpcError:
+            pass  # who looked after them is gone
+    try:
+        while _runs(agent, peer, left()) > 1:  # this very call is one
+            if _time.now() >= until:
+                raise late
+            time.sleep(_LOOK_S)
+        cluster.let_go(peer.name)
+        while peer.state == "alive":
+            if _time.now() >= until:
+                raise late
+            time.sleep(_LOOK_S)
+    except PeerDiedError:
+        return
+    except RpcTimeoutError:  # of that question: it has no thread left to answer with, or is out of reach
+        raise late from None
+
+
+def _runs(agent: Agent, peer: Peer, limit: float) -> int:
+    return int(agent.call(peer, running, (), {}, limit).result())
+
+
+def running() -> int:
+    """Return how many calls run or wait on this worker, this one included."""
+    return sum(len(peer.running) for peer in api.group().agent.peers())
+
+
+def _seconds(timeout: Any) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise WrongTypeError(f"timeout must be a number of seconds > 0, not {timeout!r}")
+    return float(timeout)

@@ -1,0 +1,161 @@
+"""The cluster as its worker processes see it: they ask the driver, by RPC.
+
+Nobody asks under a lock. What was learned of workers is kept until they end; the driver itself is known from the
+start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.peers import Peer
+from actorrpc.cluster import driver_rpc
+from actorrpc.errors import PlacementError, RpcError
+from actorrpc.futures import WAITING, Future
+from actorrpc.serialization import exceptions
+from actorrpc.wire.identity import WorkerInfo, WorkerRecord
+
+__all__ = ["RemoteDirectory", "RemoteSpawner"]
+
+_ASK_S: Final = 30.0
+
+
+class RemoteDirectory:
+    """Who is in the cluster, as the driver says. Thread-safe: its dict is used by single, atomic steps."""
+
+    def __init__(self, driver: WorkerRecord) -> None:
+        self._driver = driver
+        self._known: dict[str | int, WorkerRecord] = {}
+        self._keep(driver)
+        self._agent: Agent | None = None
+
+    def attach(self, agent: Agent) -> None:
+        """Ask through this agent from now on."""
+        self._agent = agent
+        self._keep(agent.record)
+        agent.on_peer_end.append(self._ended)
+
+    def _keep(self, record: WorkerRecord) -> None:
+        self._known[record.name] = self._known[record.rank] = record
+
+    def _ended(self, peer: Peer) -> None:
+        if peer.name != self._driver.name:
+            self._known.pop(peer.name, None)
+            self._known.pop(peer.rank, None)
+
+    def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        agent = self._agent
+        assert agent is not None
+        # Whoever waits for an answer may be given up: what is learned is of use to others.
+        token = CURRENT.set(None)
+        # A question of ours, in whatever the user does here: no wait of the method that leads to it.
+        station, WAITING.station = WAITING.station, None
+        try:
+            return agent.call(agent.peer(self._driver.name), function, args, {}, _ASK_S).result()
+        finally:
+            WAITING.station = station
+            CURRENT.reset(token)
+
+    def resolve(self, to: str | int) -> WorkerRecord | None:
+        """Return the record of a worker by name or rank; None if there is none.
+
+        Raises:
+            RpcError: the driver does not answer.
+        """
+        found = self._known.get(to)
+        if found is None and self._agent is not None:
+            packed = self._ask(driver_rpc.lookup, to)
+            if packed is not None:
+                found = WorkerRecord.from_bytes(packed)
+                self._keep(found)
+        return found
+
+    def members(self) -> list[WorkerRecord]:
+        """Return the records of all workers.
+
+        Raises:
+            RpcError: the driver does not answer.
+        """
+        return [WorkerRecord.from_bytes(packed) for packed in self._ask(driver_rpc.listing)]
+
+    def leave(self) -> None:
+        """Do nothing: the driver sees that this process ends."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
+class RemoteSpawner:
+    """Starts and ends worker processes by asking the driver. Thread-safe; only :meth:`check` waits for the driver."""
+
+    def __init__(self, agent: Agent, driver: str) -> None:
+        self._agent = agent
+        self._driver = driver
+
+    def _ask(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        token = CURRENT.set(None)
+        try:
+            self._agent.call(self._agent.peer(self._driver), function, args, {}, 0.0, future=future)
+            self._agent.flush()
+        except RpcError as error:
+            if future._claim():
+                future._finish(None, error)
+        finally:
+            CURRENT.reset(token)
+        return future
+
+    def spawn(self, spec: ProcessSpec) -> Future[WorkerInfo]:
+        """Start a process; the future completes when it has joined the group, or fails saying why."""
+        return self._ask(driver_rpc.spawn, spec, self._agent.name)
+
+    def check(self, spec: ProcessSpec) -> None:
+        """Ask whether there can be a place for an actor that wants a certain one, or a part of something.
+
+        Raises:
+            PlacementError: there is none.
+        """
+        if spec.wait_s or not (spec.is_picky or spec.num_cpus or spec.num_gpus):
+            return
+        try:
+            self._ask(driver_rpc.check, spec).wait(_ASK_S)
+        except PlacementError as error:
+            raise exceptions.original(error) from None
+        except RpcError:  # the driver is gone, or too busy: the making of the actor tells
+            pass
+
+    def release(self, worker: str) -> None:
+        """Let a process end by itself, once nothing that lives in it is referenced any more."""
+        _unseen(self._ask(driver_rpc.release, worker))
+
+    def kill(self, worker: str) -> None:
+        """End a process at once (SIGKILL)."""
+        _unseen(self._ask(driver_rpc.kill, worker))
+
+    def give_back(self, booking: int) -> None:
+        """Give a seat back."""
+        _unseen(self._ask(driver_rpc.give_back, booking))
+
+    def report(self, worker: str) -> Future[DeathReport]:
+        """Return how a process ended; completes when it has."""
+        return self._ask(driver_rpc.report, worker)
+
+    def owns(self, worker: str) -> bool:
+        """Say whether the cluster has started the worker: all but the driver."""
+        return worker != self._driver
+
+
+def _unseen(future: Future[Any]) -> None:
+    """Let a failure pass: it means that the driver is gone, and all processes with it."""
+
+    def look(done: Future[Any]) -> None:
+        done.acknowledge()
+
+    future.add_done_callback(look)

@@ -1,0 +1,96 @@
+"""How a worker process of the cluster comes to its end: told by the driver, or by itself when nobody needs it.
+
+The main thread of a worker waits in :meth:`Leaver.wait`; everything else happens on other threads. No lock: the
+decision to leave is an assignment and an event.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from actorrpc.agent.agent import Agent
+from actorrpc.rpc.refcount.runtime import References
+
+__all__ = ["Leaver", "leave", "leave_when_idle", "set_leaver"]
+
+_FIRST_S: Final = 0.01
+_SLOWEST_S: Final = 0.25
+
+
+class Leaver:
+    """Decides when this process ends. Thread-safe.
+
+    Args:
+        agent, references: what is in force here.
+        announce: called before this process leaves by itself, on a pool thread.
+
+    Attributes:
+        graceful: whether there is anybody left to say goodbye to.
+        bereft: why this process ends, where that is the death of its driver; else empty.
+    """
+
+    def __init__(self, agent: Agent, references: References, announce: Callable[[], None]) -> None:
+        self._agent = agent
+        self._references = references
+        self._announce = announce
+        self._over = threading.Event()
+        self._looking = False
+        self.graceful = True
+        self.bereft = ""
+
+    def wait(self) -> None:
+        """Wait for the end. Interruptible."""
+        self._over.wait()
+
+    def leave(self, graceful: bool = True) -> None:
+        """End this process: the main thread does it."""
+        self.graceful = self.graceful and graceful
+        self._over.set()
+
+    def leave_when_idle(self) -> None:
+        """End this process as soon as nothing that lives here is referenced and nothing runs."""
+        if not self._looking:
+            self._looking = True
+            self._look(_FIRST_S, False)
+
+    def _look(self, pause: float, was_idle: bool) -> None:
+        if self._over.is_set() or self._agent.closed_down:
+            return
+        self._references.collect()
+        counts = self._references.table.pending_counts()
+        busy = any(peer.running for peer in self._agent.peers())
+        idle = not (busy or counts.owners or counts.children)
+        if idle and was_idle:
+            # Twice: a message that carries a reference may have been between two tables.
+            try:
+                self._announce()
+            finally:
+                self.leave()
+            return
+        pause = _FIRST_S if idle else min(2 * pause, _SLOWEST_S)
+        again = partial(self._look, pause, idle)
+        self._agent.clock.after(pause, partial(self._agent.submit, again))
+
+
+_leaver: Leaver | None = None
+
+
+def set_leaver(leaver: Leaver) -> None:
+    """Name the leaver of this process."""
+    global _leaver
+    _leaver = leaver
+
+
+def leave() -> None:
+    """End the process in which this is called, by RPC."""
+    if _leaver is not None:
+        _leaver.leave()
+
+
+def leave_when_idle() -> None:
+    """End the process in which this is called, by RPC, once nobody needs it."""
+    if _leaver is not None:
+        _leaver.leave_when_idle()

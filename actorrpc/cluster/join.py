@@ -1,0 +1,664 @@
+"""Joining: how a process anywhere becomes a worker of a cluster that runs, given its driver's address and key.
+
+It shakes hands with whoever listens there (so a wrong key or version is known before anything is sent), asks, under a name
+that nobody else has, whether it may come under the one it wants, and is told its rank and the cluster's settings. Then
+it enters, and is a member as any other. All of it within one time-out; what fails leaves nothing running.
+
+``python -m actorrpc.worker`` is :func:`serve` on a command line; :func:`serve_order` is for processes that an engine starts.
+
+Addresses of drivers, and the keys that go with them: how they are written, read and found.
+
+A driver that was given no key and listens on this host's loopback only makes one, and writes it into a file that only
+this user can read; whoever joins on the same host finds it by the port. Nothing here waits for anyone. Thread-safe.
+
+The meeting of the ranks of one launch: where rank 0 listens, and by which key.
+
+They meet in a store of torch's: torchrun's own, or one that rank 0 serves. Rank 0 puts its address there, never the key.
+On one host the key goes through a file that only this user can read; on several, each must be given it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ipaddress
+import logging
+import os
+import re
+import secrets
+import signal
+import socket
+import ssl
+import sys
+import threading
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, Final
+
+from actorrpc import _time
+from actorrpc.agent.agent import Agent
+from actorrpc.cluster import driver_rpc, user_code
+from actorrpc.cluster.driver import VISITOR
+from actorrpc.cluster.driver_client import RemoteDirectory
+from actorrpc.cluster.gpus import Devices
+from actorrpc.cluster.worker_process import Member, enter
+from actorrpc.config import Settings, host_and_port
+from actorrpc.errors import (
+    AuthenticationError,
+    ConfigError,
+    LimitError,
+    ProtocolError,
+    RendezvousError,
+    RpcError,
+    RpcTimeoutError,
+    WrongTypeError,
+)
+from actorrpc.group import group
+from actorrpc.group.group import is_loopback
+from actorrpc.group.launchers import VARIABLES, Launch, of_environment
+from actorrpc.group.store import Meeting, poll
+from actorrpc.rpc import api
+from actorrpc.transport.tls import Stream, Tls, explain
+from actorrpc.wire import keys
+from actorrpc.wire.handshake import Dialler
+from actorrpc.wire.identity import (
+    FIRST_VISITOR,
+    MAX_NAME,
+    WorkerRecord,
+    check_name,
+    host_identity,
+    new_incarnation,
+)
+from actorrpc.wire.keys import Key
+
+__all__ = [
+    "VARIABLES",
+    "Launch",
+    "LaunchMeeting",
+    "Means",
+    "find_key",
+    "join",
+    "meet",
+    "new_secret",
+    "of_environment",
+    "own_address",
+    "parse",
+    "serve",
+    "serve_order",
+    "show",
+    "write_secret",
+]
+
+_SCHEME: Final = "tcp://"
+_LIKELY_S: Final = 1
+
+
+def parse(text: object, what: str = "address", *, listen: bool = False) -> tuple[str, int]:
+    """Read ``tcp://host:port`` (the scheme may be left out; IPv6 in brackets).
+
+    Args:
+        what: what messages call it.
+        listen: whether it is for listening: then the port may be 0 (any) or missing.
+
+    Raises:
+        ConfigError: it is no such address.
+    """
+    right = "tcp://HOST:PORT, like tcp://10.0.0.5:7777 or tcp://[fd00::5]:7777"
+    if not isinstance(text, str) or not text:
+        raise ConfigError(f"{what} must be {right}, not {text!r}")
+    rest = text[len(_SCHEME) :] if text.startswith(_SCHEME) else text
+    if "://" in rest:
+        raise ConfigError(f"{what}={text!r} cannot be used: it must be {right}")
+    any_port = listen and rest.endswith(":0")
+    try:
+        host, port = host_and_port(rest[:-2] if any_port else rest)
+    except ConfigError as error:
+        raise ConfigError(f"{what}={text!r} cannot be used: {error}. It must be {right}") from None
+    if port is None and not listen:
+        raise ConfigError(f"{what}={text!r} has no port: it must be {right}")
+    return host, port or 0
+
+
+def show(host: str, port: int) -> str:
+    """Return an address as :func:`parse` reads it."""
+    return f"{_SCHEME}[{host}]:{port}" if ":" in host else f"{_SCHEME}{host}:{port}"
+
+
+def own_address(host: str = "") -> str:
+    """Return an address of this host: the one that packets to ``host`` would leave from. Nothing is sent.
+
+    Without ``host``, the one towards other networks; the loopback where there is no network.
+    """
+    targets = [host] if host else ["192.0.2.1", "2001:db8::1"]
+    for target in targets:
+        try:
+            found = socket.getaddrinfo(target, _LIKELY_S, type=socket.SOCK_DGRAM)
+        except OSError:
+            continue
+        for family, kind, protocol, _, address in found:
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.connect(address)
+                    text = str(probe.getsockname()[0])
+                if not ipaddress.ip_address(text.partition("%")[0]).is_unspecified:
+                    return text
+            except (OSError, ValueError):
+                continue
+    return "127.0.0.1"
+
+
+# -- keys ------------------------------------------------------------------------------------------------
+
+
+def new_secret() -> str:
+    """Return a new key as text."""
+    return secrets.token_hex(16)
+
+
+def given_secret() -> str:
+    """Return the key that ``ACTORRPC_KEY`` or ``ACTORRPC_KEY_FILE`` gives, as text; empty without either.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    if keys.find_key() is None:
+        return ""
+    text = os.environ.get("ACTORRPC_KEY")
+    if text:
+        return text.strip()
+    with open(os.environ["ACTORRPC_KEY_FILE"], "rb") as file:
+        return os.fsdecode(file.read().strip())
+
+
+def _ending(port: int) -> str:
+    return f"-{port:016x}.key"
+
+
+def write_secret(secret: str, port: int) -> str:
+    """Write a key where this user's processes on this host find it by the port; return the file's path.
+
+    Raises:
+        ConfigError: the runtime directory cannot be used.
+    """
+    made = keys.create_key_file(secret.encode())
+    path = made.rpartition("-")[0] + _ending(port)
+    os.replace(made, path)
+    return path
+
+
+def find_key(host: str, port: int) -> Key:
+    """Return the key for joining the driver at an address: the given one, else that of a driver on this host.
+
+    Raises:
+        AuthenticationError: there is none.
+        ConfigError: the given one cannot be used.
+    """
+    found = keys.find_key()
+    if found is not None:
+        return found
+    if is_loopback(host):
+        directory = keys.runtime_directory()
+        for name in sorted(os.listdir(directory)):
+            if name.endswith(_ending(port)) and not keys.is_stale(name):
+                return keys.read_key_file(os.path.join(directory, name))
+    raise AuthenticationError(
+        f"there is no key for joining {show(host, port)}: set ACTORRPC_KEY, or ACTORRPC_KEY_FILE to a file that only you can "
+        "read, to the key of the driver (on the driver's own host, a driver that was started without a key and listens "
+        "on the loopback makes one that its user's processes find by themselves)"
+    )
+
+
+_AGAIN_S: Final = 1.0
+
+
+class LaunchMeeting:
+    """The ranks of one launch, in their store. One thread at a time.
+
+    Attributes:
+        secret: the key, as all ranks have it.
+    """
+
+    def __init__(self, launched: Launch, store: Any, deadline: float) -> None:
+        self._launch = launched
+        self._store = store
+        self._prefix = f"cluster/{launched.run}/{launched.size}/"
+        self._deadline = deadline
+        self._key_file = ""
+        self.secret = self._agree()
+
+    def _get(self, name: str, what: str) -> str:
+        key = self._prefix + name
+        if not poll(lambda: bool(self._store.check([key])), self._deadline):
+            raise RendezvousError(
+                f"rank 0 of {self._launch.launcher}'s {self._launch.size} has not said {what} in time: has it called "
+                f"actorrpc.init(), and does it run? (met at {self._launch.master}:{self._launch.port})"
+            )
+        return bytes(self._store.get(key)).decode("utf-8", "replace")
+
+    def _agree(self) -> str:
+        """Agree on the key; nothing of it goes through the store."""
+        given = given_secret()
+        if self._launch.rank == 0:
+            if given:
+                self._store.set(self._prefix + "key", "given")
+                return given
+            secret = new_secret()
+            self._key_file = write_secret(secret, self._launch.port)
+            try:
+                self._store.set(self._prefix + "key", f"file {host_identity()} {self._key_file}")
+            except BaseException:
+                self.close()
+                raise
+            return secret
+        kind, _, rest = self._get("key", "which key they use").partition(" ")
+        if kind == "given":
+            if given:
+                return given
+            raise AuthenticationError(
+                f"rank 0 was given a key and rank {self._launch.rank} was not: give all ranks the same ACTORRPC_KEY or "
+                "ACTORRPC_KEY_FILE"
+            )
+        host, _, path = rest.partition(" ")
+        if given:
+            raise AuthenticationError(
+                f"rank {self._launch.rank} was given a key and rank 0 was not: give it to all ranks"
+            )
+        if host != host_identity():
+            raise AuthenticationError(
+                f"rank {self._launch.rank} ({socket.gethostname()}) runs on another host than rank 0, and there is no key: "
+                "give all ranks the same ACTORRPC_KEY, or ACTORRPC_KEY_FILE with a file that only you can read"
+            )
+        keys.read_key_file(path)  # checks that it is ours, and whole
+        with open(path, encoding="ascii") as file:
+            return file.read()
+
+    def announce(self, address: str) -> None:
+        """Say where rank 0 listens."""
+        self._store.set(self._prefix + "address", address)
+
+    def address(self) -> str:
+        """Return where rank 0 listens."""
+        return self._get("address", "where it listens")
+
+    def renew(self, stale: str, deadline: float) -> None:
+        """Wait a moment for another address and key than one that did not do: it may be of an earlier start."""
+        self._deadline = deadline
+        poll(lambda: self.address() != stale, min(deadline, _time.now() + _AGAIN_S))
+        self.secret = self._agree()
+
+    def arrived(self, address: str) -> None:
+        """Say that this rank has joined the driver at an address."""
+        self._store.add(f"{self._prefix}arrived/{address}", 1)
+
+    def wait_for(self, address: str, timeout: float) -> None:
+        """Wait until all other ranks have joined.
+
+        Raises:
+            RendezvousError: they have not in time.
+        """
+        key, count = f"{self._prefix}arrived/{address}", self._launch.size - 1
+        deadline = _time.now() + timeout
+        try:
+            if not poll(lambda: bool(self._store.add(key, 0) >= count), deadline):
+                raise RendezvousError(
+                    f"only {self._store.add(key, 0) + 1} of {count + 1} ranks have joined within {timeout:g} s: have all called "
+                    "actorrpc.init()?"
+                )
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Take the key away again that other ranks of this host were to find: all have it, or none will come. Idempotent."""
+        path, self._key_file = self._key_file, ""
+        if path:
+            keys.remove_file(path)
+
+
+def meet(launched: Launch, timeout: float) -> LaunchMeeting:
+    """Open the store in which the ranks meet, and agree on the key.
+
+    Raises:
+        RendezvousError: the store cannot be reached, or rank 0 does not come, in time.
+        AuthenticationError: the ranks do not share a key.
+    """
+    deadline = _time.now() + timeout
+    serves = launched.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = Meeting(
+        url="env://",
+        kind="tcp",
+        rank=launched.rank,
+        world_size=launched.size,
+        host=launched.master,
+        port=launched.port,
+        hosts=serves,
+    ).open(timeout)
+    return LaunchMeeting(launched, store, deadline)
+
+
+_log = logging.getLogger("actorrpc.cluster")
+_TIMEOUT_S: Final = 30.0
+_NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
+#: what a worker decides for itself, whatever the driver's settings are
+_OWN: Final = (
+    *("transport", "bind", "advertise", "port", "insecure"),
+    *("tls_cert", "tls_key", "tls_ca", "tls_min_version", "frame_integrity"),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What a worker has, for placement.
+
+    Attributes:
+        num_cpus, num_gpus: None for all that this process sees.
+        resources: further amounts by name.
+        labels: words by name.
+    """
+
+    num_cpus: float | None = None
+    num_gpus: float | None = None
+    resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("num_cpus", "num_gpus"):
+            value = getattr(self, name)
+            if value is not None and not _is_amount(value):
+                raise WrongTypeError(f"{name} must be a number >= 0, not {value!r}")
+        if not isinstance(self.resources, Mapping) or not all(
+            isinstance(name, str) and name and _is_amount(amount) for name, amount in self.resources.items()
+        ):
+            raise WrongTypeError(
+                f"resources must be a dict of numbers >= 0 by name, like {{'disk': 2}}, not {self.resources!r}"
+            )
+        for name in ("CPU", "GPU"):
+            if name in self.resources:
+                raise ConfigError(f"resources: say {name} with num_{name.lower()}s")
+        if not isinstance(self.labels, Mapping) or not all(
+            isinstance(name, str) and name and isinstance(value, str) for name, value in self.labels.items()
+        ):
+            raise WrongTypeError(
+                f"labels must be a dict of words by name, like {{'zone': 'a'}}, not {self.labels!r}"
+            )
+
+    def facts(self, hosts: list[str]) -> dict[str, Any]:
+        """Return it as the driver is told."""
+        cpus = float(os.cpu_count() or 1) if self.num_cpus is None else float(self.num_cpus)
+        gpus = float(Devices(None).total) if self.num_gpus is None else float(self.num_gpus)
+        return {
+            "hosts": hosts,
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "resources": {name: float(amount) for name, amount in self.resources.items()},
+            "labels": dict(self.labels),
+        }
+
+
+def _is_amount(value: Any) -> bool:
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= float(value) < float("inf")
+    )
+
+
+def _default_name() -> str:
+    host = _NOT_IN_NAMES.sub("-", socket.gethostname())[: MAX_NAME - 20] or "worker"
+    return f"{host}-{os.getpid()}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    """Who answers at an address, and from which of our own we reach it."""
+
+    name: str
+    incarnation: str
+    own: str
+
+
+def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) -> _Found:
+    """Shake hands with whoever listens at an address, and hang up.
+
+    Raises:
+        RendezvousError: nobody answers there in time, or not as a worker does.
+        AuthenticationError, VersionError: it does not share the key, or a version of the protocol.
+    """
+    where = show(host, port)
+    tls = Tls.load(settings)
+    problem: list[OSError] = []
+    found: list[_Found] = []
+
+    def once() -> bool:
+        limit = max(0.05, min(5.0, deadline - _time.now()))
+        try:
+            plain = socket.create_connection((host, port), limit)
+            limit = min(deadline, _time.now() + settings.handshake_timeout)
+            secured = None if tls is None else tls.dial(plain, limit)
+            sock: Stream = plain if secured is None else secured
+            with contextlib.closing(sock):
+                dialler = Dialler(
+                    name=VISITOR + secrets.token_hex(4),
+                    incarnation=new_incarnation(),
+                    key=key.reveal(),
+                    binding=b"" if secured is None else secured.binding,
+                    seals=settings.frame_integrity and tls is None,
+                )
+                data = dialler.start()
+                while not dialler.done:
+                    sock.settimeout(max(0.05, limit - _time.now()))
+                    if data:
+                        sock.sendall(data)
+                    data = sock.recv(4096)
+                    if not data:
+                        raise ConnectionResetError("it closed the connection during the handshake")
+                    data = dialler.feed(data)
+                result = dialler.result
+                found.append(_Found(result.peer_name, result.peer_incarnation, str(sock.getsockname()[0])))
+        except ssl.SSLError as error:
+            raise explain(error, f"the driver at {where}") from error
+        except OSError as error:
+            if isinstance(error, RpcError):
+                raise
+            problem[:] = [error]
+            return False
+        return True
+
+    try:
+        there = poll(once, deadline, 0.25)
+    except (ProtocolError, LimitError) as error:
+        raise type(error)(f"cannot join the cluster at {where}: {error}") from error
+    if not there:
+        why = problem[0] if problem else "no answer"
+        raise RendezvousError(
+            f"no driver answers at {where}: {why}. Was it started with actorrpc.init(listen={where!r}), does it still run, "
+            "and does this host reach that address?"
+        )
+    return found[0]
+
+
+def _ask(
+    driver: WorkerRecord, key: Key, request: dict[str, Any], settings: Settings, deadline: float
+) -> dict[str, Any]:
+    """Ask the driver whether this process may join."""
+    record = WorkerRecord(
+        name=VISITOR + secrets.token_hex(8),
+        rank=FIRST_VISITOR + secrets.randbits(29),
+        incarnation=new_incarnation(),
+        host=f"visitor-{secrets.token_hex(8)}",
+    )
+    left = max(0.1, deadline - _time.now())
+    agent = Agent(
+        record,
+        settings=dataclasses.replace(settings, transport="tcp", connect_timeout=left, data_only=False),
+        key=key,
+        resolve=lambda to: driver if to in (driver.name, driver.rank) else None,
+        members=lambda: [driver, record],
+    )
+    try:
+        agent.start([])
+        answer: dict[str, Any] = agent.call(
+            agent.peer(driver.name), driver_rpc.admit, (request,), {}, left
+        ).result()
+        return answer
+    finally:
+        agent.close()
+
+
+def join(
+    address: str,
+    *,
+    name: str | None = None,
+    means: Means | None = None,
+    key: Key | None = None,
+    timeout: float = _TIMEOUT_S,
+    settings: Mapping[str, Any] | None = None,
+    serves: bool = False,
+) -> Member:
+    """Become a worker of the cluster whose driver listens at an address; returns when the driver has taken it up.
+
+    Args:
+        address: ``tcp://host:port``.
+        name: this worker's; default the host's name and the process id.
+        means: what it has; default all that this process sees.
+        key: default that of the environment, or of a driver on this host.
+        timeout: for all of it, in seconds.
+        settings: fields of :class:`actorrpc.config.Settings`, over the environment's and the driver's.
+        serves: this process serves from here on, and does not go on with its script.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+        RendezvousError: nobody answers there, it is no driver, or the name is taken.
+        AuthenticationError: there is no key, or it is not the driver's.
+        VersionError: the two speak different versions of the protocol.
+        RuntimeError: this process is in a group already.
+    """
+    host, port = parse(address)
+    where = show(host, port)
+    own_name = check_name(_default_name() if name is None else name)
+    if api.what() is not None:
+        raise RuntimeError(f"RPC is already initialized: this process is {api.what()}")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise WrongTypeError(f"timeout must be a number of seconds > 0, not {timeout!r}")
+    found_key = find_key(host, port) if key is None else key
+    deadline = _time.now() + timeout
+    here = Settings.from_environment(**(settings or {}))
+    found = _knock(host, port, found_key, here, deadline)
+    first = WorkerRecord(
+        name=found.name, rank=0, incarnation=found.incarnation, host="unknown", tcp=((host, port),)
+    )
+    try:
+        answer = _ask(first, found_key, {"name": own_name}, here, deadline)
+    except RpcTimeoutError as error:
+        raise RendezvousError(f"the driver at {where} has not answered within {timeout:g} s") from error
+    except (OSError, RpcError) as error:
+        raise RendezvousError(f"the driver at {where} could not be asked: {error}") from error
+    if "error" in answer:
+        raise RendezvousError(f"cannot join the cluster at {where} as {own_name!r}: {answer['error']}")
+    driver = WorkerRecord.from_bytes(answer["driver"])
+    # The way that has worked goes first: what it advertises may be for others.
+    tcp = tuple(dict.fromkeys(((host, port), *driver.tcp)))
+    driver = dataclasses.replace(driver, tcp=tcp)
+    made = _settings(answer["settings"], found.own, settings or {})
+    has_code = user_code.has_code(answer["script"])
+    place = answer["directory"]
+    if has_code and place is not None and place not in sys.path:
+        sys.path.append(place)
+    directory = RemoteDirectory(driver)
+    shown = made.advertise or found.own
+    facts = (means or Means()).facts(sorted({socket.gethostname(), shown, found.own}))
+    entered = group.enter(own_name, answer["rank"], directory, settings=made, key=found_key, serves=serves)
+    try:
+        return enter(
+            entered,
+            directory,
+            driver,
+            timeout=answer["timeout"],
+            what=f"worker {own_name!r} of the cluster at {where}",
+            namespace=answer["namespace"],
+            facts={**facts, "has_code": has_code, "host": host_identity()},
+            limit=max(0.1, deadline - _time.now()),
+        )
+    except RpcError as error:
+        raise RendezvousError(f"the driver at {where} has not taken up {own_name!r}: {error}") from error
+
+
+def _settings(of_driver: Mapping[str, Any], own: str, given: Mapping[str, Any]) -> Settings:
+    """Return the settings of this worker: the driver's, but for what each host decides itself."""
+    here = Settings.from_environment(**given)
+    if here.data_only:
+        raise ConfigError(
+            "the workers of a cluster run what the driver sends them, and cannot take data only: unset "
+            "ACTORRPC_DATA_ONLY, or serve exposed functions with init_rpc"
+        )
+    values = {**of_driver, **{name: getattr(here, name) for name in _OWN}, **given}
+    if values["bind"] is None:
+        values["bind"] = own
+    if values["transport"] == "unix":
+        values["transport"] = "auto"
+    return Settings(**values)
+
+
+# -- serving ---------------------------------------------------------------------------------------------
+
+
+def serve(
+    address: str,
+    *,
+    name: str | None = None,
+    means: Means | None = None,
+    timeout: float = _TIMEOUT_S,
+    signals: bool = True,
+) -> int:
+    """Join, and serve until this worker is released, the driver ends, or a signal comes; then leave.
+
+    Args:
+        signals: leave, with 0, at SIGTERM and SIGINT; only on the main thread.
+
+    Returns:
+        What the process should exit with: 0.
+
+    Raises:
+        RpcError: as :func:`join`.
+    """
+    early: list[int] = []
+    members: list[Member] = []
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        early.append(number)
+        if not members:
+            raise SystemExit(0)
+        members[0].leaver.leave()
+
+    before: dict[int, Any] = {}
+    if signals and threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before[number] = signal.signal(number, stop)
+    try:
+        member = join(address, name=name, means=means, timeout=timeout, serves=True)
+        members.append(member)
+        sys.stderr.write(f"worker {member.agent.name!r} has joined {address}\n")
+        sys.stderr.flush()
+        if early:
+            member.leaver.leave()
+        member.wait()
+    finally:
+        api.shutdown(False)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    return 0
+
+
+def serve_order(*, means: Means | None = None, timeout: float = _TIMEOUT_S, signals: bool = False) -> int:
+    """Be the worker that an engine has ordered: its address, name and key are in the environment (``Order.environment``).
+
+    Returns:
+        What the process should exit with: 0.
+
+    Raises:
+        ConfigError: this process was not started by an engine.
+        RpcError: as :func:`join`.
+    """
+    address, name = os.environ.get("ACTORRPC_JOIN"), os.environ.get("ACTORRPC_WORKER_NAME")
+    if not address or not name:
+        raise ConfigError(
+            "ACTORRPC_JOIN and ACTORRPC_WORKER_NAME must be set: engines start workers with Order.environment()"
+        )
+    return serve(address, name=name, means=means, timeout=timeout, signals=signals)

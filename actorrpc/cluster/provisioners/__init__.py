@@ -1,0 +1,3 @@
+"""Where processes come from: this host, Ray."""
+
+__all__: list[str] = []

@@ -1,0 +1,271 @@
+"""The driver's end of a fork server: start it, send it commands, hear what becomes of its children.
+
+The server is started without waiting for it: commands queue in ``_outbox`` until it says that it is ready, and then
+leave few at a time, so that sending never waits long. What it says is read by the agent's pool, one thread at a time.
+
+``_lock`` guards the outbox and the state; it is re-entrant, because the collector may run a finaliser that spawns on
+the thread that has it. Nothing but the short send is called under it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from actorrpc.agent.threads import Pool
+from actorrpc.cluster.provisioners.fork_protocol import Reader, send
+from actorrpc.transport.signals import uninterruptible
+
+__all__ = ["ForkServer", "import_path"]
+
+_WINDOW: Final = 4  # commands to fork that the server has not answered yet
+_SEND_S: Final = 10.0
+_END_S: Final = 2.0
+# Threads that libraries start when they are imported do not survive a fork: they are told to start none.
+_SINGLE: Final = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+# Run by a bare interpreter: it needs the driver's sys.path before it can import anything of ours. Written out here,
+# since `-m` would look for this package on a path that may not have it.
+_BOOT: Final = f"""
+import json, os, sys
+def read(size):
+    data = b""
+    while len(data) < size:
+        more = os.read(fd, size - len(data))
+        if not more:
+            os._exit(0)
+        data += more
+    return data
+fd = int(sys.argv[1])
+sys.path[:] = json.loads(read(int.from_bytes(read(4), "big")))
+names = {_SINGLE!r}
+before = {{name: os.environ.get(name) for name in names}}
+os.environ.update(dict.fromkeys(names, "1"))
+from actorrpc.cluster.provisioners.fork_server import main
+main(fd, before)
+"""
+
+
+def import_path() -> list[str]:
+    """Return ``sys.path`` as another process needs it, whatever its directory."""
+    found = []
+    for entry in sys.path:
+        if isinstance(entry, str):
+            with contextlib.suppress(OSError):  # relative to a directory that was removed
+                found.append(os.path.abspath(entry))
+    return found
+
+
+class ForkServer:
+    """One fork server process. Thread-safe.
+
+    Args:
+        pool: the threads that read what the server says.
+        hello: what it is told first (see ``fork_server.main``).
+        heard: called with each message of the server, on a pool thread; must not block.
+        ended: called once, when the server is gone, in the same way.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        hello: dict[str, Any],
+        heard: Callable[[dict[str, Any]], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._pool = pool
+        self._hello = hello
+        self._heard = heard
+        self._ended = ended
+        self._lock = threading.RLock()
+        self._outbox: deque[tuple[dict[str, Any], tuple[int, ...]]] = deque()
+        self._unanswered = 0
+        self._sending = False
+        self._sock: socket.socket | None = None
+        self._reader: Reader | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self.is_ready = False
+        self.is_gone = False
+        #: the variables that the server had at its start: children are told only what has changed since
+        self.environment: dict[str, str] = {}
+
+    @property
+    def pid(self) -> int:
+        """The server's process id; 0 before it is started."""
+        return 0 if self._process is None else self._process.pid
+
+    @uninterruptible
+    def start(self, stdout: int, stderr: int) -> None:
+        """Start the process, and do not wait for it.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            ours.settimeout(_SEND_S)
+            self.environment = dict(os.environ)
+            path = json.dumps(import_path()).encode()
+            flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+            self._process = subprocess.Popen(
+                [sys.executable, *flags, "-c", _BOOT, str(theirs.fileno())],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C in the terminal is the driver's
+            )
+            ours.sendall(len(path).to_bytes(4, "big") + path)
+            send(ours, self._hello)
+        except BaseException:
+            ours.close()
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+            raise
+        finally:
+            theirs.close()
+        self._sock = ours
+        self._reader = Reader(ours)
+        self._pool.watch(ours.fileno(), self._read)
+        self._pool.epoll.register(ours.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
+
+    # -- saying ----------------------------------------------------------------------------------------
+
+    @uninterruptible
+    def fork(self, message: dict[str, Any], fds: tuple[int, ...]) -> None:
+        """Have a child forked; the descriptors are closed here when they have been sent, or are of no use any more."""
+        with self._lock:
+            self._outbox.append(({**message, "do": "fork", "fds": len(fds)}, fds))
+        self._push()
+
+    @uninterruptible
+    def kill(self, pid: int) -> None:
+        """Have a child killed, and what it has started."""
+        with self._lock:
+            self._outbox.appendleft(({"do": "kill", "pid": pid}, ()))
+        self._push()
+
+    def _push(self) -> None:
+        with self._lock:
+            if self._sending:
+                return  # by this very thread, further up: it goes on
+            self._sending = True
+            try:
+                while self._outbox:
+                    message, fds = self._outbox[0]
+                    is_fork = message["do"] == "fork"
+                    if is_fork and not self.is_gone and (not self.is_ready or self._unanswered >= _WINDOW):
+                        break
+                    self._outbox.popleft()
+                    if self._sock is not None and not self.is_gone:
+                        try:
+                            send(self._sock, message, fds)
+                            self._unanswered += is_fork
+                        except OSError:
+                            pass  # it is gone: its end of the connection says so
+                    for fd in fds:
+                        os.close(fd)
+            finally:
+                self._sending = False
+
+    # -- hearing ---------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Take what the server says. One thread at a time: the descriptor is one-shot."""
+        sock, reader = self._sock, self._reader
+        if sock is None or reader is None:
+            return
+        try:
+            messages = reader.feed(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            messages = []
+        except OSError:
+            messages = None
+        if messages is None:
+            self._lost()
+            return
+        for message, _ in messages:
+            if message["is"] == "ready":
+                self.is_ready = True
+            elif message["is"] in ("forked", "failed"):
+                self._unanswered -= 1
+            self._heard(message)
+        try:
+            self._pool.epoll.modify(sock.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
+        except (OSError, ValueError):
+            pass
+        if messages:
+            self._push()
+
+    def _hang_up(self) -> None:
+        with self._lock:
+            sock, self._sock = self._sock, None
+            self.is_gone = True
+        if sock is not None:
+            self._pool.forget(sock.fileno())
+            sock.close()
+        self._push()  # closes the descriptors of what was still to be sent
+
+    def _lost(self) -> None:
+        self._hang_up()
+        self._pool.submit(partial(self._bury, _END_S))
+        self._ended()
+
+    def _bury(self, timeout: float) -> None:
+        process = self._process
+        if process is None:
+            return
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # the kernel may be at something that cannot be ended
+                process.wait(_END_S)
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def close(self, timeout: float = _END_S) -> None:
+        """End the server: it kills what is left of its children, and goes. Idempotent.
+
+        Where it does not within ``timeout`` seconds, it is killed, and the kernel kills its children.
+        """
+        self._hang_up()
+        if self._process is not None:
+            if not self.is_ready:
+                self._process.kill()  # it is still importing, and has no children
+            self._bury(timeout)
+        if self._reader is not None:
+            self._reader.close()
+
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child of the driver."""
+        self.is_gone = True
+        if self._sock is not None:
+            self._sock.close()
+        for _, fds in list(self._outbox):
+            for fd in fds:
+                os.close(fd)
+        self._outbox.clear()
+        if self._process is not None:
+            self._process.returncode = 0  # it is no child of this process: nobody waits for it here
+
+    def wait_until_ready(self, timeout: float) -> bool:
+        """Wait until the server has imported all that it needs. For benchmarks."""
+        until = time.monotonic() + timeout
+        while not self.is_ready and not self.is_gone and time.monotonic() < until:
+            time.sleep(0.005)
+        return self.is_ready

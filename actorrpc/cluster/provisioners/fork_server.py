@@ -1,0 +1,298 @@
+"""The fork server: a process that has imported torch and actorrpc, and forks workers from itself on command.
+
+It has one thread, and nothing but the driver talks to it, over an inherited socket. It reaps its children and says how
+each ended. When the driver is gone, however it ended, it kills them all, removes what they leave, and ends. If it is
+killed itself, the kernel kills its children (PR_SET_PDEATHSIG).
+
+Messages of the driver: ``{"do": "fork", "id": ..., ...}`` with two descriptors (the child's stdout and stderr; the rest is
+for ``child.py``), ``{"do": "kill", "pid": ...}``. Of the server: ``{"is": "ready"}``, ``{"is": "forked", "id", "pid"}``,
+``{"is": "failed", "id", "why"}``, ``{"is": "ended", "id", "pid", "code", "signal", "memory", "uptime"}``.
+"""
+
+from __future__ import annotations
+
+import asyncio  # noqa: F401 (imported once here, and not in each child)
+import contextlib
+import ctypes
+import gc
+import importlib
+import multiprocessing  # noqa: F401
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from actorrpc._limits import explain_fork
+from actorrpc.cluster import worker_process
+from actorrpc.cluster.provisioners.fork_protocol import Reader, send
+from actorrpc.wire import keys
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_NAME: Final = 15
+_GONE_S: Final = 5.0
+_IDLE_MS: Final = 1000  # how long nothing is asked of the server before it does what can wait
+_LATER: Final = ("torch._dynamo",)
+
+
+def main(fd: int, before: dict[str, str | None]) -> None:
+    """Serve the driver at the other end of ``fd`` until it is gone. Never returns.
+
+    ``before`` are variables that were changed for the imports, as they were.
+    """
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    # Whatever travels by value from the user's main module must not find this program in its place.
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.argv[:] = [""]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(  # type: ignore[union-attr]
+            encoding="utf-8", errors="backslashreplace", line_buffering=True, write_through=False
+        )
+    torch.set_num_threads(1)
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    job = _Server(sock).run()
+    if job is not None:
+        worker_process.main(job)
+    os._exit(0)
+
+
+class _Server:
+    """The server's state; in a child, :meth:`run` returns what it has to do."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._reader = Reader(sock)
+        self._hello: dict[str, Any] | None = None
+        self._children: dict[int, tuple[int, float]] = {}
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._pid = os.getpid()
+        self._driver = -1
+        self._todo: list[tuple[dict[str, Any], list[int]]] = []  # commands that have come
+        self._look = select.poll()
+        self._alarm, self._ring = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda _signal, _frame: None)
+        signal.set_wakeup_fd(self._ring, warn_on_full_buffer=False)
+
+    def run(self) -> dict[str, Any] | None:
+        """Serve until the driver is gone, and end; in a child, return its job."""
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        poller.register(self._alarm, select.POLLIN)
+        self._look.register(self._sock, select.POLLIN)
+        self._look.register(self._alarm, select.POLLIN)
+        try:
+            # It ends even if somebody else has inherited the driver's end of the socket.
+            self._driver = os.pidfd_open(os.getppid())
+            poller.register(self._driver, select.POLLIN)
+        except OSError:
+            pass  # an old kernel, or the driver is gone: then the socket says so
+        _settle()
+        prepared = False
+        try:
+            self._say({"is": "ready"})
+            while True:
+                ready = {fd for fd, _ in poller.poll(None if prepared else _IDLE_MS)}
+                if not ready and not prepared:
+                    prepared = True
+                    _prepare(self.glance)
+                if not self._take(ready):
+                    break
+                while self._todo:
+                    job = self._act(*self._todo.pop(0))
+                    if job is not None:
+                        for _, unused in self._todo:
+                            for fd in unused:
+                                os.close(fd)
+                        return job
+        except OSError:  # the driver is gone
+            pass
+        self._end()
+        return None
+
+    def _take(self, ready: set[int]) -> bool:
+        """Reap children and take up commands, as far as there are any; return False when the driver is gone."""
+        if self._alarm in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._alarm, 4096)
+            self._reap()
+        if self._sock.fileno() in ready:
+            messages = self._reader.feed()
+            if messages is None:
+                return False
+            self._todo += messages
+            return True
+        return self._driver not in ready
+
+    def glance(self) -> None:
+        """Do what cannot wait, in the middle of an import: kill, reap, and end with the driver. Forks wait."""
+        ready = {fd for fd, _ in self._look.poll(0)}
+        if not ready:
+            return
+        try:
+            if not self._take(ready):
+                self._end()
+            for message, fds in self._todo:
+                if message["do"] == "kill":
+                    self._act(message, fds)
+        except OSError:  # the driver is gone
+            self._end()
+        self._todo = [each for each in self._todo if each[0]["do"] != "kill"]
+
+    def _say(self, message: dict[str, Any]) -> None:
+        send(self._sock, message)
+
+    def _act(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any] | None:
+        if self._hello is None:
+            self._hello = message
+        elif message["do"] == "kill":
+            if message["pid"] in self._children:
+                _kill(message["pid"])
+        elif message["do"] == "fork":
+            return self._fork(message, fds)
+        return None
+
+    def _fork(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any] | None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about threads in C: those of this process hold no locks
+                pid = os.fork()
+        except OSError as error:
+            self._say({"is": "failed", "id": message["id"], "why": explain_fork(error)})
+            pid = -1
+        if pid == 0:
+            self._become_child(message, fds)
+            assert self._hello is not None
+            return {**self._hello, **message}
+        for fd in fds:
+            os.close(fd)
+        if pid > 0:
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)
+            self._children[pid] = (message["id"], time.monotonic())
+            self._say({"is": "forked", "id": message["id"], "pid": pid})
+        return None
+
+    def _become_child(self, message: dict[str, Any], fds: list[int]) -> None:
+        """Let go of what is the server's, and become a process as any other."""
+        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != self._pid:  # it was killed before the kernel knew
+            os._exit(1)
+        with contextlib.suppress(OSError):
+            os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        self._sock.close()
+        self._reader.close()
+        for fd in (self._alarm, self._ring, self._driver):
+            if fd >= 0:
+                os.close(fd)
+        for number, fd in enumerate(fds, 1):
+            os.dup2(fd, number)
+            os.close(fd)
+        self._libc.prctl(_PR_SET_NAME, message["label"].encode("ascii", "replace")[:15], 0, 0, 0)
+        gc.enable()
+
+    # -- ends ------------------------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if found is None:
+                return
+            _kill(
+                found.si_pid
+            )  # what it has started itself; its number is not given away before it is reaped
+            pid, status, usage = os.wait4(found.si_pid, 0)
+            id, begun = self._children.pop(pid, (0, 0.0))
+            self._say(
+                {
+                    "is": "ended",
+                    "id": id,
+                    "pid": pid,
+                    "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+                    "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
+                    "memory": usage.ru_maxrss * 1024,
+                    "uptime": time.monotonic() - begun,
+                }
+            )
+
+    def _end(self) -> None:
+        for pid in self._children:
+            _kill(pid)
+        until = time.monotonic() + _GONE_S
+        while self._children and time.monotonic() < until:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid:
+                self._children.pop(pid, None)
+            else:
+                time.sleep(0.001)
+        if self._hello is not None:
+            keys.remove_file(self._hello["socket"])
+        with contextlib.suppress(Exception):
+            keys.sweep()
+        os._exit(0)
+
+
+def _settle() -> None:
+    """See to it that what is there now is shared with the children for good: the collector does not write into it."""
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+
+
+class _Between:
+    """Finds no module: it is asked before each import, and looks around meanwhile."""
+
+    def __init__(self, glance: Callable[[], None]) -> None:
+        self._glance = glance
+
+    def find_spec(self, _name: str, _path: Any = None, _target: Any = None) -> None:
+        """See to what cannot wait."""
+        self._glance()
+
+
+def _prepare(glance: Callable[[], None]) -> None:
+    """Import what most children will: making an optimizer imports it, which takes each of them a second otherwise.
+
+    It takes seconds, on a busy machine many: ``glance()`` is called all the time, or nobody could be ended meanwhile.
+    """
+    between = _Between(glance)
+    sys.meta_path.insert(0, between)
+    try:
+        for name in _LATER:
+            with contextlib.suppress(Exception), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                importlib.import_module(name)
+    finally:
+        sys.meta_path.remove(between)
+    _settle()
+
+
+def _kill(pid: int) -> None:
+    """Kill a child and its process group. It is ours, and not reaped: the number is its own."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(OSError):
+            kill(pid, signal.SIGKILL)

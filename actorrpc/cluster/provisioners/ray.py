@@ -1,0 +1,526 @@
+"""The Ray engine: our workers inside Ray actors. Ray's scheduler places them and restarts them; calls stay our own.
+
+Two kinds of workers come from it. Those of a *pool* (``num_workers=``) join as somebody would who was started by hand:
+actors are put beside each other there, and when one dies, Ray starts it again, elsewhere if its node is gone. Those that are
+started for *one actor* end with it, and are never restarted by Ray, since supervision asks for another one.
+
+The key goes to each worker as an argument of its Ray actor's constructor: over Ray's own connections, into Ray's own tables
+(it makes the actor again from there), never into a command line or a log. Who can run code in that Ray can have the key.
+
+Thread-safe. ``_guard`` guards the tables of hosts and bundles; nothing is called under it. Ray tells of ends on threads of its
+own, which hand them to the agent's pool at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+from actorrpc import _time
+from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
+from actorrpc.cluster.driver import Reception
+from actorrpc.cluster.provisioners.base import LaunchedEngine, Node, Order
+from actorrpc.cluster.provisioners.ray_host import Host
+from actorrpc.cluster.provisioners.ray_link import STRATEGIES, Link, missing, package
+from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcTimeoutError, WrongTypeError
+from actorrpc.wire import keys
+from actorrpc.wire.identity import WorkerRecord
+
+__all__ = ["RayEngine", "make"]
+
+_log = logging.getLogger("actorrpc.cluster")
+_AGAIN_S: Final = (
+    0.5  # between two questions to an actor that Ray cannot reach: it is being restarted, or its node is lost
+)
+_STAYS_S: Final = 5.0  # how long a process that is lost to us may take to end by itself
+_LOOK_S: Final = 0.02
+_LEFT_S: Final = 2.0  # how long a process may take to end that has left
+_GONE_S: Final = 3.0  # how long stopped actors are waited for at the end
+_TEXT: Final = 400
+_BESIDE: Final = ("CPU", "GPU", "memory", "object_store_memory")
+
+
+class _Hosted:
+    """One worker's Ray actor."""
+
+    __slots__ = ("actor", "bundle", "heard", "name", "node", "order", "pooled", "stopped", "waiting")
+
+    def __init__(self, order: Order, pooled: bool) -> None:
+        self.name = order.name
+        self.order = order
+        self.pooled = pooled
+        self.actor: Any = None
+        self.waiting: Any = None
+        self.bundle: int | None = None
+        self.node = ""  # where it must be, for one that has come later to a strict pool
+        self.stopped = False
+        self.heard = 0  # how often Ray has said that it cannot reach the process
+
+
+class RayEngine(LaunchedEngine):
+    """Starts workers inside Ray actors.
+
+    Args:
+        address: which Ray; see :class:`~actorrpc.cluster.provisioners.ray_link.Link`.
+        num_workers: how many workers the pool has from the start.
+        num_cpus, num_gpus, resources: what each worker of the pool books with Ray, and has for actors. One that is started
+            for an actor books what that asks for.
+        strategy: how the workers of the pool lie: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"``, ``"STRICT_SPREAD"`` (a
+            placement group), or None for wherever Ray puts them.
+        max_restarts: how often Ray restarts each worker of the pool; -1 (the default): for ever.
+        start_timeout: how long connecting, booking, and each start of a worker may take, in seconds.
+        log_to_driver: show here what the workers print; only where this connects to Ray.
+        runtime_env: Ray's, for the workers' processes (packages, files, variables).
+        ray_options: further arguments of ``ray.init``; only where this connects to Ray.
+
+    Raises:
+        ConfigError: Ray is not installed, or an argument cannot be used.
+        RendezvousError: no Ray answers at the address.
+        PlacementError: Ray does not have what the pool needs. Nothing is left in Ray then.
+    """
+
+    name = "ray"
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        num_workers: int = 0,
+        num_cpus: float = 1,
+        num_gpus: float = 0,
+        resources: Mapping[str, float] | None = None,
+        strategy: str | None = None,
+        max_restarts: int = -1,
+        start_timeout: float = 60.0,
+        log_to_driver: bool = True,
+        runtime_env: Mapping[str, Any] | None = None,
+        ray_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        package()  # before all else: what is wrong first is that it is not there
+        self.num_workers = _count(num_workers, "num_workers", 0)
+        self._max_restarts = _count(max_restarts, "max_restarts", -1)
+        self._timeout = _amount(start_timeout, "start_timeout")
+        if not self._timeout:
+            raise ConfigError("start_timeout must be a number of seconds > 0")
+        self._shape = _shape(num_cpus, num_gpus, resources or {})
+        if strategy is not None and strategy not in STRATEGIES:
+            raise ConfigError(f"strategy must be one of {', '.join(STRATEGIES)}, or None, not {strategy!r}")
+        if strategy is not None and not self._shape:
+            raise ConfigError(
+                f"strategy={strategy!r} needs something to book for each worker: num_cpus=1, for example"
+            )
+        self._strategy = strategy
+        self._runtime_env = dict(runtime_env) if runtime_env else None
+        super().__init__(start_timeout=self._timeout)
+        self._guard = threading.Lock()
+        self._hosts: dict[str, _Hosted] = {}
+        self._group: Any = None
+        self._free: list[int] = []
+        self._numbers = itertools.count()
+        self._failed: dict[str, str] = {}
+        self._reception: Reception | None = None
+        self._joined: Callable[[], list[WorkerRecord]] | None = None
+        self._closed = False
+        self.link = Link(address, self._timeout, log_to_driver, dict(ray_options or {}))
+        try:
+            self._book()
+        except BaseException:
+            self.close()
+            raise
+
+    # -- what Ray has --------------------------------------------------------------------------------------
+
+    def host(self) -> str:
+        """Return the address on which the driver is to listen: one that Ray's nodes reach; loopback where there is one node."""
+        return "127.0.0.1" if self.link.alone else self.link.host()
+
+    def nodes(self) -> list[Node]:
+        """Return Ray's nodes, with Ray's labels of them."""
+        return [
+            Node(
+                host=str(node["NodeManagerAddress"]),
+                num_cpus=float(node["Resources"].get("CPU", 0.0)),
+                num_gpus=float(node["Resources"].get("GPU", 0.0)),
+                resources={
+                    name: float(amount)
+                    for name, amount in node["Resources"].items()
+                    if name not in _BESIDE and not name.startswith("node:")
+                },
+                labels=dict(node.get("Labels") or {}),
+            )
+            for node in self.link.alive()
+        ]
+
+    def _lacking(self, shape: Mapping[str, float], count: int, strategy: str | None) -> str:
+        return missing(shape, count, strategy, [node["Resources"] for node in self.link.alive()])
+
+    def _book(self) -> None:
+        """Book the place of the pool.
+
+        Raises:
+            PlacementError: Ray does not give it within the time-out, or never can.
+        """
+        if not self.num_workers:
+            return
+        self._await_room(self.num_workers, self._strategy)
+        if self._strategy is None or not self._shape:
+            return
+        util = self.link.ray.util
+        self._group = util.placement_group([dict(self._shape)] * self.num_workers, strategy=self._strategy)
+        if not self._group.wait(self._timeout):
+            raise PlacementError(
+                f"Ray has not made the placement group ({self._strategy}, {self.num_workers} x {self._shape}) within "
+                f"{self._timeout:g} s: others have booked what it needs. All there is: {self.link.ray.cluster_resources()}; "
+                f"free: {self.link.ray.available_resources()}"
+            )
+        self._free = list(range(self.num_workers))
+
+    def _await_room(self, count: int, strategy: str | None) -> None:
+        """Wait for Ray to have nodes for so many workers of the pool; where nobody adds any, not at all."""
+        until = time.monotonic() + (0.0 if self.link.alone else self._timeout)
+        told = False
+        while lacking := self._lacking(self._shape, count, strategy):
+            if time.monotonic() >= until:
+                raise PlacementError(
+                    f"Ray has no place for {count} workers: {lacking}. Add nodes to it, or ask for less; in all it has "
+                    f"{self.link.ray.cluster_resources()}"
+                )
+            if not told:
+                told = True
+                _log.warning("waiting for nodes to be added to Ray: %s", lacking)
+            time.sleep(min(_AGAIN_S, max(0.01, until - time.monotonic())))
+
+    # -- starting ------------------------------------------------------------------------------------------
+
+    def open(self, reception: Reception, joined: Callable[[], list[WorkerRecord]]) -> None:
+        """See :class:`LaunchedEngine`.
+
+        Raises:
+            PeerDiedError: a worker has ended before it had joined.
+            RpcTimeoutError: not all have joined in time.
+        """
+        self._reception = reception
+        self._joined = joined
+        self.grow(self.num_workers, self._timeout)
+
+    def grow(self, count: int, timeout: float) -> None:
+        """See :class:`LaunchedEngine`."""
+        assert self._joined is not None
+        assert self._reception is not None
+        joined, address = self._joined, self._reception.address
+        until = _time.now() + timeout
+        names = self._more(count)
+        while absent := sorted(set(names) - {record.name for record in joined()}):
+            for name in absent:
+                if name in self._failed:
+                    raise PeerDiedError(
+                        f"worker {name!r} of the Ray engine could not be started: {self._failed[name]}",
+                        maybe_executed=False,
+                        worker=name,
+                    )
+            if _time.now() >= until:
+                raise RpcTimeoutError(
+                    f"{', '.join(absent)} of the Ray engine have not joined within {timeout:g} s. They wait for resources "
+                    f"(Ray has free: {self.link.ray.available_resources()}), or do not reach {address}",
+                    maybe_executed=False,
+                    worker=absent[0],
+                )
+            time.sleep(_LOOK_S)
+
+    def _more(self, count: int) -> list[str]:
+        """Begin to start further workers of the pool; returns their names."""
+        assert self._reception is not None
+        names = [f"ray-{next(self._numbers)}" for _ in range(count)]
+        for name in names:
+            spec = ProcessSpec(label=name)
+            reception = self._reception
+            self._host(
+                Order(name=name, address=reception.address, spec=spec, secret=reception.secret), pooled=True
+            )
+        return names
+
+    @property
+    def pool(self) -> list[str]:
+        """The names of the workers of the pool."""
+        with self._guard:
+            return [each.name for each in self._hosts.values() if each.pooled]
+
+    def launch(self, order: Order) -> None:
+        """See :class:`LaunchedEngine`."""
+        self._host(order, pooled=False)
+
+    def _host(self, order: Order, pooled: bool) -> None:
+        hosted = _Hosted(order, pooled)
+        shape = self._shape if pooled else _needs(order)
+        with self._guard:
+            if self._closed:
+                raise PlacementError("the engine has been closed")
+            if order.name in self._hosts:
+                raise ConfigError(f"Ray runs a worker {order.name!r} already")
+            if pooled and self._free:
+                hosted.bundle = self._free.pop(0)
+            self._hosts[order.name] = hosted
+        try:
+            options = self._options(hosted, shape)
+            resources = {name: amount for name, amount in shape.items() if name not in ("CPU", "GPU")}
+            hosted.actor = (
+                self.link.ray.remote(Host)
+                .options(**options)
+                .remote(
+                    order.environment(),
+                    order.spec.working_dir,
+                    shape.get("CPU", 0.0),
+                    shape.get("GPU", 0.0),
+                    resources,
+                    self._timeout,
+                )
+            )
+        except BaseException:
+            self._forget(hosted)
+            raise
+        self._watch(hosted)
+
+    def _options(self, hosted: _Hosted, shape: Mapping[str, float]) -> dict[str, Any]:
+        order = hosted.order
+        resources = {name: amount for name, amount in shape.items() if name not in ("CPU", "GPU")}
+        if order.host is not None:
+            resources[f"node:{order.host}"] = 0.001
+        options: dict[str, Any] = {
+            "num_cpus": shape.get("CPU", 0.0),
+            "num_gpus": shape.get("GPU", 0.0),
+            "max_restarts": self._max_restarts if hosted.pooled else 0,
+            "max_task_retries": 0,
+        }
+        if resources:
+            options["resources"] = resources
+        if self._runtime_env is not None:
+            options["runtime_env"] = self._runtime_env
+        if order.labels:
+            options["label_selector"] = dict(order.labels)
+        strategies = self.link.ray.util.scheduling_strategies
+        if hosted.bundle is not None:
+            options["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=hosted.bundle
+            )
+        elif order.spread or (hosted.pooled and self._strategy == "SPREAD"):
+            options["scheduling_strategy"] = "SPREAD"
+        elif hosted.pooled and self._strategy in ("STRICT_PACK", "STRICT_SPREAD"):
+            # A placement group does not grow: those who come later are put on nodes by name.
+            hosted.node = self._node_for_more(shape)
+            options["scheduling_strategy"] = strategies.NodeAffinitySchedulingStrategy(
+                hosted.node, soft=False
+            )
+        return options
+
+    def _node_for_more(self, shape: Mapping[str, float]) -> str:
+        """Return the id of the node on which one more worker of a strict pool is to be."""
+        util = self.link.ray.util
+        used = set(util.placement_group_table(self._group).get("bundles_to_node_id", {}).values())
+        apart = self._strategy == "STRICT_SPREAD"
+        found = [node for node in self.link.alive() if (node["NodeID"] in used) is not apart]
+        with self._guard:
+            taken = {each.node for each in self._hosts.values()}
+        found = [node for node in found if not apart or node["NodeID"] not in taken]
+        room = [node for node in found if not missing(shape, 1, None, [node["Resources"]])]
+        if not room:
+            raise PlacementError(
+                f"no node for one more worker of the pool ({self._strategy}, each {dict(shape)}): "
+                f"{'every node has one' if apart else 'its node has no room'}"
+            )
+        return str(room[0]["NodeID"])
+
+    # -- watching ------------------------------------------------------------------------------------------
+
+    def _watch(self, hosted: _Hosted) -> None:
+        """Have Ray tell when the worker has left, or its process has ended."""
+        with self._guard:
+            if self._closed or self._hosts.get(hosted.name) is not hosted:
+                return
+        try:
+            hosted.waiting = hosted.actor.wait.remote()
+            hosted.waiting.future().add_done_callback(partial(self._heard, hosted))
+        except Exception as error:  # Ray itself is gone
+            self._over(hosted, error)
+
+    def _heard(self, hosted: _Hosted, done: Any) -> None:
+        """On a thread of Ray's."""
+        try:
+            error = done.exception()
+        except BaseException as problem:  # cancelled: Ray is shutting down
+            error = problem
+        self._submit(partial(self._over, hosted, error))
+
+    def _submit(self, function: Callable[[], Any]) -> None:
+        try:
+            self.agent.submit(function)
+        except Exception:  # the agent is closed, and with it everything
+            pass
+
+    def _over(self, hosted: _Hosted, error: BaseException | None) -> None:
+        """Find out whether a worker has ended for good. On the pool."""
+        with self._guard:
+            if self._closed or self._hosts.get(hosted.name) is not hosted:
+                return
+        if isinstance(error, self.link.ray.exceptions.ActorUnavailableError):
+            hosted.heard += 1
+            self.agent.clock.after(_AGAIN_S, partial(self._submit, partial(self._watch, hosted)))
+            return
+        text = "" if error is None else _words(error)
+        self._kill(hosted)  # if it has left, its actor is still there, and its resources are booked
+        self._forget(hosted)
+        if not hosted.pooled:
+            self.ended(hosted.name, DeathReport(worker=hosted.name, stderr=tuple(text.splitlines())))
+        elif text:
+            self._failed[hosted.name] = text
+            _log.warning("worker %r has ended for good; Ray says: %s", hosted.name, text)
+
+    # -- stopping ------------------------------------------------------------------------------------------
+
+    def stop(self, worker: str) -> None:
+        """See :class:`LaunchedEngine`; also for a worker of the pool, which is not restarted then."""
+        with self._guard:
+            hosted = self._hosts.get(worker)
+        if hosted is not None:
+            self._kill(hosted)
+            self._forget(hosted)
+        self.ended(worker)
+
+    def forsaken(self, worker: str) -> None:
+        """Take note that the connection to a worker has ended: what it has started ends too.
+
+        One of the pool whose process goes on all the same (it was stopped, say) is ended some seconds later, for Ray to
+        restart it.
+        """
+        with self._lock:
+            left = [name for name, each in self._workers.items() if each.creator == worker]
+        for name in left:
+            self.kill(name)
+        with self._guard:
+            hosted = self._hosts.get(worker)
+            heard = hosted.heard if hosted is not None else 0
+        if hosted is not None and hosted.pooled:
+            look = partial(self._submit, partial(self._renew, hosted, heard))
+            self.agent.clock.after(_STAYS_S, look)
+
+    def _renew(self, hosted: _Hosted, heard: int) -> None:
+        back = self._joined is not None and hosted.name in {record.name for record in self._joined()}
+        if not (back or hosted.stopped or hosted.heard != heard or self._closed):
+            _log.warning(
+                "worker %r does not answer, and has not ended: Ray is asked to restart it", hosted.name
+            )
+            self._kill(hosted, restart=True)
+
+    def _kill(self, hosted: _Hosted, restart: bool = False) -> None:
+        hosted.stopped = not restart
+        if hosted.actor is not None:
+            try:
+                self.link.ray.kill(hosted.actor, no_restart=not restart)
+            except Exception as error:
+                _log.info("Ray could not end worker %r: %s", hosted.name, error)
+
+    def _forget(self, hosted: _Hosted) -> None:
+        with self._guard:
+            if self._hosts.get(hosted.name) is hosted:
+                del self._hosts[hosted.name]
+                if hosted.bundle is not None:
+                    self._free.append(hosted.bundle)
+                    self._free.sort()
+
+    def end(self, graceful: bool, timeout: float) -> None:
+        """See :class:`LaunchedEngine`; those of the pool, whom the cluster has asked to leave, may finish that."""
+        until = _time.now() + timeout
+        if graceful:
+            with self._guard:
+                waiting = [each.waiting for each in self._hosts.values() if each.waiting is not None]
+            self._await(waiting, min(_LEFT_S, 0.75 * timeout) if timeout else _LEFT_S)
+        super().end(graceful, max(_LOOK_S, until - _time.now()) if timeout else timeout)
+
+    def _await(self, waiting: list[Any], timeout: float) -> None:
+        try:
+            if waiting:
+                self.link.ray.wait(waiting, num_returns=len(waiting), timeout=timeout)
+        except Exception as error:
+            _log.info("Ray does not say whether its actors have ended: %s", error)
+
+    def close(self) -> None:
+        """End all workers, give back what was booked, and disconnect from Ray if this has connected. Idempotent; bounded."""
+        with self._guard:
+            if self._closed:
+                return
+            self._closed = True
+            hosts = list(self._hosts.values())
+            self._hosts.clear()
+        ray = self.link.ray
+        try:
+            for hosted in hosts:
+                self._kill(hosted)
+            self._await([each.waiting for each in hosts if each.waiting is not None], _GONE_S)
+            if self._group is not None:
+                ray.util.remove_placement_group(self._group)
+        except Exception as error:
+            _log.warning("Ray could not be tidied up: %s", error)
+        finally:
+            self.link.close()
+            keys.sweep()  # of those that were killed here
+
+
+def make(address: str | None = None, **options: Any) -> RayEngine:
+    """Return an engine that is connected to Ray.
+
+    Raises:
+        ConfigError: an option is unknown or wrong, or Ray is not installed.
+        RendezvousError, PlacementError: see :class:`RayEngine`.
+    """
+    known = RayEngine.__init__.__kwdefaults__ or {}
+    for option in options:
+        if option not in known:
+            raise ConfigError(f"engine 'ray' has no option {option!r}; there are: {', '.join(sorted(known))}")
+    return RayEngine(address, **options)
+
+
+def _needs(order: Order) -> dict[str, float]:
+    """Return what the worker of one actor books."""
+    return _shape(order.spec.num_cpus or 0, order.spec.num_gpus or 0, order.resources)
+
+
+def _shape(num_cpus: float, num_gpus: float, resources: Mapping[str, float]) -> dict[str, float]:
+    """Return what a worker books, by Ray's names; what is 0 is left out."""
+    if not isinstance(resources, Mapping):
+        raise WrongTypeError(f"resources must be a dict of numbers by name, not {resources!r}")
+    for name in ("CPU", "GPU"):
+        if name in resources:
+            raise ConfigError(f"resources: say {name} with num_{name.lower()}s")
+    found = {"CPU": _amount(num_cpus, "num_cpus"), "GPU": _amount(num_gpus, "num_gpus")}
+    found.update({str(name): _amount(amount, f"resources[{name!r}]") for name, amount in resources.items()})
+    return {name: amount for name, amount in found.items() if amount}
+
+
+def _amount(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise WrongTypeError(f"{what} must be a number >= 0, not {value!r}")
+    return float(value)
+
+
+def _count(value: Any, what: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise WrongTypeError(f"{what} must be an int >= {least}, not {value!r}")
+    return value
+
+
+def _words(error: BaseException) -> str:
+    """Return what Ray says of an end, without what helps nobody."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith(("class_name:", "actor_id:", "namespace:"))]
+    if any("No module named 'actorrpc'" in line for line in lines):
+        return (
+            "actorrpc cannot be imported by Ray's processes there: install it on every node, or hand it over with "
+            "runtime_env={'py_modules': [...]} or {'pip': [...]}"
+        )
+    text = "\n".join(kept[-6:])
+    return text if len(text) <= 4 * _TEXT else text[:_TEXT] + " ... " + text[-3 * _TEXT :]

@@ -1,0 +1,95 @@
+"""What runs inside a Ray actor: a process that Ray has placed becomes a worker of our cluster.
+
+Ray makes a :class:`Host` again in a new process when it restarts the actor: that one joins as a new incarnation of the
+same worker. Serving goes on on a thread of its own from the constructor on, so that a restart needs nobody to ask for
+it; the main thread, on which Ray runs the actor's methods, waits in :meth:`Host.wait` for the end.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from actorrpc.cluster.join import Means, join
+from actorrpc.cluster.provisioners.ray_link import labels_here
+from actorrpc.errors import RendezvousError
+from actorrpc.rpc import api
+
+__all__ = ["Host"]
+
+_AGAIN_S: Final = 0.25
+_LOST: Final = 1  # the exit code of a worker that has lost its driver: Ray may restart it
+
+
+class Host:
+    """One worker, for as long as its process lives. Thread-safe.
+
+    Args:
+        environment: variables for this process, the address to join, the worker's name and the key among them.
+        directory: where it runs; None to stay where Ray has put it.
+        num_cpus, num_gpus, resources: what it has, as the driver books it. Its labels are those of Ray's node.
+        timeout: how long joining may take, in seconds.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        directory: str | None,
+        num_cpus: float,
+        num_gpus: float,
+        resources: Mapping[str, float],
+        timeout: float,
+    ) -> None:
+        os.environ.update(environment)
+        if directory is not None:
+            os.chdir(directory)
+        self._means = Means(num_cpus=num_cpus, num_gpus=num_gpus, resources=resources, labels=labels_here())
+        self._timeout = timeout
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        threading.Thread(target=self._serve, name="actorrpc-host", daemon=True).start()
+
+    def wait(self) -> None:
+        """Return when this worker has left its group.
+
+        Raises:
+            RpcError: it could not join.
+        """
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _serve(self) -> None:
+        try:
+            member = self._join()
+            os.environ.pop("ACTORRPC_KEY", None)  # what the actors here start need not have it
+            try:
+                member.wait()
+            finally:
+                api.shutdown(False)
+            if not member.leaver.graceful:
+                # To this process its driver is gone. If it is not, a new incarnation finds it.
+                os._exit(_LOST)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._over.set()
+
+    def _join(self) -> Any:
+        """Join; where the last incarnation of this worker is not known to be gone yet, try again."""
+        until = time.monotonic() + self._timeout
+        while True:
+            try:
+                return join(
+                    os.environ["ACTORRPC_JOIN"],
+                    name=os.environ["ACTORRPC_WORKER_NAME"],
+                    means=self._means,
+                    timeout=max(0.1, until - time.monotonic()),
+                )
+            except RendezvousError:
+                if time.monotonic() + _AGAIN_S >= until:
+                    raise
+            time.sleep(_AGAIN_S)

@@ -1,0 +1,153 @@
+"""Placement: what the workers and machines of a cluster have, what of it is taken, and who suits a wish.
+
+Pure bookkeeping, as with any scheduler's: nobody is kept from using more than was booked. Not thread-safe: the cluster's
+lock guards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.cluster.provisioners.base import Node
+
+__all__ = ["Book", "Holder", "lacking", "needs_of"]
+
+_SLACK: Final = 1e-6
+_SHOWN: Final = 8
+
+
+def needs_of(spec: ProcessSpec) -> dict[str, float]:
+    """Return what an actor books: amounts by the names ``CPU``, ``GPU`` and those of ``resources``."""
+    needs = {name: float(amount) for name, amount in spec.resources.items() if amount}
+    if spec.num_cpus:
+        needs["CPU"] = float(spec.num_cpus)
+    if spec.num_gpus:
+        needs["GPU"] = float(spec.num_gpus)
+    return needs
+
+
+def totals_of(num_cpus: float, num_gpus: float, resources: Mapping[str, float]) -> dict[str, float]:
+    """Return what a worker has, by the same names."""
+    return {**resources, "CPU": float(num_cpus), "GPU": float(num_gpus)}
+
+
+@dataclass(slots=True)
+class Holder:
+    """A worker that takes several actors, or a machine on which an engine starts processes.
+
+    Attributes:
+        hosts: the names and addresses under which ``host=`` finds it.
+        totals: what it has; ``used`` what of that is booked.
+        unbooked: of what nothing is booked here, since somebody else sees to it.
+        bookings: what each actor in it has booked.
+        starts: it is an engine's machine: actors get processes of their own there.
+        draining: nothing new is placed there.
+    """
+
+    name: str
+    rank: int
+    hosts: frozenset[str]
+    totals: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    starts: bool = False
+    draining: bool = False
+    unbooked: frozenset[str] = frozenset()
+    bookings: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of_node(cls, node: Node, rank: int = -1, unbooked: Iterable[str] = ()) -> Holder:
+        """Return the holder that stands for an engine's machine."""
+        return cls(
+            name="",
+            rank=rank,
+            hosts=frozenset({node.host}),
+            totals=totals_of(node.num_cpus, node.num_gpus, node.resources),
+            labels=node.labels,
+            starts=True,
+            unbooked=frozenset(unbooked),
+        )
+
+    def free(self, name: str) -> float:
+        """Return how much is free of something."""
+        return self.totals.get(name, 0.0) - sum(each.get(name, 0.0) for each in self.bookings.values())
+
+    def suits(self, spec: ProcessSpec) -> bool:
+        """Say whether it could ever hold what is wished for."""
+        if spec.own and not self.starts:
+            return False
+        if spec.rank is not None and spec.rank != self.rank:
+            return False
+        if spec.host is not None and spec.host not in self.hosts:
+            return False
+        if any(self.labels.get(name) != value for name, value in spec.labels.items()):
+            return False
+        return all(self.totals.get(name, 0.0) + _SLACK >= amount for name, amount in needs_of(spec).items())
+
+    def has_room(self, spec: ProcessSpec) -> bool:
+        """Say whether it can hold it now."""
+        return all(
+            name in self.unbooked or self.free(name) + _SLACK >= amount
+            for name, amount in needs_of(spec).items()
+        )
+
+    def describe(self) -> str:
+        """Say what it has, in words."""
+        what = [f"{name} {self.free(name):g}/{total:g}" for name, total in self.totals.items() if total]
+        labels = [f"{name}={value}" for name, value in self.labels.items()]
+        who = f"{self.name!r} on " if self.name else "new processes on "
+        rest = "; ".join([", ".join(what), *labels])
+        return f"{who}{'/'.join(sorted(self.hosts))} ({rest or 'nothing'})" + (
+            " leaving" if self.draining else ""
+        )
+
+
+class Book:
+    """All holders of a cluster. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Holder] = []
+        self.workers: dict[str, Holder] = {}
+
+    def all(self) -> list[Holder]:
+        """Return all of them, machines first."""
+        return [*self.nodes, *self.workers.values()]
+
+    def candidates(self, spec: ProcessSpec) -> list[Holder]:
+        """Return who could ever hold this."""
+        return [each for each in self.all() if not each.draining and each.suits(spec)]
+
+    def choose(self, spec: ProcessSpec, seats_first: bool) -> Holder | None:
+        """Return who is to hold this; None where nobody has room.
+
+        Args:
+            seats_first: workers that are there go before new processes.
+        """
+        found = [each for each in self.candidates(spec) if each.has_room(spec)]
+        if not found:
+            return None
+        if spec.spread:
+            return min(found, key=lambda each: (len(each.bookings), each.starts, each.rank))
+        return min(found, key=lambda each: (each.starts == seats_first, len(each.bookings), each.rank))
+
+    def give_back(self, booking: int) -> bool:
+        """Give back what an actor has booked; say whether there was such a booking."""
+        return any(each.bookings.pop(booking, None) is not None for each in self.all())
+
+
+def lacking(spec: ProcessSpec, book: Book) -> str:
+    """Say in words what is wished for and what there is."""
+    wishes = [f"{name} {amount:g}" for name, amount in needs_of(spec).items()]
+    if spec.rank is not None:
+        wishes.append(f"worker {spec.rank}")
+    wishes += [f"label {name}={value}" for name, value in spec.labels.items()]
+    if spec.host is not None:
+        wishes.append(f"host {spec.host!r}")
+    there = [each.describe() for each in book.all()]
+    more = f", and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
+    return (
+        f"{spec.label!r} needs {', '.join(wishes) or 'a worker'}; there are (free/all): "
+        f"{'; '.join(there[:_SHOWN]) or 'none'}{more}"
+    )

@@ -1,0 +1,136 @@
+"""The program's own code, as workers get it that cannot import it.
+
+Functions and classes travel by name where both sides can import them, else by value. What stands beside the script (its
+directory is on the path of this process alone) can only be imported where that directory is: with a driver that others
+can join these modules travel by value, those that are imported when it starts, and those that are imported later, until
+it ends. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Final
+
+from actorrpc.serialization.by_value import modules
+
+__all__ = ["by_value", "directory", "fingerprint", "has_code", "unwatch", "watch"]
+
+_OURS: Final = "actorrpc"
+
+
+def directory() -> str | None:
+    """Return the directory that the program's script is in; None for an interactive session."""
+    main = sys.modules.get("__main__")
+    path = getattr(main, "__file__", None)
+    return os.path.dirname(os.path.realpath(path)) if isinstance(path, str) else None
+
+
+def fingerprint() -> tuple[str, int, int] | None:
+    """Return what tells the script's file from others: its path, size and time of change."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    if not isinstance(path, str):
+        return None
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return os.path.realpath(path), found.st_size, found.st_mtime_ns
+
+
+def has_code(mark: tuple[str, int, int] | list[object] | None) -> bool:
+    """Say whether the script of which this is the fingerprint is here, too."""
+    if mark is None:
+        return True
+    path, size, when = mark
+    try:
+        found = os.stat(str(path))
+    except OSError:
+        return False
+    return (found.st_size, found.st_mtime_ns) == (size, when)
+
+
+class _OurName(str):
+    """The name of a module that is registered by us: what the program has registered itself is a plain text."""
+
+    __slots__ = ()
+
+
+def _register(name: str) -> None:
+    """Have a module travel by value, whether or not it is there yet: ``cloudpickle``'s own function wants to see it."""
+    modules.add(
+        _OurName(name)
+    )  # where the program was first, this changes nothing, and what is there stays its own
+
+
+def by_value() -> None:
+    """Have the modules beside the script travel by value, those that are imported by now."""
+    place = directory()
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
+        if place is not None and isinstance(path, str) and _is_the_programs(name, path, place):
+            _register(str(module.__name__))  # what cloudpickle goes by
+
+
+class _Watch(MetaPathFinder):
+    """Finds nothing, but sees what is imported: what is beside the script travels by value."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        place = directory()
+        if place is None or not any(os.path.realpath(each).startswith(place) for each in path or [place]):
+            return None
+        if path is None and not any(
+            os.path.exists(os.path.join(place, fullname + end)) for end in ("", ".py")
+        ):
+            return None  # nearly always: two looks at the disk, where an import takes many
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.origin and _is_the_programs(fullname, spec.origin, place):
+            _register(fullname)
+            if self not in sys.meta_path:  # on another thread the watch has ended meanwhile
+                _forget()
+        return None
+
+
+_watch: Final = _Watch()
+
+
+def watch() -> None:
+    """Do as :func:`by_value`, and so for what is imported from now on. Idempotent."""
+    if _watch not in sys.meta_path:
+        sys.meta_path.insert(0, _watch)
+    by_value()
+
+
+def unwatch() -> None:
+    """Look at no further imports, and have what we registered travel by name again. Idempotent.
+
+    What the program registered itself stays so, unless it did so while we had it registered: that cannot be seen.
+    """
+    with contextlib.suppress(ValueError):
+        sys.meta_path.remove(_watch)
+    _forget()
+
+
+def _forget() -> None:
+    for name in modules.copy():
+        if isinstance(name, _OurName):
+            modules.discard(name)
+
+
+def _is_the_programs(name: str, path: str, place: str) -> bool:
+    """Whether a module is beside the script, and no part of an installation that happens to lie there, or of this package."""
+    if name.partition(".")[0] in ("__main__", _OURS):
+        return False
+    real = os.path.realpath(path)
+    if not real.startswith(place + os.sep):
+        return False
+    if real.startswith(os.path.dirname(os.path.realpath(os.__file__)) + os.sep):
+        return False
+    return not {"site-packages", "dist-packages", "lib-dynload"} & set(real.split(os.sep))

@@ -1,0 +1,226 @@
+"""A member: a process that is in a cluster and is not its driver, from the moment that it has a name and a rank to its end.
+
+Forked processes (``child.py``) and those that joined over the network (``joining.py``) are the same from here on. No lock.
+
+A worker process of the cluster, from its fork to its exit.
+
+:func:`main` runs on the main thread of a process that was forked a moment ago. It dresses the process (seeds, variables,
+directory), joins the group, and waits for the end. The user's ``__main__`` is not imported here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import logging
+import multiprocessing.util
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn
+
+import torch
+
+from actorrpc.actors import context as context_module
+from actorrpc.actors.host.actor import Resident
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.peers import Peer
+from actorrpc.cluster import driver_rpc, logs
+from actorrpc.cluster.driver_client import RemoteDirectory, RemoteSpawner
+from actorrpc.cluster.exit import Leaver, set_leaver
+from actorrpc.config import Settings
+from actorrpc.errors import RpcError
+from actorrpc.group import group
+from actorrpc.group.group import Group
+from actorrpc.rpc import api, rref
+from actorrpc.wire.identity import WorkerRecord
+from actorrpc.wire.keys import Key
+
+__all__ = ["Member", "enter", "main"]
+
+
+def main(job: dict[str, Any]) -> NoReturn:
+    """Be a worker; ends the process."""
+    code = 1
+    try:
+        # A crash in C shows where it was, in the death report, which has the last lines only.
+        faulthandler.enable(file=2, all_threads=False)
+        # What libraries have registered in the fork server is for its exit, and takes 50 ms; as multiprocessing does.
+        atexit._clear()
+        atexit.register(logging.shutdown)
+        atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+        Resident.on_shown = logs.Labels().change
+        _work(job)
+        code = 0
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _exit(code)
+
+
+def _work(job: dict[str, Any]) -> None:
+    _reseed()
+    torch.set_num_threads(job["threads"])
+    driver = WorkerRecord.from_bytes(job["driver"])
+    directory = RemoteDirectory(driver)
+    entered = group.enter(  # before the variables are set: its socket lies where the driver's does
+        job["name"],
+        job["rank"],
+        directory,
+        settings=Settings(**job["settings"]),
+        key=Key(job["key"]),
+    )
+    member = enter(
+        entered,
+        directory,
+        driver,
+        timeout=job["timeout"],
+        what=f"a process of an actor ({job['name']!r}) in the embedded cluster",
+        namespace=job["namespace"],
+        dress=lambda: _dress(job),
+    )
+    try:
+        member.wait()
+    finally:
+        api.shutdown(False)
+
+
+def _reseed() -> None:
+    """Give every process random numbers of its own: a fork goes on with those of its parent."""
+    random.seed()
+    torch.default_generator.seed()
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def _dress(job: dict[str, Any]) -> None:
+    for name in job["unset"]:
+        os.environ.pop(name, None)
+    os.environ.update(job["set"])
+    sys.path[:] = job["path"]
+    if job["directory"] is not None:
+        os.chdir(job["directory"])
+
+
+def _exit(code: int) -> NoReturn:
+    """End the process as an interpreter would, without taking its modules down: that is slow and proves nothing."""
+    try:
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:
+            pass
+    os._exit(code)
+
+
+_JOIN_S: Final = 30.0
+_LEAVE_S: Final = 4.0
+
+
+@dataclass(slots=True)
+class Member:
+    """This process as a member of a cluster.
+
+    Attributes:
+        agent: its agent.
+        driver: the name of the driver.
+        leaver: decides when it ends.
+    """
+
+    agent: Agent
+    driver: str
+    leaver: Leaver
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def wait(self) -> None:
+        """Serve until it is released, the driver ends, or it leaves; then leave. Interruptible."""
+        self.leaver.wait()
+        api.shutdown(self.leaver.graceful, _LEAVE_S)
+
+
+def enter(
+    group: Group,
+    directory: RemoteDirectory,
+    driver: WorkerRecord,
+    *,
+    timeout: float,
+    what: str,
+    namespace: str,
+    facts: Mapping[str, Any] | None = None,
+    dress: Callable[[], None] = lambda: None,
+    limit: float = _JOIN_S,
+) -> Member:
+    """Put a member in force in this process, and tell the driver that it is there.
+
+    Args:
+        timeout: the default time-out of calls.
+        what: what this process is, in words.
+        facts: what the driver is told beside the record; None for a process that it has started itself.
+        dress: called when the sockets are there, before anything is served.
+        limit: how long the driver may take to answer, in seconds.
+
+    Raises:
+        RpcError: the driver does not want it, or does not answer. Nothing is in force then, and the group is closed.
+    """
+    agent = group.agent
+    directory.attach(agent)
+    leavers: list[Leaver] = []
+
+    def ready(agent: Agent) -> None:
+        leaver = Leaver(agent, rref.runtime(), lambda: _announce(agent, driver.name))
+        leavers.append(leaver)
+        set_leaver(leaver)
+
+        def ended(peer: Peer) -> None:
+            if peer.name == driver.name:
+                if peer.state == "dead":
+                    leaver.bereft = peer.cause or "it died"
+                leaver.leave(False)
+
+        agent.on_peer_end.append(ended)
+        found = context_module.current()
+        if found is not None:
+            found.spawner = RemoteSpawner(agent, driver.name)
+
+    def stop(graceful: bool, _seconds: float) -> None:
+        if graceful:
+            references = rref.runtime()
+            references.carry_out(references.table.delete_all_users())
+        for leaver in leavers:  # it may have been the user's code that called shutdown
+            leaver.leave(graceful)
+
+    try:
+        dress()
+        api.install(lambda: group, timeout, what, namespace=namespace, ready=ready, stop=stop)
+    except BaseException:  # another group may be in force, and has not even looked at this one
+        group.close()
+        raise
+    try:
+        arguments = (agent.record.to_bytes(),) if facts is None else (agent.record.to_bytes(), dict(facts))
+        agent.call(agent.peer(driver.name), driver_rpc.register, arguments, {}, limit).result()
+    except BaseException:
+        api.shutdown(False)
+        raise
+    return Member(agent, driver.name, leavers[0], facts or {})
+
+
+def _announce(agent: Agent, driver: str) -> None:
+    token = CURRENT.set(None)
+    try:
+        agent.call(agent.peer(driver), driver_rpc.leaving, (agent.name,), {}, _LEAVE_S).result()
+    except RpcError:
+        pass  # it is gone, or very busy: this process ends all the same
+    finally:
+        CURRENT.reset(token)

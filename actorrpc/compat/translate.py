@@ -1,0 +1,165 @@
+"""Futures of calls as torch's are: what their callbacks raise is a RuntimeError, and a failure ends a wait for all at once.
+
+torch's words in errors, for those who look for them: put in front of our own, which say more.
+
+All functions change an error that is about to be raised, in place: its class and fields stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.jit._builtins
+
+from actorrpc import futures
+from actorrpc.errors import RpcTimeoutError, SerializationError, UnknownWorkerError
+
+__all__ = [
+    "Future",
+    "as_runtime_error",
+    "check_script_call",
+    "collect_all",
+    "is_builtin",
+    "reword",
+    "wait_all",
+]
+
+_TIMED_OUT: Final = "RPC ran for more than"
+_NO_DESTINATION: Final = "could not find destination"
+_NO_SCHEMA: Final = "Overloaded torch operator invoked from Python failed to match any schema"
+_NO_DEVICE: Final = "only supports CPU tensors by default"
+_NO_FUTURE: Final = "Functions decorated with @rpc.async_function"
+_OF_SCRIPT: Final = "torch.jit.ScriptFunction"
+_find_builtin: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
+
+
+def reword(error: BaseException, function: Any = None) -> None:
+    """Say what has happened to a call as torch does.
+
+    Args:
+        function: what was called.
+    """
+    if len(error.args) != 1 or not isinstance(error.args[0], str):
+        return
+    text = error.args[0]
+    if isinstance(error, RpcTimeoutError) and _TIMED_OUT not in text:
+        error.args = (f"{text} ({_TIMED_OUT} its time-out)",)
+    elif isinstance(error, UnknownWorkerError) and _NO_DESTINATION not in text:
+        error.args = (f"{_NO_DESTINATION}: {text}",)
+    elif isinstance(error, SerializationError) and _NO_DEVICE in text:
+        error.args = (text.replace(f"RPC {_NO_DEVICE}", f"TensorPipe RPC backend {_NO_DEVICE}"),)
+    elif isinstance(error, TypeError) and _NO_SCHEMA not in text and is_builtin(function):
+        error.args = (f"{_NO_SCHEMA}: {text}",)
+    elif isinstance(error, TypeError) and text.startswith(_NO_FUTURE) and text.endswith(_OF_SCRIPT):
+        kind = text.partition("<class 'torch.")[2].partition("'>")[0]
+        error.args = (f"Async functions must return an IValue of Future type, but got {kind}. {text}",)
+
+
+def check_script_call(function: torch.jit.ScriptFunction[Any, Any], args: Sequence[Any]) -> None:
+    """See, before anything is sent, that a script function takes as many arguments.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    schema: Any = function.schema
+    if len(args) > len(schema.arguments):
+        raise RuntimeError(
+            f"{schema.name}() expected at most {len(schema.arguments)} argument(s) but received {len(args)} argument(s). "
+            f"Declaration: {schema}"
+        )
+
+
+def is_builtin(function: Any) -> bool:
+    """Say whether a function is an operator of torch's."""
+    try:
+        return function is not None and _find_builtin(function) is not None
+    except Exception:  # a callable that cannot be looked up
+        return False
+
+
+def as_runtime_error(error: Exception) -> Exception:
+    """Return an error that is of its own class and a RuntimeError, as which torch raises what callbacks raise."""
+    cls = type(error)
+    if isinstance(error, RuntimeError):
+        return error
+    if issubclass(RuntimeError, cls):
+        made: Any = RuntimeError(*error.args)
+        made.__cause__ = error
+        return made  # type: ignore[no-any-return]
+    try:
+        made = type(cls.__name__, (cls, RuntimeError), {"__module__": cls.__module__})(*error.args)
+    except Exception:  # two layouts that do not mix, or a constructor with other arguments
+        made = RuntimeError(f"{cls.__name__}: {error}")
+    made.__cause__ = error
+    return made  # type: ignore[no-any-return]
+
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class Future(futures.Future[T]):
+    """As :class:`actorrpc.Future`.
+
+    Attributes:
+        function: what was called.
+    """
+
+    __slots__ = ("function",)
+
+    def __init__(self, *, devices: Any = None) -> None:
+        super().__init__(devices=devices)
+        self.function: Any = None
+
+    def _outcome(self) -> T:
+        if self._error is not None:
+            reword(self._error, self.function)
+        return super()._outcome()
+
+    def then(self, callback: Callable[[Any], S]) -> futures.Future[S]:
+        """Return a future for ``callback(self)``; what it raises arrives as a RuntimeError, too."""
+        if not callable(callback):
+            raise TypeError(f"then(): incompatible function arguments. {callback!r} is not callable")
+
+        def run(done: Any) -> S:
+            try:
+                return callback(done)
+            except Exception as error:
+                raise as_runtime_error(error) from error
+
+        run.__qualname__ = getattr(callback, "__qualname__", run.__qualname__)
+        return super().then(run)
+
+
+def collect_all(given: Iterable[torch.futures.Future[Any]]) -> futures.Future[list[Any]]:
+    """Stand in the place of ``torch.futures.collect_all``: the future fails with the first of the given ones that does."""
+    listed = list(given)
+    everything: Future[list[Any]] = Future()
+    everything.label = f"collect_all of {len(listed)} futures"
+    everything.awaits = listed
+
+    def one(done: Any) -> None:
+        try:
+            done.value()
+        except Exception as error:
+            if everything._claim():
+                everything._finish(None, error)
+
+    def last(_: Any) -> None:
+        if everything._claim():
+            everything._finish(listed, None)
+
+    for future in listed:
+        source = getattr(future, "_source", None)
+        if source is not None:
+            source.flush()
+        future.add_done_callback(one)
+    futures.collect_all(listed).add_done_callback(last)
+    return everything
+
+
+def wait_all(given: Iterable[torch.futures.Future[Any]]) -> list[Any]:
+    """Stand in the place of ``torch.futures.wait_all``: return the values, or raise the first failure as soon as there is one."""
+    return [future.wait() for future in collect_all(given).wait()]

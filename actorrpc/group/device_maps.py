@@ -1,0 +1,66 @@
+"""Device maps of a group: what makes no sense in them is said when a worker joins, in torch's words. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from actorrpc.errors import ConfigError
+from actorrpc.wire.identity import WorkerRecord
+
+__all__ = ["check"]
+
+
+def check(
+    records: Iterable[WorkerRecord], find: Callable[[str], WorkerRecord | None], *, fixed: bool
+) -> None:
+    """Check the device maps of some workers against the devices that there are.
+
+    Args:
+        records: the workers whose maps are checked.
+        find: gives the record of a worker by name, or None.
+        fixed: all workers of the group are known.
+
+    Raises:
+        ConfigError: a map names a worker, or a device, that there is not.
+    """
+    for record in records:
+        where = f"Node {record.name} has"
+        if len(set(record.devices)) != len(record.devices):
+            raise ConfigError(f"{where} duplicated devices: {', '.join(record.devices)}")
+        if wrong := _absent(record.devices, record):
+            raise ConfigError(f"{where} devices with invalid indices: {wrong}")
+        for name in dict.fromkeys(route[0] for route in record.device_maps):
+            target = find(name)
+            if target is None:
+                if fixed:
+                    raise ConfigError(
+                        f"{where} invalid target node names in its device maps: there is no worker {name!r}"
+                    )
+                continue
+            forth = {here: there for worker, here, there in record.device_maps if worker == name}
+            if len(set(forth.values())) != len(forth):
+                raise ConfigError(f"{where} duplicated target devices in its device map for {name}: {forth}")
+            for owner, side, devices in (
+                (record, "source", list(forth)),
+                (target, "target", [*forth.values()]),
+            ):
+                what = f"{side} devices"
+                suffix = f"in its device map for {name}"
+                if owner.devices:
+                    unexpected = [each for each in devices if each not in owner.devices]
+                    if unexpected:
+                        raise ConfigError(
+                            f"{where} unexpected {what} {suffix}: {unexpected[0]} is none of those that the options of "
+                            f"{owner.name} allow ({', '.join(owner.devices)})"
+                        )
+                elif wrong := _absent(devices, owner):
+                    raise ConfigError(f"{where} {what} with invalid indices {suffix}: {wrong}")
+
+
+def _absent(devices: Iterable[str], owner: WorkerRecord) -> str:
+    """Say which of these CUDA devices a worker does not see; empty where it sees all."""
+    for device in devices:
+        kind, _, index = device.partition(":")
+        if kind == "cuda" and int(index or 0) >= owner.cuda_devices:
+            return f"{device}, but {owner.name} sees {owner.cuda_devices} CUDA devices"
+    return ""

@@ -1,0 +1,659 @@
+"""Reach: which members of the group this worker can reach, where it has to wait for them.
+
+To be told of a worker's end, a connection to it is needed: :meth:`Reach.connect_all` makes those that are missing, on pool
+threads, all at once. A member is *out of reach* while it is suspect, or while connections to it do not come about although
+nothing says that it is dead. Whoever is that for ``PATIENCE_S`` is given up by those who wait for it at shutdown: what a
+worker does that cannot be asked is no reason to wait for ever. It is taken back when it comes back.
+
+The dicts are used by single, atomic steps; nothing is locked, and nothing here waits but what runs on the pool.
+
+The group: how this process joins one, waits for the others at its end, and leaves.
+
+Joining binds the sockets, agrees on the key and the table of workers, and starts the agent: through torch's store
+(:func:`join`), or through a directory that one of the workers keeps (:func:`enter`, the embedded cluster).
+Leaving a fixed group gracefully is a barrier: every worker asks the first live one (by name) to say when all have
+arrived. It serves calls meanwhile, for as long as others work. A worker that dies counts as arrived; if the
+first one dies, the next takes over. One that is suspect, or to which no connection comes about, is waited for as long as
+anybody else is; after that for some seconds (``reach.py``). So every wait ends, and nobody takes a bad connection for a
+death: two workers that see different ones of a group alive would wait for different things.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Set
+from functools import partial
+from typing import Any, Final, Protocol
+
+import torch
+
+from actorrpc import _time
+from actorrpc.agent import hooks
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.executor import Later
+from actorrpc.agent.peers import Peer, state_of
+from actorrpc.config import Settings, host_and_port
+from actorrpc.errors import (
+    ConfigError,
+    DeadlockError,
+    LimitError,
+    PeerDiedError,
+    ProtocolError,
+    RpcError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+)
+from actorrpc.futures import Future
+from actorrpc.group import device_maps
+from actorrpc.group.rendezvous import Rendezvous
+from actorrpc.wire import keys
+from actorrpc.wire.identity import WorkerRecord, host_identity, main_identity, new_incarnation
+from actorrpc.wire.keys import Key
+
+__all__ = [
+    "DIAL_S",
+    "PATIENCE_S",
+    "Directory",
+    "Group",
+    "Membership",
+    "Reach",
+    "close_forsaken",
+    "enter",
+    "is_loopback",
+    "join",
+]
+
+_log = logging.getLogger("actorrpc.group")
+_AGAIN_S: Final = 0.1
+_LOOK_S: Final = 1.0  # how often whoever waits at the end looks around
+# How long threads in user code may take to end: with all else, less than the 1 s of Ctrl-C and the 2 s of an end by force.
+_LET_END_S: Final = 0.75
+_PARTING_S: Final = 5.0  # how long those who read slowly may take to hear of a graceful end
+
+
+class _Barrier:
+    """Who has arrived at the end, as far as this worker knows. ``_lock`` guards all of it and is a leaf.
+
+    Whoever has come to a stage has been told that all had come to those before it, be it by somebody else who has left or
+    died since: it counts there as well.
+
+    Args:
+        members: everyone who is waited for; never more than at first. Large groups ask often: no copy each time.
+    """
+
+    def __init__(self, members: Callable[[], Set[str]]) -> None:
+        self._members = members
+        self._lock = threading.Lock()
+        self._arrived: dict[int, set[str]] = {}
+        self._waiting: dict[int, list[Future[None]]] = {}
+        self._gone: set[str] = set()
+
+    def arrive(self, stage: int, name: str) -> Future[None]:
+        """Note an arrival; the future completes when nobody is missing."""
+        future: Future[None] = Future()
+        future.label = "the arrival of every worker at shutdown"
+        with self._lock:
+            self._waiting.setdefault(stage, []).append(future)
+        self.reached(stage, name)
+        return future
+
+    def reached(self, stage: int, name: str) -> None:
+        """Note that a worker has come to a stage, whomever it asks about the others."""
+        with self._lock:
+            self._arrived.setdefault(stage, set()).add(name)
+        self._look()
+
+    def gone(self, name: str) -> None:
+        """Note that a worker is gone: nobody waits for it."""
+        with self._lock:
+            self._gone.add(name)
+        self._look()
+
+    def missing(self, stage: int) -> list[str]:
+        """Return who has not arrived and is not known to be gone."""
+        members = self._members()
+        with self._lock:
+            return sorted(self._lacking(members, stage))
+
+    def _lacking(self, members: Set[str], stage: int) -> Set[str]:
+        """Return what :meth:`missing` does, as a set. Under the lock."""
+        here = {name for at, names in self._arrived.items() if at >= stage for name in names}
+        return members - self._gone - here
+
+    def _may_be_all(self, members: Set[str], stage: int) -> bool:
+        """Say whether enough have been heard of. Else nobody need look at all names, at each arrival. Under the lock."""
+        heard = sum(len(names) for at, names in self._arrived.items() if at >= stage)
+        return heard + len(self._gone) >= len(members)
+
+    def _look(self) -> None:
+        members = self._members()
+        ready: list[Future[None]] = []
+        with self._lock:
+            for stage, waiting in self._waiting.items():
+                if waiting and self._may_be_all(members, stage) and not self._lacking(members, stage):
+                    ready.extend(waiting)
+                    waiting.clear()
+        for future in ready:
+            if future._claim():
+                future._finish(None, None)
+
+
+class Membership(Protocol):
+    """What keeps a worker in its group: a rendezvous in a store, or the directory of a cluster."""
+
+    def leave(self) -> None:
+        """Take this worker off the list of a group that workers may leave at any time."""
+
+    def close(self) -> None:
+        """Let go of what is needed to be found. Idempotent."""
+
+    def release(self) -> None:
+        """Let go of what others might still have needed."""
+
+
+class Directory(Membership, Protocol):
+    """A membership that also says who is there."""
+
+    def resolve(self, to: str | int) -> WorkerRecord | None:
+        """Return the record of a worker by name or rank; None if there is none."""
+
+    def members(self) -> list[WorkerRecord]:
+        """Return the records of all workers."""
+
+
+class Group:
+    """This worker's membership in one group."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        membership: Membership,
+        table: dict[str, WorkerRecord] | None,
+        doors: _Doors,
+    ) -> None:
+        self.agent = agent
+        self._doors = doors
+        self._started = False
+        self._together = False
+        self.membership = membership
+        self.is_fixed = table is not None
+        self._table = table or {}
+        self._everyone = frozenset(self._table)
+        self._in_order = sorted(self._table)
+        self.barrier = _Barrier(self._names)
+        self.reach = Reach(agent)
+        agent.on_peer_end.append(self._ended)
+
+    def _names(self) -> Set[str]:
+        return self._everyone
+
+    def _ended(self, peer: Peer) -> None:
+        self.reach.forget(peer)
+        if self.is_fixed:  # nobody waits for others at the end of a group that workers leave at any time
+            self.barrier.gone(peer.name)
+
+    def start(self) -> None:
+        """Serve calls from now on. Others may have called long ago: all that answers them must be in place."""
+        self._started = True
+        self.agent.start(self._doors.sockets)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def wait_for_all(self, stage: int, timeout: float) -> None:
+        """Wait until every live worker of a fixed group has come to this stage of its shutdown.
+
+        Raises:
+            RpcTimeoutError: not all have within ``timeout`` seconds (0: however long it takes).
+        """
+        hooks.reach("shutdown.let_go" if stage else "shutdown.called")
+        if not self.is_fixed:
+            self._together = True
+            return
+        until = _time.now() + timeout if timeout else float("inf")
+        self.barrier.reached(
+            stage, self.agent.name
+        )  # others may ask this one because those before it are gone
+        while True:
+            peer = self._whom_to_ask()
+            if peer.is_self:
+                self.watch_all()
+            future = self._ask(peer, stage, until)
+            if self._hear(future, peer, stage, until):
+                hooks.reach("shutdown.settled" if stage else "shutdown.together")
+                self._together = True
+                return
+            if _time.now() >= until:
+                missing = ", ".join(self.barrier.missing(stage)) if peer.is_self else "some"
+                raise RpcTimeoutError(
+                    f"shutdown of {self.agent.name!r}: not every worker called shutdown within {timeout} s (missing: {missing})",
+                    worker=peer.name,
+                )
+
+    def _whom_to_ask(self) -> Peer:
+        """Return the first member, by name, that lives and is not given up. This one, if all before it are gone."""
+        # All that there was contact with are looked at: the time of each that is out of reach runs from now on, not one after
+        # the other. For the others, who may be thousands, nothing is made here.
+        known = [peer for peer in self.agent.peers() if peer.name in self._everyone]
+        lost = {peer.name for peer in known if peer.state == "alive" and self.reach.is_given_up(peer)}
+        for name in self._in_order:
+            if name not in lost and (peer := self.agent.peer(name)).state == "alive":
+                return peer
+        return self.agent.self_peer
+
+    def _ask(self, peer: Peer, stage: int, until: float) -> Future[None] | None:
+        """Tell a member that this one has come to the stage; None where it cannot be reached, for now or for ever."""
+        agent = self.agent
+        future: Future[None] = Future()
+        try:
+            if not peer.is_self:
+                agent.links.connect(peer, min(until, _time.now() + DIAL_S), "shutdown")
+            agent.call(peer, _arrive, (stage, agent.name), {}, 0.0, future=future, label="shutdown")
+        except (PeerDiedError, RpcTimeoutError, ProtocolError, LimitError) as error:
+            # No proof of its death, unless it is not alive any more: that is found out next.
+            self.reach.failed(peer, error)
+            self.watch_all()  # others may be out of reach as well: found out for all at once
+            _time.sleep(_AGAIN_S)
+            return None
+        return future
+
+    def _hear(self, future: Future[None] | None, peer: Peer, stage: int, until: float) -> bool:
+        """Wait for the answer of the member that was asked; False where another is to be asked, or the time is over.
+
+        Meanwhile, now and then: if this is the member that others ask, it sees whether it is worth waiting for those
+        who are missing; else whether it has asked the right one.
+        """
+        while future is not None:
+            try:
+                future.wait(min(_LOOK_S, max(0.0, until - _time.now())))
+                return True
+            except PeerDiedError:
+                return False
+            except DeadlockError:
+                _time.sleep(_AGAIN_S)  # all its threads are blocked at present: that may pass
+                return False
+            except RpcTimeoutError:
+                if (
+                    not future.done()
+                ):  # else it is the time of a call that this is done in, or it has just come
+                    if peer.is_self:
+                        self._review(stage)
+                    if _time.now() >= until or self._whom_to_ask() is not peer:
+                        future.cancel()
+                        return False
+                elif future.exception() is not None:
+                    raise
+        return False
+
+    def _review(self, stage: int) -> None:
+        """Wait no longer for those who are missing, if all of them have been out of reach for long."""
+        missing = [self.agent.peer(name) for name in self.barrier.missing(stage)]
+        self.reach.connect_all(missing)
+        given_up = [self.reach.is_given_up(peer) for peer in missing if peer.state == "alive"]
+        if missing and all(given_up):
+            for peer in missing:
+                if peer.state == "alive":
+                    _log.warning(
+                        "shutdown does not wait for %r any longer: %s", peer.name, self.reach.why(peer)
+                    )
+                self.barrier.gone(peer.name)
+
+    def watch_all(self) -> None:
+        """Have connections made to every worker of the group, so that the end of any of them is noticed. Returns at once.
+
+        Raises:
+            RpcError: nobody can say who is in the group; only where workers may join and leave.
+        """
+        names = self._in_order or [record.name for record in self.agent.members()]
+        peers: list[Peer] = []
+        for name in names:
+            try:
+                peers.append(self.agent.peer(name))
+            except (UnknownWorkerError, PeerDiedError):  # it has left meanwhile
+                continue
+        for peer in peers:
+            if peer.state != "alive":
+                self.barrier.gone(peer.name)
+        self.reach.connect_all(peers)
+
+    def close(self) -> None:
+        """Leave: close the agent and take this worker's traces out of the store."""
+        try:
+            hooks.reach("shutdown.closing")
+        finally:
+            self._close()
+        hooks.reach("shutdown.closed")
+
+    def _close(self) -> None:
+        if not self.is_fixed:
+            try:
+                self.membership.leave()
+            except RpcError as error:
+                _log.info("the store is gone: %s", error)
+        if self._together:  # at an end by force, nobody has the time
+            self.agent.close(_LET_END_S, max(_LET_END_S, min(_PARTING_S, self.agent.leave_by - _time.now())))
+        else:
+            self.agent.close(_LET_END_S)
+        self._doors.close()
+        self.membership.close()
+        self.membership.release()
+
+
+_current: Group | None = None
+
+
+def set_current(group: Group | None) -> None:
+    """Name the group that is in force in this process."""
+    global _current
+    _current = group
+
+
+def _arrive(stage: int, name: str) -> Any:
+    """Run on the worker that is asked: answer when everybody has arrived."""
+    group = _current
+    if group is None:
+        return None
+    return Later(group.barrier.arrive(stage, name))
+
+
+# -- joining ---------------------------------------------------------------------------------------
+
+
+def _listen_unix(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.bind(path)
+        os.chmod(path, 0o600)
+        sock.listen(512)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _listen_tcp(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind | socket.SOCK_CLOEXEC, proto)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(512)
+        except BaseException:
+            sock.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host!r} port {port}: {error}. Choose another bind= or port="
+        ) from error
+    return sock
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether nobody beyond this host can reach what listens there; a name is what it stands for, not how it looks."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        pass
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found)
+
+
+class _Doors:
+    """The listening sockets of a worker and the addresses that go with them."""
+
+    def __init__(self) -> None:
+        self.sockets: list[socket.socket] = []
+        self.unix_path: str | None = None
+        self.tcp: tuple[tuple[str, int], ...] = ()
+        _opened.append(self)
+
+    def open(self, settings: Settings, own: str | None, has_key: bool) -> None:
+        """Bind what the settings, the own address and the key allow.
+
+        Raises:
+            ConfigError: TCP beyond this host was asked for without a key.
+        """
+        if settings.transport != "tcp":
+            # Known before there is a file: Ctrl-C may come anywhere.
+            self.unix_path = keys.socket_path(keys.runtime_directory())
+            self.sockets.append(_listen_unix(self.unix_path))
+        host = settings.bind or own
+        if settings.transport == "unix" or (host is None and settings.transport != "tcp"):
+            return
+        host = host or "127.0.0.1"
+        if not is_loopback(host) and not has_key and not settings.insecure:
+            if settings.bind is None and settings.transport == "auto":
+                return  # one host only: Unix sockets do, and nobody else may come in
+            raise ConfigError(
+                f"this worker would listen on {host!r}, where others can reach it, without a key. Give every worker the same key "
+                f"(ACTORRPC_KEY, ACTORRPC_KEY_FILE or key=), or say insecure=True if the network is yours alone"
+            )
+        if is_loopback(host) and settings.transport != "tcp" and settings.bind is None:
+            return
+        if not has_key and settings.insecure:  # on loopback, too: other users of this host reach it
+            _log.warning(
+                "listening on %s WITHOUT a key: whoever reaches this port can run code as this user", host
+            )
+        sock = _listen_tcp(host, settings.port)
+        self.sockets.append(sock)
+        bound = sock.getsockname()
+        shown, port = host_and_port(settings.advertise) if settings.advertise else (None, None)
+        if shown is None:
+            shown = own if bound[0] in ("0.0.0.0", "::") and own else bound[0]
+        if len(bound) == 4 and bound[3] and "%" not in shown and shown.startswith("fe80"):
+            shown = f"{shown}%{socket.if_indextoname(bound[3])}"
+        self.tcp = ((shown, port or bound[1]),)
+
+    def close(self) -> None:
+        """Close what was opened, files included."""
+        for sock in self.sockets:
+            sock.close()
+        if self.unix_path is not None:
+            keys.remove_file(self.unix_path)
+        if self in _opened:
+            _opened.remove(self)
+
+
+_opened: list[_Doors] = []
+
+
+def close_forsaken() -> None:
+    """Close what was opened for a group that nobody got: Ctrl-C came while it was being handed over."""
+    while _opened:
+        _opened.pop().close()
+
+
+def join(
+    name: str,
+    rank: int,
+    world_size: int | None,
+    store: Any,
+    *,
+    settings: Settings,
+    key: Key | None,
+    timeout: float,
+    devices: tuple[str, ...] = (),
+    maps: tuple[tuple[str, str, str], ...] = (),
+) -> Group:
+    """Join the group that meets at ``store``; :meth:`Group.start` is still to be called.
+
+    Args:
+        devices: the devices that the options allow; empty: all.
+        maps: ``(worker, device here, device there)``, as in :class:`WorkerRecord`.
+
+    Raises:
+        RendezvousError, AuthenticationError, ConfigError: as their messages say; nothing is left running.
+    """
+    keys.sweep()
+    own_key = key if key is not None else keys.find_key()
+    rendezvous = Rendezvous(store, rank=rank, world_size=world_size, timeout=timeout)
+    doors = _Doors()
+    host = host_identity()
+    try:
+        doors.open(settings, rendezvous.own_address(), own_key is not None)
+        key = None if own_key is None and settings.insecure else rendezvous.agree_key(own_key, host)
+        record = WorkerRecord(
+            name=name,
+            rank=rank,
+            incarnation=new_incarnation(),
+            host=host,
+            unix_path=doors.unix_path,
+            tcp=doors.tcp,
+            pid=os.getpid(),
+            main=main_identity(),
+            cuda_devices=torch.cuda.device_count(),
+            devices=devices,
+            device_maps=maps,
+        )
+        hooks.reach("join.listening", name)
+        if world_size is None:
+            table = {name: rendezvous.enter(record)}
+            if maps or devices:
+                device_maps.check(table.values(), rendezvous.lookup, fixed=False)
+        else:
+            table = rendezvous.join(record)
+            device_maps.check(table.values(), table.get, fixed=True)
+        hooks.reach("join.met", name)
+    except BaseException:
+        doors.close()
+        rendezvous.close()
+        raise
+    if world_size is not None:
+        ranks = {each.rank: each for each in table.values()}
+
+        def resolve(to: str | int) -> WorkerRecord | None:
+            return table.get(to) if isinstance(to, str) else ranks.get(to)
+
+        def members() -> list[WorkerRecord]:
+            return list(table.values())
+    else:
+        record = table[name]
+
+        def resolve(to: str | int) -> WorkerRecord | None:
+            return rendezvous.lookup(to) if isinstance(to, str) else rendezvous.lookup_rank(to)
+
+        members = rendezvous.members
+    agent = Agent(record, settings=settings, key=key, resolve=resolve, members=members)
+    return Group(agent, rendezvous, table if world_size is not None else None, doors)
+
+
+def enter(
+    name: str,
+    rank: int,
+    directory: Directory,
+    *,
+    settings: Settings,
+    key: Key,
+    host: str | None = None,
+    serves: bool = False,
+) -> Group:
+    """Enter the group that a directory lists; :meth:`Group.start` is still to be called.
+
+    The directory is not told: who makes the group knows how. Workers listen as the settings say.
+
+    Args:
+        host: what tells this host from others; by default, what does so in truth.
+        serves: this process does not go on with its script. What the script defines further down is not in its main module,
+            so nothing of the main module goes by name.
+
+    Raises:
+        ConfigError: no socket can be made.
+    """
+    doors = _Doors()
+    try:
+        doors.open(settings, None, True)
+        record = WorkerRecord(
+            name=name,
+            rank=rank,
+            incarnation=new_incarnation(),
+            host=host_identity() if host is None else host,
+            unix_path=doors.unix_path,
+            tcp=doors.tcp,
+            pid=os.getpid(),
+            main="" if serves else main_identity(),
+        )
+        agent = Agent(
+            record, settings=settings, key=key, resolve=directory.resolve, members=directory.members
+        )
+    except BaseException:
+        doors.close()
+        raise
+    return Group(agent, directory, None, doors)
+
+
+DIAL_S: Final = 2.0
+"""How long one attempt to connect may take, in seconds: as long as a shutdown by force may."""
+
+PATIENCE_S: Final = 10.0
+"""How long somebody may be out of reach, in seconds, before others cease to wait for it."""
+
+
+class Reach:
+    """What is known of the ways to the members. Thread-safe."""
+
+    def __init__(self, agent: Agent, now: Callable[[], float] = time.monotonic) -> None:
+        self._agent = agent
+        self._now = now
+        self._failed: dict[str, str] = {}
+        self._since: dict[str, float] = {}
+        self._dialling: dict[str, None] = {}
+
+    def failed(self, peer: Peer, error: RpcError) -> None:
+        """Take note that no connection to a peer came about."""
+        if peer.state == "alive":
+            self._failed[peer.name] = str(error)
+
+    def forget(self, peer: Peer) -> None:
+        """Let go of what is kept about a peer that has ended."""
+        self._failed.pop(peer.name, None)
+        self._since.pop(peer.name, None)
+
+    def connect_all(self, peers: Iterable[Peer]) -> None:
+        """Have connections made to those of these peers that have none. Returns at once."""
+        for peer in peers:
+            self._connect(peer)
+
+    def _connect(self, peer: Peer) -> None:
+        conn = peer.conn
+        if peer.is_self or peer.state != "alive" or (conn is not None and not conn.broken):
+            return
+        if peer.name not in self._dialling:
+            self._dialling[peer.name] = None
+            self._agent.submit(partial(self._dial, peer))
+
+    def _dial(self, peer: Peer) -> None:
+        try:
+            self._agent.links.connect(peer, _time.now() + DIAL_S, "to watch it")
+        except (RpcError, OSError) as error:
+            self.failed(peer, error if isinstance(error, RpcError) else RpcError(str(error)))
+        finally:
+            self._dialling.pop(peer.name, None)
+
+    def is_given_up(self, peer: Peer) -> bool:
+        """Say whether a peer has been out of reach for so long that nobody need wait for it; keep trying to reach it.
+
+        To be called again and again while one waits: the time runs from the first call that finds it out of reach.
+        """
+        conn = peer.conn
+        if conn is not None and not conn.broken:
+            self._failed.pop(peer.name, None)
+        if peer.is_self or not (peer.name in self._failed or state_of(peer) == "suspect"):
+            self._since.pop(peer.name, None)
+            return False
+        self._connect(peer)
+        now = self._now()
+        return now - self._since.setdefault(peer.name, now) >= PATIENCE_S
+
+    def why(self, peer: Peer) -> str:
+        """Say in words what is wrong with a peer that is out of reach."""
+        return self._failed.get(peer.name) or f"it is {state_of(peer)}"

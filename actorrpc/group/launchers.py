@@ -1,0 +1,209 @@
+"""What ``init_rpc`` was not told, taken from what a launcher has said. Thread-safe; keeps nothing.
+
+Launchers: which rank of how many this process is, as torchrun, Slurm or MPI say it in its environment.
+
+torchrun's variables (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``) are also what the Kubernetes operators set.
+Slurm and MPI are read natively where those are missing. Pure reading: nothing is opened, and nothing is kept. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from actorrpc.errors import ConfigError
+
+__all__ = ["VARIABLES", "Launch", "fill_in", "first_host", "of_environment"]
+
+VARIABLES: Final = "RANK and WORLD_SIZE (or SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK and their sizes)"
+_PORTS: Final = (20_000, 10_000)  # for jobs whose launcher names none: the lowest, and how many
+#: launcher, rank, size, rank on this host; the first that is there counts
+_NATIVE: Final = (
+    ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What a launcher has said.
+
+    Attributes:
+        launcher: what messages call it.
+        run: names this start of the job among others. A restarted group of torchrun's is another one where that is on one host;
+            over several, what is in the store may be of the start before.
+        master: the host of rank 0, with ``port``, where the ranks meet.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    master: str
+    port: int
+    run: str
+
+    @property
+    def name(self) -> str:
+        """What the worker of this rank is called."""
+        return f"rank{self.rank}"
+
+
+def _number(environment: Mapping[str, str], name: str, launcher: str) -> int:
+    text = environment.get(name)
+    if text is None or text == "":
+        raise ConfigError(
+            f"{launcher} has set some of its variables and not {name}: set it, or unset the others to start a cluster "
+            "of this process alone"
+        )
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} ({launcher}) is not a number") from None
+
+
+def of_environment(environment: Mapping[str, str] | None = None) -> Launch | None:
+    """Read what a launcher has said; None where there is none.
+
+    Raises:
+        ConfigError: a variable is missing, makes no sense, or contradicts another.
+    """
+    given = os.environ if environment is None else environment
+    if given.get("ACTORRPC_LAUNCHER") == "none":
+        return None
+    if "RANK" in given or "WORLD_SIZE" in given or "TORCHELASTIC_RUN_ID" in given:
+        return _of_torchrun(given)
+    for launcher, rank, size, local in _NATIVE:
+        if rank in given and (size in given or launcher != "Slurm"):
+            return _of_native(given, launcher, rank, size, local)
+    return None
+
+
+def _check(rank: int, size: int, names: tuple[str, str]) -> None:
+    if size < 1 or not 0 <= rank < size:
+        raise ConfigError(
+            f"{names[0]}={rank} and {names[1]}={size} contradict each other: ranks are 0..{names[1]}-1"
+        )
+
+
+def _of_torchrun(given: Mapping[str, str]) -> Launch:
+    what = "torchrun" if "TORCHELASTIC_RUN_ID" in given else "the launcher"
+    rank, size = _number(given, "RANK", what), _number(given, "WORLD_SIZE", what)
+    _check(rank, size, ("RANK", "WORLD_SIZE"))
+    local = int(given.get("LOCAL_RANK") or 0) if (given.get("LOCAL_RANK") or "0").isdigit() else -1
+    local_size = given.get("LOCAL_WORLD_SIZE") or ""
+    if local < 0 or (local_size.isdigit() and not local < int(local_size) <= size):
+        raise ConfigError(
+            f"LOCAL_RANK={given.get('LOCAL_RANK')!r}, LOCAL_WORLD_SIZE={local_size or None!r} and WORLD_SIZE={size} "
+            "contradict each other"
+        )
+    for name, rank_name, size_name, launcher in (
+        ("SLURM_PROCID", "SLURM_PROCID", "SLURM_NTASKS", "Slurm"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI"),
+    ):
+        # torchrun below srun has ranks of its own; a script that sets RANK itself from Slurm's must have set it right.
+        if "TORCHELASTIC_RUN_ID" in given or name not in given or size_name not in given:
+            continue
+        same_size = given[size_name] == str(size)
+        if same_size and given[rank_name] != str(rank):
+            raise ConfigError(
+                f"RANK={rank} and {rank_name}={given[rank_name]} ({launcher}) contradict each other"
+            )
+    master = given.get("MASTER_ADDR") or ("127.0.0.1" if size == 1 else "")
+    if not master:
+        raise ConfigError(
+            f"{what} has set RANK and WORLD_SIZE, and not MASTER_ADDR: the host of rank 0, where all meet"
+        )
+    port = _number(given, "MASTER_PORT", what) if size > 1 or given.get("MASTER_PORT") else 29500
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"MASTER_PORT={port} is no port: 1 to 65535")
+    # torchrun keeps its store over restarts, and each host counts those of its own: only within one do all agree.
+    alone = (given.get("GROUP_WORLD_SIZE") or "1") == "1"
+    restart = (given.get("TORCHELASTIC_RESTART_COUNT") or "0") if alone else "0"
+    run = f"{given.get('TORCHELASTIC_RUN_ID') or 'none'}/{restart}"
+    return Launch(launcher=what, rank=rank, size=size, local_rank=local, master=master, port=port, run=run)
+
+
+def _of_native(given: Mapping[str, str], launcher: str, rank: str, size: str, local: str) -> Launch:
+    own, count = _number(given, rank, launcher), _number(given, size, launcher)
+    _check(own, count, (rank, size))
+    master = given.get("MASTER_ADDR") or ""
+    job = next(
+        (given[name] for name in ("SLURM_JOB_ID", "OMPI_MCA_ess_base_jobid", "PMI_JOBID") if given.get(name)),
+        "",
+    )
+    step = given.get("SLURM_STEP_ID") or ""
+    if not master and count == 1:
+        master = "127.0.0.1"
+    if not master and launcher == "Slurm":
+        nodes = (
+            given.get("SLURM_STEP_NODELIST") or given.get("SLURM_NODELIST") or given.get("SLURM_JOB_NODELIST")
+        )
+        if not nodes:
+            raise ConfigError("Slurm has set SLURM_PROCID, and neither SLURM_NODELIST nor MASTER_ADDR is set")
+        master = first_host(nodes)
+    if not master:
+        local_size = given.get("OMPI_COMM_WORLD_LOCAL_SIZE") or given.get("MPI_LOCALNRANKS") or ""
+        if local_size != str(count):
+            raise ConfigError(
+                f"{launcher} does not say where rank 0 runs, and MASTER_ADDR is not set: set it to that host for all ranks"
+            )
+        master = "127.0.0.1"
+    if given.get("MASTER_PORT"):
+        port = _number(given, "MASTER_PORT", launcher)
+    else:
+        # Every rank finds the same one: no two jobs of one host should.
+        mark = hashlib.sha256(f"{job}.{step}.{os.getuid()}".encode()).digest()
+        port = _PORTS[0] + int.from_bytes(mark[:4], "big") % _PORTS[1]
+    return Launch(
+        launcher=launcher,
+        rank=own,
+        size=count,
+        local_rank=int(given.get(local) or 0),
+        master=master,
+        port=port,
+        run=f"{job}.{step}/{given.get('SLURM_RESTART_COUNT') or 0}",
+    )
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a list as Slurm writes it: ``node[07-09,12],gpu1`` begins with ``node07``.
+
+    Raises:
+        ConfigError: it is no such list.
+    """
+    found = re.match(r"([^,\[\]\s]+)(?:\[(\d+)[^\]]*\]([^,\[\]\s]*))?", nodes)
+    if found is None:
+        raise ConfigError(f"SLURM_NODELIST={nodes!r} cannot be read; set MASTER_ADDR to the host of rank 0")
+    return found[1] + (found[2] or "") + (found[3] or "")
+
+
+def fill_in(name: str | None, rank: Any, world_size: Any, options: Any) -> tuple[str, Any, Any, Any]:
+    """Return name, rank, world size and options of a worker, as they were given or as the launcher has said.
+
+    Raises:
+        ConfigError: no name was given, and there is no launcher; or what it says makes no sense.
+    """
+    told = rank != -1 or world_size is not None or options.init_method != "env://"
+    if name is not None and (told or "RANK" in os.environ or "WORLD_SIZE" in os.environ):
+        return name, rank, world_size, options
+    launch = of_environment()
+    if launch is None:
+        if name is None:
+            raise ConfigError(
+                f"init_rpc() needs a name, as no launcher has said which rank this process is: {VARIABLES} are not set"
+            )
+        return name, rank, world_size, options
+    name = f"worker{launch.rank}" if name is None else name
+    if told:
+        return name, rank, world_size, options
+    where = f"[{launch.master}]" if ":" in launch.master else launch.master
+    options = copy.copy(options)
+    options.init_method = f"tcp://{where}:{launch.port}"
+    return name, launch.rank, launch.size, options

@@ -1,0 +1,537 @@
+"""How workers find each other: through a store of torch's (TCP, file, or torchrun's), once, at the start.
+
+A *fixed* group (``world_size`` given) forms in rounds: each worker takes a place by an atomic counter, sets
+its record, and the last one to come reads them all, judges them, and publishes one outcome that all the
+others wait for: the table of workers, or one error that all raise. Each does O(1) store operations. The
+next group in the same store is the next round. A *dynamic* group has a claimed key per name and rank.
+
+The caller's thread does all the work; waits poll in short slices, so that Ctrl-C works, and are bounded.
+A store is open to others: what is read from it is checked, no secret and no hash of one is written to it,
+and nothing is ever unpickled. One thread at a time may join; lookups are thread-safe.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Final, Protocol
+
+import msgpack
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from actorrpc import _time
+from actorrpc.errors import AuthenticationError, RendezvousError, RpcError
+from actorrpc.group.store import first_line, open_store, poll
+from actorrpc.wire import keys
+from actorrpc.wire.identity import WorkerRecord
+from actorrpc.wire.keys import Key
+
+__all__ = ["Rendezvous", "StoreLike", "open_store"]
+
+_TABLE, _ERROR, _AGAIN = "table", "error", "again"
+_LEFT: Final = b"left"  # what a name's or a rank's key holds when its holder has gone
+_TRIES: Final = 2  # rounds that may be called off for what look like leftovers before that is an error
+_GRACE: Final = 2.0  # for the others to hear of the end, once it has come
+
+
+class StoreLike(Protocol):
+    """What is used of a store; each of torch's has it."""
+
+    def set(self, key: str, value: Any, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def multi_get(self, keys: list[str], /) -> Sequence[bytes]: ...
+    def compare_set(self, key: str, expected: Any, desired: Any, /) -> bytes: ...
+
+
+class Rendezvous:
+    """One worker's part in finding the others.
+
+    ``_lock`` guards the names that :meth:`members` remembers; nothing is called under it but the store.
+
+    Args:
+        rank: this worker's; -1 or None lets a dynamic group hand one out.
+        world_size: how many there will be; None for a dynamic group.
+        timeout: the longest that any of the methods waits, in seconds.
+    """
+
+    def __init__(self, store: StoreLike, *, rank: int | None, world_size: int | None, timeout: float) -> None:
+        self.rank = -1 if rank is None else rank
+        self.world_size = world_size
+        self.timeout = timeout
+        self.record: WorkerRecord | None = None
+        self._store = store
+        self._lock = threading.Lock()
+        self._table: dict[str, WorkerRecord] = {}
+        self._names: dict[int, str] = {}
+        self._round: tuple[int, int] | None = None
+        self._calls_off = 0
+        self._own_key: Key | None = None
+        self._agreed: Key | None = None
+        self._host = ""
+        self._key_file: str | None = None
+        if world_size is None:
+            self._prefix = "dynamic/"
+        else:
+            # torchrun keeps its store over restarts; only within one node do all agree on how many.
+            alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
+            self._prefix = f"fixed/{world_size}/{restarts}/"
+
+    def enter(self, record: WorkerRecord) -> WorkerRecord:
+        """Join a dynamic group without asking who else is in it; return the record that is in force, with its rank.
+
+        Its cost does not grow with the group.
+
+        Raises:
+            RendezvousError: the name or the rank is taken, or the store failed.
+        """
+        self.record = mine = self._join_dynamic(record, _time.now() + self.timeout)
+        return mine
+
+    def join(self, record: WorkerRecord) -> dict[str, WorkerRecord]:
+        """Join the group as ``record``; return who is in it, this worker included, by name.
+
+        In a dynamic group ``record.rank`` may be -1; what was given instead is in ``self.record`` and in
+        the result, which holds those who are there by now.
+
+        Raises:
+            RendezvousError: a worker did not come in time, a name or rank is taken, some could not reach
+                each other, or the store failed. In a fixed group all workers raise it at once.
+        """
+        if self.world_size is None:
+            mine = self.enter(record)
+            return {each.name: each for each in [*self.members(), mine]}
+        deadline = _time.now() + self.timeout
+        while True:
+            kind, payload = self._join_round(record, deadline)
+            if kind == _TABLE:
+                self._table = _read_table(payload, record)
+                self.record = record
+                self._forget_key_file()  # everyone has read it before joining
+                return dict(self._table)
+            if kind == _ERROR:
+                self._see_others_off()
+                raise RendezvousError(str(payload))
+            self._round = None
+            self._calls_off += 1
+            before = self._agreed
+            if before is not None and self.agree_key(self._own_key, self._host) != before:
+                raise RendezvousError("rank 0 was restarted while the workers met; start them all again")
+
+    def lookup(self, name: str) -> WorkerRecord | None:
+        """Return the worker of this name; None where there is none."""
+        if self.world_size is not None:
+            return self._table.get(name)
+        value = self._find(f"name/{name}")
+        return None if value is None or value == _LEFT else WorkerRecord.from_bytes(value)
+
+    def lookup_rank(self, rank: int) -> WorkerRecord | None:
+        """Return the worker of this rank; None where there is none."""
+        if self.world_size is not None:
+            return next((each for each in self._table.values() if each.rank == rank), None)
+        tag = self._find(f"rank/{rank}")
+        record = None if tag is None or tag == _LEFT else self.lookup(_tag_name(tag))
+        return record if record is not None and record.rank == rank else None
+
+    def members(self) -> list[WorkerRecord]:
+        """Return those who are in the group now, by rank."""
+        if self.world_size is not None:
+            return sorted(self._table.values(), key=lambda each: each.rank)
+        with self._lock:
+            new = [n for n in range(1, self._ask("add", "log", 0) + 1) if n not in self._names]
+            # A place that was taken but not filled in yet is read the next time.
+            if new and not self._ask("check", [f"log/{n}" for n in new]):
+                new = [n for n in new if self._ask("check", [f"log/{n}"])]
+            if new:
+                names = self._ask("multi_get", [f"log/{n}" for n in new])
+                self._names.update(zip(new, (_text(name) for name in names), strict=True))
+            known = list(dict.fromkeys(self._names.values()))  # who comes back is there twice
+        values = self._ask("multi_get", [f"name/{name}" for name in known]) if known else []
+        found = [WorkerRecord.from_bytes(value) for value in values if value != _LEFT]
+        return sorted(found, key=lambda each: each.rank)
+
+    def leave(self) -> None:
+        """Leave a dynamic group: the name and the rank may be taken by others. Harmless when repeated."""
+        record, self.record = self.record, None
+        if record is not None and self.world_size is None:
+            self.remove(record)
+
+    def remove(self, record: WorkerRecord) -> None:
+        """Take a worker that is known to be dead out of a dynamic group, unless it has come back since."""
+        self._ask("compare_set", f"name/{record.name}", record.to_bytes(), _LEFT)
+        self._ask("compare_set", f"rank/{record.rank}", _tag(record), _LEFT)
+
+    def close(self) -> None:
+        """Leave, and remove the key file. Raises nothing: the store's host may have ended before us."""
+        self._forget_key_file()
+        try:
+            self.leave()
+        except RendezvousError:
+            pass
+
+    def release(self) -> None:
+        """Let go of the store: its socket closes with the last reference, and our holder may be part of a cycle."""
+        self._store = _Released()
+
+    def own_address(self) -> str | None:
+        """Return the local address that the kernel would use to reach the store's host.
+
+        None for stores that are not reached over the network, or are on this host's loopback.
+        """
+        store: Any = self._store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        host, port = getattr(store, "host", None), getattr(store, "port", None)
+        if not isinstance(host, str) or not isinstance(port, int) or not host:
+            return None
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        except OSError:
+            return None
+        for family, kind, protocol, _, address in found:
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.connect(address)  # of a datagram socket: nothing is sent
+                    own = probe.getsockname()
+                text = str(own[0])
+                if len(own) == 4 and own[3] and "%" not in text:
+                    text = f"{text}%{socket.if_indextoname(own[3])}"
+                parsed = ipaddress.ip_address(text)
+            except (OSError, ValueError):
+                continue
+            if not parsed.is_loopback and not parsed.is_unspecified:
+                return text
+        return None
+
+    # -- the key -------------------------------------------------------------------------------------
+
+    def agree_key(self, own_key: Key | None, host: str) -> Key:
+        """Return the key of the group; call it before :meth:`join`.
+
+        Workers that were given one use it, and nothing of it goes through the store. Otherwise rank 0 (in
+        a dynamic group: whoever comes first) makes a file that only this user can read, the others on
+        ``host`` read it.
+
+        Raises:
+            AuthenticationError: only some were given a key, or this worker cannot read the file.
+            RendezvousError: nobody made a key in time, or the store failed.
+        """
+        self._own_key, self._host = own_key, host
+        deadline = _time.now() + self.timeout
+        try:
+            if self.world_size is None:
+                key = self._agree_dynamic(own_key, host, deadline)
+            elif self.rank == 0:
+                key, announcement = self._offer(own_key, host)
+                self._ask("set", self._in_round("key", deadline), announcement)
+            else:
+                key = self._agree_fixed(own_key, host, deadline)
+        except AuthenticationError as error:
+            if self.world_size is not None and self._round is not None:
+                self._publish(_ERROR, f"the worker of rank {self.rank} could not join: {error}")
+            raise
+        self._agreed = key
+        return key
+
+    def _offer(self, own_key: Key | None, host: str) -> tuple[Key, bytes]:
+        if own_key is not None:
+            return own_key, _pack("given")
+        if self._key_file is None:
+            self._key_file = keys.create_key_file()
+        return keys.read_key_file(self._key_file), _pack("file", self._key_file, host)
+
+    def _agree_fixed(self, own_key: Key | None, host: str, deadline: float) -> Key:
+        while True:
+            place, outcome = self._in_round("key", deadline), self._in_round("outcome", deadline)
+            if not self._wait_for(deadline, place, outcome):
+                self._publish(
+                    _ERROR, f"rank 0 did not come within {self.timeout:g} s (it makes the group's key)"
+                )
+            elif (found := self._find(place)) is not None:
+                announcement = _unpack(found)
+                if own_key is not None or not _is_leftover(announcement, host):
+                    return self._accept(announcement, own_key, host)
+                self._publish(_AGAIN, "")
+            kind, payload = _read_outcome(self._ask("get", outcome))
+            if kind != _AGAIN:
+                raise RendezvousError(
+                    str(payload) if kind == _ERROR else "the others met without rank 0's key"
+                )
+            self._round = None
+
+    def _agree_dynamic(self, own_key: Key | None, host: str, deadline: float) -> Key:
+        while True:
+            current = self._find("key")
+            if current is not None:
+                announcement = _unpack(current)
+                try:
+                    key = self._accept(announcement, own_key, host)
+                except AuthenticationError:
+                    # A group that has ended may be followed by another one, with another key.
+                    alive = any(not _is_dead(each, host) for each in self.members())
+                    if alive or _time.now() > deadline:
+                        raise
+                else:
+                    if announcement[0] == "file" and self._key_file is None:
+                        # Later ones must be able to read it when those that have it now have ended.
+                        self._key_file = keys.link_key_file(announcement[1])
+                    return key
+            key, mine = self._offer(own_key, host)
+            if self._ask("compare_set", "key", current or "", mine) == mine:
+                return key
+            self._forget_key_file()  # another was quicker
+
+    def _accept(self, announcement: list[Any], own_key: Key | None, host: str) -> Key:
+        if announcement == ["given"]:
+            if own_key is None:
+                raise AuthenticationError(
+                    "the group has a key and this worker has none: set ACTORRPC_KEY (or _KEY_FILE) to it"
+                )
+            return own_key
+        if len(announcement) != 3 or announcement[0] != "file" or not isinstance(announcement[1], str):
+            raise AuthenticationError("what the store says of the group's key makes no sense")
+        if own_key is not None:
+            raise AuthenticationError(
+                "this worker was given a key and the one that came first (rank 0) was not: give all of them "
+                "the same ACTORRPC_KEY"
+            )
+        if announcement[2] != host:
+            raise AuthenticationError(
+                "the group's key lies in a file on another host (or in another container, of another user): "
+                "set ACTORRPC_KEY to the same text of 16 or more characters for every worker"
+            )
+        return keys.read_key_file(announcement[1])
+
+    def _forget_key_file(self) -> None:
+        path, self._key_file = self._key_file, None
+        if path is not None:
+            keys.remove_file(path)
+
+    # -- fixed groups ----------------------------------------------------------------------------------
+
+    def _size(self) -> int:
+        return self.world_size or 0
+
+    def _in_round(self, key: str, deadline: float) -> str:
+        """Return ``key`` of the round that this worker is in; take a place in one first, if need be."""
+        while self._round is None:
+            number, slot = divmod(self._ask("add", "arrivals", 1) - 1, self._size())
+            # Others may have given up the round before we came: they left its remaining places behind.
+            if slot == 0 or not self._ask("check", [f"{number}/outcome"]):
+                self._round = number, slot
+            elif _time.now() > deadline:
+                raise RendezvousError("the store is full of rounds that were given up; use another one")
+        return f"{self._round[0]}/{key}"
+
+    def _join_round(self, record: WorkerRecord, deadline: float) -> tuple[str, Any]:
+        outcome = self._in_round("outcome", deadline)
+        slot = self._round[1] if self._round is not None else 0
+        self._ask("set", self._in_round(f"record/{slot}", deadline), record.to_bytes())
+        if self._ask("add", self._in_round("ready", deadline), 1) == self._size():
+            places = [self._in_round(f"record/{n}", deadline) for n in range(self._size())]
+            self._publish(*self._judge(self._ask("multi_get", places), record.host))
+        if not self._wait_for(deadline, outcome):
+            # One looks who is missing; the others, whose time is over as well, hear it from that one.
+            late = self._ask("add", self._in_round("late", deadline), 1)
+            if late == 1 or not self._wait_for(_time.now() + _GRACE, outcome):
+                self._publish(_ERROR, self._name_missing(deadline))
+        return _read_outcome(self._ask("get", outcome))
+
+    def _publish(self, kind: str, payload: Any) -> None:
+        """Settle the round, unless it is settled already."""
+        self._ask("compare_set", self._in_round("outcome", 0.0), "", _pack(kind, payload))
+
+    def _judge(self, values: Iterable[bytes], own_host: str) -> tuple[str, Any]:
+        """Say what comes of a round in which everyone has come."""
+        try:
+            records = [WorkerRecord.from_bytes(value) for value in values]
+        except RendezvousError as error:
+            return _ERROR, str(error)
+        ranks, names = Counter(r.rank for r in records), Counter(r.name for r in records)
+        twice = [r for r in records if ranks[r.rank] > 1]
+        # Records of a run that was killed while it met look like that; then those who live meet again.
+        if self._calls_off < _TRIES and (twice or any(_is_dead(r, own_host) for r in records)):
+            return _AGAIN, ""
+        if twice or any(not 0 <= r.rank < self._size() for r in records):
+            wrong = twice or [r for r in records if not 0 <= r.rank < self._size()]
+            return (
+                _ERROR,
+                f"every worker needs a rank of its own from 0 to {self._size() - 1}: {_list(wrong)}",
+            )
+        same = [r for r in records if names[r.name] > 1]
+        if same:
+            return _ERROR, f"every worker needs a name of its own: {_list(same)}"
+        hosts = {r.host for r in records}
+        mute = [r for r in records if (len(hosts) > 1 or r.unix_path is None) and not r.tcp]
+        if mute and len(records) > 1:
+            return _ERROR, (
+                f"the workers are on {len(hosts)} hosts (or in containers, or of different users) and these "
+                f"listen on no address that the others can reach: {_list(mute)}. Set ACTORRPC_KEY to the "
+                "same text for every worker; then they listen on TCP (ACTORRPC_BIND says on which address)"
+            )
+        return _TABLE, [r.to_bytes() for r in records]
+
+    def _name_missing(self, deadline: float) -> str:
+        places = [self._in_round(f"record/{n}", deadline) for n in range(self._size())]
+        here = [WorkerRecord.from_bytes(self._ask("get", p)) for p in places if self._ask("check", [p])]
+        missing = sorted(set(range(self._size())) - {r.rank for r in here})
+        return (
+            f"{len(here)} of {self._size()} workers came within {self.timeout:g} s; missing: rank "
+            f"{', '.join(map(str, missing[:20]))}{' ...' if len(missing) > 20 else ''}; here: {_list(here)}"
+        )
+
+    def _see_others_off(self) -> None:
+        """Let the others read the outcome before the process that may host the store ends."""
+        seen = self._ask("add", self._in_round("seen", 0.0), 1)
+        if self.rank == 0:
+            came = self._ask("add", self._in_round("ready", 0.0), 0)
+            limit = _time.now() + _GRACE
+            self._wait(lambda: max(seen, self._ask("add", self._in_round("seen", 0.0), 0)) >= came, limit)
+
+    # -- dynamic groups ----------------------------------------------------------------------------------
+
+    def _join_dynamic(self, record: WorkerRecord, deadline: float) -> WorkerRecord:
+        mine = self._take_rank(record, deadline)
+        taken = self._claim(
+            f"name/{mine.name}",
+            mine.to_bytes(),
+            lambda value: _is_dead(WorkerRecord.from_bytes(value), mine.host),
+        )
+        if taken is not None:
+            self._ask("compare_set", f"rank/{mine.rank}", _tag(mine), _LEFT)
+            raise RendezvousError(f"the name is taken: {_list([WorkerRecord.from_bytes(taken)])}")
+        self._ask("set", f"log/{self._ask('add', 'log', 1)}", mine.name.encode())
+        return mine
+
+    def _take_rank(self, record: WorkerRecord, deadline: float) -> WorkerRecord:
+        wanted = record.rank if record.rank >= 0 else self.rank
+        while True:
+            mine = replace(record, rank=wanted if wanted >= 0 else self._ask("add", "next_rank", 1) - 1)
+            holder = self._claim_rank(mine)
+            if holder is None:
+                return mine
+            if wanted >= 0:
+                name = _tag_name(holder)
+                raise RendezvousError(f"rank {wanted} is taken by {name!r}; leave it out to be given one")
+            if _time.now() > deadline:
+                raise RendezvousError(f"no free rank was found within {self.timeout:g} s")
+
+    def _claim_rank(self, mine: WorkerRecord) -> bytes | None:
+        return self._claim(f"rank/{mine.rank}", _tag(mine), lambda tag: self._tag_is_free(tag, mine))
+
+    def _claim(self, key: str, value: bytes, is_free: Callable[[bytes], bool]) -> bytes | None:
+        """Make ``key`` ours if it is new or its holder has gone; else return what it holds."""
+        current: bytes = self._ask("compare_set", key, "", value)
+        while current != value:
+            if current != _LEFT and not is_free(current):
+                return current
+            current = self._ask("compare_set", key, current, value)
+        return None
+
+    def _tag_is_free(self, tag: bytes, mine: WorkerRecord) -> bool:
+        holder = self.lookup(_tag_name(tag))
+        # A holder that has its rank but not yet its name is just joining.
+        return holder is not None and (_tag(holder) != tag or _is_dead(holder, mine.host))
+
+    # -- the store ---------------------------------------------------------------------------------------
+
+    def _find(self, key: str) -> bytes | None:
+        # A get of what is not there would block; what was there once stays.
+        return self._ask("get", key) if self._ask("check", [key]) else None
+
+    def _wait_for(self, deadline: float, *places: str) -> bool:
+        """Wait until there is something in one of these places."""
+        return self._wait(lambda: any(self._ask("check", [place]) for place in places), deadline)
+
+    def _wait(self, done: Callable[[], bool], deadline: float) -> bool:
+        # In large groups more slowly: all of them ask one server.
+        return poll(done, deadline, slowest=min(0.5, max(0.05, self._size() / 2000)))
+
+    def _ask(self, operation: str, key: str | list[str], *arguments: Any) -> Any:
+        where = [self._prefix + each for each in key] if isinstance(key, list) else self._prefix + key
+        try:
+            return getattr(self._store, operation)(where, *arguments)
+        except RpcError:
+            raise
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"the store through which the workers meet failed: {first_line(error)}. The process that "
+                "serves it (rank 0, or torchrun) may have ended"
+            ) from error
+
+
+class _Released:
+    """Stands in for a store that was let go of."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("this worker has left")
+
+
+def _pack(*parts: Any) -> bytes:
+    packed: bytes = msgpack.packb(parts)
+    return packed
+
+
+def _unpack(data: bytes) -> list[Any]:
+    try:
+        found = msgpack.unpackb(data, raw=False)
+    except (ValueError, msgpack.UnpackException):
+        found = None
+    if not isinstance(found, list) or not found:
+        raise RendezvousError(
+            "what the store says of the group makes no sense: something else has written to it"
+        )
+    return found
+
+
+def _read_outcome(data: bytes) -> tuple[str, Any]:
+    answer = _unpack(data)
+    if len(answer) != 2 or answer[0] not in (_TABLE, _ERROR, _AGAIN):
+        raise RendezvousError("what the store says of the group makes no sense")
+    return answer[0], answer[1]
+
+
+def _read_table(payload: Any, own: WorkerRecord) -> dict[str, WorkerRecord]:
+    if isinstance(payload, list) and all(isinstance(each, bytes) for each in payload):
+        table = {each.name: each for each in map(WorkerRecord.from_bytes, payload)}
+        if table.get(own.name) == own:
+            return table
+    raise RendezvousError("what the store says of the group makes no sense: this worker is not in it")
+
+
+def _tag(record: WorkerRecord) -> bytes:
+    return f"{record.incarnation} {record.name}".encode()
+
+
+def _tag_name(tag: bytes) -> str:
+    return _text(tag).partition(" ")[2]
+
+
+def _text(data: bytes) -> str:
+    return bytes(data).decode("utf-8", "replace")
+
+
+def _is_dead(record: WorkerRecord, own_host: str) -> bool:
+    """Whether a worker of this host has certainly ended; of other hosts nobody can say."""
+    return record.host == own_host and record.pid > 0 and keys.process_start(record.pid) is None
+
+
+def _is_leftover(announcement: list[Any], own_host: str) -> bool:
+    return (
+        announcement[0] == "file" and announcement[2:] == [own_host] and keys.is_stale(str(announcement[1]))
+    )
+
+
+def _list(records: Iterable[WorkerRecord]) -> str:
+    shown = [
+        f"{r.name!r} (rank {r.rank}, pid {r.pid}, host {r.host[:8]})"
+        for r in sorted(records, key=lambda r: r.rank)
+    ]
+    return ", ".join(shown[:20]) + (" ..." if len(shown) > 20 else "")

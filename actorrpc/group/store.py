@@ -1,0 +1,223 @@
+"""Where workers meet: reading an ``init_method`` and opening the store of torch's that it names.
+
+``env://`` (also under torchrun, whose agent serves the store), ``tcp://host:port`` and ``file:///path`` are
+opened here rather than by torch's own helpers: those wait for all workers inside C++, where Ctrl-C is not
+heard and nobody can say who is missing, and try longer than they are told. Other schemes go to the handlers
+that were registered with torch.
+
+The caller's thread does all the work but connecting, which has a thread of its own that may be left behind
+when a server does not answer. Every wait is bounded and can be interrupted. Nothing is read from the store.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+
+from actorrpc import _time
+from actorrpc.agent.daemon_threads import Daemon
+from actorrpc.errors import ConfigError, RendezvousError
+
+__all__ = ["Meeting", "first_line", "open_store", "poll"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where a group meets, and as whom this worker comes: what an ``init_method`` says.
+
+    Attributes:
+        kind: ``tcp``, ``file``, or the scheme of a handler that was registered with torch.
+        rank: -1 where nobody has said.
+        world_size: None for a group that workers may join and leave.
+        hosts: whether this process is to start the store's server.
+    """
+
+    url: str
+    kind: str
+    rank: int = -1
+    world_size: int | None = None
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    hosts: bool = False
+    libuv: bool = True
+
+    @classmethod
+    def parse(cls, init_method: str, rank: int | None = None, world_size: int | None = None) -> Meeting:
+        """Read ``env://``, ``tcp://host:port`` or ``file:///path``, with or without ``?rank=&world_size=``.
+
+        Raises:
+            ConfigError: it cannot be understood, or two places say different things.
+        """
+        url = urlsplit(init_method) if isinstance(init_method, str) else None
+        if url is None or not url.scheme:
+            raise ConfigError(f"init_method must be an env://, tcp:// or file:// URL, not {init_method!r}")
+        query, environment = dict(parse_qsl(url.query)), os.environ if url.scheme == "env" else {}
+
+        def number(name: str, given: int | None) -> int | None:
+            said = {"the argument": given, "the URL": query.get(name), "the environment": None}
+            if given in (None, -1) and name not in query:
+                said = {"the environment": environment.get(name.upper())}
+            try:
+                found = {place: int(value) for place, value in said.items() if value not in (None, "")}
+            except ValueError:
+                raise ConfigError(f"{name} must be a number: {init_method!r}, {said}") from None
+            found = {place: value for place, value in found.items() if value != -1}
+            if len(set(found.values())) > 1:
+                raise ConfigError(f"{name} is given twice and differs: {found} ({init_method!r})")
+            return next(iter(found.values()), None)
+
+        own, size = number("rank", rank), number("world_size", world_size)
+        size = size or None
+        if size is not None and (own is None or not 0 <= own < size):
+            raise ConfigError(
+                f"a group of {size} needs a rank of 0..{size - 1} in each worker, not {own} ({init_method!r})"
+            )
+        rest: dict[str, Any] = {"url": init_method, "rank": -1 if own is None else own, "world_size": size}
+        if url.scheme == "file":
+            if url.netloc not in ("", "localhost") or len(url.path) < 2:
+                raise ConfigError(
+                    f"a file URL has three slashes and a path, file:///path, not {init_method!r}"
+                )
+            return cls(kind="file", path=url.path, **rest)
+        if url.scheme not in ("env", "tcp"):
+            return cls(kind=url.scheme, **rest)
+        try:
+            host, port = url.hostname or "", -1 if url.port is None else url.port
+            if url.scheme == "env":
+                host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or -1)
+        except ValueError:
+            host, port = "", -1
+        hosts = own == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        if not host or not (1 <= port <= 65535 or (port == 0 and hosts)):
+            wanted = "MASTER_ADDR and MASTER_PORT" if url.scheme == "env" else "tcp://host:port"
+            raise ConfigError(f"{init_method!r} needs {wanted}; found host {host!r} and port {port}")
+        libuv = query.get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
+        return cls(kind="tcp", host=host, port=port, hosts=hosts, libuv=libuv, **rest)
+
+    def open(self, timeout: float) -> Store:
+        """Open the store.
+
+        Raises:
+            RendezvousError: it cannot be reached within ``timeout`` seconds.
+        """
+        deadline = _time.now() + timeout
+        if self.kind == "file":
+            folder = os.path.dirname(self.path)
+            if not os.access(folder, os.W_OK | os.X_OK) or os.path.isdir(self.path):
+                raise RendezvousError(f"the file {self.path!r} cannot be made: check its directory")
+        elif self.kind == "tcp" and not self.hosts:
+            self._wait_for_server(deadline)
+        remaining = timedelta(seconds=max(0.1, deadline - _time.now()))
+
+        def connect() -> Store:
+            if self.kind == "file":
+                return FileStore(self.path, self.world_size or -1)
+            if self.kind == "tcp":
+                # No waiting for workers in here: it ignores Ctrl-C and cannot say who is missing.
+                return TCPStore(
+                    self.host,
+                    self.port,
+                    None,
+                    self.hosts,
+                    remaining,
+                    False,
+                    multi_tenant=True,
+                    use_libuv=self.libuv,
+                )
+            found: Store = next(rendezvous(self.url, self.rank, self.world_size or -1))[0]
+            return found
+
+        store = _apart(connect, deadline, self._where())
+        store.set_timeout(timedelta(seconds=max(1.0, timeout)))
+        return PrefixStore("actorrpc", store)
+
+    def _where(self) -> str:
+        if self.kind == "tcp":
+            return f"the store at {self.host}:{self.port}"
+        return f"the store in {self.path!r}" if self.kind == "file" else f"the store {self.url!r}"
+
+    def _wait_for_server(self, deadline: float) -> None:
+        # The store's own client tries longer than it is told, prints stacks meanwhile and ignores Ctrl-C.
+        problem: list[OSError] = []
+
+        def reachable() -> bool:
+            limit = min(2.0, max(0.05, deadline - _time.now()))
+            try:
+                socket.create_connection((self.host, self.port), limit).close()
+            except OSError as error:
+                problem[:] = [error]
+                return False
+            return True
+
+        if not poll(reachable, deadline):
+            why = problem[0] if problem else "no answer"
+            raise RendezvousError(
+                f"{self._where()} cannot be reached: {why}. Rank 0 (or torchrun) serves it: is it running, "
+                "and do all workers name the same address and port?"
+            )
+
+
+def open_store(
+    init_method: str, rank: int | None, world_size: int | None, timeout: float
+) -> tuple[Store, int, int | None]:
+    """Open the store that ``init_method`` names; return it with the rank and world size that are in force.
+
+    The rank is -1 where nobody has said one, the world size None for a dynamic group.
+
+    Raises:
+        ConfigError: what was given makes no sense.
+        RendezvousError: the store cannot be reached within ``timeout`` seconds.
+    """
+    meeting = Meeting.parse(init_method, rank, world_size)
+    return meeting.open(timeout), meeting.rank, meeting.world_size
+
+
+def _apart(connect: Callable[[], Store], deadline: float, where: str) -> Store:
+    """Run ``connect`` on a thread of its own: a server that accepts and says nothing holds it for ever."""
+    made: list[Store] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            made.append(connect())
+        except Exception as error:
+            failed.append(error)
+
+    thread = Daemon(run, "actorrpc-store")
+    thread.start()
+    thread.join(max(0.1, deadline - _time.now()))
+    if made:
+        thread.join()
+        return made[0]
+    why = (
+        first_line(failed[0])
+        if failed
+        else "it accepts connections but does not answer; is it a store of torch's?"
+    )
+    raise RendezvousError(f"{where} cannot be opened: {why}") from (failed[0] if failed else None)
+
+
+def poll(done: Callable[[], bool], deadline: float, slowest: float = 0.05) -> bool:
+    """Ask ``done`` again and again, ever more slowly, until it is true or the time is over."""
+    pause = 0.001
+    while not done():
+        remaining = deadline - _time.now()
+        if remaining <= 0:
+            return False
+        time.sleep(min(pause, remaining))
+        pause = min(pause * 1.5, slowest)
+    return True
+
+
+def first_line(error: BaseException) -> str:
+    # torch appends the C++ stack to its messages.
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

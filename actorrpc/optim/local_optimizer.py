@@ -1,0 +1,396 @@
+"""What lives on the workers that have parameters: one local optimizer for each DistributedOptimizer.
+
+It is kept by the RRef that its DistributedOptimizer has of it, and goes when that goes. Its methods are called by RPC,
+on threads of the pool: each has the parameters for itself while it works, so that there is never one at work in
+another's middle. What its user's code raises goes to the caller.
+
+The gradients of some parameters of this worker: in an autograd context, or in ``.grad``.
+
+The one place where optimizers reach into contexts. While gradients are lent the ``.grad`` of the parameters belongs to
+the borrower, so that optimizers of overlapping sets of parameters wait for each other, and others do not. Never called
+with a lock held: waits are bounded by the call that this runs in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from actorrpc import _time
+from actorrpc.agent.calls import CURRENT
+from actorrpc.autograd import graph, startup
+from actorrpc.optim.parameters import check_tensor
+from actorrpc.rpc.rref import RRef
+
+__all__ = ["Account", "LocalOptimizer", "alone", "check_context", "clear", "create", "lent"]
+
+
+def check_context(context_id: int | None) -> None:
+    """Refuse what is no context of this worker. None, which stands for ``.grad``, is accepted.
+
+    Raises:
+        TypeError: it is neither an int nor None.
+        RpcError: this worker does not know such a context.
+    """
+    if context_id is not None:
+        startup.contexts().get(context_id)
+
+
+def _deadline() -> float | None:
+    execution = CURRENT.get()
+    return None if execution is None or math.isinf(execution.deadline) else execution.deadline
+
+
+@contextmanager
+def alone(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Keep optimizers and backward passes from these parameters meanwhile.
+
+    Raises:
+        RpcTimeoutError: others have them for longer than the call may take.
+    """
+    with graph.borrowed(parameters, _deadline()):
+        yield
+
+
+@contextmanager
+def lent(parameters: Sequence[torch.Tensor], context_id: int | None) -> Iterator[list[torch.Tensor | None]]:
+    """Have the gradients of parameters for oneself, in a list, in order; ``.grad`` is empty meanwhile, and free to use.
+
+    The tensors are those of the context (or of ``.grad``), so that changes in place stay. What is replaced in the list
+    is replaced there, too, if the block ends without an error.
+
+    Args:
+        parameters: leaves, each once.
+        context_id: the context; None for what is in ``.grad``.
+
+    Raises:
+        RpcError: this worker does not know the context.
+        RpcTimeoutError: others have the gradients for longer than the call may take.
+    """
+    deadline = _deadline()
+    if context_id is None:
+        with graph.borrowed(parameters, deadline) as in_slots:
+            gradients = list(in_slots)
+            yield gradients
+            in_slots[:] = gradients
+        return
+    # First: this may wait for the end of a pass, which may need the slots.
+    left = 0.0 if deadline is None else max(0.001, deadline - _time.now())
+    found = startup.participant().gradients(context_id, left)
+    with graph.borrowed(parameters, deadline):
+        gradients = [found.get(parameter) for parameter in parameters]
+        yield gradients
+        replaced = {
+            parameter: gradient
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+            if gradient is not None and gradient is not found.get(parameter)
+        }
+    if replaced:
+        context = startup.contexts().get(context_id)
+        with context.lock:
+            context.gradients.update(replaced)
+
+
+def clear(parameters: Sequence[torch.Tensor], context_id: int | None, set_to_none: bool) -> None:
+    """Forget the gradients of parameters, or fill them with zeros. Arguments and errors as for :func:`lent`."""
+    with lent(parameters, context_id) as gradients:
+        if not set_to_none:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.detach_().zero_() if gradient.grad_fn is not None else gradient.zero_()
+            return
+        if context_id is None:
+            gradients[:] = [None] * len(gradients)
+            return
+        context = startup.contexts().get(context_id)
+        with context.lock:
+            for parameter in parameters:
+                context.gradients.pop(parameter, None)
+
+
+#: The parameters of one group on one worker, as they are sent: what the group sets, and RRefs to them.
+_Group = tuple[dict[str, Any], Sequence[RRef[Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a worker says of the optimizer that it has.
+
+    Attributes:
+        groups: the hyper-parameters of each group, as the optimizer has them.
+        defaults: the optimizer's defaults.
+        counts: for each group, how many parameters each RRef stands for.
+        trainable: how many parameters require grad.
+    """
+
+    groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+    counts: list[list[int]]
+    trainable: int
+
+
+def create(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[_Group],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[RRef[LocalOptimizer], Account]:
+    """Make an optimizer of parameters of this worker. Runs there.
+
+    Raises:
+        TypeError, ValueError: what an RRef refers to is no parameter, or is given twice.
+        Exception: what the optimizer's class raises, or kept a value of an RRef from being made.
+    """
+    found = [(options, *_parameters_of(rrefs)) for options, rrefs in groups]
+    _refuse_duplicates([each for _, parameters, _ in found for each in parameters])
+    params: list[Any]
+    if len(found) == 1 and not found[0][0]:
+        params = list(found[0][1])  # classes that know nothing of groups are content with this
+    else:
+        params = [{**options, "params": parameters} for options, parameters, _ in found]
+    made = LocalOptimizer(optimizer_class(params, *args, **kwargs))
+    return RRef(made), made.account([counts for _, _, counts in found])
+
+
+def _parameters_of(rrefs: Sequence[RRef[Any]]) -> tuple[list[torch.Tensor], list[int]]:
+    """Return the parameters that RRefs of this worker refer to, and how many each stands for. Waits for their values."""
+    parameters: list[torch.Tensor] = []
+    counts: list[int] = []
+    for rref in rrefs:
+        value = rref.local_value()
+        if isinstance(value, torch.nn.Module):
+            inside: list[torch.Tensor] = list(value.parameters())
+            if not inside:
+                raise ValueError(f"a {type(value).__name__} was given as a parameter, but has no parameters")
+        elif isinstance(value, torch.Tensor):
+            inside = [value]
+        else:
+            raise TypeError(
+                f"optimizers take RRefs to tensors and modules, but one of the RRefs is to a {type(value).__name__}"
+            )
+        for each in inside:
+            check_tensor(each, f"a parameter of shape {tuple(each.shape)}")
+        parameters += inside
+        counts.append(len(inside))
+    return parameters, counts
+
+
+def _refuse_duplicates(parameters: Sequence[torch.Tensor], known: Sequence[torch.Tensor] = ()) -> None:
+    seen = set(known)
+    for each in parameters:
+        if each in seen:
+            raise ValueError(
+                f"a parameter of shape {tuple(each.shape)} is given twice, by different RRefs or by modules that share it: "
+                f"each parameter must be given once"
+            )
+        seen.add(each)
+
+
+class LocalOptimizer:
+    """The part of a DistributedOptimizer on one worker. Thread-safe.
+
+    Args:
+        optimizer: torch's optimizer, of parameters of this worker.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        # What a loading or an addition will put in place, once it is known to succeed on all workers.
+        self._staged_state: dict[str, Any] | None = None
+        self._staged_group: dict[str, Any] | None = None
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        return [each for group in self._optimizer.param_groups for each in group["params"]]
+
+    def account(self, counts: list[list[int]] | None = None) -> Account:
+        """Say what there is."""
+        return Account(
+            [_without_params(group) for group in self._optimizer.param_groups],
+            dict(self._optimizer.defaults),
+            counts or [],
+            sum(each.requires_grad for each in self._parameters),
+        )
+
+    # -- gradients -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, context_id: int | None) -> None:
+        """Make a step with the gradients of a context, or those in ``.grad``; ``.grad`` is left as it is found."""
+        parameters = self._parameters
+        with lent(parameters, context_id) as loans:
+            for parameter, gradient in zip(parameters, loans, strict=True):
+                parameter.grad = gradient
+            self._optimizer.step()
+
+    @torch.no_grad()
+    def clear(self, context_id: int | None, set_to_none: bool) -> None:
+        """Forget gradients, or fill them with zeros."""
+        clear(self._parameters, context_id, set_to_none)
+
+    @torch.no_grad()
+    def norms(self, context_id: int | None, norm_type: float) -> tuple[list[int], torch.Tensor | None]:
+        """Return which parameters have gradients, by their position here, and the norms of these, on the CPU."""
+        with lent(self._parameters, context_id) as loans:
+            positions = [position for position, each in enumerate(loans) if each is not None]
+            # Not torch's foreach functions: they do the same for tensors on a CPU, but know nothing of sparse ones.
+            norms = [torch.linalg.vector_norm(_values(each), norm_type) for each in loans if each is not None]
+        return positions, torch.stack([each.to(norms[0].device) for each in norms]).cpu() if norms else None
+
+    @torch.no_grad()
+    def scale(self, context_id: int | None, factor: torch.Tensor) -> None:
+        """Multiply the gradients, in place."""
+        with lent(self._parameters, context_id) as loans:
+            for each in loans:
+                if each is not None:
+                    each.mul_(factor.to(each.device))
+
+    @torch.no_grad()
+    def clip_values(self, context_id: int | None, limit: float) -> None:
+        """Bring each element of the gradients between two limits, in place."""
+        with lent(self._parameters, context_id) as loans:
+            for position, each in enumerate(loans):
+                if each is None:
+                    continue
+                if each.is_sparse:
+                    loans[position] = each = each.coalesce()
+                _values(each).clamp_(-limit, limit)
+
+    @torch.no_grad()
+    def unscale(self, context_id: int | None, inverse: torch.Tensor) -> bool:
+        """Multiply the gradients, in place; say whether there was an infinity or a NaN among them before.
+
+        Raises:
+            ValueError: a gradient is of float16, whose range is what scaling is there for. None was changed.
+        """
+        with lent(self._parameters, context_id) as loans:
+            given = [each for each in loans if each is not None]
+            if any(each.dtype == torch.float16 for each in given):
+                raise ValueError("Attempting to unscale FP16 gradients: keep the parameters in float32.")
+            values = [each._values() if each.is_sparse else each for each in given]
+            finite = all(bool(torch.isfinite(each).all()) for each in values)
+            for each in values:
+                each.mul_(inverse.to(each.device))
+        return not finite
+
+    # -- hyper-parameters and state ---------------------------------------------------------------------
+
+    def set_hyperparameters(self, changes: Sequence[dict[str, Any]]) -> None:
+        """Put values into the groups, one dict for each."""
+        with alone(self._parameters):
+            for group, values in zip(self._optimizer.param_groups, changes, strict=True):
+                group.update(values)
+
+    def stage_group(self, options: dict[str, Any], rrefs: Sequence[RRef[Any]]) -> Account:
+        """Try whether a group can be added; :meth:`commit_group` then adds it.
+
+        Raises:
+            TypeError, ValueError: what an RRef refers to is no parameter, or is one already.
+            Exception: what the optimizer's class raises.
+        """
+        parameters, counts = _parameters_of(rrefs)
+        with alone(self._parameters):
+            _refuse_duplicates(parameters, self._parameters)
+            groups = self._optimizer.param_groups
+            before = len(groups)
+            try:
+                self._optimizer.add_param_group({**options, "params": parameters})
+                self._staged_group = groups[-1]
+                account = self.account([counts])
+            finally:
+                del groups[before:]
+        return account
+
+    def commit_group(self) -> None:
+        """Add the group that was staged."""
+        with alone(self._parameters):
+            if self._staged_group is not None:
+                self._optimizer.param_groups.append(self._staged_group)
+                self._staged_group = None
+
+    @torch.no_grad()
+    def state(self) -> dict[str, Any]:
+        """Return a copy of the optimizer's state, and the shapes of the parameters that it is for."""
+        with alone(self._parameters):
+            state: dict[str, Any] = _copied(self._optimizer.state_dict())
+            state["shapes"] = self._shapes()
+        return state
+
+    def _shapes(self) -> list[list[list[int]]]:
+        return [[list(each.shape) for each in group["params"]] for group in self._optimizer.param_groups]
+
+    @torch.no_grad()
+    def stage_state(self, state: dict[str, Any]) -> None:
+        """Try whether a state can be loaded; :meth:`commit_state` then puts it in place.
+
+        Raises:
+            ValueError: it is for other groups or parameters; the message says how they differ.
+            Exception: what the optimizer's class raises.
+        """
+        shapes = self._shapes()
+        _compare(state["shapes"], shapes)
+        optimizer = self._optimizer
+        with alone(self._parameters):
+            before = dict(optimizer.__dict__)
+            try:
+                optimizer.load_state_dict({key: value for key, value in state.items() if key != "shapes"})
+                self._staged_state = dict(optimizer.__dict__)
+            finally:
+                # Loading replaces what is in the optimizer, it does not change it.
+                optimizer.__dict__.clear()
+                optimizer.__dict__.update(before)
+
+    def commit_state(self) -> Account:
+        """Put the state in place that was staged."""
+        with alone(self._parameters):
+            if self._staged_state is not None:
+                self._optimizer.__dict__.update(self._staged_state)
+                self._staged_state = None
+            return self.account()
+
+
+def _without_params(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """Return what there is of a gradient, each element once. Of one that is sparse and coalesced it is a view."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _copied(value: Any) -> Any:
+    """Copy containers and tensors, these to the CPU: the next step changes them in place, and they are to travel."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(each) for each in value)
+    return value
+
+
+def _compare(saved: list[list[list[int]]], present: list[list[list[int]]]) -> None:
+    """Refuse a state that was saved for other parameters.
+
+    Raises:
+        ValueError: it was; says what differs.
+    """
+    if len(saved) != len(present):
+        raise ValueError(f"the state has {len(saved)} parameter groups, the optimizer has {len(present)}")
+    differences = []
+    for number, (there, here) in enumerate(zip(saved, present, strict=True)):
+        if len(there) != len(here):
+            differences.append(f"group {number} has {len(there)} parameters in the state, {len(here)} here")
+            continue
+        for position, (one, other) in enumerate(zip(there, here, strict=True)):
+            if list(one) != list(other):
+                differences.append(
+                    f"parameter {position} of group {number} has shape {tuple(one)} in the state, {tuple(other)} here"
+                )
+    if differences:
+        raise ValueError("the state is for other parameters: " + "; ".join(differences))

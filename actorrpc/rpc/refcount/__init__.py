@@ -1,0 +1,3 @@
+"""Distributed reference counting of RRefs."""
+
+__all__: list[str] = []

@@ -1,0 +1,325 @@
+"""The RRefs of one agent: between the protocol's state machine and the agent.
+
+The table (``forks.py``) says what to send; this room sends it, tells the table of deaths, and puts forks into the
+header of every message that carries an RRef, where they are seen even if the message is never opened. Handles end
+in ``__del__``, which only puts them into a queue: deletes leave in batches, from the pool. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import msgpack
+
+from actorrpc import _time
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.calls import Execution
+from actorrpc.agent.hooks import RECEIPT
+from actorrpc.agent.outbound import Parcel
+from actorrpc.agent.peers import Peer
+from actorrpc.errors import PeerDiedError, ProtocolError, RemoteError, RpcError, RpcTimeoutError, RRefError
+from actorrpc.futures import Future
+from actorrpc.rpc.refcount.messages import (
+    ChildAccept,
+    Message,
+    RRefId,
+    UserDelete,
+    WorkerKey,
+    pack_forks,
+    pack_message,
+    unpack_forks,
+    unpack_message,
+)
+from actorrpc.rpc.refcount.protocol import Effects, Handle, Pending, RRefTable
+from actorrpc.serialization import codec, exceptions
+from actorrpc.transport.signals import uninterruptible
+
+__all__ = ["References"]
+
+_BATCH_S: Final = 0.05
+_RETRY_S: Final = 1.0  # messages of the protocol are sent again after this time, then 1.5 times that, ...
+_ATTEMPTS: Final = 20
+_GIVEN_UP: Final = "rref-failed"  # creator to owner: this creation has failed before its function ran
+
+
+class References:
+    """The RRefs of one agent: its table, and the ways between the table and the agent. Thread-safe.
+
+    Args:
+        default_timeout: gives the time-out, in seconds, of fetches and calls that name none.
+        wrap: makes the user's object for a handle.
+        make: the function that is called on an owner to make a value there.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        default_timeout: Callable[[], float],
+        *,
+        wrap: Callable[[References, Handle], Any],
+        make: Callable[..., Any],
+    ) -> None:
+        self.agent = agent
+        self._wrap = wrap
+        self._make = make
+        self.default_timeout = default_timeout
+        self.me = WorkerKey(agent.record.rank, agent.record.incarnation)
+        self.table = RRefTable(self.me)
+        #: what has been promised and is not here: it says what the promise waits for
+        self.promised: weakref.WeakValueDictionary[RRefId, Future[Any]] = weakref.WeakValueDictionary()
+        self._collecting = False
+        agent.on_notice[RECEIPT] = self._noticed
+        agent.on_notice[_GIVEN_UP] = self._creation_given_up
+        agent.on_peer_end.append(self._peer_ended)
+        agent.confirm = self._confirm
+        agent.roll_back = self._roll_back
+        agent.on_forks = self._forks_arrived
+        agent.refuse_forks = self._refuse
+        agent.pack_forks = pack_forks
+
+    # -- carrying out what the table asks for ------------------------------------------------------
+
+    def carry_out(self, effects: Effects) -> None:
+        """Send the messages of a step and run its callbacks. No lock is held."""
+        for to, message in effects.messages:
+            self._send(to, message)
+        for callback in effects.callbacks:
+            callback()
+
+    def _send(self, to: WorkerKey, message: Message) -> None:
+        if to == self.me:
+            self.carry_out(self.table.handle(self.me, message))
+        else:
+            self._notify(to, RECEIPT, pack_message(message))
+
+    def _notify(self, to: WorkerKey, name: str, body: bytes, attempt: int = 0) -> None:
+        """Send a message of the protocol; try again for as long as its destination lives."""
+        peer = self._peer(to)
+        if peer is None or peer.state != "alive":
+            return  # the table has been told
+        if not self.agent.notify(peer, name, body) and attempt < _ATTEMPTS:
+            again = partial(self._notify, to, name, body, attempt + 1)
+            self.agent.clock.after(_RETRY_S * 1.5**attempt, partial(self.agent.submit, again))
+
+    def _peer(self, key: WorkerKey) -> Peer | None:
+        """Return the peer of a key; if another incarnation has taken its place, the old one is dead."""
+        try:
+            peer = self.agent.peer(key.rank)
+        except RpcError:
+            return None
+        if peer.record.incarnation == key.incarnation:
+            return peer
+        error = PeerDiedError(
+            f"worker {key.rank} has ended and another one, {peer.name!r}, has taken its place",
+            maybe_executed=True,
+            worker=peer.name,
+        )
+        self.carry_out(self.table.worker_died(key, error))
+        return None
+
+    def peer_of(self, key: WorkerKey) -> Peer:
+        """Return the owner's peer.
+
+        Raises:
+            RRefError: that incarnation of the worker is gone.
+        """
+        peer = self._peer(key)
+        if peer is None:
+            raise RRefError(
+                f"the owner of this RRef, worker {key.rank}, is gone: another one has taken its place"
+            )
+        return peer
+
+    @staticmethod
+    def key_of(peer: Peer) -> WorkerKey:
+        """Return the protocol's name of a peer."""
+        return WorkerKey(peer.rank, peer.record.incarnation)
+
+    def _noticed(self, peer: Peer, body: bytes) -> None:
+        self.carry_out(self.table.handle(self.key_of(peer), unpack_message(body)))
+
+    def _give_up(self, handle: Handle, error: BaseException) -> None:
+        """Tell the owner that a creation has failed: others wait there for what will never be made, unless it runs."""
+        named = UserDelete(((handle.rref_id, handle.fork_id),))  # type: ignore[arg-type]
+        owner = self._peer(handle.owner)
+        dumps = codec.dumper(owner is not None and owner.same_main)
+        packed = exceptions.dump(error, worker=self.agent.name, dumps=dumps)
+        self._notify(handle.owner, _GIVEN_UP, msgpack.packb([pack_message(named), packed]))
+
+    def _creation_given_up(self, peer: Peer, body: bytes) -> None:
+        try:
+            named, packed = msgpack.unpackb(body)
+        except (ValueError, TypeError, msgpack.UnpackException) as unreadable:
+            raise ProtocolError("a failed creation that cannot be read") from unreadable
+        message = unpack_message(named)
+        if type(message) is not UserDelete or len(message.items) != 1 or type(packed) is not bytes:
+            raise ProtocolError("a failed creation that names nothing")
+        rref_id, fork_id = message.items[0]
+        error = exceptions.load(packed, loads=codec.loads)
+        self.carry_out(self.table.creation_given_up(rref_id, fork_id, self.key_of(peer), error))
+
+    def _peer_ended(self, peer: Peer) -> None:
+        error = peer.died("an RRef", maybe_executed=True)
+        self.carry_out(self.table.worker_died(self.key_of(peer), error))
+
+    # -- in messages ---------------------------------------------------------------------------------
+
+    def _roll_back(self, parcel: Parcel) -> None:
+        if parcel.sent:
+            sent, parcel.sent = parcel.sent, None
+            self.carry_out(self.table.rollback(sent))
+
+    def _forks_arrived(self, parcel: Parcel, packed: bytes) -> None:
+        received = self.table.receive(unpack_forks(packed), self.key_of(parcel.peer))
+        parcel.received = [received.pending, *(self._wrap(self, handle) for handle in received.handles)]
+        effects = received.effects
+        if parcel.execution is not None and effects.messages:
+            # That the sender's part is done may wait for the answer, which is on its way soon in most cases.
+            sender = self.key_of(parcel.peer)
+            for each in effects.messages:
+                to, message = each
+                if type(message) is ChildAccept and to == sender:
+                    effects.messages.remove(each)
+                    parcel.execution.receipt = pack_message(message)
+                    break
+        self.carry_out(effects)
+
+    def _refuse(self, peer: Peer, packed: bytes) -> None:
+        self.carry_out(self.table.refuse(unpack_forks(packed), self.key_of(peer)))
+
+    def _confirm(self, received: list[Any], execution: Execution) -> None:
+        """Wait until the owners know all RRefs that a call brought: user code may run only then."""
+        pending: Pending = received[0]
+        if pending.done:
+            return
+        done = threading.Lock()
+        done.acquire()
+        if not pending.when_done(done.release):
+            return
+        while not pending.done:
+            remaining = execution.deadline - _time.now()
+            if remaining <= 0:
+                raise RpcTimeoutError(
+                    "the RRefs in the arguments were not confirmed by their owners in time",
+                    maybe_executed=False,
+                )
+            if done.acquire(timeout=min(_time.patience(remaining), 5.0)):
+                return
+
+    # -- the end of handles --------------------------------------------------------------------------
+
+    def drop(self, handle: Handle) -> None:
+        """Queue the end of a handle. Called from ``__del__``: takes no lock."""
+        self.table.drop_later(handle)
+        if not self._collecting:
+            self._collecting = True
+            self.agent.clock.nudge(self._schedule)
+
+    def _schedule(self) -> None:
+        self.agent.clock.after(_BATCH_S, self._collect_soon)
+
+    def _collect_soon(self) -> None:
+        if not self.agent.closed_down:
+            self.agent.submit(self.collect)
+
+    def settle(self, until: float) -> None:
+        """Wait until nothing of the reference protocol is under way, or that moment has come."""
+        pause = 0.0005
+        while not self.table.pending_counts().idle and _time.now() < until:
+            self.collect()
+            _time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+
+    def collect(self) -> None:
+        """Carry out queued ends now."""
+        self._collecting = False
+        self.carry_out(self.table.collect())
+
+    # -- creating and fetching -------------------------------------------------------------------------
+
+    def copy_of(self, error: BaseException) -> BaseException:
+        """Return a copy of an error: one goes into the table, and others are raised.
+
+        Each raise adds frames to the traceback, and they may hold the very RRef that keeps the error in the table.
+        """
+        try:
+            if isinstance(error, RemoteError):
+                packed = exceptions.dump(error, worker=self.agent.name, dumps=codec.dumps)
+                return exceptions.load(packed, loads=codec.loads)
+            made = copy.copy(error)
+            made.__cause__ = error.__cause__
+        except Exception:  # a user's class that cannot be copied
+            return error.with_traceback(None)
+        return made if type(made) is type(error) else error.with_traceback(None)
+
+    def promise(self, future: Future[Any]) -> Any:
+        """Return an RRef of this worker to what a future will be completed with."""
+        handle = self.table.create_user(self.me)
+        # No call is under way that could bring the value: nothing but its holders keeps the entry.
+        self.carry_out(self.table.confirmed(handle))
+        rref = self._wrap(self, handle)
+        rref_id = handle.rref_id
+        self.promised[rref_id] = future
+
+        def fulfil(done: Future[Any]) -> None:
+            error = done._error
+            if error is None:
+                self.carry_out(self.table.set_value(rref_id, done._value))
+            else:
+                done.acknowledge()  # by whoever holds the RRef
+                self.carry_out(self.table.set_error(rref_id, self.copy_of(error)))
+
+        future.add_done_callback(fulfil)
+        return rref
+
+    @uninterruptible
+    def create(
+        self,
+        peer: Peer,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        label: str,
+    ) -> Any:
+        """Have a worker call a function and keep the result; return the RRef to it at once.
+
+        Ctrl-C comes where this waits, or when it is over: an RRef that is half made would never go away.
+        """
+        handle = self.table.create_user(self.key_of(peer))
+        future: Future[None] = Future()
+        rref = self._wrap(self, handle)
+        rref._creation = future
+
+        def created(done: Future[None]) -> None:
+            done.acknowledge()  # it is kept in the RRef and raised at its next use
+            error = done._error
+            if error is None:
+                self.carry_out(self.table.confirmed(handle))
+            else:
+                told = handle.fork_id is not None and peer.state == "alive" and not self.agent.closed_down
+                reached = told or getattr(error, "maybe_executed", True) is not False
+                self.carry_out(self.table.creation_failed(handle, error, reached=reached))
+                if told:  # on another thread: this one may be in the middle of a batch
+                    self.agent.submit(partial(self._give_up, handle, error))
+
+        future.add_done_callback(created)
+        ids = (handle.rref_id, handle.fork_id)
+        try:
+            self.agent.call(
+                peer, self._make, (*ids, function, args, kwargs), {}, timeout, future=future, label=label
+            )
+        except BaseException as error:
+            if future._claim():  # otherwise the call has ended, and ``created`` knows how
+                self.carry_out(self.table.creation_failed(handle, error, reached=False))
+                future._callbacks.clear()
+                future._finish(None, error)
+                future.acknowledge()
+            raise
+        self.agent.flush()
+        return rref

@@ -1,0 +1,565 @@
+"""Functions and classes by value: what the other side cannot import travels as a definition.
+
+A definition is the cloudpickle of one function or class, named by its hash: a peer is sent it once and reads
+the hash from then on. Classes keep their identity: the same local class sent twice arrives as one class,
+and it comes home as the class that it was. A function whose captured state could change (a list in its
+closure, a tensor, an RRef) is no definition: it travels whole in each message, as its state is at the time.
+A class is read when it is first sent to anybody: attributes set on it later do not travel.
+
+Runs on whichever thread encodes or decodes. Never does I/O, and never loads or pickles under a lock.
+
+What goes by value though it could be imported: the main module, those that are registered so, what is of them.
+
+``cloudpickle.register_pickle_by_value(module)`` says that others do not have a module, nor what lies in it. Most
+messages have nothing of such modules, and the fast pickler writes them: it shows each object here before it would
+write a name, and stops at the first that has to go by value. So a message is read once, however long its bytes and
+texts are, and the decision is cloudpickle's own: it is about the module in which an object is found.
+
+Runs on whichever thread encodes, while others register modules: what is registered when an object is looked at
+counts. Takes no lock, does no I/O.
+"""
+
+from __future__ import annotations
+
+import dis
+import hashlib
+import io
+import pickle
+import re
+import sys
+import threading
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, Final, TypeVar
+
+import cloudpickle
+from cloudpickle import cloudpickle as _cloudpickle
+
+from actorrpc.errors import ProtocolError
+from actorrpc.serialization.tensors import message
+
+__all__ = [
+    "ByValuePickler",
+    "DefinitionStore",
+    "GoesByValueError",
+    "UnknownDefinitionError",
+    "captured",
+    "definition_bytes",
+    "find_main",
+    "goes_by_value",
+    "hash_of",
+    "is_by_value",
+    "keep_sent",
+    "load_here",
+    "loads_here",
+    "modules",
+    "names_main",
+    "open_with",
+    "reduce_method",
+    "refuse",
+    "stop",
+]
+
+# cloudpickle's own, of names. What adds to it takes out what it has added.
+modules: Final[set[str]] = _cloudpickle._PICKLE_BY_VALUE_MODULES
+find_main: Final = re.compile(b"__(?:mp_)?main__").search
+_LONG: Final = 64 << 10  # from here on the C pickler hands bytes and texts over as they are
+_STARTS: Final = (0x80, 0x95)  # protocol, frame
+_MAX_NAMES: Final = 4096
+_NAMED: Final = (type, ModuleType)
+
+_lineages: dict[str, tuple[str, ...]] = {}  # "a.b.c" -> "a", "a.b", "a.b.c"
+
+
+class GoesByValueError(pickle.PicklingError):
+    """Raised out of the fast pickler: it has come upon something that goes by value."""
+
+
+def is_by_value(name: str) -> bool:
+    """Say whether a module of this name goes by value: it is registered, or a package that it is in. Thread-safe."""
+    lineage = _lineages.get(name)
+    if lineage is None:
+        parts = name.split(".")
+        lineage = tuple([".".join(parts[: at + 1]) for at in range(len(parts))])
+        if len(_lineages) >= _MAX_NAMES:
+            _lineages.clear()
+        _lineages[name] = lineage
+    return not modules.isdisjoint(lineage)
+
+
+def goes_by_value(obj: Any) -> bool:
+    """Say whether a function, a class or a type variable is of such a module, or perhaps of none that is known.
+
+    What counts is the name that the module has now, not the one under which the object looks for it. Where an object
+    is not found under its name at all the fast pickler finds out by itself.
+    """
+    module = sys.modules.get(obj.__module__)
+    return module is None or is_by_value(module.__name__)
+
+
+def names_main(chunks: Iterable[Any]) -> bool:
+    """Say whether a pickle, as the C pickler wrote it in pieces, may name the main module.
+
+    Long bytes and texts are pieces of their own, and nothing to look through: other pieces of their size start with a
+    frame, the first with the protocol before it.
+    """
+    return any(find_main(chunk) is not None for chunk in chunks if len(chunk) < _LONG or chunk[0] in _STARTS)
+
+
+def stop(pickler: Any, obj: Any) -> Any:
+    """Be the ``reducer_override`` of a pickler that writes by reference only.
+
+    When nothing is registered any more it has the pickler ask no more, by its ``unwatch``.
+
+    Raises:
+        GoesByValueError: the object goes by value.
+    """
+    if not modules:
+        pickler.unwatch()
+        return NotImplemented
+    kind = type(obj)
+    # A method would go as its object and a name, under which its class need not have this very function.
+    if kind is FunctionType or issubclass(kind, _NAMED) or kind is TypeVar:
+        if goes_by_value(obj):
+            raise GoesByValueError
+    elif kind is MethodType and goes_by_value(obj.__func__):
+        raise GoesByValueError
+    return NotImplemented
+
+
+MAIN: Final = ("__main__", "__mp_main__")  # multiprocessing's children call their main module the latter
+_MAX_SENT: Final = 1024
+_MAX_SENT_BYTES: Final = 64 << 20
+
+
+class UnknownDefinitionError(ProtocolError):
+    """A message names definitions that this side does not have (any more); the sender can send them again.
+
+    Raised before anything of the message is unpickled, so decoding may simply be tried again.
+    """
+
+    def __init__(self, hashes: Iterable[bytes]) -> None:
+        self.hashes = tuple(hashes)
+        super().__init__(f"unknown definition {', '.join(each.hex() for each in self.hashes)}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (UnknownDefinitionError, (self.hashes,))
+
+
+def hash_of(data: bytes) -> bytes:
+    """Return the name of a definition: 16 bytes of BLAKE2b."""
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+# -- loading ------------------------------------------------------------------------------------
+
+
+class _MainUnpickler(pickle.Unpickler):
+    """Finds in the main module what a child of multiprocessing calls ``__mp_main__``."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__mp_main__":
+            module = "__main__"
+        return super().find_class(module, name)
+
+
+def loads_here(data: Any, buffers: Iterable[Any] = ()) -> Any:
+    """Unpickle; ``__main__`` and ``__mp_main__`` are the main module that this process has.
+
+    The C unpickler finds classes by itself, which is why a subclass is used only where the name occurs.
+    """
+    if _instead is not None:
+        return _instead(data, buffers)
+    if _find_mp_main(data) is None or sys.modules.get("__mp_main__") is sys.modules["__main__"]:
+        return pickle.loads(data, buffers=buffers)
+    return _MainUnpickler(io.BytesIO(data), buffers=buffers).load()
+
+
+def load_here(stream: Any, buffers: Iterable[Any] = ()) -> Any:
+    """Unpickle from a file, as :func:`loads_here` does from bytes."""
+    if _instead is not None:
+        return _instead(stream.rest(), buffers)
+    return _MainUnpickler(stream, buffers=buffers).load()
+
+
+def open_with(loads: Callable[[Any, Iterable[Any]], Any] | None) -> None:
+    """Have ``loads(data, buffers)`` open what comes from peers from now on, or with None pickle again."""
+    global _instead
+    _instead = loads
+
+
+_instead: Callable[[Any, Iterable[Any]], Any] | None = None
+_find_mp_main: Final = re.compile(b"__mp_main__").search  # takes any buffer; `in` takes five times as long
+_UNLOADED: Final = object()
+
+
+class DefinitionStore:
+    """The definitions that peers sent to this process: hash -> object, loaded when first used.
+
+    Keeps the most recently used ones within its bounds. Thread-safe. Its lock guards the table, nothing
+    is loaded or destroyed under it, and no other lock is taken under it; it is reentrant because the garbage
+    collector may run a finalizer, which may decode a message, at any allocation.
+    """
+
+    def __init__(self, *, max_definitions: int = 4096, max_bytes: int = 256 << 20) -> None:
+        self._max_definitions = max_definitions
+        self._max_bytes = max_bytes
+        self._lock = threading.RLock()
+        self._entries: OrderedDict[bytes, list[Any]] = OrderedDict()  # hash -> [bytes, object]
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
+    def add(self, key: bytes, data: bytes) -> None:
+        """Keep a definition that came from a peer.
+
+        Raises:
+            ProtocolError: ``data`` is not what ``key`` names.
+        """
+        if hash_of(data) != key:
+            raise ProtocolError(f"a definition does not have the hash {key.hex()} under which it came")
+        dropped = []
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                return
+            self._entries[key] = [data, _UNLOADED]
+            self._bytes += len(data)
+            while len(self._entries) > 1 and (
+                len(self._entries) > self._max_definitions or self._bytes > self._max_bytes
+            ):
+                _, entry = self._entries.popitem(last=False)
+                self._bytes -= len(entry[0])
+                dropped.append(entry)
+        # Objects die here, outside of the lock: a class may have weak references with callbacks.
+        del dropped
+
+    def missing(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Return those of ``keys`` that are not here."""
+        return [key for key in keys if key not in self._entries]
+
+    def data(self, key: bytes) -> bytes | None:
+        """Return a definition as it came, or ``None``: to pass it on."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry[0]
+
+    def get(self, key: bytes) -> Any:
+        """Return the function or class, loading it if this is its first use.
+
+        Two threads may load the same definition at once; both get the object of whichever ends first.
+
+        Raises:
+            UnknownDefinitionError: it is not here.
+        """
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                self._entries.move_to_end(key)
+        if entry is None:
+            raise UnknownDefinitionError((key,))
+        if entry[1] is _UNLOADED:
+            data = entry[0]
+            loaded = loads_here(data)
+            if isinstance(loaded, type):
+                _remember(loaded, key, data)
+            with self._lock:
+                if entry[1] is _UNLOADED:
+                    entry[1] = loaded
+        return entry[1]
+
+
+# -- classes, and where they are known ------------------------------------------------------------
+
+# Classes whose definition is complete here: those that were made here, and those that have been filled.
+# cloudpickle gives a class that comes home its own self, but would also write all its attributes again.
+_complete: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+
+# The definition under which a class is known, by whether it may name the main module.
+_classes: dict[bool, weakref.WeakKeyDictionary[type, tuple[bytes, bytes]]] = {
+    True: weakref.WeakKeyDictionary(),
+    False: weakref.WeakKeyDictionary(),
+}
+
+# Definitions made here, to send again; bounded. Each operation on these is one step under the interpreter's
+# lock: keys may hold classes, whose metaclass may say how they compare, and that may not happen under ours.
+_sent: dict[bytes, bytes] = {}
+_functions: dict[Any, tuple[bytes, bytes]] = {}
+
+
+def _remember(cls: type, key: bytes, data: bytes) -> None:
+    """A class came as a definition: send it on, or back, under the same name."""
+    _complete[cls] = True
+    _classes[True].setdefault(cls, (key, data))
+    if not any(name.encode() in data for name in MAIN):
+        _classes[False].setdefault(cls, (key, data))
+
+
+def definition_bytes(key: bytes) -> bytes | None:
+    """Return a definition that this process made and sent not too long ago, to send it again."""
+    return _sent.get(key)
+
+
+def keep_sent(named: dict[bytes, bytes], known: Container[bytes]) -> dict[bytes, bytes]:
+    """Return those definitions that the peer does not know; they can be sent again later."""
+    unknown = {key: data for key, data in named.items() if key not in known}
+    for key, data in unknown.items():
+        if len(_sent) >= _MAX_SENT or len(data) > _MAX_SENT_BYTES // _MAX_SENT:
+            _make_room(len(data))
+        _sent[key] = data
+    return unknown
+
+
+def _make_room(size: int) -> None:
+    """Forget the oldest definitions that were sent, until one of ``size`` bytes fits."""
+    kept = list(
+        _sent.copy().items()
+    )  # a copy is one step; a list of items makes tuples, and the collector may run
+    total = size + sum(len(data) for _, data in kept)
+    for at, (key, data) in enumerate(kept):
+        if total <= _MAX_SENT_BYTES and len(kept) - at < _MAX_SENT:
+            break
+        _sent.pop(key, None)
+        total -= len(data)
+
+
+def fill_class(cls: type, state: Any) -> Any:
+    """Give a class made here its attributes, once (wire format)."""
+    if cls not in _complete:
+        _cloudpickle._class_setstate(cls, state)
+        _complete[cls] = True
+    return cls
+
+
+# -- functions: can what they capture change? -------------------------------------------------------
+
+_ATOMS: Final = frozenset({type(None), bool, int, str, bytes, complex, type(Ellipsis), range})
+
+
+class _MutableError(Exception):
+    """A function's captured state may change between two messages."""
+
+
+def captured(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
+    """Yield what a function carries along: closure, defaults, globals of its code, attributes."""
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f"captured variable '{name}'", cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+    yield from ((f"default {at}", value) for at, value in enumerate(function.__defaults__ or ()))
+    yield from ((f"default '{name}'", value) for name, value in (function.__kwdefaults__ or {}).items())
+    space = function.__globals__
+    for name in _cloudpickle._extract_code_globals(code):
+        if name in space:
+            yield f"global '{name}'", space[name]
+    yield from ((f"attribute '{name}'", value) for name, value in function.__dict__.items())
+
+
+_rebinding: dict[types.CodeType, bool] = {}
+
+
+def _rebinds(code: types.CodeType) -> bool:
+    """Say whether code assigns to globals or to variables of an enclosing function, as counters do."""
+    found = _rebinding.get(code)
+    if found is None:
+        found = any(
+            each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
+            or (each.opname in ("STORE_DEREF", "DELETE_DEREF") and each.argval in code.co_freevars)
+            for each in dis.get_instructions(code)
+        ) or any(_rebinds(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
+        if len(_rebinding) >= _MAX_SENT:
+            _rebinding.clear()
+        _rebinding[code] = found
+    return found
+
+
+def _state_key(value: Any, seen: dict[int, Any], pure: list[bool]) -> Any:
+    """Return a hashable that tells an immutable value from all others; ``pure`` is cleared where it cannot.
+
+    Raises:
+        _MutableError: the value may change.
+    """
+    kind = type(value)
+    if kind in _ATOMS:
+        return kind, value
+    if kind is float:
+        return kind, value.hex()
+    if kind is tuple or kind is frozenset:
+        return kind, tuple([_state_key(each, seen, pure) for each in value])
+    if kind is types.ModuleType or kind is types.BuiltinFunctionType:
+        return kind, value
+    if kind is types.FunctionType:
+        if _cloudpickle._should_pickle_by_reference(value):
+            return kind, value
+        pure[0] = False
+        if id(value) not in seen:
+            seen[id(value)] = value
+            if _rebinds(value.__code__):
+                raise _MutableError
+            for _, each in captured(value):
+                _state_key(each, seen, pure)
+        return None
+    if isinstance(value, type):
+        # Held by the key's cache, a local class would live for ever.
+        if not _cloudpickle._should_pickle_by_reference(value):
+            pure[0] = False
+        return type, value
+    raise _MutableError
+
+
+def _function_key(function: types.FunctionType, remote_main: bool) -> Any:
+    """Return a key under which the function's definition may be found again, or ``None``.
+
+    Raises:
+        _MutableError: the function's captured state may change.
+    """
+    pure = [True]
+    if _rebinds(function.__code__):
+        raise _MutableError
+    state = [_state_key(value, {id(function): function}, pure) for _, value in captured(function)]
+    if not pure[0] or function.__annotations__ or function.__doc__ is not None or function.__dict__:
+        return None
+    names = (function.__module__, function.__name__, function.__qualname__)
+    return (remote_main, function.__code__, function.__code__.co_filename, names, tuple(state))
+
+
+# -- pickling -----------------------------------------------------------------------------------
+
+
+def reduce_method(method: types.MethodType) -> tuple[Any, ...]:
+    """Reduce a bound method to its object and its name, for the fast pickler.
+
+    Raises:
+        PicklingError: the object does not have the method under this name (it was bound by hand, or its decorator kept
+            the name of a function of its own): it goes the slow way, as object and function.
+    """
+    name, owner = method.__func__.__name__, method.__self__
+    if method != getattr(owner, name, None):
+        raise pickle.PicklingError(f"an object of {type(owner).__qualname__} has no such method {name}")
+    return getattr, (owner, name)
+
+
+def definition(key: bytes) -> Any:
+    """Look a definition up while a message is decoded (wire format)."""
+    decoding = message.decoding
+    if decoding is None:
+        raise ProtocolError(f"definition {key.hex()} outside of a message")
+    return decoding.definitions.get(key)
+
+
+class _NotADefinitionError(Exception):
+    """What was to become a definition holds something that belongs to the message (a tensor, an RRef)."""
+
+
+def refuse(obj: Any) -> Any:
+    """Stand, in a definition's dispatch table, for the reducer of a type that belongs to the message."""
+    raise _NotADefinitionError(type(obj).__name__)
+
+
+class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """The slow path: importable things by reference, other functions and classes by value.
+
+    With ``named`` a dictionary, functions and classes become definitions, gathered there; without one they
+    are written where they stand.
+    """
+
+    def __init__(
+        self,
+        sink: Any,
+        table: Any,
+        *,
+        remote_main: bool,
+        named: dict[bytes, bytes] | None = None,
+        refusing: Any = None,
+        buffer_callback: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.dispatch_table = table
+        super().__init__(sink, protocol=5, buffer_callback=buffer_callback)
+        self._remote_main = remote_main
+        self._named = named
+        self._refusing = refusing  # the dispatch table for definitions
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType):
+            if self._by_reference(obj):
+                return NotImplemented
+            if self._named is not None:
+                try:
+                    return self._name(*self._define_function(obj))
+                except (_MutableError, _NotADefinitionError):
+                    pass
+            return self._dynamic_function_reduce(obj)
+        if isinstance(obj, type):
+            found = _classes[self._remote_main].get(obj) if self._named is not None else None
+            if found is not None:
+                return self._name(*found)
+            if self._by_reference(obj):
+                return NotImplemented
+            if (
+                getattr(obj, "__module__", None) == "builtins"
+            ):  # type(None), the type of code: no module has them by their name
+                return _cloudpickle._class_reduce(obj)
+            return self._reduce_class(obj)
+        return NotImplemented
+
+    def _by_reference(self, obj: Any) -> bool:
+        if getattr(obj, "__module__", None) in MAIN:
+            return self._remote_main and _in_main(obj)
+        return bool(_cloudpickle._should_pickle_by_reference(obj))
+
+    def _reduce_class(self, cls: type) -> Any:
+        _complete[cls] = True
+        if self._named is not None:
+            try:
+                data = self._dump_definition(cls)
+            except _NotADefinitionError:
+                pass
+            else:
+                found = (hash_of(data), data)
+                _classes[self._remote_main][cls] = found
+                return self._name(*found)
+        reduced = _cloudpickle._dynamic_class_reduce(cls)
+        return (*reduced[:5], fill_class)
+
+    def _name(self, key: bytes, data: bytes) -> Any:
+        assert self._named is not None
+        self._named[key] = data
+        return definition, (key,)
+
+    def _define_function(self, function: types.FunctionType) -> tuple[bytes, bytes]:
+        cache_key = _function_key(function, self._remote_main)
+        if cache_key is not None:
+            found = _functions.get(cache_key)
+            if found is not None:
+                return found
+        data = self._dump_definition(function)
+        found = (hash_of(data), data)
+        if cache_key is not None:
+            if len(_functions) >= _MAX_SENT:
+                _functions.clear()
+            _functions[cache_key] = found
+        return found
+
+    def _dump_definition(self, obj: Any) -> bytes:
+        sink = io.BytesIO()
+        ByValuePickler(sink, self._refusing, remote_main=self._remote_main).dump(obj)
+        return sink.getvalue()
+
+
+def _in_main(obj: Any) -> bool:
+    """Say whether the main module has this very object under its name."""
+    found: Any = sys.modules.get("__main__")
+    try:
+        for part in obj.__qualname__.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        return False
+    return found is obj

@@ -1,0 +1,149 @@
+"""What cannot be sent: which part of a message it is, and why.
+
+Only for the text of errors. Runs on the thread that encodes; calls the reducers of users' classes, as pickle does.
+"""
+
+from __future__ import annotations
+
+import pickle
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+from actorrpc.errors import SerializationError
+from actorrpc.serialization.by_value import captured
+
+__all__ = ["describe", "path_to"]
+
+_newobj: Final = object().__reduce_ex__(5)[0]  # copyreg's function for objects that are made by __new__
+_PACKAGE: Final = __name__.partition(".")[0] + "."
+_MAX_PROBES: Final = 500
+_MAX_DEPTH: Final = 20
+_LEAVES: Final = frozenset(
+    {type(None), bool, int, str, bytes, complex, type(Ellipsis), range, float, bytearray}
+)
+
+
+def path_to(obj: object, passes: Callable[[Any], bool]) -> str:
+    """Return the way to the smallest part of ``obj`` that does not pass; bounded, so perhaps not all of it.
+
+    Looks at the parts that pickle would look at, in its order. Only for error messages.
+    """
+    steps: list[tuple[str, str]] = []
+    seen = {id(obj)}
+    kept = []  # parts may be made on the way: kept, lest another takes over its id
+    probes = 0
+    here: Any = obj
+    parts = _parts_of_call(obj)
+    while len(steps) < _MAX_DEPTH:
+        for kind, name, part in parts:
+            if type(part) in _LEAVES or id(part) in seen:
+                continue
+            probes += 1
+            if probes > _MAX_PROBES:
+                return _written(steps)
+            seen.add(id(part))
+            kept.append(part)
+            if not passes(part):
+                # What pickle wraps the parts in (a tuple of arguments) is no step of its own.
+                steps.append((kind, name))
+                here = part
+                break
+        else:
+            return _written(steps)
+        parts = _parts(here)
+    return _written(steps)
+
+
+def _written(steps: Iterable[tuple[str, str]]) -> str:
+    words: list[list[str]] = []
+    for kind, name in steps:
+        if not kind:
+            continue
+        if kind == "attribute" and words and words[-1][0] == kind:
+            words[-1][1] += f".{name}"
+        else:
+            words.append([kind, name])
+    return " -> ".join(
+        (kind + name).strip() if kind.endswith(" ") else f"{kind} '{name}'" for kind, name in words
+    )
+
+
+_Parts = Iterator[tuple[str, str, Any]]  # kind (ending with a space: the name is written bare), name, part
+
+
+def _parts_of_call(obj: Any) -> _Parts:
+    """Yield the parts of ``(function, args, kwargs)``, or ``(args, kwargs)``, by the names that the caller has for them."""
+    if type(obj) is tuple and len(obj) in (2, 3) and type(obj[-2]) is tuple and type(obj[-1]) is dict:
+        for function in obj[:-2]:
+            yield "function", getattr(function, "__qualname__", None) or type(function).__qualname__, function
+        for at, value in enumerate(obj[-2]):
+            yield "argument ", str(at), value
+        for key, value in obj[-1].items():
+            yield "argument", str(key), value
+    else:
+        yield from _parts(obj)
+
+
+def _parts(obj: Any) -> _Parts:
+    if isinstance(obj, dict):
+        for key, value in obj.items():
+            yield "the key ", repr(key)[:80], key
+            yield "key ", repr(key)[:80], value
+    elif isinstance(obj, (list, tuple)):
+        for at, value in enumerate(obj):
+            yield "index ", str(at), value
+    elif isinstance(obj, (set, frozenset)):
+        for value in obj:
+            yield "member ", repr(value)[:80], value
+    elif isinstance(obj, types.FunctionType):
+        for name, value in captured(obj):
+            yield name + " ", "", value
+    elif isinstance(obj, types.MethodType):
+        yield "method ", obj.__func__.__qualname__, obj.__func__
+        yield "its object ", type(obj.__self__).__qualname__, obj.__self__
+    if isinstance(obj, type):
+        for name, value in vars(obj).items():
+            yield "attribute", name, value
+    elif not isinstance(obj, (types.FunctionType, types.MethodType)):
+        yield from _parts_of_state(obj)
+
+
+def _parts_of_state(obj: Any) -> _Parts:
+    try:
+        reduced = obj.__reduce_ex__(5)
+    except Exception:  # then it is this object itself, and what it raised is the cause
+        return
+    if not isinstance(reduced, tuple):
+        return
+    if reduced[0] is not _newobj:
+        # What this package wraps around users' objects is nothing that they know of.
+        ours = type(obj).__module__.startswith(_PACKAGE)
+        for value in reduced[1]:
+            yield ("", "", value) if ours else ("part ", f"of {type(obj).__qualname__}", value)
+    else:
+        for at, value in enumerate(reduced[1]):
+            yield (
+                ("class ", getattr(value, "__qualname__", ""), value)
+                if at == 0
+                else ("part ", str(at), value)
+            )
+    state = reduced[2] if len(reduced) > 2 else None
+    for each in state if isinstance(state, tuple) else (state,):
+        if isinstance(each, dict):
+            for name, value in each.items():
+                yield "attribute", str(name), value
+        else:
+            yield "state ", f"of {type(obj).__qualname__}", each
+
+
+def describe(error: BaseException) -> str:
+    """Say why something cannot be pickled, without pickle's habit of quoting the object at length."""
+    text = str(error)
+    if isinstance(error, SerializationError):
+        return text
+    if isinstance(error, RecursionError):
+        return "nested too deeply to be sent"
+    if isinstance(error, (pickle.PicklingError, TypeError, AttributeError)) and "pickle" in text:
+        return text
+    return f"cannot be sent: {type(error).__name__}: {text}"

@@ -1,0 +1,642 @@
+"""Exceptions on the wire: what a called function raised, packed there and raised again here.
+
+:func:`dump` runs on the thread that executed the call, :func:`load` on the one that takes its result. An
+exception travels as its class, its ``args``, its C-level fields and slots and its ``__dict__``, and is
+rebuilt without calling its constructor, so that the constructor's signature does not matter; a class that
+says itself how to be pickled (``__reduce__``) is obeyed. What is raised at the caller is of a class made from
+the user's class and :class:`RemoteError`, with the remote traceback as ``__cause__``.
+
+Neither function ever raises, whatever the user's class does. No lock is held, so user code may run anywhere.
+"""
+
+from __future__ import annotations
+
+import abc
+import builtins
+import copy
+import copyreg
+import enum
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import msgpack
+
+from actorrpc._exception_text import ARGS as _ARGS
+from actorrpc._exception_text import CAUSE as _CAUSE
+from actorrpc._exception_text import MEMBERS as _MEMBERS
+from actorrpc._exception_text import MESSAGE as _MESSAGE
+from actorrpc._exception_text import cut, format_error, line_of, notes_of, say, shown, type_name
+from actorrpc._exception_text import dict_of as _dict_of
+from actorrpc._exception_text import names_of as _names_of
+from actorrpc.errors import RemoteError, RemoteTraceback, RpcError
+
+__all__ = ["MAX_PICKLE", "MAX_TEXT", "dump", "load", "original", "reduce", "traceback_of"]
+
+MAX_TEXT = 64 << 10  # characters of formatted traceback; the middle of a longer one is cut
+MAX_PICKLE = 16 << 20  # bytes of the pickled exception; what makes it larger is left behind
+_MAX_MESSAGE = 8 << 10
+_MAX_MEMBER_TEXT = 4 << 10
+_MAX_CACHE = 256
+_MAX_SCAN = 1000
+
+_V = TypeVar("_V")
+_State = tuple[tuple[Any, ...] | None, dict[str, Any], dict[str, Any]]  # args, fields, __dict__
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: clear on classes that were made in C
+_ATOMS = frozenset({str, int, float, bool, bytes, type(None), complex})
+_BUILTIN = {id(object), *(id(c) for c in vars(builtins).values() if isinstance(c, type))}
+
+
+# -- what an exception's class looks like ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How to take an exception of one class apart and to make one without its constructor."""
+
+    cls: type[BaseException]
+    fields: dict[str, tuple[Any, bool]]  # descriptor, made in C: then None means "not set"
+    custom: bool  # says itself how to be pickled
+    native: Any  # the class in C whose __new__ makes it; None: only its own __new__ can
+    group: bool
+
+
+_plans: dict[int, _Plan] = {}
+_raised_classes: dict[int, tuple[type[BaseException], type[BaseException] | None]] = {}
+
+
+def _remember(cache: dict[int, _V], key: int, value: _V) -> _V:
+    # Keyed by id (a metaclass may define __eq__ or forbid hashing); the value holds the class, so that the id
+    # stays its own. Bounded, as classes sent by value come and go. Each step is one atomic operation.
+    if len(cache) >= _MAX_CACHE:
+        cache.clear()
+    return cache.setdefault(key, value)
+
+
+def _plan(cls: type[BaseException]) -> _Plan:
+    plan = _plans.get(id(cls))
+    if plan is not None:
+        return plan
+    mro = type.__dict__["__mro__"].__get__(cls)
+    fields: dict[str, tuple[Any, bool]] = {}
+    for owner in mro:
+        if owner is BaseException or owner is BaseExceptionGroup:
+            continue  # args, __cause__ and the members of a group go their own ways
+        for name, descriptor in tuple(_names_of(owner).items()):
+            if owner is AttributeError and name == "obj":
+                continue  # whatever the attribute was looked up on, perhaps a whole model
+            written = name == "characters_written" and owner is OSError and issubclass(cls, BlockingIOError)
+            if written or type(descriptor) is types.MemberDescriptorType:
+                name = f"{owner.__qualname__}.{name}" if name in fields else name
+                fields[name] = (descriptor, not owner.__flags__ & _HEAP_TYPE)
+    native = _native(cls)
+    group = issubclass(cls, BaseExceptionGroup)
+    try:
+        if not group and type(native.__new__(cls)) is not cls:
+            native = None
+    except BaseException:
+        native = None
+    custom = any(
+        id(next(owner for owner in mro if owner is object or name in _names_of(owner))) not in _BUILTIN
+        for name in ("__reduce_ex__", "__reduce__", "__setstate__")
+    )
+    return _remember(_plans, id(cls), _Plan(cls, fields, custom, native, group))
+
+
+def _native(cls: Any) -> Any:
+    while cls.__flags__ & _HEAP_TYPE:
+        cls = cls.__base__
+    return cls
+
+
+def _create(cls: Any, seed: tuple[Any, ...] = ()) -> Any:
+    """Make an empty exception of this class without running its ``__init__``."""
+    return (_plan(cls).native or cls).__new__(cls, *seed)
+
+
+def _take(error: BaseException, plan: _Plan) -> _State:
+    args = _ARGS.__get__(error)
+    fields = {}
+    for name, (descriptor, in_c) in plan.fields.items():
+        try:
+            value = descriptor.__get__(error)
+        except AttributeError:
+            continue  # a slot never set
+        # C shows a field that is not set as None. OSError(None, None), of 2 to 5 arguments, has two that are set to it.
+        if value is not None or not in_c or (name in ("errno", "strerror") and 2 <= len(args) <= 5):
+            fields[name] = value
+    return (None if plan.group else args), fields, dict(_dict_of(error))
+
+
+def _restore(error: BaseException, state: _State) -> None:
+    args, fields, attributes = state
+    if args is not None:
+        _ARGS.__set__(error, args)
+    if fields:
+        known = _plan(_class_of(error)).fields
+        for name, value in fields.items():
+            try:
+                known[name][0].__set__(error, value)
+            except (AttributeError, KeyError, TypeError, ValueError):
+                pass  # read-only, or not the same in this version of the class
+    if attributes:
+        _dict_of(error).update(attributes)
+
+
+def _twin(error: BaseException, plan: _Plan, cls: Any) -> Any:
+    """Make an exception of ``cls`` (the plan's class or the one raised for it) with the same contents."""
+    state = _take(error, plan)
+    if plan.group:
+        made = plan.native.__new__(cls, _MESSAGE.__get__(error), _MEMBERS.__get__(error))
+    elif plan.native is None:
+        made = cls.__new__(cls, *(state[0] or ()))
+    else:
+        made = _native(cls).__new__(cls)
+    if isinstance(state[2].get("__notes__"), list):
+        state[2]["__notes__"] = list(state[2]["__notes__"])  # a note added to the one is not on the other
+    _restore(made, state)
+    return made
+
+
+# -- taking an exception apart ---------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Travel:
+    """Stands for an exception inside a pickle, and unpickles as it; one for each, so that cycles stay."""
+
+    error: BaseException  # keeps the id that it is known by
+    reduced: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.reduced
+
+
+class _Packer:
+    """Takes one exception apart, and with ``nested`` also those that its values refer to.
+
+    ``fits`` says of a value whether it can travel; one that cannot is left behind.
+    """
+
+    def __init__(self, fits: Callable[[object], bool] | None = None, *, nested: bool = True) -> None:
+        self._fits = fits
+        self._nested = nested
+        self._travels: dict[int, _Travel] = {}
+        self.dropped: list[str] = []
+
+    def travel(self, error: BaseException, *, obey: bool = True) -> _Travel:
+        found = self._travels.get(id(error))
+        if found is not None:
+            return found
+        cls = _class_of(error)
+        plan = _plan(cls)
+        travel = self._travels[id(error)] = _Travel(error, (_create, (cls,)))
+        remote = _remote_of(error)
+        if (
+            remote is not None and cls is not RemoteError
+        ):  # what refers to either refers to the one that travels
+            self._travels[id(remote.cause)] = travel
+        if issubclass(cls, enum.Enum):
+            travel.reduced = (getattr, (cls, cast(Any, error)._name_))
+            return travel
+        if obey and (plan.custom or _registered(cls)):
+            reduced = self._custom(error, plan)
+            if reduced is not None:
+                travel.reduced = reduced
+                return travel
+        seed: tuple[Any, ...] = ()
+        if plan.group:
+            seed = (_MESSAGE.__get__(error), [self.travel(member) for member in _MEMBERS.__get__(error)])
+        elif plan.native is None:
+            seed = self._wrap(_ARGS.__get__(error))
+        travel.reduced = (_create, (cls, seed), self.state(error, plan), None, None, _restore)
+        return travel
+
+    def state(self, error: BaseException, plan: _Plan) -> _State:
+        args, fields, attributes = _take(error, plan)
+        if args:
+            wrapped = tuple(self._wrap(value) for value in args)
+            if self._fits is not None:
+                pairs = zip(args, wrapped, strict=True)
+                wrapped = tuple(new if self._fits(new) else say(old, repr) for old, new in pairs)
+            args = wrapped
+        return args, self._keep(fields), self._keep(attributes)
+
+    def _keep(self, values: dict[str, Any]) -> dict[str, Any]:
+        kept = {}
+        for name, value in values.items():
+            value = self._wrap(value)
+            if self._fits is None or self._fits(value):
+                kept[name] = value
+            else:
+                self.dropped.append(cut(str(name), 100))
+        return kept
+
+    def _custom(self, error: BaseException, plan: _Plan) -> tuple[Any, ...] | None:
+        """Return what the class's own reduction gives, tried out first, or None where it does not work."""
+        cls: Any = plan.cls
+        try:
+            if type(error) is not cls:
+                error = _twin(error, plan, cls)  # it must not see the raised class
+            reducer = _registered(cls)
+            reduced = cls.__reduce_ex__(error, 4) if reducer is None else reducer(error)
+            function, args, state, *rest = (*reduced, None)[: max(3, len(reduced))]
+            if any(part is not None for part in rest):
+                return None
+            trial = function(*args)  # to pickle well and then fail to unpickle is what is common here
+            if type(trial) is not cls:
+                return None
+            if state is not None:
+                trial.__setstate__(state)
+            reduced = (function, self._wrap(args), self._wrap(state))
+            return reduced if self._fits is None or self._fits(reduced) else None
+        except BaseException:
+            return None
+
+    def _wrap(self, value: Any, depth: int = 3) -> Any:
+        kind = type(value)
+        if kind in _ATOMS or not self._nested:
+            return value
+        if issubclass(kind, BaseException):
+            return self.travel(value)
+        if depth and kind in (list, tuple, dict) and len(value) <= _MAX_SCAN:
+            before = list(value.values() if kind is dict else value)
+            after = [self._wrap(item, depth - 1) for item in before]
+            if any(one is not other for one, other in zip(before, after, strict=True)):
+                return dict(zip(value, after, strict=True)) if kind is dict else kind(after)
+        return value
+
+
+def _registered(cls: type) -> Any:
+    try:
+        return copyreg.dispatch_table.get(cls)
+    except BaseException:  # a metaclass that forbids hashing
+        return None
+
+
+def _is_small(value: object) -> bool:
+    return type(value) in _ATOMS and (not isinstance(value, str | bytes) or len(value) <= _MAX_MESSAGE)
+
+
+def reduce(error: BaseException) -> tuple[Any, ...]:
+    """Return how to pickle an exception that is a value: for a pickler's ``reducer_override``.
+
+    Other exceptions that it refers to are left to the same pickler. May raise what the user's class raises.
+    """
+    return _Packer(nested=False).travel(error).reduced
+
+
+# -- packing ---------------------------------------------------------------------------------------------
+
+
+def dump(
+    error: BaseException,
+    *,
+    worker: str,
+    dumps: Callable[[object], bytes],
+    limit: int = MAX_PICKLE,
+    executed: bool = True,
+    where: str = "",
+) -> bytes:
+    """Pack an exception for the caller; never raises, and may be called on any thread.
+
+    Args:
+        worker: the name of this worker, for the traceback's text.
+        dumps: pickles an object; it may raise.
+        limit: the most bytes of pickled exception; what makes it larger is left behind, and a note says so.
+        executed: False where the called function was certainly not started.
+        where: what the traceback's text calls the place, where that says more than the worker's name.
+    """
+    try:
+        return _dump(error, worker, dumps, limit, executed, where=where or worker)
+    except BaseException:  # whatever a user's class did: the caller must still get an answer
+        name, message = type_name(type(error)), say(error)
+        text = f"On worker {worker}:\n{shown(name)}: {message}\n"
+        return _pack(name, message, text, worker, executed, None, None, None, [])
+
+
+def _dump(
+    error: BaseException,
+    worker: str,
+    dumps: Any,
+    limit: int,
+    executed: bool,
+    *,
+    inside: bool = False,
+    where: str = "",
+) -> bytes:
+    message, text = say(error), ""
+    if not inside or not _plan(_class_of(error)).group:  # a group's text has that of the groups inside
+        text = format_error(error, message, where or worker, _remote_of)
+        text = cut(text, _MAX_MEMBER_TEXT if inside else MAX_TEXT)
+    name, origin, subject = type_name(type(error)), worker, cast(BaseException | None, error)
+    remote = _remote_of(error)
+    if remote is not None:  # it came from another worker and goes on: the original, once
+        name, origin = remote.type_name, remote.worker or worker
+        if type(error) is RemoteError:
+            subject, message = remote.cause, message.removeprefix(f"{shown(name)}: ")
+    notes = notes_of(error)
+    whole = lean = members = None
+    if subject is not None:
+        try:
+            whole, lean, members = _pickle(subject, worker, dumps, limit, notes)
+        except BaseException:
+            pass
+    return _pack(name, message, text, origin, executed, whole, lean, members, notes)
+
+
+def _pickle(
+    error: BaseException, worker: str, dumps: Callable[[object], bytes], limit: int, notes: list[str]
+) -> tuple[bytes | None, bytes | None, list[bytes] | None]:
+    plan = _plan(_class_of(error))
+    members = None
+    if plan.group:  # each member on its own: one that cannot be rebuilt costs nothing but itself
+        inside = _MEMBERS.__get__(error)
+        share = max(limit // len(inside), _MAX_MEMBER_TEXT)
+        members = [_dump(member, worker, dumps, share, True, inside=True) for member in inside]
+
+    def attempt(packer: _Packer, *, obey: bool = True) -> bytes | None:
+        try:
+            if plan.group:
+                data = dumps((plan.cls, _MESSAGE.__get__(error), packer.state(error, plan)))
+            else:
+                data = dumps(packer.travel(error, obey=obey))
+            return bytes(data) if len(data) <= limit else None
+        except BaseException:
+            return None
+
+    def fits(value: object) -> bool:
+        try:  # an exception was taken apart just as carefully
+            return type(value) is _Travel or len(dumps(value)) <= limit // 4
+        except BaseException:
+            return False
+
+    whole = attempt(_Packer())
+    if whole is None:
+        packer = _Packer(fits)
+        whole = attempt(packer)
+        if packer.dropped:
+            left = cut(", ".join(dict.fromkeys(packer.dropped)), 1000)
+            notes.append(f"left behind on worker {worker}, as it cannot be sent: {left}")
+    args, fields, attributes = _take(error, plan)
+    values = (*(args or ()), *fields.values(), *attributes.values())
+    if whole is not None and not plan.custom and all(type(value) in _ATOMS for value in values):
+        return whole, None, members
+    # Something in it may be unknown to the caller, who then still has the class and the plain values.
+    return whole, attempt(_Packer(_is_small, nested=False), obey=False), members
+
+
+def _pack(*parts: object) -> bytes:
+    # surrogatepass: names of files that are not UTF-8 have lone surrogates in them
+    return cast(bytes, msgpack.packb(parts, unicode_errors="surrogatepass"))
+
+
+# -- raising it again ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    cause: BaseException | None
+    type_name: str
+    traceback: str
+    worker: str | None
+    maybe_executed: bool = True
+
+
+class _Field:
+    """An attribute read from the record of where the exception came from.
+
+    It has no ``__set__``, so what the user's exception keeps under the same name is what is read.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, error: BaseException | None, owner: object) -> Any:
+        remote = None if error is None else _remote_of(error)
+        return RemoteError.__dict__.get(self._name) if remote is None else getattr(remote, self._name)
+
+
+class _Raised(RemoteError):
+    """What a raised class has from RemoteError; behind the user's class, whose own attributes win."""
+
+    cause = cast(Any, _Field("cause"))
+    type_name = cast(Any, _Field("type_name"))
+    traceback = cast(Any, _Field("traceback"))
+    worker = cast(Any, _Field("worker"))
+    maybe_executed = cast(Any, _Field("maybe_executed"))
+
+    def __copy__(self) -> BaseException:
+        cls = _class_of(self)
+        return cast(BaseException, _twin(self, _plan(cls), cls))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BaseException:
+        made = memo[id(self)] = memo[id(original(self))] = self.__copy__()
+        _restore(made, copy.deepcopy(_take(self, _plan(type(made))), memo))
+        return made
+
+
+class _Shim:
+    """Comes before the user's class: what a raised class must not inherit from it."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **_: object) -> None:
+        """Keep the user's own from running: its register of subclasses must not list a raised class."""
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        return _itself, (_Packer().travel(cast(BaseException, self)),)
+
+
+class _RpcShim(_Shim):
+    """The same before an error of ours, which has its own idea of whether *its* call was executed.
+
+    That idea is about a call that the called function made; it stays readable on ``.cause``.
+    """
+
+    __slots__ = ()
+
+    @property
+    def maybe_executed(self) -> bool:
+        remote = _remote_of(cast(BaseException, self))
+        return remote is None or remote.maybe_executed
+
+
+def _itself(error: _V) -> _V:
+    return error
+
+
+# What the interpreter, asyncio and this package ask of every exception.
+_COMMON = ("__cause__", "__class__", "__context__", "__dict__", "__suppress_context__", "__traceback__")
+
+
+def _manners(cls: type[BaseException]) -> dict[str, Any]:
+    """Return what a raised class has of its own so that it can be raised and looked at, whatever the user's makes of that.
+
+    Everything but the parts that all exceptions have in common is as the user's class says.
+    """
+    found: dict[str, Any] = {}
+    for owner in type.__dict__["__mro__"].__get__(cls):
+        if id(owner) not in _BUILTIN:
+            found = {**_names_of(owner), **found}
+    common = {**_names_of(object), **_names_of(BaseException)}
+    space: dict[str, Any] = {name: common[name] for name in _COMMON if name in found}
+    read, write = found.get("__getattribute__"), found.get("__setattr__")
+    if read is not None:
+
+        def get(self: Any, name: str) -> Any:
+            return (object.__getattribute__ if name in _COMMON else read)(self, name)
+
+        space["__getattribute__"] = get
+    if write is not None:
+
+        def put(self: Any, name: str, value: Any) -> None:
+            (object.__setattr__ if name in _COMMON else write)(self, name, value)
+
+        space["__setattr__"] = put
+    return space
+
+
+def _raised_class(cls: type[BaseException]) -> type[BaseException] | None:
+    """Return the class that is both this one and RemoteError, or None where there can be none."""
+    known = _raised_classes.get(id(cls))
+    if known is not None:
+        return known[1]
+    made: type[BaseException] | None = None
+    # SystemExit and the like must not end the caller; an enum has its members and no other instances.
+    if issubclass(cls, Exception) and not issubclass(cls, enum.Enum):
+        shim = _RpcShim if issubclass(cls, RpcError) else _Shim
+        bases = (shim, _Raised) if issubclass(_Raised, cls) else (shim, cls, _Raised)
+        # Made without the metaclass's own __new__ and __init__, for the same reason as in _Shim.
+        make: Any = abc.ABCMeta.__new__ if issubclass(type(cls), abc.ABCMeta) else type.__new__
+        try:
+            space = {
+                **_manners(cls),
+                "__module__": cls.__module__,
+                "__qualname__": cls.__qualname__,
+                "__slots__": ("_actorrpc_remote",),  # not in the user's __dict__
+                "_actorrpc_original": cls,
+            }
+            made = make(type(cls), cls.__name__, bases, space)
+        except BaseException:  # layouts that do not mix, a class that C made final, a metaclass's mro()
+            pass
+    return _remember(_raised_classes, id(cls), (cls, made))[1]
+
+
+def _class_of(error: BaseException) -> type[BaseException]:
+    return cast(type[BaseException], _names_of(type(error)).get("_actorrpc_original", type(error)))
+
+
+def _remote_of(error: BaseException) -> _Remote | None:
+    if type(error) is RemoteError:
+        if "type_name" not in _dict_of(error):
+            return None  # raised by hand
+        return _Remote(error.cause, error.type_name, error.traceback, error.worker)
+    slot = _names_of(type(error)).get("_actorrpc_remote")
+    try:
+        return cast(_Remote, slot.__get__(error)) if type(slot) is types.MemberDescriptorType else None
+    except AttributeError:
+        return None  # a copy that the user's class made of itself
+
+
+def original(error: BaseException) -> BaseException:
+    """Return ``error.cause``, whatever else the user's class calls so; where there is none, ``error``."""
+    remote = _remote_of(error)
+    return error if remote is None or remote.cause is None else remote.cause
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return ``error.traceback``, whatever else the user's class calls so; empty where there is none."""
+    remote = _remote_of(error)
+    return "" if remote is None else remote.traceback
+
+
+def load(data: bytes | memoryview, *, loads: Callable[[bytes], object]) -> BaseException:
+    """Return the exception to raise at the caller; never raises, and may be called on any thread.
+
+    It is always an ``Exception`` and a ``RemoteError``. Where the original derives from ``Exception`` and the
+    two classes mix, it is an instance of both. ``SystemExit``, ``KeyboardInterrupt``, ``GeneratorExit``,
+    ``asyncio.CancelledError`` and their like do not reach the caller as themselves, as they would end or
+    cancel it: they arrive as a plain ``RemoteError`` whose ``cause`` is the original.
+
+    An error of ours that the called function ran into (the ``PeerDiedError`` of a nested call) is an instance
+    of its class too. Its ``maybe_executed`` speaks of the caller's call, which did run; its other
+    fields (``worker``: who died) are the original's, and ``.cause`` has all of them as they were.
+    """
+    try:
+        name, message, text, worker, executed, *contents = _unpack(data)
+        cause, notes = _rebuild(loads, *contents)
+        remote = _Remote(cause, name, text, worker, executed)
+        if cause is None:
+            return _plain(remote, message, notes)
+        raised = _combine(cause, remote)
+        return _plain(remote, message, []) if raised is None else raised
+    except BaseException as failure:
+        return _plain(
+            _Remote(None, "", "", None), f"an exception that cannot be read: {line_of(failure)}", []
+        )
+
+
+def _unpack(data: bytes | memoryview) -> tuple[Any, ...]:
+    name, message, text, worker, executed, *contents = msgpack.unpackb(data, unicode_errors="surrogatepass")
+    return str(name), str(message), str(text), str(worker), bool(executed), *contents
+
+
+def _rebuild(
+    loads: Callable[[bytes], Any], whole: Any, lean: Any, members: Any, notes: list[str]
+) -> tuple[BaseException | None, list[str]]:
+    """Return the original, or None where it cannot be rebuilt, and its notes."""
+    failed = ""
+    for form in (whole, lean):
+        if form is None:
+            continue
+        try:
+            made = loads(form)
+            if members is not None:
+                cls, message, state = made
+                made = _create(cls, (message, [_member(member, loads) for member in members]))
+                _restore(made, state)
+            if not issubclass(type(made), BaseException):
+                raise TypeError(f"{type_name(type(made))} is not an exception")
+            if failed:
+                notes = [*notes, f"only its plain values were rebuilt here: {failed}"]
+            if notes:
+                _dict_of(made)["__notes__"] = list(notes)
+            return made, notes
+        except BaseException as failure:
+            failed = failed or line_of(failure)
+    return None, [*notes, f"it cannot be rebuilt here: {failed}"] if failed else notes
+
+
+def _member(data: bytes, loads: Callable[[bytes], Any]) -> BaseException:
+    name, message, text, worker, _, *contents = _unpack(data)
+    made, notes = _rebuild(loads, *contents)
+    return _plain(_Remote(None, name, text, worker), message, notes) if made is None else made
+
+
+def _combine(cause: BaseException, remote: _Remote) -> BaseException | None:
+    raised_class = _raised_class(type(cause))
+    if raised_class is None:
+        return None
+    try:
+        raised = cast(BaseException, _twin(cause, _plan(type(cause)), raised_class))
+        raised_class.__dict__["_actorrpc_remote"].__set__(raised, remote)
+        _CAUSE.__set__(raised, RemoteTraceback(remote.traceback))
+        return raised
+    except BaseException:  # the class's own __new__, where there is no other
+        return None
+
+
+def _plain(remote: _Remote, message: str, notes: list[str]) -> RemoteError:
+    label = shown(remote.type_name)
+    raised = RemoteError(f"{label}: {message}" if label and message else label or message)
+    raised.cause, raised.type_name = remote.cause, remote.type_name
+    raised.traceback, raised.worker = remote.traceback, remote.worker
+    if not remote.maybe_executed:
+        raised.maybe_executed = False
+    raised.__cause__ = RemoteTraceback(remote.traceback)
+    for note in notes:
+        raised.add_note(str(note))
+    return raised

@@ -1,0 +1,3 @@
+"""Faults of messages, and points at which to kill."""
+
+__all__: list[str] = []

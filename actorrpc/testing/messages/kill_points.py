@@ -1,0 +1,333 @@
+"""Kill points: named moments at which a worker dies, stops, sleeps or fails on purpose.
+
+    with testing.kill_at("autograd_gradient.sent", nth=2, action="exit"):
+        train()                                   # this process ends once its second gradient has left
+
+A point is the name of a type of message and a stage of it (``"call.sending"``), or one of :data:`actorrpc.agent.hooks.POINTS`.
+:data:`POINTS` has them all. In other processes, kill points come with their environment: ``ACTORRPC_FAULT="kill
+call.sent nth=3 on=worker1"``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Final, Literal, NoReturn
+
+from actorrpc.agent import hooks
+from actorrpc.errors import ConfigError, WrongTypeError
+from actorrpc.testing.messages import active as active_module
+from actorrpc.testing.messages.active import functions_named, is_meant, number, workers_named
+from actorrpc.testing.messages.types import ANSWER, MESSAGES, NOTICES, Message, names_of
+
+__all__ = ["POINTS", "KillPoint", "KillPointError", "finishing", "kill_at"]
+
+_REQUEST_STAGES: Final = {
+    "sending": "before it is sent",
+    "sent": "when it has been handed to the kernel",
+    "starting": "before it is executed, on the worker that got it",
+    "finished": "when it has been executed there, before the answer is sent",
+}
+_NOTICE_STAGES: Final = {
+    "sending": _REQUEST_STAGES["sending"],
+    "sent": _REQUEST_STAGES["sent"],
+    "arrived": "before the worker that got it acts upon it",
+    "handled": "when that worker has acted upon it",
+}
+_ANSWER_STAGES: Final = {stage: _REQUEST_STAGES[stage] for stage in ("sending", "sent")}
+
+
+def _stages(type: str) -> Mapping[str, str]:
+    if type in NOTICES:
+        return _NOTICE_STAGES
+    return _ANSWER_STAGES if type == ANSWER else _REQUEST_STAGES
+
+
+POINTS: Final[Mapping[str, str]] = {
+    **{
+        f"{type}.{stage}": f"{what}: {when}"
+        for type, what in MESSAGES.items()
+        for stage, when in _stages(type).items()
+    },
+    **hooks.POINTS,
+}
+"""Every point, and when it is reached."""
+
+_ACTIONS: Final = ("exit", "kill", "stop", "raise", "sleep")
+
+
+class KillPointError(RuntimeError):
+    """Raised at a point by a kill point whose action is ``"raise"``."""
+
+
+class KillPoint:
+    """What happens at a point, made by :func:`kill_at`. Thread-safe; can be pickled, without its counter.
+
+    Attributes:
+        points: the points that it stands at.
+        action: what it does.
+    """
+
+    def __init__(
+        self,
+        point: str,
+        *,
+        action: Literal["exit", "kill", "stop", "raise", "sleep"] = "exit",
+        nth: int = 1,
+        code: int = 1,
+        seconds: float = 1.0,
+        to: Any = None,
+        function: Any = None,
+        on: str | None = None,
+    ) -> None:
+        self.points = _points_named(point)
+        if action not in _ACTIONS:
+            raise ConfigError(f"action must be one of {', '.join(_ACTIONS)}, not {action!r}")
+        self.action = action
+        for name, value in (("nth", nth), ("code", code)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise WrongTypeError(f"{name} must be an int, not {value!r}")
+        if nth < 1:
+            raise ConfigError(f"nth counts from 1, not from {nth!r}")
+        if on is not None and not isinstance(on, str):
+            raise WrongTypeError(f"on is the name of a worker, or a pattern, not {on!r}")
+        self._given = {
+            "action": action,
+            "nth": nth,
+            "code": code,
+            "seconds": seconds,
+            "to": to,
+            "function": function,
+            "on": on,
+        }
+        self._point = point
+        self._nth = nth
+        self._code = code
+        self._seconds = number("seconds", seconds)
+        self._to = None if to is None else workers_named(to)
+        self._function = None if function is None else functions_named(function)
+        self._on = on
+        # Guards the two below; a leaf.
+        self._lock = threading.Lock()
+        self._count = 0
+        self._started = False
+
+    # -- its life ----------------------------------------------------------------------------------
+
+    def start(self) -> KillPoint:
+        """Stand at the points of this process from now on; before ``init_rpc``, as soon as the worker comes there.
+
+        Raises:
+            RuntimeError: it stands there already.
+        """
+        with self._lock:
+            if self._started:
+                raise RuntimeError(f"{self!r} has been started already")
+            self._started = True
+        if not self.points.isdisjoint(hooks.POINTS):
+            _states.add(self)
+        if self.points - hooks.POINTS.keys():
+            active_module.enforce(self)
+        return self
+
+    def stop(self) -> None:
+        """Go away. Idempotent."""
+        _states.remove(self)
+        active_module.lift(self)
+        self.ended()
+
+    def __enter__(self) -> KillPoint:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def active(self) -> bool:
+        """Whether it has been started, and neither stopped nor ended with its agent."""
+        return self._started
+
+    @property
+    def count(self) -> int:
+        """How often its points have been reached."""
+        with self._lock:
+            return self._count
+
+    # -- for the gate ------------------------------------------------------------------------------
+
+    def is_for(self, worker: str) -> bool:
+        """Say whether it has any effect on this worker."""
+        return self._on is None or fnmatchcase(worker, self._on)
+
+    def ended(self) -> None:
+        """Note that it stands nowhere any more."""
+        _states.remove(self)
+        with self._lock:
+            self._started = False
+
+    def wants(self, *stages: str) -> bool:
+        """Say whether it stands at any such stage of a message."""
+        return any(point.partition(".")[2] in stages for point in self.points - hooks.POINTS.keys())
+
+    def reach(self, point: str, message: Message | None = None) -> None:
+        """Be at a point: act, if it is this one's and the turn has come.
+
+        Raises:
+            KillPointError: that is the action.
+        """
+        if point not in self.points:
+            return
+        if message is None:
+            if self._to is not None or self._function is not None:
+                return
+        else:
+            if self._to is not None and not is_meant(message, self._to):
+                return
+            names = names_of(message.called)
+            if self._function is not None and not any(
+                fnmatchcase(name, each) for each in self._function for name in names
+            ):
+                return
+        with self._lock:
+            self._count += 1
+            if self._count != self._nth:
+                return
+        self._act(point)
+
+    def _act(self, point: str) -> None:
+        if self.action == "exit":
+            os._exit(self._code)
+        elif self.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.action == "stop":
+            # To this thread: sent to the process, another one may take it, and this one would go on for a moment.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+        elif self.action == "sleep":
+            time.sleep(self._seconds)
+        else:
+            self._fail(point)
+
+    def _fail(self, point: str) -> NoReturn:
+        raise KillPointError(f"{self!r} was to raise at {point}")
+
+    # -- Python ------------------------------------------------------------------------------------
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._point, self._given)
+
+    def __repr__(self) -> str:
+        default = {"nth": 1, "code": 1, "seconds": 1.0, "to": None, "function": None, "on": None}
+        given = [f"{name}={value!r}" for name, value in self._given.items() if value != default.get(name)]
+        return f"kill_at({', '.join([repr(self._point), *given])})"
+
+
+def _rebuild(point: str, given: dict[str, Any]) -> KillPoint:
+    return KillPoint(point, **given)
+
+
+def kill_at(
+    point: str,
+    *,
+    action: Literal["exit", "kill", "stop", "raise", "sleep"] = "exit",
+    nth: int = 1,
+    code: int = 1,
+    seconds: float = 1.0,
+    to: Any = None,
+    function: Any = None,
+    on: str | None = None,
+) -> KillPoint:
+    """Return a kill point of this process, to be started by :meth:`KillPoint.start` or as a block.
+
+    Args:
+        point: a name from :data:`POINTS`, or a pattern (``"rref_*"``): then all that fit, counted together.
+        action: ``"exit"``: the process ends at once, without any clearing up (``os._exit``); ``"kill"``: by SIGKILL;
+            ``"stop"``: it is stopped (SIGSTOP) until it gets SIGCONT; ``"sleep"``: the thread sleeps;
+            ``"raise"``: :class:`KillPointError` is raised there.
+        nth: at which time that the point is reached it acts; only that once. Counts from 1.
+        code: the exit status.
+        seconds: how long it sleeps.
+        to: only messages to, or from, these workers: a name, a pattern, a rank or a WorkerInfo, or several.
+        function: only messages that call, or answer, these functions; see :func:`drop`. The order to make an actor calls
+            ``"Class()"``.
+        on: only on workers of this name, or pattern.
+
+    Raises:
+        ConfigError: an argument cannot be used; for a point that there is not, it lists those that there are.
+    """
+    return KillPoint(
+        point, action=action, nth=nth, code=code, seconds=seconds, to=to, function=function, on=on
+    )
+
+
+def _points_named(pattern: Any) -> frozenset[str]:
+    if not isinstance(pattern, str):
+        raise WrongTypeError(f"a point is named by a str, not by {pattern!r}")
+    found = frozenset(name for name in POINTS if fnmatchcase(name, pattern))
+    if not found:
+        raise ConfigError(f"there is no point {pattern!r}; there are: {', '.join(POINTS)}")
+    return found
+
+
+# -- points that are no message's ------------------------------------------------------------------------
+
+
+class _States:
+    """Who stands at points that are no message's, in this process."""
+
+    def __init__(self) -> None:
+        # Guards the list; a leaf. Nobody acts under it.
+        self._lock = threading.Lock()
+        self._standing: list[KillPoint] = []
+
+    def add(self, kill: KillPoint) -> None:
+        with self._lock:
+            self._standing.append(kill)
+            hooks.watch(self._reached)
+
+    def remove(self, kill: KillPoint) -> None:
+        with self._lock:
+            self._standing = [each for each in self._standing if each is not kill]
+            if not self._standing:
+                hooks.watch(None)
+
+    def _reached(self, point: str, worker: str) -> None:
+        for kill in list(self._standing):
+            if kill.is_for(worker or active_module.worker()):
+                kill.reach(point)
+
+    def forget(self) -> None:
+        """In a forked child."""
+        self._lock = threading.Lock()
+        self._standing = []
+        hooks.watch(None)
+
+
+_states = _States()
+os.register_at_fork(after_in_child=_states.forget)
+
+
+# -- points of executions and of notices that arrive -------------------------------------------------------
+
+
+def finishing(kills: tuple[KillPoint, ...], message: Message, value: Any) -> Any:
+    """Be at the end of an execution; of an async one, when it has been awaited."""
+    if inspect.iscoroutine(value):
+
+        async def awaited() -> Any:
+            result = await value
+            _all(kills, "finished", message)
+            return result
+
+        return awaited()
+    _all(kills, "finished", message)
+    return value
+
+
+def _all(kills: tuple[KillPoint, ...], stage: str, message: Message) -> None:
+    for kill in kills:
+        kill.reach(f"{message.type}.{stage}", message)

@@ -1,0 +1,183 @@
+"""The types of messages that workers send each other, under the names that faults are given."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from actorrpc.agent.hooks import RECEIPT
+from actorrpc.autograd import transport
+from actorrpc.autograd.messages import Verdict
+from actorrpc.errors import ConfigError, WrongTypeError
+from actorrpc.rpc import modules, rref
+from actorrpc.rpc.refcount.messages import ChildAccept, ForkAck, ForkRequest, UserDelete, unpack_message
+
+if TYPE_CHECKING:
+    from actorrpc.agent.mail import Letter
+    from actorrpc.agent.peers import Peer
+
+__all__ = [
+    "ANSWER",
+    "CONTROL",
+    "MESSAGES",
+    "NOTICES",
+    "Message",
+    "names_of",
+    "type_of_notice",
+    "type_of_request",
+    "types_named",
+]
+
+ANSWER: Final = "answer"
+CONTROL: Final = "group_control"
+
+MESSAGES: Final[Mapping[str, str]] = {
+    "call": "a call with rpc_sync or rpc_async, or through a proxy of an RRef or a RemoteModule",
+    "remote": "a call with remote(), which makes a value on another worker",
+    "to_here": "the fetching of an RRef's value",
+    "actor_call": "a call of an actor's method",
+    ANSWER: "the answer to a call or question of any type but group_control: a value or an error",
+    "actor_control": "making, finding, watching and ending actors, and fetching the items of their streams",
+    "rref_fork": "a worker tells the owner of a value that it has a new RRef to it",
+    "rref_fork_ack": "the owner's answer to rref_fork",
+    "rref_accept": "a worker tells whom it has an RRef from that it has it; most of these ride on an answer",
+    "rref_delete": "a worker tells the owner of a value that RRefs to it are gone",
+    "autograd_backward": "what a backward pass asks of other workers, apart from gradients",
+    "autograd_gradient": "the gradients of one message, on their way in a backward pass",
+    "autograd_verdict": "the end of a backward pass: whether its gradients count",
+    "autograd_release": "the end of an autograd context",
+    CONTROL: "waiting for each other at shutdown, and running the embedded cluster; the answers, too",
+}
+"""Every type of message, and what it is. Acknowledgements, heartbeats and their like are no messages of their own."""
+
+NOTICES: Final = frozenset(
+    {"rref_fork", "rref_fork_ack", "rref_accept", "rref_delete", "autograd_verdict", "autograd_release"}
+)
+"""Those without an answer."""
+
+_NOTICES: Final[Mapping[type, str]] = {
+    ForkRequest: "rref_fork",
+    ForkAck: "rref_fork_ack",
+    ChildAccept: "rref_accept",
+    UserDelete: "rref_delete",
+}
+# What runs on behalf of this package, by the beginning of its module's name; the first that fits counts.
+_OWN: Final = (
+    ("actorrpc.actors.", "actor_control"),
+    ("actorrpc.autograd.", "autograd_backward"),
+    ("actorrpc.cluster.", CONTROL),
+    ("actorrpc.group.group", CONTROL),
+    ("actorrpc.compat.rpc.api", CONTROL),
+)
+# Of the modules above: it calls what it is given.
+_PACKED: Final = "_run_packed"
+
+
+class Message:
+    """A message that is about to leave, as faults see it.
+
+    Attributes:
+        type: one of :data:`MESSAGES`.
+        peer: who is to get it.
+        called: what it calls, or answers: a function or a name; None where that says nothing.
+        subject: which value it is about, for messages about an RRef; else None.
+    """
+
+    __slots__ = ("_parts", "called", "peer", "subject", "type")
+
+    def __init__(
+        self, type: str, peer: Peer, called: Any, parts: Sequence[bytes] = (), subject: Any = None
+    ) -> None:
+        self.type = type
+        self.peer = peer
+        self.called = called
+        self.subject = subject
+        self._parts = parts
+
+    def key(self) -> bytes:
+        """Return what is the same when the message is sent again, and differs from that of others."""
+        digest = hashlib.blake2b(f"{self.type}\0{self.peer.name}\0".encode(), digest_size=16)
+        for part in self._parts:
+            digest.update(part)
+        return digest.digest()
+
+
+def types_named(patterns: Iterable[str]) -> frozenset[str]:
+    """Return the types that names and patterns (``rref_*``) stand for.
+
+    Raises:
+        ConfigError: there is no such type, or none was named.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise WrongTypeError(f"a type of message is named by a str, not by {pattern!r}")
+        named = [name for name in MESSAGES if fnmatchcase(name, pattern)]
+        if not named:
+            raise ConfigError(
+                f"there is no type of message {pattern!r}; there are: {', '.join(MESSAGES)} (and patterns, as 'rref_*')"
+            )
+        found.update(named)
+    if not found:
+        raise ConfigError(f"name at least one type of message; there are: {', '.join(MESSAGES)}")
+    return frozenset(found)
+
+
+def type_of_request(
+    function: Any, args: tuple[Any, ...], letter: Letter | None, label: str
+) -> tuple[str, Any, Any]:
+    """Return the type of a call, what it calls, and which value it is about."""
+    if letter is not None:
+        return ("actor_call", label, None) if "m" in letter.header else ("actor_control", label, None)
+    module = getattr(function, "__module__", None)
+    if not isinstance(module, str) or not module.startswith("actorrpc."):
+        return "call", function, None
+    if function is rref._create:
+        called = args[3][2] if args[2] is rref._invoke_kept else args[2]
+        return "remote", called, args[0]
+    if function is rref._fetch:
+        return "to_here", None, args[0]
+    if function is rref._invoke or function is modules._with_value:
+        return "call", args[1], args[0]
+    if function is rref._backward:
+        return "autograd_backward", None, args[0]
+    if function is transport.serve:
+        is_gradient = args[0] == transport._GRADIENT
+        return "autograd_gradient" if is_gradient else "autograd_backward", None, None
+    if getattr(function, "__name__", None) != _PACKED:
+        for beginning, name in _OWN:
+            if module.startswith(beginning):
+                return name, None, None
+    return "call", function, None
+
+
+def type_of_notice(name: str, body: bytes) -> str | None:
+    """Return the type of a notice; None where it has none."""
+    if name == RECEIPT:
+        return _NOTICES[type(unpack_message(body))]
+    if name == transport.NOTICE:
+        return "autograd_verdict" if type(transport.unpack_notice(body)) is Verdict else "autograd_release"
+    return None
+
+
+def names_of(called: Any) -> tuple[str, ...]:
+    """Return the names by which users may mean a function: with and without its class, and with its module.
+
+    The last one is for whoever means the very function. Where only a name is known, it begins with a colon.
+    """
+    while isinstance(called, partial):
+        called = called.func
+    if isinstance(called, str):
+        return called, called.rpartition(".")[2], f":{called}"
+    full = (
+        called.name if isinstance(called, torch.jit.ScriptFunction) else getattr(called, "__qualname__", None)
+    )
+    if not isinstance(full, str):
+        return ()
+    module = getattr(called, "__module__", None)
+    return full, full.rpartition(".")[2], f"{module}.{full}" if isinstance(module, str) else f":{full}"

@@ -1,0 +1,3 @@
+"""Faults of the network."""
+
+__all__: list[str] = []

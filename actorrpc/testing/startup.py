@@ -1,0 +1,165 @@
+"""Wiring: gives a process that joins a group its faults, and takes them off at the end.
+
+Options of a worker that has faults from its start.
+
+``ACTORRPC_FAULT``: faults of a worker that is started, written as text.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from actorrpc.agent.agent import Agent
+from actorrpc.errors import ConfigError, WrongTypeError
+from actorrpc.rpc import api
+from actorrpc.rpc.options import TensorPipeRpcBackendOptions
+from actorrpc.rpc.refcount.runtime import References
+from actorrpc.testing.messages import active
+from actorrpc.testing.messages.faults import Fault
+from actorrpc.testing.messages.gate import FaultGate
+from actorrpc.testing.messages.kill_points import KillPoint
+
+__all__ = ["VARIABLE", "FaultyRpcBackendOptions", "faults_of", "from_environment", "start"]
+
+
+class FaultyRpcBackendOptions(TensorPipeRpcBackendOptions):
+    """Options for ``init_rpc`` with faults that are in force from the first message to the end of the worker.
+
+    Args:
+        faults: what :func:`drop` and :func:`delay` return, not started.
+
+    The other keywords are those of :class:`~actorrpc.TensorPipeRpcBackendOptions`.
+
+    Raises:
+        ConfigError: a value cannot be used.
+    """
+
+    def __init__(self, *, faults: Sequence[Fault] = (), **given: Any) -> None:
+        super().__init__(**given)
+        if not all(isinstance(fault, Fault) for fault in faults):
+            raise WrongTypeError(f"faults are made with drop() and delay(), not {faults!r}")
+        self.faults = tuple(faults)
+
+    def _ready(self, _agent: Agent) -> None:
+        for fault in self.faults:
+            fault.start()
+
+
+VARIABLE: Final = "ACTORRPC_FAULT"
+
+
+def _flag(text: str) -> bool:
+    if text in ("1", "0"):
+        return text == "1"
+    raise ValueError(text)
+
+
+def _list(text: str) -> list[str]:
+    return text.split(",")
+
+
+_FIELDS: Final[Mapping[str, Callable[[str], Any]]] = {
+    "seconds": float,
+    "times": int,
+    "total": int,
+    "to": _list,
+    "function": _list,
+    "probability": float,
+    "seed": int,
+    "at_once": _flag,
+    "on": str,
+}
+
+
+_KILL_FIELDS: Final[Mapping[str, Callable[[str], Any]]] = {
+    "action": str,
+    "nth": int,
+    "code": int,
+    "seconds": float,
+    "to": _list,
+    "function": _list,
+    "on": str,
+}
+
+
+def faults_of(text: str) -> list[Fault | KillPoint]:
+    """Return the faults and kill points that a text describes, not started.
+
+    ``drop call,remote times=2 to=worker1; delay answer seconds=0.5 function=step``: faults with ``;`` between them; of each
+    the action, the types and the arguments of :func:`~actorrpc.testing.drop` or :func:`~actorrpc.testing.delay`; lists with
+    commas. ``kill call.sent nth=3 action=stop on=worker1``: the arguments of :func:`~actorrpc.testing.kill_at`.
+
+    Raises:
+        ConfigError: it cannot be read; names the part.
+    """
+    return [_fault(part.split(), part.strip()) for part in text.split(";") if part.strip()]
+
+
+def _fault(words: list[str], part: str) -> Fault | KillPoint:
+    try:
+        action, types, *fields = words
+    except ValueError:
+        raise ConfigError(
+            f"{part!r} is no fault: say drop or delay, then types of messages, or kill, then a point"
+        ) from None
+    if action not in ("drop", "delay", "kill"):
+        raise ConfigError(f"{part!r} is no fault: it begins with drop, delay or kill, not with {action!r}")
+    known = _KILL_FIELDS if action == "kill" else _FIELDS
+    given: dict[str, Any] = {}
+    for field in fields:
+        name, sign, value = field.partition("=")
+        convert = known.get(name)
+        if convert is None or not sign or (name == "at_once" and action == "delay"):
+            raise ConfigError(f"{field!r} in {part!r} means nothing; there are: {', '.join(known)}")
+        try:
+            given[name] = convert(value)
+        except ValueError:
+            raise ConfigError(f"{field!r} in {part!r} has a value that cannot be used") from None
+    if action == "kill":
+        return KillPoint(types, **given)
+    if ("seconds" in given) != (action == "delay"):
+        raise ConfigError(f"{part!r} is no fault: a delay has seconds=, and a drop has none")
+    return Fault("drop" if action == "drop" else "delay", types.split(","), **given)
+
+
+def from_environment() -> list[Fault | KillPoint]:
+    """Return the faults and kill points that ``ACTORRPC_FAULT`` describes.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    text = os.environ.get(VARIABLE, "")
+    try:
+        return faults_of(text)
+    except ConfigError as error:
+        raise ConfigError(f"{VARIABLE}={text!r} cannot be used: {error}") from error
+
+
+_standing: list[KillPoint] = []  # those of the environment
+
+
+def start(agent: Agent, _references: References) -> Callable[[bool], None]:
+    """Bring the faults of this process into force; returns what ends them.
+
+    Raises:
+        ConfigError: ``ACTORRPC_FAULT`` cannot be read.
+    """
+    faults = from_environment()
+    for old in _standing:  # of a former group: they may stand at its very end
+        old.stop()
+    _standing[:] = [fault for fault in faults if isinstance(fault, KillPoint)]
+    gate = FaultGate(agent)
+    active.begin(gate)
+    for fault in faults:
+        fault.start()
+
+    def end(graceful: bool) -> None:
+        active.begin(None)
+        gate.close(graceful)
+
+    return end
+
+
+api.on_start.append(start)

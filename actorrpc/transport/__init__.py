@@ -1,0 +1,3 @@
+"""One connection: sockets, shared memory, who reads and who writes."""
+
+__all__: list[str] = []

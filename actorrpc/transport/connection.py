@@ -1,0 +1,644 @@
+"""One stream socket to a peer: who may read it, who may write it, and how neither ever blocks the other.
+
+**Reading.** A connection is armed in the pool's epoll with EPOLLONESHOT. Whoever reads holds ``read_lock``: a
+pool thread that the kernel woke, or a caller that waits for its own reply. The rules, each of which was paid
+for in a hang:
+
+* whoever fails to get the lock goes away without arming; whoever held it releases it *first* and then always
+  arms;
+* whether the connection is suspended is looked at *under* the lock: the other side has been told how far reading has
+  come, and sends the rest again, although the failed socket may still have it;
+* a pool thread reads with MSG_DONTWAIT only, because a wake-up may be stale;
+* under the lock, frames are only split, and control frames handled (they are short and run no user code);
+  everything else happens after the release.
+
+**Writing.** Frames are put into ``outbox``; whoever gets ``write_lock`` sends what is there, for everybody. A
+thread that does not get it goes away: the holder looks again after releasing. Large buffers leave as chunks,
+one at a time, each preceded by whatever small frames have come up. Nobody blocks in a send except the caller
+whose data it is.
+
+Lock order: ``read_lock`` before ``write_lock``, which is waited for only where the connection is suspended or broken: a writer
+may wait for what has to be read. Neither is ever held while user code, or code that may run the garbage collector into
+user code for long, is called on purpose. The functions that read, write and arm are marked
+uninterruptible: Ctrl-C waits for their end, and any other exception in one of them closes the connection.
+
+What a connection tells the rest of the agent, and asks of it: interfaces only.
+
+The agent's inbox implements :class:`Events`; tests put in their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, Protocol
+
+from actorrpc import _time
+from actorrpc._limits import explain_memory
+from actorrpc.config import Settings
+from actorrpc.errors import ProtocolError
+from actorrpc.transport import signals
+from actorrpc.transport.buffers import untouched
+from actorrpc.transport.reader import ARMED, AT_ONCE_S, DISARMED, Answering, Waiting
+from actorrpc.transport.session import Replay
+from actorrpc.transport.signals import holding, uninterruptible
+from actorrpc.transport.tls import Stream, TlsSocket
+from actorrpc.transport.writer import ChunkSender
+from actorrpc.wire.frames import (
+    ACK,
+    FAILURE,
+    LANE_FREE,
+    LANE_RETIRE,
+    LETTER,
+    STREAM,
+    Frame,
+    FrameReader,
+    pack_frame,
+)
+from actorrpc.wire.integrity import SealedReader, Seals
+
+__all__ = ["Connection", "Events", "Sendable"]
+
+
+class Sendable(Protocol):
+    """Something in the outbox that wants to know when it has been handed to the kernel."""
+
+    frame: bytes
+    sent: bool
+
+
+class Events(Protocol):
+    """What a connection tells the rest of the agent."""
+
+    def control(self, connection: Connection, frame: Frame) -> Frame | None:
+        """Handle a control frame under the read lock; return the frame that is left to be delivered, if any."""
+
+    def deliver(self, connection: Connection, frames: list[Frame], waiting: bool) -> bool:
+        """Take the other frames, after the read lock was released; say whether any was not a reply."""
+
+    def closed(self, connection: Connection, error: BaseException | None) -> None:
+        """Take note of the end; called once, from any thread."""
+
+    def suspended(self, connection: Connection, error: BaseException) -> None:
+        """Take note that a connection's socket is broken and another is wanted. Called under its locks."""
+
+    def submit(self, task: Any) -> None:
+        """Run ``task()`` on a pool thread."""
+
+
+_DONTWAIT: Final = socket.MSG_DONTWAIT
+_SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+_JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
+_LOOKED_AT: Final = STREAM | LETTER
+_PARTS: Final = 512  # in one sendmsg; the kernel takes 1024
+_BULK_READS: Final = 64  # reads in one turn while chunks are coming in
+
+
+class Connection:
+    """One connected, authenticated stream socket."""
+
+    def __init__(
+        self,
+        sock: Stream,
+        *,
+        epoll: select.epoll,
+        events: Events,
+        settings: Settings,
+        attach: bytes,
+        local: bool,
+        seals: Seals | None = None,
+        leftover: bytes = b"",
+    ) -> None:
+        sock.setblocking(True)  # non-blocking operations say so themselves (MSG_DONTWAIT)
+        self.sock: Stream = sock
+        self.fd = sock.fileno()
+        self.local = local
+        self.attach = attach
+        self.peer: Any = None
+        self.lender: Any = None
+        self.borrower: Any = None
+        self.lane_failed = False
+        self.lane_after = 0.0  # when opening a tensor lane may be tried again
+        self.striping = False  # whether stripes are dialled, or were, without anybody waiting for them
+        self.main: Connection | None = None  # a stripe carries chunks for it and nothing else
+        self.stripes: list[Connection] = []
+        self.assemblies: dict[int, Any] = {}
+        self.goodbye = False
+        self.given_up = False  # the goodbye of a peer that takes this worker for dead
+        self.broken = False
+        # What is between hosts may break and go on over another socket; on one host, the end of a socket is a death.
+        self.replay = Replay() if not local and settings.session_grace else None
+        self.dialled = False
+        self.other = ("", "")  # name and incarnation of the worker at the other end, as it has proved itself
+        self.suspended = False  # the socket has failed, and no other has taken its place yet
+        self.lapses = 0
+        #: attempts to come back; each draws its number before it says anything
+        self.attempts = itertools.count(1)
+        self._told = 0  # the latest attempt over which the other side was told how far reading has come
+        self.heard = _time.now()
+        # Guards reading, the frame reader and the read side's poller.
+        self.read_lock = threading.Lock()
+        # Guards sending and ``_rest``.
+        self.write_lock = threading.Lock()
+        self.outbox: deque[bytes | Sendable] = deque()
+        self._rest: list[memoryview] = []
+        self._flushing = False
+        self._epoll = epoll
+        self._events = events
+        self.settings = settings
+        #: what is sent is sealed, in the order of the wire, under the write lock
+        self.seal = None if seals is None else seals.outgoing
+        reader = FrameReader if seals is None else partial(SealedReader, seals.incoming)
+        self._reader = reader(
+            max_frame=settings.max_frame,
+            max_chunk=max(settings.chunk, 1 << 20),
+            sink_for=self._sink_for,
+            allocate=untouched,
+        )
+        self.fresh = bool(leftover)  # what came with the handshake has not been looked at
+        if leftover:
+            self._reader.put(leftover)
+            if self.replay is not None:
+                self.replay.count(len(leftover))
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = self.poller()
+        self._writer_poller: select.poll | None = None
+        self.answering = Answering(self)
+        self.waiting = Waiting(self)
+        self.chunks = ChunkSender(self)
+        self.send_chunks = self.chunks.send
+        #: disarmed although nobody reads: whoever made a call is about to wait for it, or the clock listens again soon
+        self.expecting = False
+        self.expecting_since = 0.0
+
+    def poller(self) -> select.poll:
+        """Return one that wakes for what comes, for :meth:`wake` and, on the main thread, for a Ctrl-C that was put off."""
+        poller = select.poll()
+        fds = [self.fd, self._wake_fd, signals.wake_fd()]
+        for fd in fds:
+            if fd >= 0:
+                poller.register(fd, select.POLLIN)
+        return poller
+
+    @property
+    def receiving(self) -> bool:
+        """Whether a message has come in part."""
+        return bool(self.assemblies) or self._reader.mid_frame
+
+    # -- the pool's side of reading -------------------------------------------------------------
+
+    def register(self) -> None:
+        """Put the connection into the epoll, armed: from now on the pool reads it."""
+        try:
+            self._epoll.register(self.fd, ARMED)
+        except FileExistsError:  # it has gone on over another socket meanwhile, which is there already
+            self.arm(ARMED)
+
+    def arm(self, mask: int) -> None:
+        """Arm (the kernel wakes a pool thread for the next bytes) or disarm. Harmless when closed."""
+        if not self.broken:
+            try:
+                self._epoll.modify(self.fd, mask)
+            except (OSError, ValueError):
+                pass
+
+    @uninterruptible
+    def turn(self) -> list[Frame] | None:
+        """Read what is there, as a pool thread that was woken for it. ``None``: somebody else is reading."""
+        if self.suspended or not self.read_lock.acquire(False):
+            return None
+        frames: list[Frame] = []
+        try:
+            if not self.suspended:
+                self.receive(frames)
+        except BaseException as error:
+            self.failed(error)
+        finally:
+            self.expecting = False
+            self.read_lock.release()
+        if not self.broken:
+            try:
+                self._epoll.modify(self.fd, ARMED)
+            except (OSError, ValueError):
+                pass
+        return frames
+
+    @uninterruptible
+    def expect(self) -> bool:
+        """Stop listening for a moment, because the reply to what is sent now is read by the thread that sends it.
+
+        Otherwise that reply wakes a pool thread, which has nothing to do with it. Returns False where somebody reads.
+        Whoever calls this sees to it that :meth:`listen` is called soon.
+        """
+        if self.expecting or not self.read_lock.acquire(False):
+            return False
+        self.arm(DISARMED)
+        self.expecting = True
+        self.expecting_since = _time.now()
+        self.read_lock.release()
+        return True
+
+    @uninterruptible
+    def listen(self) -> None:
+        """Listen again, if nobody has come to read what was expected."""
+        if self.expecting and self.read_lock.acquire(False):
+            was, self.expecting = self.expecting, False
+            self.read_lock.release()
+            if was:
+                self.arm(ARMED)
+
+    def wake(self) -> None:
+        """End the sleep of whoever polls this connection for a reply."""
+        try:
+            os.eventfd_write(self._wake_fd, 1)
+        except (OSError, ValueError):  # closed meanwhile, or just now
+            pass
+
+    def sleep(self, frames: list[Frame]) -> bool:
+        """Wait, for as long as it takes, until something comes or :meth:`wake` is called. Under the read lock.
+
+        Returns whether it was there already.
+        """
+        begun = _time.now()
+        ready = self._poller.poll()
+        at_once = _time.now() - begun < AT_ONCE_S
+        for fd, _ in ready:
+            if fd == self.fd:
+                self.receive(frames)
+            elif fd == self._wake_fd:
+                self._quieten()
+        return at_once
+
+    def _quieten(self) -> None:
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            pass
+
+    def spin_for(self, frames: list[Frame]) -> int:
+        """Try to read for at most the spin time; return how many tries it took, 0 if nothing came."""
+        until = _time.now() + self.settings.spin_us * 1e-6
+        tries = 1
+        reader, sock = self._reader, self.sock
+        while True:
+            try:
+                target = reader.target()
+                count = (
+                    sock.recv_into(target[0], 0, _DONTWAIT)
+                    if len(target) == 1
+                    else sock.recvmsg_into(target, 0, _DONTWAIT)[0]
+                )
+            except BlockingIOError:
+                if _time.now() > until:
+                    return 0
+                tries += 1
+                continue
+            self._take(count, frames)
+            return tries
+
+    def receive(self, frames: list[Frame]) -> None:
+        """Read without blocking; while chunks come in, read on for a while."""
+        reader = self._reader
+        target = reader.target()
+        if len(target) == 1:
+            try:
+                self._take(self.sock.recv_into(target[0], 0, _DONTWAIT), frames)
+            except BlockingIOError:
+                return
+        if reader.in_chunk:
+            self._receive_chunks(frames)
+
+    def _receive_chunks(self, frames: list[Frame]) -> None:
+        reader, sock = self._reader, self.sock
+        for _ in range(_BULK_READS):
+            if frames or self.broken:
+                return
+            target = reader.target()
+            try:
+                if len(target) == 1:
+                    self._take(sock.recv_into(target[0], 0, _DONTWAIT), frames)
+                    if not reader.in_chunk:
+                        return
+                else:
+                    self._take(sock.recvmsg_into(target, 0, _DONTWAIT)[0], frames)
+            except BlockingIOError:
+                if not reader.in_chunk or not self._poller.poll(1):
+                    return
+
+    def _take(self, count: int, frames: list[Frame]) -> None:
+        if count == 0:
+            raise EOFError("end of file")
+        self.heard = _time.now()
+        if self.replay is not None and self.replay.count(count):
+            self.flush()
+        self._cut(count, frames)
+
+    def _cut(self, count: int, frames: list[Frame]) -> None:
+        reader = self._reader
+        while True:
+            for frame in reader.fed(count):
+                # Whole messages pass; what controls the connection, comes in chunks or is for a mailbox is looked at.
+                if frame[0] <= FAILURE and not frame[1] & _LOOKED_AT:
+                    frames.append(frame)
+                    continue
+                left = self._events.control(self, frame)
+                if left is not None:
+                    frames.append(left)
+            if not reader.more:
+                return
+            count = 0
+
+    @holding
+    @uninterruptible
+    def begin(self) -> list[Frame]:
+        """Take what came right behind the handshake, unless somebody who waits for a reply has."""
+        frames: list[Frame] = []
+        self.fresh = False
+        with self.read_lock:
+            try:
+                self._cut(0, frames)
+            except BaseException as error:
+                self.failed(error)
+        return frames
+
+    def _sink_for(self, stream: int, position: int, length: int) -> memoryview:
+        assembly = self.assemblies.get(stream)
+        if assembly is None:
+            if (
+                self.main is not None
+            ):  # the stream was given up, and its other connection was faster to say so
+                return memoryview(bytearray(length))
+            raise ProtocolError(f"a chunk of unknown stream {stream}")
+        sink: memoryview = assembly.sink(position, length)
+        return sink
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    @holding
+    @uninterruptible
+    def flush(self, wait: bool = False) -> bool:
+        """Send what is in the outbox. Returns whether all of it was handed to the kernel.
+
+        Without ``wait`` nothing blocks: what the kernel does not take now is sent by a pool thread.
+        """
+        if self.borrower is not None or self.lender is not None:
+            self.hand_back()
+        while self.outbox or self._rest or (self.replay is not None and self.replay.owed):
+            if self.broken or self.suspended:
+                return False
+            if not self.write_lock.acquire(False):
+                return False  # the holder looks at the outbox again when it is done
+            try:
+                try:
+                    done = self._drain()
+                except BaseException as error:
+                    self.failed(error)
+                    return False
+                if not done and wait:  # what a signal handler raises here has torn nothing apart
+                    done = self._wait_writable()
+                    continue
+            finally:
+                self.write_lock.release()
+            if not done:
+                if not self._flushing:  # one thread that waits for the peer to read is enough
+                    self._flushing = True
+                    self._events.submit(self.flush_waiting)
+                return False
+        return True
+
+    def hand_back(self) -> bool:
+        """Put word of shared memory that has died on either side before what is sent next; say whether there was any."""
+        found = False
+        borrower, lender = self.borrower, self.lender
+        if borrower is not None and borrower.freed:
+            freed = borrower.drain_freed()
+            if freed:
+                found = True
+                self.outbox.appendleft(
+                    pack_frame(LANE_FREE, body=struct.pack(f"<{2 * len(freed)}Q", *itertools.chain(*freed)))
+                )
+        if lender is not None:
+            retired = lender.drain_retired()
+            if retired:
+                found = True
+                self.outbox.append(pack_frame(LANE_RETIRE, body=struct.pack(f"<{len(retired)}Q", *retired)))
+        return found
+
+    def flush_waiting(self) -> None:
+        """Send everything, on a pool thread that may sleep meanwhile."""
+        self.flush(wait=True)
+        self._flushing = False
+        self.flush()  # what was left by somebody who saw the mark
+
+    def _drain(self) -> bool:
+        """Send until the outbox is empty (True) or no more may be sent now (False). Under the write lock."""
+        outbox, sock, replay, seal = self.outbox, self.sock, self.replay, self.seal
+        while True:
+            rest = self._rest
+            if rest:
+                try:
+                    count = sock.sendmsg(rest if len(rest) <= _PARTS else rest[:_PARTS], (), _SEND)
+                except BlockingIOError:
+                    return False
+                if replay is not None:
+                    replay.note_parts(rest, count)
+                self._consume(count)
+                continue
+            if replay is not None:
+                if replay.owed:
+                    replay.owed = False
+                    outbox.appendleft(pack_frame(ACK, replay.received))
+                elif replay.full:
+                    return False
+            try:
+                item = outbox.popleft()
+            except IndexError:
+                return True
+            if type(item) is not bytes:
+                item.sent = True  # type: ignore[union-attr]
+                item = item.frame  # type: ignore[union-attr]
+            if outbox or seal is not None:
+                item = self._join(item)
+            try:
+                count = sock.send(item, _SEND)
+            except BlockingIOError:
+                self._rest = [memoryview(item)]
+                return False
+            except OSError:
+                self._rest = [memoryview(item)]  # another socket may take it
+                raise
+            if count != len(item):
+                self._rest = [memoryview(item)[count:]]
+                item = item[:count]
+            if replay is not None:
+                replay.note(item)
+
+    def _join(self, first: bytes) -> bytes:
+        outbox, seal = self.outbox, self.seal
+        parts = [first if seal is None else seal.sealed(first)]
+        size = len(first)
+        while size < _JOIN:
+            try:
+                item = outbox.popleft()
+            except IndexError:
+                break
+            if type(item) is not bytes:
+                item.sent = True  # type: ignore[union-attr]
+                item = item.frame  # type: ignore[union-attr]
+            parts.append(item if seal is None else seal.sealed(item))
+            size += len(item)
+        return b"".join(parts)
+
+    def _consume(self, count: int) -> None:
+        rest = self._rest
+        while rest and count >= len(rest[0]):
+            count -= len(rest[0])
+            del rest[0]
+        if rest and count:
+            rest[0] = rest[0][count:]
+
+    def _wait_writable(self, deadline: float | None = None) -> bool:
+        """Sleep until the kernel takes more, for at most a slice. Under the write lock."""
+        if not self._rest and self.replay is not None and self.replay.full:
+            self.replay.wait(0.1)
+            return False
+        if (poller := self._writer_poller) is None:
+            poller = self._writer_poller = select.poll()
+            poller.register(self.sock.wire() if type(self.sock) is TlsSocket else self.fd, select.POLLOUT)
+        left = 0.1 if deadline is None else min(0.1, max(0.0, deadline - _time.now()))
+        poller.poll(left * 1e3)
+        return False
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def failed(self, error: BaseException) -> None:
+        """Take a failed read or write as the end of the connection, or of its socket only."""
+        if isinstance(error, MemoryError):
+            error = MemoryError(
+                f"{error or 'no memory for what goes over the connection'}: {explain_memory()}"
+            )
+        if self.replay is not None and not self.goodbye and isinstance(error, (OSError, EOFError)):
+            self.suspend(error)
+        else:
+            self.close(error)
+
+    def suspend(self, error: BaseException) -> None:
+        """Give the socket up, which has failed, and have another one looked for. Idempotent; never blocks."""
+        if self.suspended or self.broken:
+            return
+        self.lapses += 1
+        self.suspended = True
+        self._shut()
+        self._events.suspended(self, error)
+
+    def overtaken(self, attempt: int) -> bool:
+        """Whether a later attempt to come back has told the other side how far reading has come."""
+        return attempt < self._told
+
+    def standstill(self, attempt: int) -> int | None:
+        """End all reading, until this attempt or a later one comes back; return how many bytes have come.
+
+        ``None``: a later attempt has told it already. What is returned can be told: it stays true for this attempt.
+        """
+        assert self.replay is not None
+        with self.read_lock:
+            if self.overtaken(attempt):
+                return None
+            self._told = attempt
+            # An earlier attempt may have come back meanwhile, with what it was told then.
+            self.suspend(ConnectionResetError("another attempt to come back has begun"))
+            return self.replay.received
+
+    @uninterruptible
+    def resume(self, sock: Stream, attempt: int, arrived: int, forget: Callable[[], None]) -> bool:
+        """Go on over another socket; say whether that was possible. The caller has the pool watch it, and flushes.
+
+        Args:
+            attempt: its number, which :meth:`standstill` was called with. After a later one's, it cannot come back.
+            arrived: how many bytes of ours the other side has.
+            forget: takes the old socket out of the pool.
+
+        Raises:
+            ProtocolError: the other side cannot have had just so much.
+        """
+        assert self.replay is not None
+        with self.read_lock:
+            # Before the other lock: who has that may wait for an acknowledgement, which somebody has to read.
+            if self.broken or not self.suspended or self.overtaken(attempt):
+                return False
+            with self.write_lock:
+                self._rest = self.replay.rewind(arrived) + self._rest
+                forget()
+                self._poller.unregister(self.fd)
+                self.sock.close()
+                self.sock, self.fd, self._writer_poller = sock, sock.fileno(), None
+                self._poller.register(self.fd, select.POLLIN)
+                self.expecting = False
+                self.heard = _time.now()
+                self.suspended = False
+        return True
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Shut the connection, waking everybody who uses it. Idempotent; never blocks."""
+        if self.broken:
+            return
+        self.broken = True
+        self._shut()
+        self._events.closed(self, error)
+
+    def _shut(self) -> None:
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self.wake()
+
+    @uninterruptible
+    def read_rest(self) -> list[Frame]:
+        """Return what had arrived before the connection ended."""
+        frames: list[Frame] = []
+        with self.read_lock:
+            try:
+                while True:
+                    target = self._reader.target()
+                    self._take(self.sock.recvmsg_into(target, 0, _DONTWAIT)[0], frames)
+            except (OSError, EOFError, ProtocolError, MemoryError):
+                return frames
+
+    def reap(self) -> None:
+        """Close the descriptors, once nobody reads or writes any more. Runs on a pool thread or at the very end."""
+        with self.read_lock, self.write_lock:
+            if self.sock.fileno() < 0:
+                return
+            try:
+                self._epoll.unregister(self.fd)
+            except (OSError, ValueError):
+                pass
+            self.sock.close()
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+        self.outbox.clear()
+        self._rest = []
+        self.assemblies.clear()
+        for lane in (self.lender, self.borrower):
+            if lane is not None:
+                lane.close()
+
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child, where locks may be held by threads that do not exist."""
+        self.broken = True
+        for close in (self.sock.close, lambda: os.close(self._wake_fd)):
+            try:
+                close()
+            except OSError:
+                pass
+        for lane in (self.lender, self.borrower):
+            if lane is not None:
+                lane.abandon()

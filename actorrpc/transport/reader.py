@@ -1,0 +1,446 @@
+"""Answering: what the thread that has executed a call does with its connection after that.
+
+It sends the answer, and may find the next request before any other thread is woken for it: at once, where both ends
+share a processor (the caller has run while the answer was being sent), or by spinning for a moment where they do not.
+Which of the two pays is measured, for each connection.
+
+Whether to spin before sleeping: measured, not believed.
+
+Spinning helps where the two ends of a connection run on different processors, and hurts where they share one
+or where the machine has more to do than processors. So each place that waits keeps a running mean of its
+waits with and without spinning, uses the shorter, and tries the other one now and then (the rarer, the worse
+it has proved). One thread of a process may spin at a time, and none while more threads are runnable than
+there are processors.
+
+Waiting: how the thread that made a call reads its own reply, and whether it spins for it first.
+
+The rules of reading are those of ``connection.py``: release the read lock, then arm; whoever held the lock always arms.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from actorrpc import _time
+from actorrpc.errors import DeadlockError
+from actorrpc.transport.signals import beneath, holding, uninterruptible
+from actorrpc.wire.frames import FAILURE, REQUEST, Frame
+
+if TYPE_CHECKING:
+    from actorrpc.transport.connection import Connection
+
+__all__ = ["ARMED", "AT_ONCE_S", "DISARMED", "Answering", "Guest", "Spin", "Waiting", "spinner"]
+
+_LONG: Final = 2e-3  # waits are counted as at most this long: beyond it, spinning can make no difference
+_PROBE_MIN: Final = 64
+_PROBE_MAX: Final = 256
+_CROWD_PERIOD: Final = 0.005
+
+
+class Spin:
+    """Decides for one place that waits. Used by one thread at a time (the holder of the read lock)."""
+
+    __slots__ = ("_count", "_off", "_on", "_probe", "use")
+
+    def __init__(self, off: float = -1.0) -> None:
+        """``off``: what a wait without spinning counts as, where it is not measured."""
+        self.use = False
+        self._on = -1.0
+        self._off = off
+        self._count = 0
+        self._probe = _PROBE_MIN
+
+    def choose(self) -> bool:
+        """Say whether to spin in the wait that now begins."""
+        self._count += 1
+        if self._count >= self._probe or self._on < 0.0:
+            self._count = 0
+            return not self.use
+        return self.use
+
+    @property
+    def due(self) -> bool:
+        """Whether the wait that now begins without spinning is one of those that are measured."""
+        return not self._count & 7
+
+    def note(self, spun: bool, waited: float) -> None:
+        """Take note of how long a wait took, in seconds, with or without spinning."""
+        waited = min(waited, _LONG)
+        if spun:
+            self._on = waited if self._on < 0.0 else self._on + 0.125 * (waited - self._on)
+        else:
+            self._off = waited if self._off < 0.0 else self._off + 0.125 * (waited - self._off)
+        if self._on < 0.0 or self._off < 0.0:
+            return
+        use = self._on < 0.9 * self._off
+        if use != self.use:
+            self.use = use
+            self._probe = _PROBE_MIN
+        elif spun != use:
+            # The other mode was tried and lost again: ask more rarely.
+            self._probe = min(2 * self._probe, _PROBE_MAX)
+
+
+class _Spinner:
+    """The process's one right to spin, and the look at how crowded the machine is."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._processors = os.cpu_count() or 1
+        self._checked = 0.0
+        self._crowded = False
+        self._runnable = 1.0
+        self._fd = -1
+
+    def acquire(self) -> bool:
+        """Take the right to spin, if nobody has it and there are processors to spare."""
+        now = _time.now()
+        if now - self._checked > _CROWD_PERIOD:
+            self._checked = now
+            self._crowded = self._look()
+        return not self._crowded and self.lock.acquire(False)
+
+    def release(self) -> None:
+        """Give the right back."""
+        self.lock.release()
+
+    def _look(self) -> bool:
+        # The fourth field of /proc/loadavg is runnable/total, this thread included.
+        try:
+            if self._fd < 0:
+                self._fd = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
+            runnable = int(os.pread(self._fd, 128, 0).split()[3].split(b"/")[0])
+        except (OSError, ValueError, IndexError):
+            return False
+        # A mean over some tens of milliseconds: one passer-by is no crowd.
+        self._runnable += 0.25 * (runnable - self._runnable)
+        return self._runnable > self._processors + 0.6
+
+    def close(self) -> None:
+        """Close the file that is looked at."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+spinner = _Spinner()
+
+
+AT_ONCE_S: Final = 4e-6  # seconds; a wait that is shorter was none
+_SHARED: Final = (
+    0.3  # how often a reply must have been there at once for both ends to be taken for sharing a processor
+)
+_MOST_WITHIN: Final = 8  # waits of signal handlers that have interrupted each other
+_SLICE_MS: Final = 1000  # an upper bound for one sleep in poll, so that nothing depends on a single wake-up
+
+
+class Waiting:
+    """The waits for replies, on one connection. Any thread may use it; one at a time reads."""
+
+    __slots__ = ("_asleep", "_at_once", "_conn", "_spin")
+
+    def __init__(self, conn: Connection) -> None:
+        self._conn = conn
+        self._spin = Spin()
+        self._at_once = 0.0
+        self._asleep = False  # the thread with the read lock is in poll, and has touched nothing yet
+
+    @holding
+    @uninterruptible
+    def read_for(self, call: Any, deadline: float | None) -> bool | None:
+        """Read one batch on behalf of ``call`` and deliver it; sleep for it if need be.
+
+        Returns ``None`` if somebody else is reading, otherwise whether something else than replies came.
+        """
+        conn = self._conn
+        if conn.suspended or not conn.read_lock.acquire(False):
+            return None
+        frames: list[Frame] = []
+        raised: BaseException | None = None
+        # Disarmed before the call is sent: otherwise the reply wakes a pool thread that has nothing to do here.
+        modify = conn._epoll.modify
+        if conn.expecting:
+            conn.expecting = False  # it is disarmed already
+        else:
+            try:
+                modify(conn.fd, DISARMED)
+            except (OSError, ValueError):
+                pass
+        try:
+            if conn.suspended:
+                return None
+            if conn.outbox:
+                conn.flush()
+            # A completion by another thread either sees ``polling`` and wakes us, or is seen here.
+            call.polling = conn
+            if not call.done and not call.stirred:
+                self._receive(frames, call, deadline, conn._poller)
+        except BaseException as error:
+            raised = self._raised(error)
+        finally:
+            call.polling = None
+            conn.read_lock.release()
+        if not conn.broken:
+            try:
+                modify(conn.fd, ARMED)
+            except (OSError, ValueError):
+                pass
+        if raised is not None:
+            raise raised
+        if len(frames) == 1:
+            # The path of most calls, without a detour: one frame, and it is the reply.
+            frame = frames[0]
+            if frame[2] == call.id and frame[0] != REQUEST and frame[0] <= FAILURE and call.future is None:
+                peer = conn.peer
+                if peer.pending.pop(call.id, None) is call:
+                    if call.charge or peer.waiting:
+                        peer.release(call)
+                    call.reply = frame
+                    call.done = True
+                    if conn.outbox:
+                        conn.flush()
+                    return False
+        return conn._events.deliver(conn, frames, True) if frames else False
+
+    def _raised(self, error: BaseException) -> BaseException | None:
+        """Take what reading has raised as the connection's end; return what a signal handler has raised in the sleep."""
+        if self._asleep:
+            self._asleep = False
+            return error
+        self._conn.failed(error)
+        return None
+
+    @holding
+    @uninterruptible
+    def read_within(self, call: Any, deadline: float | None) -> bool | None:
+        """Read for a call that a signal handler waits for, where the thread that it has interrupted has the read lock.
+
+        Returns as :meth:`read_for`; ``None``: another thread has the lock.
+
+        Raises:
+            DeadlockError: the thread is in the midst of reading or sending: what the handler waits for comes when it has
+                returned.
+        """
+        conn = self._conn
+        reads = max(0, beneath(self) - 1) if conn.read_lock.locked() else 0  # but for this one
+        sends = beneath(conn, conn.chunks) if conn.write_lock.locked() and not call.sent else 0
+        if not reads and not sends:
+            return None
+        if sends or not self._asleep or reads > _MOST_WITHIN:
+            raise DeadlockError(
+                f"{call} cannot be waited for here: a signal handler waits for it that has interrupted "
+                + (
+                    f"{reads} others, each in its wait"
+                    if reads > _MOST_WITHIN
+                    else "the main thread while it sends or receives, which goes on when the handler returns"
+                )
+                + ". Have the handler note what is to be done, or make the call without waiting for it",
+                maybe_executed=call.may_arrive,
+                worker=conn.peer.name if conn.peer is not None else None,
+            )
+        frames: list[Frame] = []
+        raised: BaseException | None = None
+        self._asleep = False
+        try:
+            if conn.outbox:
+                conn.flush()
+            call.polling = conn
+            if not call.done and not call.stirred:
+                self._receive(frames, call, deadline, conn.poller())
+        except BaseException as error:
+            raised = self._raised(error)
+        finally:
+            call.polling = None
+            self._asleep = True  # as it was
+        if raised is not None:
+            raise raised
+        return conn._events.deliver(conn, frames, True) if frames else False
+
+    def _receive(self, frames: list[Frame], call: Any, deadline: float | None, poller: select.poll) -> None:
+        conn = self._conn
+        # Where replies are there as soon as somebody looks, both ends share a processor: spinning would keep it from
+        # the other one.
+        spin = self._spin if conn.settings.spin_us and self._at_once < _SHARED else None
+        spun = spin is not None and spin.choose() and spinner.acquire()
+        begun = _time.now()
+        if spun and spin is not None:
+            try:
+                came = conn.spin_for(frames)
+            finally:
+                spinner.release()
+            if came:
+                if not self._came_at_once(came == 1):
+                    spin.note(True, _time.now() - begun)
+                return
+        wait_ms = _SLICE_MS
+        if deadline is not None and deadline - begun < _time.near_s:
+            wait_ms = max(0, int(_time.patience(deadline - begun) * 1e3) + 1)
+        self._asleep = True
+        ready = poller.poll(wait_ms)
+        self._asleep = False
+        for fd, _ in ready:
+            if fd == conn.fd:
+                waited = _time.now() - begun
+                conn.receive(frames)
+                if not self._came_at_once(waited < AT_ONCE_S) and spin is not None and (spun or spin.due):
+                    spin.note(spun, _time.now() - begun)
+            elif fd == conn._wake_fd:
+                conn._quieten()
+
+    def _came_at_once(self, at_once: bool) -> bool:
+        """Note whether what somebody waited for was there already: such a wait says nothing about spinning."""
+        self._at_once += 0.0625 * (at_once - self._at_once)
+        return at_once
+
+
+ARMED: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
+DISARMED: Final = select.EPOLLONESHOT
+_PAYS: Final = 0.15  # how often the next request must have been there at once
+
+
+class Guest(Protocol):
+    """A thread that attends a connection."""
+
+    attends: Connection | None
+
+    def called(self) -> bool:
+        """Say, once, whether there is something else for it to do."""
+
+
+class Answering:
+    """The end of a call, for one connection. Any thread may use it; the measurements need no exactness."""
+
+    __slots__ = ("_conn", "_hit", "_quick", "_replies", "_spin")
+
+    def __init__(self, conn: Connection) -> None:
+        self._conn = conn
+        self._spin = Spin(off=2e-3)
+        self._quick = 0.0
+        self._hit = False
+        self._replies = itertools.count()
+
+    def reply(self) -> list[Frame] | None:
+        """Send the answers in the outbox, and return what comes at once or soon after; ``None`` if nothing is read.
+
+        Where both ends share a processor, the next request is here before ``send`` returns: then it is read here,
+        instead of waking another thread for it. Where they do not, spinning may pay.
+        """
+        conn = self._conn
+        if self._quick > _PAYS or not next(self._replies) & 15:
+            frames = self._turn_around()
+            if frames is None or self._hit or self._quick > _PAYS:
+                return frames
+        else:
+            conn.flush(True)
+        return None if conn.broken else self._linger()
+
+    @uninterruptible
+    def _read(self, read: Callable[[list[Frame]], None]) -> list[Frame] | None:
+        """Have ``read(frames)`` read, with nobody else reading before or between; ``None``: somebody else reads."""
+        conn = self._conn
+        if conn.broken or conn.suspended or not conn.read_lock.acquire(False):
+            return None
+        frames: list[Frame] = []
+        conn.expecting = False
+        conn.arm(DISARMED)
+        try:
+            if conn.suspended:
+                return None
+            read(frames)
+        except BaseException as error:
+            conn.failed(error)
+        finally:
+            conn.read_lock.release()
+        conn.arm(ARMED)
+        return frames
+
+    @uninterruptible
+    def _turn_around(self) -> list[Frame] | None:
+        """Send, and read without blocking, with nobody else reading between."""
+        conn = self._conn
+        self._hit = False
+        before = conn.heard
+
+        def read(frames: list[Frame]) -> None:
+            conn.flush()
+            conn.receive(frames)
+
+        frames = self._read(read)
+        if frames is None or conn.outbox or conn._rest:
+            # What has come is others' answers as well: those do not wait until the other end reads.
+            conn.flush(not frames)
+        if frames is not None:
+            # Time may stand still between two reads: what has come decides.
+            hit = self._hit = bool(frames) or conn.heard != before
+            self._quick += 0.03 * (hit - self._quick)
+        return frames
+
+    @uninterruptible
+    def attend(self, guest: Guest) -> list[Frame] | None:
+        """Send what is in the outbox, and wait for what comes over this connection; ``None``: somebody else reads it.
+
+        For a thread that has nothing to do but to execute what its last caller sends next: it reads that itself,
+        instead of being woken by another thread that has. Returns also when the guest is called, or the connection ends.
+        """
+        conn = self._conn
+
+        def read(frames: list[Frame]) -> None:
+            if conn.outbox:
+                conn.flush()
+            # Whoever calls the guest either sees where it is and wakes it, or is seen here.
+            guest.attends = conn
+            try:
+                if not guest.called():
+                    self._wait(frames)
+            finally:
+                guest.attends = None
+
+        frames = self._read(read)
+        if frames is not None and (conn.outbox or conn._rest):
+            conn.flush(not frames)  # as in _turn_around
+        return frames
+
+    def _wait(self, frames: list[Frame]) -> None:
+        conn, spin = self._conn, self._spin
+        if conn.settings.spin_us and self._quick < _PAYS and spin.choose() and spinner.acquire():
+            try:
+                tries = conn.spin_for(frames)
+            finally:
+                spinner.release()
+            self._note(tries)
+            if tries:
+                return
+        self._quick += 0.03 * (conn.sleep(frames) - self._quick)
+
+    def _note(self, tries: int) -> None:
+        """Take note of what spinning has brought. What was there already says nothing about it."""
+        if tries == 1:
+            self._quick += 0.03 * (1 - self._quick)
+        else:
+            # Compared with sleeping, which is noted as a long wait: a hit counts for spinning, a miss against it.
+            self._spin.note(True, 0.0 if tries else 2.0)
+
+    @uninterruptible
+    def _linger(self) -> list[Frame] | None:
+        """Spin for the next frames after having answered, if that has paid here; ``None`` if nothing came."""
+        conn = self._conn
+        if not conn.settings.spin_us or not self._spin.choose() or not spinner.acquire():
+            return None
+        tries = 0
+
+        def read(frames: list[Frame]) -> None:
+            nonlocal tries
+            tries = conn.spin_for(frames)
+
+        try:
+            frames = self._read(read)
+        finally:
+            spinner.release()
+        if frames is not None:
+            self._note(tries)
+        return frames

@@ -1,0 +1,116 @@
+"""Chunks: how large memory leaves a connection, piece by piece, so that small frames can overtake it.
+
+Whoever sends it sleeps here while the kernel is full, under the connection's write lock, or while the connection waits for
+another socket, without it. It wakes for the deadline, Ctrl-C and the end of the connection.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
+
+from actorrpc import _time
+from actorrpc.transport.signals import beneath, holding, pending_here, uninterruptible
+from actorrpc.wire.frames import CHUNK, STREAM_ABORT, pack_frame, pack_position
+from actorrpc.wire.integrity import chunk_head
+
+if TYPE_CHECKING:
+    from actorrpc.transport.connection import Connection
+
+__all__ = ["ChunkSender"]
+
+_RESUMED_S: Final = 0.01  # how often it is looked whether a connection can go on
+
+
+class ChunkSender:
+    """Sends chunks over one connection. Any thread may use it, several at a time."""
+
+    __slots__ = ("_conn",)
+
+    def __init__(self, conn: Connection) -> None:
+        self._conn = conn
+
+    @uninterruptible
+    def send(
+        self, stream: int, pieces: Iterable[tuple[int, int, memoryview]], deadline: float | None
+    ) -> bool:
+        """Send pieces (buffer index, offset, memory) of a stream as chunks, sleeping where the kernel is
+        full.
+
+        Small frames overtake between chunks. Returns False if it had to stop (deadline, Ctrl-C, closed); the
+        stream was then aborted cleanly: the chunk that was under way is finished from a copy.
+        """
+        conn = self._conn
+        copy = memoryview(b"")
+        for index, offset, piece in pieces:
+            prefix = pack_frame(CHUNK, stream, chain=pack_position(index, offset), length=len(piece))
+            if conn.seal is not None:
+                # From a copy: what is sent must be what was sealed, also where the caller's memory changes meanwhile.
+                # It can be made again for the next piece: what is left of this one is copied once more below.
+                copy = copy if len(copy) >= len(piece) else memoryview(bytearray(len(piece)))
+                copy[: len(piece)] = piece
+                piece = copy[: len(piece)]
+                prefix = chunk_head(prefix, piece)
+            if not self._send(prefix, piece, deadline):
+                if not conn.broken:
+                    conn.outbox.append(pack_frame(STREAM_ABORT, stream))
+                    conn.flush()
+                return False
+        return not conn.broken
+
+    def _send(self, prefix: bytes, piece: memoryview, deadline: float | None) -> bool:
+        conn = self._conn
+        while True:
+            done = None if conn.suspended else self._try(prefix, piece, deadline)
+            if done is not None:
+                return done
+            if conn.broken or pending_here() or (deadline is not None and _time.now() > deadline):
+                return False
+            time.sleep(_RESUMED_S)
+
+    @holding
+    def _try(self, prefix: bytes, piece: memoryview, deadline: float | None) -> bool | None:
+        """Send one chunk; None: the socket has failed before it began."""
+        conn = self._conn
+        while not conn.write_lock.acquire(timeout=0.1):
+            if (
+                beneath(conn) or beneath(self) > 1
+            ):  # a signal handler sends, and has interrupted who has the lock
+                return False
+            if conn.broken or pending_here() or (deadline is not None and _time.now() > deadline):
+                return False
+        begun = False
+        try:
+            while True:
+                if conn.broken:
+                    return False
+                if conn.suspended:
+                    return self._leave(begun)
+                if conn._drain():
+                    if begun:
+                        return True
+                    head = prefix if conn.seal is None else conn.seal.tagged(prefix)
+                    conn._rest = [memoryview(head), piece]
+                    begun = True
+                    continue
+                conn._wait_writable(deadline)
+                if pending_here() or (deadline is not None and _time.now() > deadline):
+                    # The chunk must be finished, but not by us and not from the caller's memory.
+                    conn._rest = [memoryview(bytes(part)) for part in conn._rest]
+                    conn._events.submit(conn.flush_waiting)
+                    return begun and not conn._rest
+        except BaseException as error:
+            conn.failed(error)
+            return self._leave(begun) if conn.suspended else False
+        finally:
+            conn.write_lock.release()
+            conn.flush()
+
+    def _leave(self, begun: bool) -> bool | None:
+        """Leave a chunk that has begun to whoever goes on over another socket, from a copy."""
+        conn = self._conn
+        if not begun:
+            return None
+        conn._rest = [memoryview(bytes(part)) for part in conn._rest]
+        return True

@@ -1,0 +1,3 @@
+"""Bytes: frames, the handshake, keys and identities. No sockets, no torch."""
+
+__all__: list[str] = []

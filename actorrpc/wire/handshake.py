@@ -1,0 +1,598 @@
+"""Mutual authentication, before a connection may carry anything else.
+
+    dialler                                   acceptor
+    HELLO      versions, purpose, names ->
+                                          <-  CHALLENGE  versions, name, nonce
+    AUTH       proof of the key         ->               (checked before anything is promised)
+                                          <-  WELCOME    proof of the key
+
+Either side may answer REFUSE (a code and a short text) instead. Each proof is an HMAC-SHA256 under the
+group's key over everything both sides have said, plus a role string, so that none can be reflected,
+replayed, moved to another connection or made to choose an older version.
+
+Sans-I/O: whoever owns the socket feeds bytes in and sends what comes out; one thread at a time. No
+message has more than 256 bytes and never more than one is held. This module, and what it imports,
+must never import pickle or call anything that the peer names.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import secrets
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from actorrpc.errors import (
+    AuthenticationError,
+    ConfigError,
+    LimitError,
+    ProtocolError,
+    RpcError,
+    VersionError,
+)
+from actorrpc.wire.identity import check_name
+
+__all__ = [
+    "BULK",
+    "LANE",
+    "MAIN",
+    "MAX_MESSAGE",
+    "VERSIONS",
+    "Acceptor",
+    "Dialler",
+    "Purpose",
+    "Refusal",
+    "Session",
+]
+
+MAX_MESSAGE = 256
+VERSIONS = (2, 2)
+"""The lowest and the highest version of the protocol that this code speaks."""
+
+_MAGIC = b"aRPC"
+_HEAD = len(_MAGIC) + 2  # magic, kind, length of the body
+_HELLO, _CHALLENGE, _AUTH, _WELCOME, _REFUSE = 1, 2, 3, 4, 5
+# dialler: lowest and highest version, purpose, flags, nonce, attach token, incarnation, name
+_HELLO_FIXED = struct.Struct("!BBBB32s16s16sB")
+# acceptor: lowest, highest and chosen version, flags, nonce, incarnation, name
+_CHALLENGE_FIXED = struct.Struct("!BBBB32s16sB")
+_REFUSE_FIXED = struct.Struct("!BB")
+_SIZES = {
+    _HELLO: (_HELLO_FIXED.size + 1, _HELLO_FIXED.size + 127),
+    _CHALLENGE: (_CHALLENGE_FIXED.size + 1, _CHALLENGE_FIXED.size + 127),
+    _AUTH: (32, 32),
+    _WELCOME: (32, 32),
+    _REFUSE: (_REFUSE_FIXED.size, _REFUSE_FIXED.size + 200),
+}
+_KEYLESS = 1  # flag: this side has no key and was told that this is fine
+_SEALS = 2  # flag: this side wants what follows to be sealed, and so it is for both
+_MIN_KEY = 16
+_GIVE_KEY = "start every worker with the same ACTORRPC_KEY (or ACTORRPC_KEY_FILE)"
+
+
+class Purpose(enum.IntEnum):
+    """What a connection is for."""
+
+    MAIN = 0
+    LANE = 1  # descriptors of shared memory
+    BULK = 2  # chunks of large messages
+    RESUME = 3  # takes the place of a connection that has broken; ``attach`` names it
+
+
+MAIN, LANE, BULK = Purpose.MAIN, Purpose.LANE, Purpose.BULK
+_PURPOSES = frozenset(int(purpose) for purpose in Purpose)
+
+
+class Refusal(enum.IntEnum):
+    """Why an acceptor refused."""
+
+    KEY = 1
+    VERSION = 2
+    PEER = 3
+    BUSY = 4
+    PROTOCOL = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """What both sides know when the handshake is over.
+
+    Attributes:
+        peer_name: the worker at the other end; whoever it is, it holds the key (where there is one).
+        attach: 16 bytes that name the main connection that a LANE or BULK connection belongs to.
+        key: 32 secret bytes, equal on both sides, different for every connection.
+        sealed: whether what follows is sealed (:mod:`actorrpc.wire.integrity`): one side at least wants it.
+        leftover: bytes that came after the handshake's last message; they belong to what follows.
+    """
+
+    peer_name: str
+    peer_incarnation: str
+    purpose: Purpose
+    attach: bytes
+    version: int
+    key: bytes = field(repr=False)
+    sealed: bool = False
+    leftover: bytes = field(default=b"", repr=False)
+
+
+class _Side:
+    """What both ends share: the key, reading one bounded message at a time, and ending for good."""
+
+    __slots__ = (
+        "_binding",
+        "_buffer",
+        "_challenge",
+        "_failure",
+        "_hello",
+        "_incarnation",
+        "_key",
+        "_name",
+        "_result",
+        "_seals",
+        "_versions",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: str,
+        key: bytes,
+        insecure: bool,
+        binding: bytes,
+        versions: tuple[int, int],
+        seals: bool,
+    ) -> None:
+        if not key and not insecure:
+            raise ConfigError(f"worker {name!r} has no key: {_GIVE_KEY}, or say insecure explicitly")
+        if key and len(key) < _MIN_KEY:
+            raise ConfigError(f"a key has at least {_MIN_KEY} bytes, this one has {len(key)}")
+        if not 1 <= versions[0] <= versions[1] <= 255:
+            raise ConfigError(f"versions must be a pair low <= high from 1 to 255, not {versions!r}")
+        self._name = check_name(name)
+        self._incarnation = _incarnation_bytes(incarnation)
+        self._key = key
+        self._binding = binding
+        self._versions = versions
+        self._seals = seals
+        self._buffer = b""
+        self._hello = b""
+        self._challenge = b""
+        self._result: Session | None = None
+        self._failure: RpcError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether both sides have proved themselves."""
+        return self._result is not None
+
+    @property
+    def result(self) -> Session:
+        """What the handshake has established.
+
+        Raises:
+            ProtocolError: it is not over.
+        """
+        if self._result is None:
+            raise ProtocolError("the handshake is not over")
+        return self._result
+
+    def feed_eof(self) -> None:
+        """Say that the peer closed the connection.
+
+        Raises:
+            ProtocolError: the handshake was not over; always, unless it is done.
+        """
+        if self._result is None:
+            self._fail(
+                ProtocolError(
+                    f"worker {self._name!r}: the other side closed the connection during the handshake; "
+                    "it may be shutting down, or not be an actorrpc worker"
+                )
+            )
+
+    def _fail(self, error: RpcError) -> None:
+        self._buffer = b""
+        self._failure = error
+        raise error
+
+    def _take(self, data: bytes, expected: int) -> tuple[int, bytes, bytes] | None:
+        """Add ``data``; return kind, whole message and what follows it, or None while it is incomplete."""
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)
+        if self._result is not None:
+            raise ProtocolError("the handshake is over; these bytes belong to what follows it")
+        held = len(self._buffer)
+        whole = self._buffer + data[: MAX_MESSAGE - held]
+        if whole[: len(_MAGIC)] != _MAGIC[: len(whole)]:
+            self._fail(
+                ProtocolError(
+                    "these bytes are not an actorrpc handshake: another program is at the other end"
+                )
+            )
+        if len(whole) < _HEAD:
+            self._buffer = whole
+            return None
+        kind, size = whole[4], whole[5]
+        if kind != expected and kind != _REFUSE:
+            self._fail(ProtocolError(f"message {kind} came in the handshake where {expected} must come"))
+        low, high = _SIZES[kind]
+        if not low <= size <= high:
+            self._fail(
+                ProtocolError(f"message {kind} of the handshake has {size} bytes, not {low} to {high}")
+            )
+        end = _HEAD + size
+        if len(whole) < end:
+            self._buffer = whole
+            return None
+        self._buffer = b""
+        return kind, whole[:end], data[end - held :]
+
+    def _expect_no_more(self, rest: bytes) -> None:
+        if rest:
+            self._fail(ProtocolError(f"{len(rest)} bytes came in the handshake before their turn"))
+
+    def _proof(self, role: bytes, *more: bytes) -> bytes:
+        # Every part delimits itself: the messages by their heads, the binding by its length.
+        mac = hmac.new(self._key, b"actorrpc handshake 1\0" + role + b"\0", hashlib.sha256)
+        for part in (
+            struct.pack("!I", len(self._binding)),
+            self._binding,
+            self._hello,
+            self._challenge,
+            *more,
+        ):
+            mac.update(part)
+        return mac.digest()
+
+    def _flags(self) -> int:
+        return (0 if self._key else _KEYLESS) | (_SEALS if self._seals else 0)
+
+    def _decode_name(self, body: bytes, size: int, at: int) -> str:
+        raw = body[at:]
+        try:
+            if len(raw) != size:
+                raise ValueError
+            return check_name(raw.decode("ascii"))
+        except (ValueError, ConfigError):
+            self._fail(ProtocolError("the other side of the handshake sent a name that no worker may have"))
+            raise  # not reached
+
+    def _decode_flags(self, flags: int) -> bool:
+        """Return whether the other side has no key; note whether it wants seals."""
+        if flags & ~(_KEYLESS | _SEALS):
+            self._fail(ProtocolError(f"the other side of the handshake sent unknown flags {flags:#x}"))
+        self._seals = self._seals or bool(flags & _SEALS)
+        return bool(flags & _KEYLESS)
+
+
+class Dialler(_Side):
+    """The side that opened the connection; it proves itself first.
+
+    ``peer_name`` and ``peer_incarnation`` say whom it means to reach: another answers, and it is refused
+    before anything is proved to it. One thread at a time.
+    """
+
+    __slots__ = (
+        "_attach",
+        "_auth",
+        "_peer",
+        "_peer_name",
+        "_purpose",
+        "_started",
+        "_version",
+        "_wanted",
+        "refused",
+        "replaced",
+    )
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        incarnation: str,
+        key: bytes,
+        peer_name: str | None = None,
+        peer_incarnation: str | None = None,
+        purpose: int = Purpose.MAIN,
+        attach: bytes | None = None,
+        insecure: bool = False,
+        binding: bytes = b"",
+        versions: tuple[int, int] = VERSIONS,
+        seals: bool = False,
+    ) -> None:
+        super().__init__(name, incarnation, key, insecure, binding, versions, seals)
+        if purpose not in _PURPOSES:
+            raise ConfigError(f"a connection is for one of {list(Purpose)}, not {purpose!r}")
+        if attach is None:
+            if purpose != Purpose.MAIN:
+                raise ConfigError(
+                    f"a {Purpose(purpose).name} connection needs the attach token of its main connection"
+                )
+            attach = secrets.token_bytes(16)
+        if len(attach) != 16:
+            raise ConfigError(f"an attach token has 16 bytes, not {len(attach)}")
+        self._peer_name = peer_name
+        self._wanted = None if peer_incarnation is None else _incarnation_bytes(peer_incarnation)
+        self._purpose = Purpose(purpose)
+        self._attach = attach
+        self._started = False
+        self._auth = b""
+        self._peer: tuple[str, bytes] | None = None
+        self._version = 0
+        self.refused: Refusal | None = None
+        """Why the other side refused, where it did and said so."""
+        self.replaced = False
+        """Whether a later life of the worker that was meant has answered, or so it says: nothing was proved."""
+
+    def start(self) -> bytes:
+        """Return the first message."""
+        if self._started:
+            raise ProtocolError("this handshake was started before")
+        self._started = True
+        nonce = secrets.token_bytes(32)
+        name = self._name.encode("ascii")
+        fixed = _HELLO_FIXED.pack(
+            *self._versions, self._purpose, self._flags(), nonce, self._attach, self._incarnation, len(name)
+        )
+        self._hello = _message(_HELLO, fixed + name)
+        return self._hello
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes of the acceptor; return those to send to it.
+
+        Raises:
+            AuthenticationError: it does not hold the key, or is not the worker that was meant.
+            VersionError: it speaks no common version.
+            LimitError: it has no place for another connection now.
+            ProtocolError: anything else.
+        """
+        if not self._started:
+            raise ProtocolError("this handshake was not started")
+        taken = self._take(data, _WELCOME if self._auth else _CHALLENGE)
+        if taken is None:
+            return b""
+        kind, message, rest = taken
+        if kind == _REFUSE:
+            self._refused(message)
+        if kind == _CHALLENGE:
+            self._expect_no_more(rest)
+            self._read_challenge(message)
+            self._auth = _message(_AUTH, self._proof(b"dialler"))
+            return self._auth
+        self._read_welcome(message, rest)
+        return b""
+
+    def _target(self) -> str:
+        return f"worker {self._peer_name!r}" if self._peer_name is not None else "the worker that was dialled"
+
+    def _refused(self, message: bytes) -> None:
+        code, size = _REFUSE_FIXED.unpack_from(message, _HEAD)
+        raw = message[_HEAD + _REFUSE_FIXED.size :]
+        if len(raw) != size or not all(32 <= byte < 127 for byte in raw):
+            self._fail(ProtocolError("the other side refused the handshake without a readable reason"))
+        try:
+            self.refused = Refusal(code)
+        except ValueError:
+            self._fail(ProtocolError(f"the other side refused the handshake with an unknown code {code}"))
+        text = f"{self._target()} refused worker {self._name!r}: {raw.decode('ascii')}"
+        if self.refused is Refusal.KEY:
+            self._fail(AuthenticationError(f"{text}; {_GIVE_KEY}"))
+        if self.refused is Refusal.VERSION:
+            self._fail(VersionError(f"{text}; install the same version of actorrpc on both sides"))
+        if self.refused is Refusal.PEER:
+            self._fail(AuthenticationError(text))
+        if self.refused is Refusal.BUSY:
+            self._fail(LimitError(text))
+        self._fail(ProtocolError(text))
+
+    def _read_challenge(self, message: bytes) -> None:
+        body = message[_HEAD:]
+        low, high, chosen, flags, _nonce, incarnation, size = _CHALLENGE_FIXED.unpack_from(body)
+        name = self._decode_name(body, size, _CHALLENGE_FIXED.size)
+        keyless = self._decode_flags(flags)
+        if (self._peer_name is not None and name != self._peer_name) or (
+            self._wanted is not None and incarnation != self._wanted
+        ):
+            self.replaced = name == self._peer_name
+            was = name if not self.replaced else f"{name} (another run of it)"
+            self._fail(
+                AuthenticationError(
+                    f"wrong peer: worker {self._name!r} dialled {self._target()}, but {was!r} answers at its "
+                    "address; the worker that was meant has ended or restarted"
+                )
+            )
+        if incarnation == self._incarnation:
+            self._fail(
+                AuthenticationError(f"worker {self._name!r} reached itself: its messages were reflected")
+            )
+        if keyless != (not self._key):
+            self._fail(
+                AuthenticationError(_keyless_text(self._name, name, bool(self._key)) + f"; {_GIVE_KEY}")
+            )
+        agreed = _choose(self._versions, (low, high))
+        if agreed is None or agreed != chosen:
+            self._fail(VersionError(_version_text(self._name, self._versions, name, (low, high))))
+        self._version = chosen
+        self._challenge = message
+        self._peer = (name, incarnation)
+
+    def _read_welcome(self, message: bytes, rest: bytes) -> None:
+        assert self._peer is not None  # set by the challenge, without which no WELCOME is expected
+        name, incarnation = self._peer
+        if not hmac.compare_digest(message[_HEAD:], self._proof(b"acceptor", self._auth)):
+            self._fail(
+                AuthenticationError(
+                    f"{name!r} did not prove to worker {self._name!r} that it holds the group's key; "
+                    f"{_GIVE_KEY}"
+                )
+            )
+        self._result = Session(
+            peer_name=name,
+            peer_incarnation=incarnation.hex(),
+            purpose=self._purpose,
+            attach=self._attach,
+            version=self._version,
+            key=self._proof(b"session"),
+            sealed=self._seals,
+            leftover=rest,
+        )
+
+
+class Acceptor(_Side):
+    """The side that was dialled; it promises nothing before the dialler has proved itself.
+
+    ``admit`` is asked, once the dialler has proved that it holds the key, whether it may come in; it
+    returns ``None``, or a refusal and its reason. It must be quick and must not raise. After an error,
+    ``farewell`` holds what should be sent before the connection is closed. One thread at a time.
+    """
+
+    __slots__ = ("_admit", "_claim", "farewell")
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        incarnation: str,
+        key: bytes,
+        insecure: bool = False,
+        binding: bytes = b"",
+        versions: tuple[int, int] = VERSIONS,
+        seals: bool = False,
+        admit: Callable[[Session], tuple[Refusal, str] | None] | None = None,
+    ) -> None:
+        super().__init__(name, incarnation, key, insecure, binding, versions, seals)
+        self._admit = admit
+        self._claim: Session | None = None
+        self.farewell = b""
+
+    @property
+    def greeted(self) -> bool:
+        """Whether the dialler has said a hello that makes sense."""
+        return self._claim is not None
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes of the dialler; return those to send to it.
+
+        Raises:
+            AuthenticationError: it does not hold the key, or was not admitted.
+            VersionError: it speaks no common version.
+            ProtocolError: anything else.
+        """
+        taken = self._take(data, _AUTH if self._claim is not None else _HELLO)
+        if taken is None:
+            return b""
+        kind, message, rest = taken
+        if kind == _REFUSE:
+            self._fail(ProtocolError("a dialler does not refuse: it closes the connection"))
+        self._expect_no_more(rest)
+        if self._claim is None:
+            return self._read_hello(message)
+        return self._read_auth(message, self._claim)
+
+    @staticmethod
+    def refuse(code: Refusal, text: str) -> bytes:
+        """Return the message that refuses, for an owner that will not even begin (too busy)."""
+        reason = "".join(char if " " <= char <= "~" else "?" for char in text)[:200].encode("ascii")
+        return _message(_REFUSE, _REFUSE_FIXED.pack(code, len(reason)) + reason)
+
+    def _turn_away(self, code: Refusal, text: str, error: RpcError) -> None:
+        self.farewell = self.refuse(code, text)
+        self._fail(error)
+
+    def _read_hello(self, message: bytes) -> bytes:
+        body = message[_HEAD:]
+        low, high, purpose, flags, _nonce, attach, incarnation, size = _HELLO_FIXED.unpack_from(body)
+        name = self._decode_name(body, size, _HELLO_FIXED.size)
+        keyless = self._decode_flags(flags)
+        chosen = _choose(self._versions, (low, high))
+        if chosen is None:
+            text = _version_text(self._name, self._versions, name, (low, high))
+            self._turn_away(
+                Refusal.VERSION, f"it speaks versions {_span(self._versions)}", VersionError(text)
+            )
+            raise AssertionError  # not reached
+        if keyless != (not self._key):
+            why = "it needs a key" if self._key else "it runs without a key"
+            text = _keyless_text(self._name, name, bool(self._key))
+            self._turn_away(Refusal.KEY, why, AuthenticationError(f"{text}; {_GIVE_KEY}"))
+        if incarnation == self._incarnation:
+            self._fail(
+                AuthenticationError(
+                    f"worker {self._name!r} was dialled by itself: its messages were reflected"
+                )
+            )
+        if purpose not in _PURPOSES:
+            self._fail(ProtocolError(f"{name!r} opened a connection for an unknown purpose {purpose}"))
+        self._hello = message
+        own = self._name.encode("ascii")
+        fixed = _CHALLENGE_FIXED.pack(
+            *self._versions, chosen, self._flags(), secrets.token_bytes(32), self._incarnation, len(own)
+        )
+        self._challenge = _message(_CHALLENGE, fixed + own)
+        self._claim = Session(
+            peer_name=name,
+            peer_incarnation=incarnation.hex(),
+            purpose=Purpose(purpose),
+            attach=attach,
+            version=chosen,
+            key=b"",
+            sealed=self._seals,
+        )
+        return self._challenge
+
+    def _read_auth(self, message: bytes, claim: Session) -> bytes:
+        if not hmac.compare_digest(message[_HEAD:], self._proof(b"dialler")):
+            self._turn_away(
+                Refusal.KEY,
+                "its key is another one",
+                AuthenticationError(
+                    f"a dialler that calls itself {claim.peer_name!r} did not prove to worker {self._name!r} "
+                    f"that it holds the group's key; {_GIVE_KEY}"
+                ),
+            )
+        session = replace(claim, key=self._proof(b"session"))
+        verdict = self._admit(session) if self._admit is not None else None
+        if verdict is not None:
+            code, text = verdict
+            kind = AuthenticationError if code in (Refusal.KEY, Refusal.PEER) else ProtocolError
+            self._turn_away(code, text, kind(f"worker {self._name!r} refused {claim.peer_name!r}: {text}"))
+        self._result = session
+        return _message(_WELCOME, self._proof(b"acceptor", message))
+
+
+def _message(kind: int, body: bytes) -> bytes:
+    return _MAGIC + bytes((kind, len(body))) + body
+
+
+def _incarnation_bytes(text: str) -> bytes:
+    try:
+        raw = bytes.fromhex(text)
+    except ValueError:
+        raw = b""
+    if len(raw) != 16:
+        raise ConfigError("an incarnation is 32 hexadecimal digits")
+    return raw
+
+
+def _choose(ours: tuple[int, int], theirs: tuple[int, int]) -> int | None:
+    best = min(ours[1], theirs[1])
+    return best if theirs[0] <= theirs[1] and best >= max(ours[0], theirs[0]) else None
+
+
+def _span(versions: tuple[int, int]) -> str:
+    return str(versions[0]) if versions[0] == versions[1] else f"{versions[0]} to {versions[1]}"
+
+
+def _version_text(own: str, ours: tuple[int, int], peer: str, theirs: tuple[int, int]) -> str:
+    return (
+        f"worker {own!r} speaks versions {_span(ours)} of the protocol and {peer!r} speaks {_span(theirs)}; "
+        "install the same version of actorrpc on both sides"
+    )
+
+
+def _keyless_text(own: str, peer: str, own_has_key: bool) -> str:
+    with_key, without = (own, peer) if own_has_key else (peer, own)
+    return f"worker {with_key!r} has a key and {without!r} has none"

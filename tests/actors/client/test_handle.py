@@ -1,0 +1,376 @@
+"""Handles: methods, proxies, attributes, and how they travel."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import operator
+import pickle
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import actorrpc
+from actorrpc import ActorHandle, Future, ObjectRef, ObjectRefGenerator, RRef, get
+from actorrpc.actors.client.handle import ActorMethod
+from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.errors import (
+    ActorDiedError,
+    CancelledError,
+    ConfigError,
+    RpcTimeoutError,
+    SerializationError,
+)
+from actorrpc.serialization import codec
+from tests.actors import things
+from tests.actors.alone import alone
+from tests.ranks import rpc_group
+
+Handle = ActorHandle[Any]
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[None]:
+    things.Counter.gate.clear()
+    with alone(tmp_path):
+        yield
+        things.Counter.gate.set()
+
+
+@pytest.fixture
+def counter(here: None) -> Handle:
+    return things.Counter.remote(3)
+
+
+# -- Ray's way -------------------------------------------------------------------------------------------------------
+
+
+def test_calls(counter: Handle) -> None:
+    ref = counter.add.remote(2)
+    assert isinstance(ref, ObjectRef)
+    assert get(ref) == 5
+    assert get(counter.add.remote(times=1)) == 6
+    assert isinstance(counter.add, ActorMethod)
+    assert counter.add is counter.add
+    assert repr(counter.add).startswith("<remote method Counter.add of Counter#")
+
+
+def test_wrong_arguments_raise_at_the_call(counter: Handle) -> None:
+    with pytest.raises(
+        TypeError, match=r"Counter.add\(\) takes from 1 to 2 positional arguments but 3 were given"
+    ):
+        counter.add.remote(1, 2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'n'"):
+        counter.rpc_sync().add(n=1)
+    assert get(counter.add.remote(0)) == 3
+
+
+def test_a_method_that_is_not_there(counter: Handle) -> None:
+    with pytest.raises(AttributeError, match=r"Counter has no method 'ad'; did you mean 'add'"):
+        counter.ad.remote()
+    with pytest.raises(AttributeError, match=r"its methods are: add, boom"):
+        counter.xyzzy.remote()
+    with pytest.raises(AttributeError, match="rpc_sync"):
+        _ = counter.rpc_snyc
+    assert not hasattr(counter, "__array__")
+
+
+def test_calling_a_method_directly_says_what_to_do(counter: Handle) -> None:
+    with pytest.raises(TypeError, match=r"instead of handle.add\(...\) write handle.add.remote\(...\)"):
+        counter.add(1)  # type: ignore[operator]
+    with pytest.raises(
+        TypeError, match=r"instead of handle.__call__\(...\) write handle.__call__.remote\(...\)"
+    ):
+        counter(1)
+    with pytest.raises(AttributeError, match="the actor is elsewhere"):
+        counter.n = 4
+
+
+def test_several_results(counter: Handle) -> None:
+    refs: Any = counter.two.remote()
+    assert [type(each) for each in refs] == [ObjectRef, ObjectRef]
+    assert get(refs[0]) == 1
+    assert get(refs[1]).sum() == 100_000
+    one: Any = counter.two.options(num_returns=1).remote()
+    assert get(one)[0] == 1
+    assert counter.add.options(num_returns=0).remote() is None
+    assert get(counter.add.remote(0)) == 4
+    for ref in counter.wrong.remote():  # type: ignore[attr-defined]
+        with pytest.raises((TypeError, ValueError), match="num_returns"):
+            get(ref)
+    three: Any = counter.echo.options(num_returns=3).remote([1, 2])
+    with pytest.raises(ValueError, match="num_returns=3"):
+        get(three[2])
+
+
+def test_several_results_are_cancelled_together(counter: Handle) -> None:
+    blocked = counter.wait.remote()
+    parts: Any = counter.two.remote()
+    assert parts[1].cancel()
+    for part in parts:
+        with pytest.raises(CancelledError):
+            get(part)
+    things.Counter.gate.set()
+    assert get(blocked)
+
+
+def test_streams(counter: Handle) -> None:
+    stream = counter.stream.remote(3)
+    assert isinstance(stream, ObjectRefGenerator)
+    assert [get(ref) for ref in stream] == [0, 1, 2]
+    assert [get(ref) for ref in counter.stream.options(max_buffered_items=1).remote(4)] == [0, 1, 2, 3]
+
+
+def test_options_of_a_call(counter: Handle) -> None:
+    blocked = counter.wait.remote()
+    with pytest.raises(RpcTimeoutError):
+        get(counter.add.options(timeout=0.01).remote())
+    things.Counter.gate.set()
+    assert get(blocked)
+    assert get(counter.add.remote(0)) == 3  # the late call was not started
+    with pytest.raises(ConfigError, match="not an option of a method"):
+        counter.add.options(max_restarts=1)
+    with pytest.raises(ConfigError, match="has no concurrency group 'io'; it has: none"):
+        counter.add.options(concurrency_group="io")
+
+
+def test_options_of_all_calls_of_a_handle(counter: Handle) -> None:
+    blocked = counter.wait.remote()
+    hurried = counter.options(timeout=0.01)
+    assert hurried == counter
+    with pytest.raises(RpcTimeoutError):
+        get(hurried.add.remote())
+    with pytest.raises(RpcTimeoutError):
+        hurried.rpc_sync().add()
+    things.Counter.gate.set()
+    assert get(blocked)
+    assert get(hurried.options(timeout=20).add.remote(0)) == 3
+
+
+def test_options_of_the_actor_hold_for_its_calls(here: None) -> None:
+    chatty = things.Chatty.remote()
+    assert get([chatty.io.remote(), chatty.other.remote()]) == [1, 2]
+    assert (chatty.io._options.timeout, chatty.io._options.concurrency_group) == (30, "io")
+    assert (chatty.other._options.timeout, chatty.other._options.concurrency_group) == (30, None)
+    again = things.Chatty.remote()
+    assert again.io._options is chatty.io._options  # routes rely on that
+    assert get(chatty.other.options(concurrency_group="io").remote()) == 2
+
+
+def test_refs_as_arguments(counter: Handle) -> None:
+    ref = counter.add.remote()
+    assert get(counter.echo.remote(ref)) == 4
+    assert get(counter.kinds.remote(ref, [ref], x=ref, y=[ref])) == (
+        ["int", "list"],
+        {"x": "int", "y": "list"},
+    )
+    inner: Any = get(counter.echo.remote([ref]))
+    assert isinstance(inner[0], ObjectRef)
+    assert get(inner[0]) == 4
+
+
+# -- torch's way -----------------------------------------------------------------------------------------------------
+
+
+def test_proxies(counter: Handle) -> None:
+    assert counter.rpc_sync().add(1) == 4
+    assert counter.rpc_sync(timeout=10).add(times=1) == 5
+    future = counter.rpc_async().add()
+    assert isinstance(future, Future)
+    assert future.wait() == 6
+    assert get(counter.remote().add()) == 7
+    assert counter.rpc_sync().two()[0] == 1  # torch knows nothing of several results
+    assert counter.rpc_async().two().wait()[1].sum() == 100_000
+    assert [get(ref) for ref in counter.rpc_sync().stream(2)] == [0, 1]
+    assert counter.rpc_sync()(4) == 5
+    assert counter.rpc_sync().__len__() == 5
+    with pytest.raises(KeyError):
+        counter.rpc_sync().boom()
+    assert repr(counter.rpc_sync()).startswith("<rpc_sync proxy of <ActorHandle of Counter ")
+    with pytest.raises(ConfigError):
+        counter.rpc_sync(timeout=-3)
+    with pytest.raises(TypeError, match="Picky is not callable"):
+        things.Picky.remote(fail=False).rpc_sync()()
+
+
+def test_attributes_are_read_through_proxies(counter: Handle) -> None:
+    assert counter.rpc_sync().n == 3
+    assert counter.rpc_sync().half == 1.5
+    assert counter.rpc_sync().STEP == 1
+    assert counter.rpc_async().n.wait() == 3
+    assert get(counter.remote().n) == 3
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = counter.rpc_sync().nothing
+    assert not hasattr(counter.rpc_sync(), "__array__")
+
+
+def test_proxies_have_time_outs(counter: Handle) -> None:
+    blocked = counter.wait.remote()
+    with pytest.raises(RpcTimeoutError):
+        counter.rpc_sync(timeout=0.01).add()
+    with pytest.raises(RpcTimeoutError):
+        counter.rpc_async(timeout=0.01).add().wait()
+    things.Counter.gate.set()
+    assert get(blocked)
+
+
+def test_a_proxys_method_is_a_function_that_travels(counter: Handle) -> None:
+    assert actorrpc.rpc_sync("w0", counter.rpc_sync().add, (2,)) == 5
+    assert actorrpc.rpc_async("w0", counter.rpc_sync().add).wait() == 6
+
+
+def test_rref(counter: Handle) -> None:
+    rref = counter.rref
+    assert isinstance(rref, RRef)
+    assert rref is counter.rref
+    assert rref.local_value().n == 3
+    assert rref.rpc_sync().add(1) == 4
+    actorrpc.kill(counter)
+
+
+# -- what a handle has by itself ----------------------------------------------------------------------------------------
+
+
+def test_the_class_wins(here: None) -> None:
+    own = things.Own.remote()
+    for name in ("ready", "is_alive", "options", "remote", "rpc_sync", "kill", "actor_id", "rref"):
+        method: Any = getattr(own, name)
+        assert get(method.remote()) == name
+    # And ours are still to be had.
+    assert actorrpc.is_alive(own)
+    assert get(actorrpc.ready(own)) is None
+    assert own.rpc_async().ready().wait() == "ready"
+    actorrpc.kill(own)
+    assert not actorrpc.is_alive(own)
+
+
+def test_ours_where_the_class_has_none(counter: Handle) -> None:
+    assert counter.is_alive()
+    assert get(counter.ready()) is None
+    assert isinstance(counter.actor_id, int)
+    assert get(things.Box.remote(1).call(lambda box: box.value)) == 1
+    with pytest.raises(AttributeError, match="this is the handle's own"):
+        counter.is_alive.remote()  # type: ignore[attr-defined]
+    assert {"add", "rpc_sync", "is_alive", "rref"} <= set(dir(counter))
+    ended = counter.monitor()
+    counter.kill()
+    assert isinstance(ended.wait(10), ActorDiedError)
+
+
+def test_equality_and_hash(counter: Handle) -> None:
+    other = things.Counter.remote()
+    assert counter == counter.options(timeout=1)
+    assert counter != other
+    assert counter != 3
+    assert len({counter, other, counter.options(timeout=1)}) == 2
+    assert copy.copy(counter) is counter
+    assert copy.deepcopy([counter])[0] is counter
+
+
+def test_repr(here: None) -> None:
+    named = things.Counter.options(name="one").remote()
+    assert repr(named) == f"<ActorHandle of Counter 'one' {named.actor_id:016x}>"
+    assert repr(things.Counter.remote()).startswith("<ActorHandle of Counter ")
+
+
+# -- travelling ----------------------------------------------------------------------------------------------------------
+
+
+def test_pickling_it_says_what_to_do(counter: Handle) -> None:
+    for dumps in (pickle.dumps, codec.dumps):
+        with pytest.raises(SerializationError, match=r"can only be pickled by RPC.*get_actor"):
+            dumps(counter)
+
+
+def test_in_arguments_and_results(counter: Handle) -> None:
+    back: Any = get(counter.echo.remote(counter))
+    assert isinstance(back, ActorHandle)
+    assert back == counter
+    assert get(back.add.remote()) == 4
+    nested: Any = get(counter.echo.remote({"h": [counter.options(timeout=9)]}))
+    assert nested["h"][0].add._options.timeout == 9
+    other = things.Counter.remote(100)
+    assert get(counter.call.remote(other)) == 110
+    method: Any = get(counter.echo.remote(other.add))
+    assert get(method.remote()) == 111
+    assert actorrpc.rpc_sync("w0", operator.eq, (counter, counter))
+
+
+def test_snapshots_hold_it(counter: Handle) -> None:
+    snapshot = Snapshot.of([counter])
+    assert snapshot.open()[0] is counter
+
+
+def test_the_actor_ends_with_its_last_handle(here: None) -> None:
+    counter = things.Counter.remote()
+    ended = actorrpc.monitor(counter)
+    method = counter.add
+    weak = weakref.ref(counter)
+    del counter
+    assert weak() is None  # at once: there is no cycle through methods and proxies
+    assert get(method.remote()) == 1  # which keep the actor as well
+    assert not ended.done()
+    del method
+    gc.collect()
+    assert isinstance(ended.wait(20), ActorDiedError)
+
+
+def test_handles_in_threads(counter: Handle) -> None:
+    found: list[int] = []
+
+    def use() -> None:
+        found.extend(get([counter.add.remote() for _ in range(20)]))
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == list(range(4, 84))
+
+
+# -- on real processes ---------------------------------------------------------------------------------------------------
+
+
+def _between_processes(rank: int, world_size: int) -> Any:
+    result = None
+    if rank == 0:
+        counter = things.Counter.options(worker=1).remote(5)
+        box = things.Box.options(worker=2).remote(counter)
+        there = actorrpc.get(counter.context.remote()).worker.name
+        # From 2 to 1, without this process in between, and after the only other handle is gone.
+        held = actorrpc.get(box.get.remote())
+        same = held == counter
+        del held, counter
+        gc.collect()
+        through = actorrpc.rpc_sync(2, _use, (box,))
+        large = actorrpc.get(box.call(_large))
+        result = there, same, through, large
+        del box
+    return result
+
+
+def _use(box: Any) -> Any:
+    return actorrpc.get(actorrpc.get(box.get.remote()).add.remote(2))
+
+
+def _large(box: Any) -> Any:
+    return float(actorrpc.get(box.value.two.remote()[1]).sum())
+
+
+@pytest.mark.limit(60)
+def test_between_processes() -> None:
+    found = rpc_group(_between_processes, 3)
+    assert found[0] == ("worker1", True, 7, 100_000.0)
+
+
+def test_tensors_are_taken_as_they_are(counter: Handle) -> None:
+    x = torch.ones(50_000)
+    ref = counter.echo.remote(x)
+    x.zero_()
+    assert get(ref).sum() == 50_000

@@ -1,0 +1,418 @@
+"""Actors whose class is an nn.Module, in a group of this process alone. Local modules are the oracle."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import actorrpc
+from actorrpc import ActorHandle, ObjectRef, RRef, get
+from actorrpc.actors.spec.class_info import ClassInfo
+from actorrpc.errors import RpcTimeoutError, SerializationError
+from tests.actors import things
+from tests.actors.alone import alone
+from tests.announced import OUTSIDE_OF_A_CONTEXT
+
+Handle = ActorHandle[Any]
+
+
+@actorrpc.remote
+class Model(nn.Module):
+    def __init__(self, size: int = 3) -> None:
+        super().__init__()
+        self.layer = nn.Linear(size, size)
+        self.norm = nn.BatchNorm1d(size)
+        self.again = nn.Linear(size, size, bias=False)
+        self.again.weight = self.layer.weight
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, *, times: int = 1) -> Tensor:
+        return self.again(self.norm(self.layer(x))) * self.scale * times
+
+    def parts(self) -> list[Any]:
+        return [id(each) for each in self.parameters()]
+
+    def hook(self) -> None:
+        self.register_forward_hook(lambda _module, _args, output: output + 100)
+
+    def grads(self) -> list[bool]:
+        return [each.grad is None for each in self.parameters()]
+
+    def fit(self) -> None:
+        self(torch.randn(4, 3)).sum().backward()
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[None]:
+    with alone(tmp_path):
+        yield
+
+
+@pytest.fixture
+def model(here: None) -> Handle:
+    return Model.remote()
+
+
+def local_of(handle: Handle) -> nn.Module:
+    """The same module, here."""
+    local: nn.Module = Model.__actor_class__()
+    local.load_state_dict(handle.state_dict())
+    return local
+
+
+# -- calling -------------------------------------------------------------------------------------------------------
+
+
+def test_the_handle_is_called(model: Handle) -> None:
+    local, x = local_of(model), torch.randn(4, 3)
+    expected = local(x)
+    assert torch.equal(model(x), expected)
+    model.load_state_dict(local_of(model).state_dict())
+    model.eval()
+    local.eval()
+    assert torch.equal(model(x, times=2), local(x, times=2))
+    assert torch.equal(get(model.forward.remote(x)), local(x))
+    assert torch.equal(get(model.__call__.remote(x)), local(x))
+    assert torch.equal(model.rpc_sync()(x), local(x))
+    assert torch.equal(model.rpc_async()(x).wait(), local(x))
+    assert torch.equal(get(model.remote()(x)), local(x))
+    assert callable(model)
+    assert model.__call__ is model.__call__
+    with pytest.raises(TypeError, match="unexpected keyword argument 'time'"):
+        model(x, time=1)
+
+
+def test_hooks_run_with_the_call_and_not_with_forward(model: Handle) -> None:
+    model.eval()
+    x = torch.zeros(1, 3)
+    before = model(x)
+    get(model.hook.remote())
+    assert torch.equal(model(x), before + 100)
+    assert torch.equal(get(model.__call__.remote(x)), before + 100)
+    assert torch.equal(get(model.forward.remote(x)), before)
+
+
+def test_calls_on_the_handle_wait_their_turn(model: Handle) -> None:
+    things.Counter.gate.clear()
+    ref = actorrpc.call(model, _slowly, 3)
+    things.Counter.gate.set()
+    assert model.state_dict()["scale"] == 3
+    get(ref)
+
+
+def _slowly(model: Any, value: float) -> None:
+    things.Counter.gate.wait(20)
+    with torch.no_grad():
+        model.scale.fill_(value)
+
+
+@actorrpc.remote
+class Stuck(nn.Module):
+    def forward(self) -> bool:
+        return things.Counter.gate.wait(20)
+
+
+def test_options_of_calls_hold(here: None) -> None:
+    things.Counter.gate.clear()
+    stuck = Stuck.remote()
+    try:
+        with pytest.raises(RpcTimeoutError, match=r"Stuck.__call__"):
+            stuck.options(timeout=0.05)()  # one that is meant to pass
+        with pytest.raises(RpcTimeoutError, match=r"Stuck.state_dict"):
+            stuck.state_dict.options(timeout=0.05)()
+    finally:
+        things.Counter.gate.set()
+    assert stuck.options(num_returns=2)() is True  # only of what remote() gives
+    assert stuck.options(num_returns=2).state_dict() == {}
+
+
+# -- parameters -----------------------------------------------------------------------------------------------------
+
+
+def test_parameters(model: Handle) -> None:
+    ids = get(model.parts.remote())
+    for found in (model.parameters(), model.remote_parameters()):
+        assert isinstance(found, list)
+        assert all(isinstance(rref, RRef) for rref in found)
+        assert [id(rref.local_value()) for rref in found] == ids
+    assert [rref.local_value().shape for rref in model.parameters(recurse=False)] == [(1,)]
+    assert len(model.remote_parameters(recurse=False)) == 1
+    assert {rref.owner_name() for rref in model.parameters()} == {"w0"}
+    local = local_of(model)
+    for asked in ({}, {"prefix": "p"}, {"recurse": False}, {"remove_duplicate": False}):
+        named = model.named_parameters(**asked)
+        assert [name for name, _ in named] == [name for name, _ in local.named_parameters(**asked)]
+        assert all(isinstance(rref.local_value(), nn.Parameter) for _, rref in named)
+
+
+def test_with_remote_they_are_ordinary_methods(model: Handle) -> None:
+    assert [each.shape for each in (get(ref) for ref in model.parameters.remote())] == [
+        each.shape for each in local_of(model).parameters()
+    ]
+    ref = model.state_dict.remote()
+    assert isinstance(ref, ObjectRef)
+    assert list(get(ref)) == list(model.state_dict())
+    assert isinstance(get(model.eval.remote()), nn.Module)
+    assert model.rpc_sync().training is False
+    assert get(model.zero_grad.remote()) is None
+
+
+def test_a_reference_to_a_parameter_outlives_the_actor(here: None) -> None:
+    model = Model.remote()
+    weights = model.parameters()
+    actorrpc.kill(model)
+    with pytest.raises(actorrpc.ActorDiedError):
+        model.parameters()
+    assert weights[0].to_here().shape == (1,)  # in its worker, which goes on
+
+
+# -- state ----------------------------------------------------------------------------------------------------------
+
+
+def test_state(model: Handle) -> None:
+    state = model.state_dict()
+    assert set(state) == set(Model.__actor_class__().state_dict())
+    assert state["layer.weight"].data_ptr() == state["again.weight"].data_ptr()
+    assert state._metadata["norm"] == {"version": 2}
+    assert list(model.state_dict(prefix="a.")) == ["a." + name for name in state]
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    other = Model.remote()
+    assert (
+        str(other.load_state_dict(torch.load(file, weights_only=True))) == "<All keys matched successfully>"
+    )
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, state[name])
+    state.pop("scale")
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "scale"'):
+        model.load_state_dict(state)
+    assert model.load_state_dict(state, strict=False).missing_keys == ["scale"]
+
+
+# -- what changes it --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype"),
+    [
+        (lambda m: m.double(), torch.float64),
+        (lambda m: m.half(), torch.float16),
+        (lambda m: m.bfloat16(), torch.bfloat16),
+        (lambda m: m.double().float(), torch.float32),
+        (lambda m: m.type(torch.float64), torch.float64),
+        (lambda m: m.to(torch.float64), torch.float64),
+        (lambda m: m.to("cpu", torch.float64), torch.float64),
+        (lambda m: m.cpu(), torch.float32),
+        (lambda m: m.to_empty(device="cpu"), torch.float32),
+    ],
+)
+def test_conversions(model: Handle, change: Callable[[Any], Any], dtype: torch.dtype) -> None:
+    before = get(model.parts.remote())
+    assert change(model) == model
+    assert model.state_dict()["layer.weight"].dtype is dtype
+    assert get(model.parts.remote()) == before  # references to parameters stay good
+
+
+def test_modes_and_gradients(model: Handle) -> None:
+    assert isinstance(model.eval(), ActorHandle)
+    assert model.rpc_sync().training is False
+    assert model.train().rpc_sync().training is True
+    assert model.train(False).rpc_sync().training is False
+    assert model.train().requires_grad_(False) == model
+    assert [rref.local_value().requires_grad for rref in model.parameters()] == [False] * 5
+    model.requires_grad_()
+    get(model.fit.remote())
+    assert not all(get(model.grads.remote()))
+    assert model.zero_grad() is None
+    assert all(get(model.grads.remote()))
+    with pytest.raises(ValueError, match="boolean"):
+        model.train(3)
+    with pytest.raises(TypeError, match="takes from 1 to 2 positional arguments but 3 were given"):
+        model.train(True, True)
+
+
+def test_functions_inside(model: Handle) -> None:
+    value = 0.5
+    assert (
+        model.apply(lambda each: isinstance(each, nn.BatchNorm1d) and nn.init.constant_(each.bias, value))
+        == model
+    )
+    assert torch.all(model.state_dict()["norm.bias"] == 0.5)
+
+
+# -- the class's own win --------------------------------------------------------------------------------------------
+
+
+@actorrpc.remote
+class Own(nn.Module):
+    """Defines what torch's modules have, its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(1))
+        self.seen: list[Any] = []
+
+    def train(self, data: Any = True, epochs: int = 1) -> Any:  # type: ignore[override]
+        if isinstance(data, bool):
+            return super().train(data)
+        return [data] * epochs
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {"mine": self.weight.detach()}
+
+    def load_state_dict(self, state: Any) -> str:  # type: ignore[override]
+        with torch.no_grad():
+            self.weight.copy_(state["mine"])
+        return "loaded"
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return iter([self.weight])
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return {"settings": 1}
+
+    async def eval(self) -> str:  # type: ignore[override]
+        return "later"
+
+    def remote_parameters(self) -> str:
+        return "the class's own"
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+def test_what_the_class_defines_is_what_is_called(here: None) -> None:
+    own = Own.remote()
+    assert own.train("x", 2) == ["x", "x"]
+    assert own.train(False) == own
+    with pytest.raises(TypeError, match="unexpected keyword argument 'epoch'"):
+        own.train("x", epoch=2)
+    assert list(own.state_dict()) == ["mine"]
+    assert own.load_state_dict({"mine": torch.zeros(2)}) == "loaded"
+    assert own.state_dict()["mine"].tolist() == [0, 0]
+    (weight,) = own.parameters()
+    assert weight.local_value().tolist() == [0, 0]
+    assert own.named_parameters() == {"settings": 1}
+    with pytest.raises(TypeError, match=r"instead of handle.eval\(...\) write handle.eval.remote\(...\)"):
+        own.eval()
+    assert get(own.eval.remote()) == "later"
+    with pytest.raises(TypeError, match=r"handle.remote_parameters.remote\(...\)"):
+        own.remote_parameters()
+    assert get(own.remote_parameters.remote()) == "the class's own"
+
+
+@actorrpc.remote
+class Async(nn.Module):
+    async def forward(self, x: Any) -> Any:
+        return x
+
+
+def test_an_async_forward_is_not_called_on_the_handle(here: None) -> None:
+    handle = Async.remote()
+    with pytest.raises(TypeError, match=r"cannot be called directly"):
+        handle(1)
+    assert get(handle.forward.remote(1)) == 1
+    assert handle.state_dict() == {}
+
+
+# -- other classes --------------------------------------------------------------------------------------------------
+
+
+def test_other_classes_have_nothing_of_it(here: None) -> None:
+    counter, box = things.Counter.remote(), things.Box.remote(1)
+    for handle in (counter, box):
+        assert not hasattr(handle, "remote_parameters")
+        assert not hasattr(handle, "state_dict")
+        assert "remote_parameters" not in dir(handle)
+    with pytest.raises(TypeError, match=r"instead of handle.add\(...\) write handle.add.remote\(...\)"):
+        counter.add(1)
+    with pytest.raises(
+        TypeError, match=r"instead of handle.__call__\(...\) write handle.__call__.remote\(...\)"
+    ):
+        counter(1)
+    with pytest.raises(
+        TypeError, match=r"Box is not callable: it has no __call__; .*handle.method.remote\(...\)"
+    ):
+        box(1)
+    with pytest.raises(AttributeError, match="Box has no method '__call__'"):
+        box.__call__.remote(1)
+
+
+@actorrpc.remote
+class Named:
+    """No module, with the names of one."""
+
+    def __call__(self, x: int) -> int:
+        return x
+
+    def parameters(self) -> int:
+        return 1
+
+
+def test_names_alone_make_no_module(here: None) -> None:
+    named = Named.remote()
+    for call in (named, named.parameters):
+        with pytest.raises(TypeError, match=r"cannot be called directly"):
+            call()
+    assert get(named.parameters.remote()) == 1
+    assert get(named.__call__.remote(4)) == 4
+
+
+def test_only_what_modules_have_is_called_on_the_handle(model: Handle) -> None:
+    for method in (model.forward, model.parts, model.buffers, model.named_modules, model.register_buffer):
+        with pytest.raises(TypeError, match="cannot be called directly"):
+            method()
+    assert {"remote_parameters", "parameters", "state_dict", "ready"} < set(dir(model))
+    assert model.remote_parameters.__class__.__name__ != "ActorMethod"
+    with pytest.raises(AttributeError, match=r"Model has no method 'remote_parameters'.*called directly"):
+        model.remote_parameters.remote()
+
+
+def test_class_infos_say_what_is_a_module() -> None:
+    for actor, is_module in ((Model, True), (things.Counter, False), (Named, False)):
+        info = ClassInfo.of(actor.__actor_class__)
+        assert info.is_module is is_module
+        assert pickle.loads(pickle.dumps(info)).is_module is is_module
+
+
+# -- in a local module ------------------------------------------------------------------------------------------------
+
+
+class Outer(nn.Module):
+    """A local module with an actor for a part."""
+
+    def __init__(self, actor: Any) -> None:
+        super().__init__()
+        self.local = nn.Linear(3, 3)
+        self.actor = actor
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.actor(self.local(x))
+        return out
+
+
+@pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
+def test_a_local_module_with_an_actor_in_it(model: Handle) -> None:
+    outer = Outer(model)
+    model.eval()
+    x = torch.randn(2, 3)
+    local = local_of(model).eval()
+    assert torch.equal(outer(x), local(outer.local(x)))
+    assert list(outer.state_dict()) == ["local.weight", "local.bias"]  # an actor is no part of it
+    assert len(list(outer.parameters())) == 2
+    outer.train().double().to("cpu")
+    assert model.rpc_sync().training is False
+    assert copy.deepcopy(outer).actor == model
+    assert "Linear" in repr(outer)
+    with pytest.raises(SerializationError, match="can only be pickled by RPC"):
+        torch.save(outer, io.BytesIO())

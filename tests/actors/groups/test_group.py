@@ -1,0 +1,681 @@
+"""Groups of actors: on one worker, where tests can hold members up with events; the fan-out on real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import actorrpc.actors.startup  # noqa: F401 (brings actors into force with RPC)
+from actorrpc.actors.api import get_actor, list_actors
+from actorrpc.actors.client.actor_class import ActorClass
+from actorrpc.actors.groups import broadcast
+from actorrpc.actors.groups.group import ActorGroup, current_rank, group, spawn
+from actorrpc.actors.groups.mesh import Point, ValueMesh
+from actorrpc.actors.library.pool import ActorPool
+from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.refs.wait import get
+from actorrpc.errors import (
+    ActorDiedError,
+    ActorError,
+    CancelledError,
+    ConfigError,
+    RpcTimeoutError,
+    WrongTypeError,
+)
+from actorrpc.futures import Future
+from tests.actors.alone import alone
+from tests.ranks import rpc_group
+
+# Actors of the tests with one worker live in this process: what is here is common to them and the tests.
+_gates: defaultdict[Any, threading.Event] = defaultdict(threading.Event)
+_notes: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    _gates.clear()
+    _notes.clear()
+    yield
+    for gate in _gates.values():
+        gate.set()
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[None]:
+    with alone(tmp_path):
+        yield
+
+
+@ActorClass
+class Worker:
+    """Knows its place, counts, fails, and waits for the test."""
+
+    def __init__(self, base: int = 0, *, extra: int = 0) -> None:
+        self.rank = current_rank().rank
+        self.base = base + extra
+        self.count = 0
+
+    def add(self, value: int) -> int:
+        return self.base + self.rank + value
+
+    def where(self) -> Point:
+        return current_rank()
+
+    def increment(self) -> int:
+        self.count += 1
+        return self.count
+
+    def note(self, what: Any) -> None:
+        _notes.append((self.rank, what))
+
+    def fail_at(self, rank: int) -> int:
+        if self.rank == rank:
+            raise KeyError(f"rank {rank}")
+        return self.rank
+
+    def hold(self, *ranks: int) -> int:
+        """Wait for the test if this is one of the ranks."""
+        if self.rank in ranks:
+            _gates["holding", self.rank].set()
+            assert _gates[self.rank].wait(30)
+        return self.rank
+
+    def total(self, values: Any) -> Any:
+        return sum(values)
+
+    def call_group(self, workers: ActorGroup[Any]) -> list[int]:
+        return list(get(workers.add.call(1)))
+
+    def restart_group(self, workers: ActorGroup[Any]) -> None:
+        workers.restart(0)
+
+    def numbers(self) -> Iterator[int]:
+        yield self.rank
+
+    def on_stop(self) -> None:
+        _gates["stopped", self.rank].set()
+
+
+@pytest.fixture
+def workers(here: None) -> Iterator[ActorGroup[Any]]:
+    made: ActorGroup[Any] = spawn({"hosts": 2, "gpus": 3}, Worker, 100)
+    get(made.ready())
+    yield made
+    for gate in list(_gates.values()):
+        gate.set()
+
+
+def _until_dead(handle: Any) -> None:
+    """Return when calls to an actor that was killed fail: one that is on its way may still be executed."""
+    try:
+        while True:
+            get(handle.where.remote())
+    except ActorDiedError:
+        pass
+
+
+# -- making groups ------------------------------------------------------------------------------------------
+
+
+def test_members_know_their_places(workers: ActorGroup[Any]) -> None:
+    places = get(workers.where.call())
+    assert [place.rank for place in places] == list(range(6))
+    assert [dict(place) for place in places] == [
+        {"hosts": host, "gpus": gpu} for host in range(2) for gpu in range(3)
+    ]
+    assert all(place.size == 6 and place.extents == {"hosts": 2, "gpus": 3} for place in places)
+    assert list(get(workers.add.call(0))) == [100 + rank for rank in range(6)]  # the constructor knew it
+
+
+def test_a_group_of_a_number(here: None) -> None:
+    for made in (Worker.group(2, 7), group(Worker, 2, 7), spawn(2, Worker, 7), spawn({"rank": 2}, Worker, 7)):
+        assert made.extents == {"rank": 2}
+        assert list(get(made.add.call(0))) == [7, 8]
+
+
+class Plain:
+    """Not decorated."""
+
+    def where(self) -> int:
+        return current_rank().rank
+
+
+def test_a_group_of_a_class_that_is_not_decorated(here: None) -> None:
+    assert list(get(spawn(2, Plain).where.call())) == [0, 1]
+
+
+def test_arguments_and_options_by_rank(here: None) -> None:
+    made = spawn(
+        {"x": 3},
+        Worker,
+        100,
+        per_rank=lambda point: ((), {"extra": 10 * point["x"]}),
+        options=lambda point: {"name": f"member{point.rank}"},
+    )
+    assert list(get(made.add.call(0))) == [100, 111, 122]
+    assert get(get_actor("member2").add.remote(0)) == 122
+    assert get_actor("member1") == made.handles[1]
+    both = spawn(2, Worker, per_rank=lambda point: ((50,), {}), options={"max_concurrency": 2})
+    assert list(get(both.add.call(0))) == [50, 51]
+
+
+def test_wrong_groups_are_refused(here: None) -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        spawn(0, Worker)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        spawn(2, Worker, nothing=1)
+    with pytest.raises(ConfigError, match="one name 'x'"):
+        spawn(2, Worker, options={"name": "x"})
+    with pytest.raises(WrongTypeError, match="options must be"):
+        spawn(2, Worker, options=[1])  # type: ignore[arg-type]
+    with pytest.raises(WrongTypeError, match="per_rank must return"):
+        spawn(2, Worker, per_rank=lambda point: (1, 2))  # type: ignore[arg-type,return-value]
+    with pytest.raises(ConfigError, match="naem") as caught:
+        spawn(2, Worker, options={"naem": "x"})
+    assert caught.value.__notes__ == ["while rank 0 (rank=0) of a group of 2 was made"]
+
+
+def test_current_rank_is_for_members(here: None) -> None:
+    with pytest.raises(ActorError, match="no actor runs here"):
+        current_rank()
+    alone_made = ActorClass(Plain).remote()
+    with pytest.raises(ActorError, match="not made by spawn"):
+        get(alone_made.where.remote())
+
+
+def test_ready_fails_with_the_first_constructor_that_does(here: None) -> None:
+    made = spawn(3, Worker, per_rank=lambda point: (("no",) if point.rank == 1 else (), {"extra": 1}))
+    with pytest.raises(ActorDiedError, match="TypeError") as caught:
+        get(made.ready())
+    assert caught.value.rank == 1  # type: ignore[attr-defined]
+    assert "rank 1" in caught.value.__notes__[0]
+    good = made.slice(rank=slice(0, 3, 2))
+    get(good.ready())
+    assert list(get(good.add.call(0))) == [1, 3]
+
+
+# -- calling all --------------------------------------------------------------------------------------------
+
+
+def test_call_gives_results_by_coordinates(workers: ActorGroup[Any]) -> None:
+    values = get(workers.add.call(1))
+    assert isinstance(values, ValueMesh)
+    assert list(values) == [101 + rank for rank in range(6)]
+    assert values.item(hosts=1, gpus=2) == 106
+    assert {point["hosts"]: value for point, value in values.items() if point["gpus"] == 0} == {
+        0: 101,
+        1: 104,
+    }
+
+
+def test_calls_by_name_and_by_function(workers: ActorGroup[Any]) -> None:
+    assert list(get(workers.call("add", 1))) == list(get(workers.call(Worker.add, 1)))
+    assert list(get(workers.endpoint("add").call(value=1))) == list(get(workers.add.call(1)))
+    assert get(workers.slice(hosts=0, gpus=0).call_one(Worker.add, 1)) == 101
+    assert get(workers.choose("add", 1)) in range(101, 107)
+    assert sorted(get(ref) for _, ref in workers.stream("add", 1)) == list(range(101, 107))
+
+
+def test_results_can_be_awaited(workers: ActorGroup[Any]) -> None:
+    async def main() -> list[int]:
+        return list(await workers.add.call(1))
+
+    assert asyncio.run(main()) == list(range(101, 107))
+
+
+def test_the_results_can_be_an_argument(workers: ActorGroup[Any]) -> None:
+    assert get(workers.handles[0].total.remote(workers.add.call(1))) == sum(range(101, 107))
+
+
+def test_the_first_failure_comes_at_once(workers: ActorGroup[Any]) -> None:
+    held = workers.slice(gpus=0).hold.call(0)
+    assert _gates["holding", 0].wait(30)
+    with pytest.raises(KeyError, match="rank 4") as caught:
+        get(workers.fail_at.call(4))  # rank 0 has not answered
+    assert caught.value.rank == 4  # type: ignore[attr-defined]
+    assert caught.value.__notes__ == ["raised by rank 4 (hosts=1, gpus=1), of 6 Worker (hosts=2, gpus=3)"]
+    _gates[0].set()
+    assert list(get(held)) == [0, 3]
+
+
+def test_a_failure_in_a_slice_names_both_ranks(workers: ActorGroup[Any]) -> None:
+    with pytest.raises(KeyError) as caught:
+        get(workers.slice(hosts=1).fail_at.call(4))
+    assert caught.value.rank == 1  # type: ignore[attr-defined]
+    assert (
+        "rank 1 (gpus=1) of the slice, rank 4 (hosts=1, gpus=1) of the whole group"
+        in caught.value.__notes__[0]
+    )
+
+
+def test_exceptions_among_the_results(workers: ActorGroup[Any]) -> None:
+    for ref in (
+        workers.fail_at.options(return_exceptions=True).call(4),
+        workers.options(return_exceptions=True).call("fail_at", 4),
+        workers.options(return_exceptions=True, priority=1)(hosts=slice(None)).fail_at.call(4),
+    ):
+        values = get(ref)
+        assert [values[rank] for rank in (0, 1, 2, 3, 5)] == [0, 1, 2, 3, 5]
+        assert isinstance(values[4], KeyError)
+        assert values[4].rank == 4  # type: ignore[attr-defined]
+    with pytest.raises(KeyError):
+        get(workers.options(return_exceptions=True).fail_at.options(return_exceptions=False).call(4))
+
+
+def test_options_of_calls(workers: ActorGroup[Any]) -> None:
+    with pytest.raises(RpcTimeoutError):
+        get(workers.hold.options(timeout=0.05).call(3))
+    _gates[3].set()
+    with pytest.raises(ConfigError, match="timeuot"):
+        workers.hold.options(timeuot=1)
+    with pytest.raises(ConfigError, match="timeuot"):
+        workers.options(timeuot=1)
+
+
+def test_wrong_arguments_are_refused_before_anything_is_sent(workers: ActorGroup[Any]) -> None:
+    for call in (workers.note.call, workers.note.broadcast, workers.note.stream, workers.note.choose):
+        with pytest.raises(TypeError, match="missing 1 required positional argument"):
+            call()
+    with pytest.raises(TypeError):
+        workers.note.call(threading.Lock())
+    get(workers.note.call("sent"))
+    assert {what for _, what in _notes} == {"sent"}
+
+
+def test_cancelling_cancels_all(workers: ActorGroup[Any]) -> None:
+    held = workers.hold.call(*range(6))
+    for rank in range(6):
+        assert _gates["holding", rank].wait(30)
+    behind = workers.increment.call()
+    assert behind.cancel()
+    with pytest.raises(CancelledError):
+        get(behind)
+    while any(info.pending_calls for info in list_actors()):  # they leave the mailboxes
+        pass
+    for rank in range(6):
+        _gates[rank].set()
+    get(held)
+    assert list(get(workers.increment.call())) == [1] * 6
+
+
+def test_calls_of_one_caller_keep_their_order(workers: ActorGroup[Any]) -> None:
+    for number in range(20):
+        (workers if number % 2 else workers.slice(gpus=1)).note.broadcast(number)
+    get(workers.note.call("end"))
+    for rank in range(6):
+        mine = [what for who, what in _notes if who == rank]
+        numbers = range(20) if rank % 3 == 1 else range(1, 20, 2)
+        assert mine == [*numbers, "end"]
+
+
+# -- other ways of calling ----------------------------------------------------------------------------------
+
+
+def test_call_one_is_for_one(workers: ActorGroup[Any]) -> None:
+    assert get(workers.slice(hosts=1, gpus=2).add.call_one(1)) == 106
+    assert get(workers(hosts=1, gpus=slice(2, 3)).add.call_one(1)) == 106
+    with pytest.raises(ConfigError, match="has 6"):
+        workers.add.call_one(1)
+    with pytest.raises(ConfigError, match="has 0"):
+        workers.slice(gpus=slice(0, 0)).add.call_one(1)
+
+
+def test_an_empty_slice_has_no_results(workers: ActorGroup[Any]) -> None:
+    empty = workers.slice(gpus=slice(0, 0))
+    assert list(get(empty.add.call(1))) == []
+    assert list(empty.add.stream(1)) == []
+    empty.note.broadcast(1)
+    get(empty.ready())
+    with pytest.raises(ConfigError, match="no member"):
+        empty.add.choose(1)
+
+
+def test_choose_takes_turns(workers: ActorGroup[Any]) -> None:
+    found = [get(workers.add.choose(0)) for _ in range(12)]
+    assert sorted(found) == sorted([100 + rank for rank in range(6)] * 2)
+
+
+def test_choose_takes_the_least_busy(workers: ActorGroup[Any]) -> None:
+    held = [workers.hold.choose(*range(6)) for _ in range(5)]
+    for rank in range(5):
+        assert _gates["holding", rank].wait(30)
+    assert [get(workers.add.choose(0)) for _ in range(3)] == [105] * 3
+    for rank in range(5):
+        _gates[rank].set()
+    assert sorted(get(held)) == [0, 1, 2, 3, 4]
+
+
+def test_choose_leaves_out_the_dead(workers: ActorGroup[Any]) -> None:
+    workers.slice(hosts=0).kill()
+    for handle in workers.slice(hosts=0):
+        _until_dead(handle)
+    assert {get(workers.add.choose(0)) for _ in range(12)} == {103, 104, 105}
+    with pytest.raises(ActorDiedError):
+        get(workers.slice(hosts=0).add.choose(0))
+
+
+def test_a_member_that_is_not_found_is_told_of_by_its_call_alone() -> None:
+    """Else it is logged that nobody has looked at where it is, which fails the test."""
+    located: Future[Any] = Future()
+    assert broadcast.share((1,), {}, [located], "w0") is None
+    located.set_exception(LookupError("dead"))
+
+
+@pytest.mark.prints(r"broadcast of Worker\.fail_at of 6 Worker .* failed for rank 4 .*KeyError\('rank 4'\)")
+def test_broadcast_reaches_all_and_logs_failures(
+    workers: ActorGroup[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR, "actorrpc"):
+        assert workers.fail_at.broadcast(4) is None
+        assert workers.broadcast("increment") is None
+        assert list(get(workers.increment.call())) == [2] * 6
+        gc.collect()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1
+    assert "Worker.fail_at" in lines[0]
+    assert "rank 4 (hosts=1, gpus=1)" in lines[0]
+
+
+def test_stream_gives_results_as_they_come(workers: ActorGroup[Any]) -> None:
+    stream = workers.hold.stream(0, 5)
+    first = [next(stream) for _ in range(4)]
+    assert sorted(point.rank for point, _ in first) == [1, 2, 3, 4]
+    assert all(get(ref) == point.rank for point, ref in first)
+    _gates[5].set()
+    point, ref = next(stream)
+    assert (point["hosts"], point["gpus"], get(ref)) == (1, 2, 5)
+    _gates[0].set()
+    assert [point.rank for point, _ in stream] == [0]
+
+
+def test_stream_gives_failures_too(workers: ActorGroup[Any]) -> None:
+    async def main() -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        async for point, ref in workers.fail_at.stream(4):
+            try:
+                found[point.rank] = await ref
+            except KeyError:
+                found[point.rank] = "failed"
+        return found
+
+    assert asyncio.run(main()) == {0: 0, 1: 1, 2: 2, 3: 3, 4: "failed", 5: 5}
+
+
+def test_methods_that_stream_are_called_one_by_one(workers: ActorGroup[Any]) -> None:
+    for call in (workers.numbers.call, workers.numbers.broadcast, workers.numbers.stream):
+        with pytest.raises(WrongTypeError, match="one by one"):
+            call()
+    assert [get(ref) for ref in workers.numbers.choose()] == [0]
+
+
+# -- slices, names, sending ---------------------------------------------------------------------------------
+
+
+def test_slices_share_members(workers: ActorGroup[Any]) -> None:
+    get(workers.slice(hosts=1).increment.call())
+    assert list(get(workers.increment.call())) == [1, 1, 1, 2, 2, 2]
+    part = workers.slice(hosts=1, gpus=slice(None, None, 2))
+    assert (part.size, len(part), part.extents, bool(part)) == (2, 2, {"gpus": 2}, True)
+    assert list(get(part.add.call(0))) == [103, 105]
+    assert list(part) == [workers.handles[3], workers.handles[5]] == list(part.handles)
+    assert list(get(workers.flatten().slice(rank=slice(4, None)).add.call(0))) == [104, 105]
+    with pytest.raises(ConfigError, match="no dimension 'racks'"):
+        workers.slice(racks=1)
+
+
+def test_names_that_are_not_there(workers: ActorGroup[Any]) -> None:
+    with pytest.raises(AttributeError, match="did you mean 'increment'"):
+        workers.incremnt  # noqa: B018
+    with pytest.raises(AttributeError, match="no method 'nothing'"):
+        workers.call("nothing")
+    with pytest.raises(WrongTypeError, match="by name"):
+        workers.call(3)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"group\.add\.call\(\.\.\.\)"):
+        workers.add(1)
+    assert "increment" in dir(workers)
+    assert repr(workers) == "<ActorGroup of 6 Worker (hosts=2, gpus=3)>"
+    assert repr(workers.add) == "<add of <ActorGroup of 6 Worker (hosts=2, gpus=3)>>"
+
+
+class Own:
+    """Has names that groups have, too."""
+
+    def call(self, value: int) -> int:
+        return value + 1
+
+    def size(self) -> int:
+        return 5
+
+
+def test_the_class_wins_over_the_group(here: None) -> None:
+    made: Any = spawn(2, Own)
+    assert list(get(made.call.call(1))) == [2, 2]
+    assert list(get(made.size.call())) == [5, 5]
+    assert list(get(ActorGroup.call(made, "call", 2))) == [3, 3]
+    assert len(made) == 2
+
+
+def test_a_group_can_be_sent(workers: ActorGroup[Any]) -> None:
+    caller = ActorClass(Worker.__actor_class__)
+    one = spawn(1, caller).handles[0]
+    assert get(one.call_group.remote(workers)) == list(range(101, 107))
+    assert get(one.call_group.remote(workers.slice(hosts=1))) == [104, 105, 106]
+    with pytest.raises(ConfigError, match="came from another worker"):
+        get(one.restart_group.remote(workers))
+
+
+def test_members_live_as_long_as_a_slice(here: None) -> None:
+    made: ActorGroup[Any] = spawn(2, Worker)
+    get(made.ready())
+    part = made.slice(rank=1)
+    del made
+    gc.collect()
+    assert get(part.add.call_one(0)) == 1
+    del part
+    gc.collect()
+    for rank in range(2):
+        assert _gates["stopped", rank].wait(30)
+
+
+# -- members that end ---------------------------------------------------------------------------------------
+
+
+def test_a_member_is_restarted(workers: ActorGroup[Any]) -> None:
+    part = workers.slice(hosts=1)
+    get(workers.increment.call())
+    old = workers.handles[4]
+    made = workers.restart(4)
+    assert made != old
+    assert workers.handles[4] == made == part.handles[1]
+    assert list(get(workers.increment.call())) == [2, 2, 2, 2, 1, 2]
+    assert list(get(part.increment.call())) == [3, 2, 3]
+    assert get(made.where.remote()) == workers.mesh.coords_of(4)
+    assert get(made.add.remote(0)) == 104
+    _until_dead(old)
+
+
+def test_a_dead_member_is_restarted_by_coordinates(workers: ActorGroup[Any]) -> None:
+    workers.slice(hosts=1, gpus=1).kill()
+    _until_dead(workers.handles[4])
+    with pytest.raises(ActorDiedError) as caught:
+        get(workers.increment.call())
+    assert caught.value.rank == 4  # type: ignore[attr-defined]
+    workers.slice(hosts=1).restart(gpus=1)
+    assert list(get(workers.add.call(0))) == list(range(100, 106))
+    with pytest.raises(IndexError):
+        workers.restart(6)
+    with pytest.raises(ConfigError, match="not both"):
+        workers.restart(1, hosts=1)
+    with pytest.raises(ConfigError, match="give gpus"):
+        workers.restart(hosts=1)
+
+
+def test_a_pool_of_the_members(workers: ActorGroup[Any]) -> None:
+    pool = ActorPool(workers)
+    found = list(pool.map(lambda actor, value: actor.total.remote([value, 1]), range(30)))
+    assert found == [value + 1 for value in range(30)]
+    workers.handles[0].kill()
+    _until_dead(workers.handles[0])
+    results = pool.map_unordered(lambda actor, value: actor.total.remote([value]), range(30))
+    found, dead = [], 0
+    while pool.has_next():
+        try:
+            found.append(next(results))
+        except ActorDiedError:
+            dead += 1
+    assert dead == 1  # it was taken out
+    assert len(set(found)) == 29
+
+
+def test_a_pool_of_the_members_in_a_loop(workers: ActorGroup[Any]) -> None:
+    async def main() -> list[int]:
+        pool = ActorPool(workers)
+        return [
+            value async for value in pool.map(lambda actor, value: actor.total.remote([value]), range(30))
+        ]
+
+    assert asyncio.run(main()) == list(range(30))
+
+
+# -- fan-out ------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 500))
+def test_the_tree_is_one(count: int) -> None:
+    children: defaultdict[int | None, int] = defaultdict(int)
+    for place in range(count):
+        parent = broadcast.parent_of(place)
+        assert parent is None or 0 <= parent < place
+        children[parent] += 1
+    assert max(children.values()) <= broadcast.WIDTH
+
+
+def test_how_large_an_argument_is() -> None:
+    tensor = torch.zeros(1000)
+    assert broadcast.weight_of(tensor) == 4000
+    assert broadcast.weight_of([tensor, {"a": (tensor,)}, b"12345", "xyz"]) == 8008
+    assert broadcast.weight_of(tensor.numpy()) == 4000
+    assert broadcast.weight_of(memoryview(b"1234")) == 4
+    assert broadcast.weight_of([1, None, object()]) == 0
+    assert broadcast.weight_of([tensor, torch.zeros(5, requires_grad=True)]) == 0
+    assert broadcast.weight_of(torch.nn.Linear(1000, 1000)) == 0
+    cyclic: list[Any] = [tensor]
+    cyclic.append(cyclic)
+    assert broadcast.weight_of(cyclic) == 4000
+    assert broadcast.weight_of([[1] * 10_000, tensor]) == 4000
+
+
+@ActorClass
+class Receiver:
+    """Gets large arguments."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def take(self, tensor: torch.Tensor, *, more: torch.Tensor | None = None) -> tuple[int, int, float]:
+        rank = current_rank().rank
+        before = float(tensor.sum())
+        tensor.add_(rank)  # ours alone
+        self.seen.append("large")
+        return rank, os.getpid(), before + (0.0 if more is None else float(more.sum()))
+
+    def small(self) -> list[Any]:
+        self.seen.append("small")
+        return self.seen
+
+
+_LARGE = 1 << 19  # elements: 2 MiB
+
+
+class _Counted:
+    """How often a large snapshot has been packed to be sent, in this process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        pack = Snapshot.__reduce_ex__
+
+        def counted(snapshot: Snapshot, protocol: Any) -> Any:
+            self.count += snapshot.nbytes > _LARGE
+            return pack(snapshot, protocol)
+
+        Snapshot.__reduce_ex__ = counted  # type: ignore[method-assign,assignment]
+
+
+def _receivers(per_worker: int, workers: int) -> ActorGroup[Any]:
+    return spawn(
+        {"workers": workers, "each": per_worker},
+        Receiver,
+        options=lambda point: {"worker": f"worker{point['workers'] + 1}"},
+    )
+
+
+def _fan_out(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    counted = _Counted()
+    made = _receivers(2, world_size - 1)
+    # At once, before the members are there; in the caller's order all the same.
+    first = made.take.call(torch.ones(_LARGE))
+    then = made.small.call()
+    found = get(first)
+    assert [each[0] for each in found] == list(range(made.size))
+    assert [each[2] for each in found] == [float(_LARGE)] * made.size
+    assert list(get(then)) == [["large", "small"]] * made.size
+    assert counted.count == broadcast.WIDTH, counted.count
+    tensor = torch.ones(_LARGE)
+    second = made.take.call(tensor, more=torch.ones(_LARGE))
+    tensor.zero_()  # it was taken as it was
+    assert [each[2] for each in get(second)] == [2.0 * _LARGE] * made.size
+    assert counted.count == 3 * broadcast.WIDTH, counted.count
+    # Few members: directly.
+    few = made.slice(each=0)
+    assert few.size <= broadcast.DIRECT
+    get(few.take.call(torch.ones(_LARGE)))
+    assert counted.count == 3 * broadcast.WIDTH, counted.count
+
+
+@pytest.mark.limit(120)
+def test_a_large_argument_leaves_the_caller_a_few_times() -> None:
+    rpc_group(_fan_out, 7)
+
+
+def _die(above: Any, root: Any) -> Any:
+    os._exit(3)
+
+
+def _fail(above: Any, root: Any) -> Any:
+    raise OSError("no copy here")
+
+
+def _broken_tree(rank: int, world_size: int, how: str) -> None:
+    if rank == 1:  # the first in the tree: above two others
+        broadcast._fetch_copy = _die if how == "die" else _fail
+    if rank:
+        return
+    made = _receivers(2, world_size - 1).options(return_exceptions=True)
+    get(made.ready())
+    found = get(made.take.call(torch.ones(_LARGE)))
+    for point, value in found.items():
+        if point["workers"] == 0:
+            assert isinstance(value, ActorDiedError if how == "die" else OSError), value
+            assert value.rank == point.rank  # type: ignore[union-attr]
+        else:
+            assert value[2] == float(_LARGE)
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("how", ["die", "fail"])
+def test_those_below_a_lost_worker_get_the_argument(how: str) -> None:
+    rpc_group(_broken_tree, 7, how, may_die=(1,) if how == "die" else ())

@@ -1,0 +1,304 @@
+"""Supervision groups over a network that follows a seed: who ends and begins in what order; what is refused."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from actorrpc.actors.client.handle import ActorHandle
+from actorrpc.actors.client.route import Route
+from actorrpc.actors.context import set_runtime
+from actorrpc.actors.groups.supervision import supervise
+from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.supervision.strategies import STRATEGIES
+from actorrpc.errors import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ConfigError,
+    SupervisionError,
+    WrongTypeError,
+)
+from tests.actors.scene import Scene, error_of
+
+
+@pytest.fixture(autouse=True)
+def _no_runtime() -> Iterator[None]:
+    yield
+    set_runtime(None)
+
+
+# -- strategies ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spawner", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "events"),
+    [
+        ("one_for_one", "-1 +1"),
+        ("one_for_all", "-1 -3 -2 -0 +0 +1 +2 +3"),
+        ("rest_for_one", "-1 -3 -2 +1 +2 +3"),
+    ],
+)
+def test_who_ends_and_begins_in_what_order(
+    monkeypatch: pytest.MonkeyPatch, strategy: Any, events: str, spawner: bool
+) -> None:
+    for seed in range(10):
+        scene = Scene(monkeypatch, 4, seed, spawner)
+        group = scene.group(0, 1, 2, 3, strategy=strategy)
+        scene.kill(1)
+        assert scene.happened() == events.split()
+        assert scene.lives() == [0, 1, 2, 3]
+        assert group.state == "up"
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_death_of_a_process_is_a_death(monkeypatch: pytest.MonkeyPatch, strategy: Any) -> None:
+    scene = Scene(monkeypatch, 3, spawner=True)
+    group = scene.group(0, 1, 2, strategy=strategy)
+    scene.where(1).worker.die()
+    scene.world.settle()
+    assert scene.lives() == [0, 1, 2]
+    assert group.restarts == {"one_for_one": 1, "one_for_all": 3, "rest_for_one": 2}[strategy]
+    rows = {scene.names[row.actor_id]: row for row in scene.driver.runtime.supervisor.states()}
+    assert rows[1].restarts == 1
+    assert rows[0].restarts == (1 if strategy == "one_for_all" else 0)
+    if strategy == "rest_for_one":
+        assert "was ended with the others of supervision group" in rows[2].death_cause
+
+
+def test_calls_that_wait_reach_the_next_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(30):
+        scene = Scene(monkeypatch, 2, seed, spawner=seed % 2 == 0)
+        scene.group(0, 1, strategy="one_for_all", backoff=1.0)
+        scene.kill(0)
+        for _ in range(seed):
+            scene.world.step()
+        futures = [scene.world.call(scene.driver, scene.routes[1], number) for number in range(4)]
+        scene.world.settle()
+        for number, future in enumerate(futures):
+            error = future.exception()
+            if error is None:
+                assert future.value() == number
+            else:
+                assert isinstance(error, ActorUnavailableError), error
+        late = scene.world.call(scene.driver, scene.routes[1], 9)
+        scene.world.settle()
+        assert late.value() == 9
+        monkeypatch.undo()
+
+
+def test_the_back_off_grows_and_is_jittered(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: dict[float, list[float]] = {}
+    for jitter in (0.0, 1.0):
+        scene = Scene(monkeypatch, 1)
+        scene.world.jitter = jitter
+        scene.group(0, max_restarts=10, backoff=1.0)
+        for _ in range(4):
+            began = scene.world.clock.now()
+            scene.kill(0)
+            while "+0" not in scene.events:
+                if not scene.world.step():
+                    scene.world.clock.advance(0.05)
+            scene.events.clear()
+            waits.setdefault(jitter, []).append(round(scene.world.clock.now() - began, 1))
+            while scene.world.step():
+                pass
+        monkeypatch.undo()
+    assert waits == {0.0: [0.0, 1.0, 2.0, 4.0], 1.0: [0.0, 0.5, 1.0, 2.0]}
+
+
+def test_the_state_goes_into_the_next_life_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, 2)
+    scene.group(0, 1, strategy="one_for_all")
+    for number in range(2):
+        scene.driver.runtime.supervisor.note_checkpoint(
+            scene.routes[number].actor_id, 0, 1, Snapshot.of(f"state {number}")
+        )
+    scene.kill(0)
+    scene.world.settle()
+    for number in range(2):
+        spec = scene.where(number).spec
+        assert (spec.epoch, spec.state.open()) == (1, f"state {number}")
+
+
+def test_those_that_die_together_are_made_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An order to end an incarnation that is gone already does not reach the next one, however late it is."""
+    for seed in range(60):
+        scene = Scene(monkeypatch, 3, seed, spawner=True)
+        scene.scatter(monkeypatch)
+        group = scene.group(0, 1, 2, strategy="one_for_all", backoff=0.0)
+        for number in range(3):
+            scene.where(number).worker.die()
+        scene.world.settle()
+        assert scene.lives() == [0, 1, 2]
+        assert group.restarts == 3
+        monkeypatch.undo()
+
+
+def test_actors_that_wait_for_a_restart_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was planned before the group was made does not happen twice, nor out of order."""
+    for seed in range(20):
+        scene = Scene(monkeypatch, 2, seed, spawner=seed % 2 == 0, restart_backoff_s=5.0)
+        for _ in range(2):
+            scene.kill(1)
+            scene.world.settle(1.0)
+        assert scene.lives() == [0]
+        scene.events.clear()
+        group = scene.group(0, 1, strategy="one_for_all", backoff=0.0)
+        for _ in range(seed):
+            scene.world.step()
+        scene.kill(0)
+        assert scene.happened() == ["-0", "+0", "+1"]
+        assert scene.lives() == [0, 1]
+        assert group.state == "up"
+        monkeypatch.undo()
+
+
+# -- chaos ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_no_incarnation_gets_what_was_meant_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call runs at most once; one that its caller was told about as lost never runs later; all come to an end."""
+    restarts = 0
+    for seed in range(300):
+        scene = Scene(monkeypatch, 3, seed, spawner=seed % 2 == 0)
+        world = scene.world
+        if seed % 4 < 2:
+            scene.scatter(monkeypatch)
+        group = scene.group(0, 1, 2, strategy=STRATEGIES[seed % 3], max_restarts=1000, backoff=0.01)
+        calls: list[tuple[int, Any]] = []
+        lost: dict[int, int] = {}  # a call that has failed -> how much had been executed then
+        for number in range(200):
+            what = world.random.randrange(10)
+            if what == 0:
+                scene.kill(world.random.randrange(3))
+            elif what < 4:
+                calls.append(
+                    (number, world.call(scene.driver, scene.routes[world.random.randrange(3)], number))
+                )
+            else:
+                world.step()
+            for each, future in calls:
+                if each not in lost and future.done() and future.exception() is not None:
+                    lost[each] = len(world.log)
+        world.settle()
+        ran = [entry[3] for entry in world.log]
+        assert len(ran) == len(set(ran))
+        for number, future in calls:
+            assert future.done()
+            if number in lost and not error_of(future).maybe_executed:  # type: ignore[attr-defined]
+                assert number not in ran
+            elif number in lost:
+                assert number not in ran[lost[number] :]
+            elif future.exception() is None:
+                assert number in ran
+        epochs: dict[int, int] = {}
+        for actor_id, epoch, _, _ in world.log:  # no incarnation works once there is a later one
+            assert epoch >= epochs.get(actor_id, 0)
+            epochs[actor_id] = epoch
+        assert scene.lives() == [0, 1, 2]
+        assert group.state == "up"
+        restarts += group.restarts
+        monkeypatch.undo()
+    assert restarts > 1000
+
+
+def _note(fired: list[Any], done: Any) -> None:
+    fired.append(done.value())
+
+
+@pytest.mark.prints(r"supervision group #\d+: it has given up, as 1 restart within 60 s did not do")
+def test_monitors_of_a_group_that_gives_up_fire_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(30):
+        scene = Scene(monkeypatch, 3, seed, spawner=seed % 2 == 0)
+        group = scene.group(0, 1, 2, strategy=STRATEGIES[seed % 3], max_restarts=1)
+        fired: list[Any] = []
+        for route in scene.routes:
+            for _ in range(2):
+                route.watch().add_done_callback(partial(_note, fired))
+        group.monitor(fired.append)
+        while group.state != "failed":
+            scene.kill(scene.world.random.randrange(3))
+            for _ in range(scene.world.random.randrange(30)):
+                scene.world.step()
+            scene.world.clock.advance(0.05)
+        scene.world.settle()
+        assert len(fired) == 7
+        assert sum(type(each) is SupervisionError for each in fired) == 1
+        assert scene.lives() == []
+        scene.routes[0].watch().add_done_callback(partial(_note, fired))
+        assert len(fired) == 8  # at once
+        monkeypatch.undo()
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, 2)
+    one = scene.handle(0)
+    for children in ([], ()):
+        with pytest.raises(ConfigError, match="at least one child"):
+            supervise(children)
+    for wrong in (one, "abc", 7, [7], [one, None]):
+        with pytest.raises(WrongTypeError, match="supervise\\(\\) takes"):
+            supervise(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="given twice"):
+        supervise([one, one])
+    options: list[tuple[dict[str, Any], str]] = [
+        ({"strategy": "all"}, "strategy must be one of 'one_for_one', 'one_for_all', 'rest_for_one'"),
+        ({"max_restarts": -1}, "at least 0, not -1"),
+        ({"max_restarts": 1.5}, "at least 0, not 1.5"),
+        ({"max_restarts": True}, "at least 0, not True"),
+        ({"period": 0}, "period must be a number of seconds above 0"),
+        ({"period": float("inf")}, "period must be"),
+        ({"backoff": -1}, "backoff must be a number of seconds of at least 0"),
+        ({"backoff": "1"}, "backoff must be"),
+        ({"name": ""}, "name must be"),
+        ({"on_failure": 7}, "on_failure must be callable"),
+    ]
+    for given, text in options:
+        with pytest.raises(ConfigError, match=text):
+            supervise([one], **given)
+    group = supervise([one])
+    with pytest.raises(ConfigError, match="is a child of supervision group"):
+        supervise([scene.handle(1), one])
+    outer = supervise([group, scene.handle(1)])  # what was refused has left no trace
+    with pytest.raises(ConfigError, match="is a child of supervision group"):
+        supervise([group])
+    with pytest.raises(TypeError, match="callback must be callable"):
+        outer.monitor(7)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="stays in the process"):
+        pickle.dumps(outer)
+    assert "one_for_one, 2 children" in repr(outer)
+    assert outer.children == (group, scene.handle(1))
+    assert outer.strategy == "one_for_one"
+
+
+def test_children_that_cannot_be_supervised(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, 1, max_restarts=0)
+    with pytest.raises(ConfigError, match="was made with max_restarts=0"):
+        scene.group(0)
+    scene.routes[0].kill()
+    scene.world.settle()
+    with pytest.raises(ActorDiedError, match="killed with kill"):
+        scene.group(0)
+    world = scene.world
+    route: Route = world.create(world.workers[1], max_restarts=-1)
+    world.settle()
+    world.on(scene.driver)
+    there = scene.driver.runtime.routes.of(route.card)
+    with pytest.raises(ConfigError, match="is looked after by worker 'w1'"):
+        supervise([ActorHandle(there.card, there)])
+    own = world.create(scene.driver, max_restarts=-1)
+    group = supervise([ActorHandle(own.card, own)])
+    own.kill()
+    world.settle()
+    with pytest.raises(ConfigError, match="is over"):
+        supervise([group])

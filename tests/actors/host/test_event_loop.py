@@ -1,0 +1,274 @@
+"""The event loop of an actor: what is said of it in the log, and how long its coroutines may take to end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc.actors.context import Runtime
+from actorrpc.actors.host import executor
+from actorrpc.errors import LimitError
+from tests.actors.alone import alone
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Iterator[Runtime]:
+    with alone(tmp_path) as here:
+        yield here
+
+
+class _Lines(logging.Handler):
+    """Gathers what is logged; one waits for a number of lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._more = threading.Condition()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self._more:
+            self.lines.append(record.getMessage())
+            self._more.notify_all()
+
+    def wait_for(self, text: str, count: int) -> list[str]:
+        with self._more:
+            assert self._more.wait_for(lambda: sum(text in line for line in self.lines) >= count, 20)
+        return [line for line in self.lines if text in line]
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Iterator[_Lines]:
+    handler = _Lines()
+    logger = logging.getLogger("actorrpc.actors")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+class _Holds:
+    """What methods wait for that hold the loop; in the test's own process."""
+
+    gate = threading.Event()
+
+
+@actorrpc.remote(concurrency_groups={"io": 2})
+class Held:
+    def plain(self) -> None:
+        _Holds.gate.wait(20)
+
+    async def coroutine(self) -> None:
+        _Holds.gate.wait(20)
+
+    async def coroutine_in_group(self) -> None:
+        _Holds.gate.wait(20)
+
+    async def in_a_task(self) -> None:
+        async def task() -> None:
+            _Holds.gate.wait(20)
+
+        await asyncio.create_task(task())
+
+    async def tick(self) -> None: ...
+
+    def get_from(self, other: Any) -> Any:
+        return actorrpc.get(other.wait.remote())
+
+    async def get_later(self, other: Any) -> Any:
+        return actorrpc.get(other.wait.remote())
+
+    async def sleep(self) -> None:
+        await asyncio.sleep(1.5)
+
+
+@actorrpc.remote
+class Other:
+    def wait(self) -> str:
+        _Holds.gate.wait(20)
+        return "waited"
+
+
+@pytest.mark.prints(r"has held the event loop")
+@pytest.mark.slow
+@pytest.mark.usefixtures("runtime")
+def test_what_holds_the_loop_is_named_once_each(lines: _Lines) -> None:
+    actor = Held.remote()
+    said = 0
+    for method, name in (
+        ("plain", ".plain()"),
+        ("coroutine", ".coroutine()"),
+        ("in_a_task", "a task"),
+        ("coroutine_in_group", ".coroutine_in_group()"),
+        ("plain", ""),
+    ):
+        _Holds.gate.clear()
+        group = "io" if method.endswith("_in_group") else None
+        ref = getattr(actor, method).options(concurrency_group=group).remote()
+        if name:
+            said += 1
+            found = lines.wait_for("has held the event loop", said)
+            assert name in found[-1].partition(" has held")[0]
+            assert f"in {'task' if method == 'in_a_task' else method}\n" in found[-1]
+            assert "threading.Thread" not in found[-1]
+            assert ("(concurrency group 'io') for more than 1 s" in found[-1]) is (group == "io")
+        else:
+            actorrpc.wait([ref], timeout=2.5)
+        _Holds.gate.set()
+        actorrpc.get(ref)
+    actorrpc.get(actor.sleep.remote())
+    assert len(lines.wait_for("has held the event loop", said)) == said
+    del actor
+
+
+@pytest.mark.prints(r"waits \(get\(\) and the like\)")
+@pytest.mark.usefixtures("runtime")
+def test_a_wait_on_the_loop_is_said_once(lines: _Lines) -> None:
+    actor, other = Held.remote(), Other.remote()
+    for _ in range(2):
+        _Holds.gate.clear()
+        refs = [actor.get_from.remote(other), actor.tick.remote()]
+        said = lines.wait_for("waits (get() and the like)", 1)
+        _Holds.gate.set()
+        assert actorrpc.get(refs) == ["waited", None]
+    assert len(said) == 1
+    assert "get_from() of actor Held" in said[0]
+    assert "@method(thread=True)" in said[0]
+    del actor, other
+
+
+@pytest.mark.prints(r"waits \(get\(\) and the like\)")
+@pytest.mark.usefixtures("runtime")
+def test_a_wait_on_the_loop_of_a_group_names_the_group(lines: _Lines) -> None:
+    actor, other = Held.remote(), Other.remote()
+    _Holds.gate.set()
+    assert actorrpc.get(actor.get_later.options(concurrency_group="io").remote(other)) == "waited"
+    (said,) = lines.wait_for("waits (get() and the like)", 1)
+    assert "on the actor's event loop of concurrency group 'io', and blocks" in said
+    del actor, other
+
+
+# -- the loops of the groups -----------------------------------------------------------------------------------
+
+
+def _loops() -> set[threading.Thread]:
+    """The threads of the event loops of this process's actors."""
+    return {each for each in threading.enumerate() if each.name.startswith("actorrpc-loop-")}
+
+
+@pytest.mark.usefixtures("runtime")
+def test_the_loop_of_a_group_is_made_with_the_first_call_and_ends_with_the_actor() -> None:
+    before = _loops()
+    actor = Held.remote()
+    found = []
+    for group in (None, "io", "io"):
+        actorrpc.get(actor.tick.options(concurrency_group=group).remote())
+        found.append(len(_loops() - before))
+    assert found == [1, 2, 2]
+    ours = _loops() - before
+    actor.kill()
+    for thread in ours:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.mark.usefixtures("runtime")
+def test_loops_end_with_their_actor_also_where_their_coroutines_wait() -> None:
+    before = _loops()
+    actor = Stubborn.options(concurrency_groups={"io": 2}).remote()
+    refs = [actor.sleep.options(concurrency_group=group).remote() for group in (None, "io")]
+    actorrpc.get([actor.tick.options(concurrency_group=group).remote() for group in (None, "io")])
+    ours = _loops() - before
+    assert len(ours) == 2
+    actor.kill()
+    for ref in refs:
+        with pytest.raises(actorrpc.ActorDiedError):
+            actorrpc.get(ref)
+    for thread in ours:
+        thread.join(20)
+        assert not thread.is_alive()
+    del refs, ref
+
+
+@pytest.mark.usefixtures("runtime")
+def test_a_call_whose_group_can_have_no_loop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = Held.remote()
+    actorrpc.get(actor.tick.remote())
+
+    def none() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "new_event_loop", none)
+        for _ in range(2):
+            with pytest.raises(
+                LimitError, match=r"it needs an event loop, which cannot be made: .*Too many open"
+            ) as refused:
+                actorrpc.get(actor.tick.options(concurrency_group="io").remote())
+            assert refused.value.maybe_executed is False
+            del refused
+        actorrpc.get(actor.tick.remote())
+    actorrpc.get(actor.tick.options(concurrency_group="io").remote())
+    del actor
+
+
+@actorrpc.remote
+class Stubborn:
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.begun = asyncio.Event()
+
+    async def wait(self, other: Any) -> str:
+        try:
+            self.begun.set()
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            try:
+                await self.event.wait()
+            except asyncio.CancelledError:
+                try:
+                    await other.tick.remote()
+                except actorrpc.CancelledError as error:
+                    return f"again: {error}"
+        return "never"
+
+    async def sleep(self) -> None:
+        await asyncio.sleep(3600)
+
+    async def has_begun(self) -> None:
+        await self.begun.wait()
+
+    async def tick(self) -> None: ...
+
+
+@pytest.mark.usefixtures("runtime")
+def test_the_grace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "GRACE_S", 0.1)
+    actor, other = Stubborn.remote(), Stubborn.remote()
+    ref = actor.wait.remote(other)
+    actorrpc.get(actor.has_begun.remote())
+    assert actorrpc.cancel(ref)
+    with pytest.raises(actorrpc.CancelledError, match=r"has not ended within 0\.1 s"):
+        actorrpc.get(ref)
+    actorrpc.get(actor.tick.remote())
+    del actor, other, ref
+
+
+@pytest.mark.usefixtures("runtime")
+def test_a_loop_that_nobody_can_reach_bounds_a_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actorrpc.actors.client.pending_call.GRACE_S", 0.0)
+    monkeypatch.setattr("actorrpc.actors.client.pending_call._MARGIN_S", 0.1)
+    _Holds.gate.clear()
+    actor, other = Stubborn.remote(), Stubborn.remote()
+    ref = actor.wait.remote(other)
+    actorrpc.get(actor.has_begun.remote())
+    assert actorrpc.cancel(ref)
+    with pytest.raises(actorrpc.CancelledError, match="was cancelled by its caller"):
+        actorrpc.get(ref)
+    del actor, other, ref

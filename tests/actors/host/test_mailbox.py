@@ -1,0 +1,448 @@
+"""The mailbox, driven by a seeded simulator: order, limits, descendants, repetitions and cancellation, without a thread."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+
+from actorrpc.actors.host.mailbox import Entry, Lane, Mailbox, Todo
+
+
+class Seat:
+    """A station that is stepped by the simulator."""
+
+    def __init__(self, world: World, lane: Lane) -> None:
+        self.world = world
+        self.lane = lane
+        self.work: deque[Entry] = deque()
+        self.frames: list[tuple[Entry, int]] = []  # what it runs, innermost last
+        self.parked = False
+        self.resting = False
+
+    def step(self) -> None:
+        world, mailbox = self.world, self.world.mailbox
+        if self.resting:
+            mailbox.resume(self.lane)
+            self.resting = False
+            return
+        if not self.frames:
+            if self.parked:
+                return
+            entry, todo = mailbox.take(self.lane, self)
+            world.do(todo)
+            if entry is None:
+                self.parked = True
+                return
+            self.begin(entry)
+            return
+        choice = world.random.random()
+        if choice < 0.35 and self.lane.yielding:
+            self.resting = True
+            world.do(mailbox.rest(self.lane))
+        elif choice < 0.35 and len(self.frames) < 6:
+            # It waits: what descends from it may run.
+            nested = mailbox.take_nested(self)
+            if nested is not None:
+                self.begin(nested)
+        elif choice < 0.55 and len(world.entries) < world.most:
+            # What it runs makes a call that comes back to this very actor.
+            world.make(path=self.path())
+        elif choice < 0.8:
+            entry, execution = self.frames.pop()
+            mailbox.end(execution)
+            world.finished.append(entry)
+            if world.random.random() < world.fails:
+                world.again(entry)
+            if not self.frames:
+                world.do(mailbox.done(self.lane, self))
+
+    def path(self) -> tuple[int, ...]:
+        return tuple(execution for _, execution in self.frames)
+
+    def begin(self, entry: Entry) -> None:
+        world = self.world
+        assert entry.ready, "it ran without its arguments"
+        assert entry not in world.started, "it ran twice"
+        assert entry not in world.cancelled, "it ran although it was cancelled"
+        if self.frames:
+            assert set(entry.path) & set(self.path()), "nested, but no descendant"
+        world.started.append(entry)
+        world.executions += 1
+        self.frames.append((entry, world.executions))
+        world.mailbox.begin(world.executions, self)
+        seats = [seat for seat in world.seats if seat.lane is self.lane and not seat.resting]
+        top = sum(1 for seat in seats if seat.frames) - world.waiting * self.lane.yielding
+        assert top <= self.lane.limit, "more at a time than the limit allows"
+
+
+class World:
+    """One actor, its stations and its callers; every step is a choice of the seed."""
+
+    def __init__(self, seed: int, limits: dict[str, int]) -> None:
+        self.random = random.Random(seed)
+        self.mailbox = Mailbox({"": 1})
+        yielding = self.random.random() < 0.3
+        self.mailbox.configure(
+            limits,
+            {},
+            reentrant=not yielding and self.random.random() < 0.8,
+            yielding=yielding,
+            loose=self.random.choice([None, True, False]),
+        )
+        self.waiting = 0  # bystanders
+        for lane in self.mailbox.lanes.values():
+            lane.bystanders = self
+        self.seats: list[Seat] = []
+        self.entries: list[Entry] = []
+        self.started: list[Entry] = []
+        self.finished: list[Entry] = []
+        self.cancelled: list[Entry] = []
+        self.unready: list[Entry] = []
+        self.needs: dict[Entry, Entry] = {}  # whose result is an argument of it, where that is tried again
+        self.put_at: dict[Entry, int] = {}
+        self.executions = 0
+        self.most = 40
+        self.fails = 0.15
+
+    def do(self, todo: Todo | None) -> None:
+        if todo is None:
+            return
+        for seat in todo.wake:
+            seat.parked = False
+        for lane in todo.start:
+            self.seats.append(Seat(self, lane))
+
+    def make(self, path: tuple[int, ...] = ()) -> None:
+        pick = self.random
+        ready = pick.random() < 0.8
+        entry = Entry(
+            pick.choice("abc"),
+            path=path,
+            priority=pick.choice([0, 0, 0, 5, -1]),
+            ready=ready,
+            loose=pick.random() < 0.15,
+            place=len(self.entries),
+        )
+        lane = self.mailbox.lanes[pick.choice(list(self.mailbox.lanes))]
+        self.entries.append(entry)
+        if not ready:
+            self.unready.append(entry)
+        self.put(entry, lane)
+
+    def put(self, entry: Entry, lane: Lane) -> None:
+        self.put_at[entry] = len(self.started)
+        self.do(self.mailbox.put(entry, lane))
+
+    def again(self, failed: Entry) -> None:
+        """Make a call again. What waits for its arguments waits for this one from now on, where it is of the same caller."""
+        assert failed.lane is not None
+        ready = self.random.random() < 0.8
+        entry = Entry(
+            failed.caller,
+            priority=failed.priority,
+            ready=ready,
+            loose=failed.loose,
+            place=failed.place,
+            again=True,
+        )
+        for each in self.unready:
+            if each.caller == entry.caller and each.place > entry.place:
+                self.needs[each] = entry
+        self.entries.append(entry)
+        if not ready:
+            self.unready.append(entry)
+        self.put(entry, failed.lane)
+
+    def can_be_ready(self, entry: Entry) -> bool:
+        needed = self.needs.get(entry)
+        return needed is None or needed in self.finished or needed in self.cancelled
+
+    def look(self) -> None:
+        """A bystander begins to wait, or ends."""
+        if self.waiting and self.random.random() < 0.5:
+            self.waiting -= 1
+        else:
+            self.waiting += 1
+            self.do(self.mailbox.look())
+
+    def step(self) -> None:
+        choice = self.random.random()
+        if choice < 0.2 and len(self.entries) < self.most:
+            self.make()
+        elif choice < 0.22:
+            self.look()
+        elif choice < 0.3 and self.unready:
+            entry = self.random.choice(self.unready)
+            if self.can_be_ready(entry):
+                self.unready.remove(entry)
+                self.do(self.mailbox.ready(entry))
+        elif choice < 0.35 and self.entries:
+            entry = self.random.choice(self.entries)
+            todo = self.mailbox.cancel(entry)
+            if todo is not None:
+                assert entry not in self.started
+                self.cancelled.append(entry)
+                self.do(todo)
+            else:
+                assert entry in self.started or entry in self.cancelled
+        elif self.seats:
+            self.random.choice(self.seats).step()
+
+    def run(self) -> None:
+        for _ in range(600):
+            self.step()
+        self.most = self.waiting = 0
+        self.fails = 0.0
+        for _ in range(20_000):
+            for entry in [each for each in self.unready if self.can_be_ready(each)]:
+                self.unready.remove(entry)
+                self.do(self.mailbox.ready(entry))
+            if len(self.finished) + len(self.cancelled) == len(self.entries):
+                break
+            for seat in list(self.seats):
+                seat.step()
+
+
+def _overtaken(world: World) -> list[tuple[Entry, Entry]]:
+    """Pairs of one caller that ran in the wrong order without being allowed to."""
+    wrong = []
+    for later, entry in enumerate(world.started):
+        for other in world.started[later + 1 :]:
+            same = (
+                entry.caller == other.caller and entry.lane is other.lane and entry.priority == other.priority
+            )
+            if (
+                same
+                and other.place < entry.place
+                and later >= world.put_at[other]
+                and not entry.path
+                and not other.path
+                and not (other.loose or entry.loose)
+            ):
+                wrong.append((other, entry))
+    return wrong
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("limits", [{"": 1}, {"": 3}, {"": 1, "io": 2}], ids=str)
+def test_every_entry_runs_once_in_order_within_the_limit(limits: dict[str, int]) -> None:
+    for seed in range(300):
+        world = World(seed, limits)
+        world.run()
+        assert len(world.finished) + len(world.cancelled) == len(world.entries), (
+            f"seed {seed}: some never ran"
+        )
+        assert not _overtaken(world), f"seed {seed}"
+        assert world.mailbox.counts() == (0, 0), f"seed {seed}"
+
+
+def _run_all(mailbox: Mailbox, lane: Lane) -> list[Any]:
+    ran = []
+    while True:
+        entry, _ = mailbox.take(lane)
+        if entry is None:
+            return ran
+        ran.append(entry.payload)
+        mailbox.done(lane)
+
+
+def test_one_caller_waits_for_its_arguments_and_others_do_not() -> None:
+    mailbox = Mailbox({"": 1})
+    lane = mailbox.lanes[""]
+    slow = Entry("a", "a1", ready=False)
+    for entry in (slow, Entry("a", "a2"), Entry("b", "b1")):
+        mailbox.put(entry, lane)
+    assert _run_all(mailbox, lane) == ["b1"]
+    mailbox.put(Entry("a", "a3"), lane)
+    mailbox.ready(slow)
+    assert _run_all(mailbox, lane) == ["a1", "a2", "a3"]
+
+
+def test_a_cancelled_call_lets_those_behind_it_go() -> None:
+    mailbox = Mailbox({"": 1})
+    lane = mailbox.lanes[""]
+    slow = Entry("a", "a1", ready=False)
+    mailbox.put(slow, lane)
+    mailbox.put(Entry("a", "a2"), lane)
+    assert _run_all(mailbox, lane) == []
+    assert mailbox.cancel(slow) is not None
+    assert mailbox.cancel(slow) is None
+    assert _run_all(mailbox, lane) == ["a2"]
+
+
+def test_a_call_that_is_made_again_goes_before_those_that_wait_for_it() -> None:
+    mailbox = Mailbox({"": 1})
+    lane = mailbox.lanes[""]
+    mailbox.put(Entry("a", "a1", place=1), lane)
+    user = Entry("a", "a2", place=2, ready=False)
+    for entry in (user, Entry("b", "b1", place=7), Entry("a", "a3", place=3)):
+        mailbox.put(entry, lane)
+    assert _run_all(mailbox, lane) == ["a1", "b1"]
+    assert lane.heads() == [user]
+    slow = Entry("a", "a1 again", place=1, again=True, ready=False)
+    mailbox.put(slow, lane)
+    mailbox.put(Entry("b", "b2", place=8), lane)
+    assert _run_all(mailbox, lane) == ["b2"]
+    mailbox.ready(slow)
+    assert _run_all(mailbox, lane) == ["a1 again"]
+    mailbox.ready(user)
+    assert _run_all(mailbox, lane) == ["a2", "a3"]
+    # Two of them keep the order of the originals, whichever comes first.
+    for place in (5, 4, 6):
+        mailbox.put(Entry("a", place, place=place, again=place < 6), lane)
+    assert _run_all(mailbox, lane) == [4, 5, 6]
+
+
+def test_where_several_run_at_a_time_whatever_is_ready_runs() -> None:
+    mailbox = Mailbox({"": 1})
+    mailbox.configure({"": 2, "one": 1}, {"": 5}, reentrant=True, yielding=False)
+    for lane, ran in (
+        (mailbox.lanes[""], ["a2"]),
+        (mailbox.lanes["one"], []),
+        (mailbox.async_lanes[""], ["a2"]),
+    ):
+        mailbox.put(Entry("a", "a1", ready=False), lane)
+        mailbox.put(Entry("a", "a2"), lane)
+        assert _run_all(mailbox, lane) == ran
+    mailbox.configure({"": 2}, {}, reentrant=True, yielding=False, loose=False)
+    mailbox.put(Entry("a", "a3"), mailbox.lanes[""])
+    mailbox.put(Entry("b", "b1", ready=False), mailbox.lanes[""])
+    mailbox.put(Entry("b", "b2"), mailbox.lanes[""])
+    assert _run_all(mailbox, mailbox.lanes[""]) == ["a3"]
+
+
+def test_loose_calls_overtake() -> None:
+    mailbox = Mailbox({"": 1})
+    lane = mailbox.lanes[""]
+    slow = Entry("a", "a1", ready=False, loose=True)
+    mailbox.put(slow, lane)
+    mailbox.put(Entry("a", "a2", loose=True), lane)
+    assert _run_all(mailbox, lane) == ["a2"]
+    mailbox.ready(slow)
+    assert _run_all(mailbox, lane) == ["a1"]
+
+
+def test_priority_comes_first_and_arrival_second() -> None:
+    mailbox = Mailbox({"": 1})
+    lane = mailbox.lanes[""]
+    for number, priority in enumerate([0, 1, 0, 7, 1, -3]):
+        mailbox.put(Entry(number, (priority, number), priority=priority), lane)
+    assert _run_all(mailbox, lane) == [(7, 3), (1, 1), (1, 4), (0, 0), (0, 2), (-3, 5)]
+
+
+def test_a_descendant_goes_to_the_station_of_its_ancestor() -> None:
+    mailbox = Mailbox({"": 1})
+    lane = mailbox.lanes[""]
+    todo = mailbox.put(Entry("a", "outer"), lane)
+    assert todo is not None
+    assert todo.start == [lane]
+    seat = Seat(World(0, {"": 1}), lane)
+    outer, _ = mailbox.take(lane, seat)
+    assert outer is not None
+    mailbox.begin(17, seat)
+    mailbox.put(Entry("b", "sibling", path=(16,)), lane)
+    todo = mailbox.put(Entry("b", "inner", path=(3, 17)), lane)
+    assert todo is not None
+    assert todo.wake == [seat]
+    inner = mailbox.take_nested(seat)
+    assert inner is not None
+    assert inner.payload == "inner"
+    assert mailbox.take_nested(seat) is None
+
+
+def test_what_was_left_for_a_station_comes_back_in_order() -> None:
+    mailbox = Mailbox({"": 1})
+    lane = mailbox.lanes[""]
+    mailbox.put(Entry("a", "outer"), lane)
+    seat = Seat(World(0, {"": 1}), lane)
+    mailbox.take(lane, seat)
+    mailbox.begin(17, seat)
+    mailbox.put(Entry("b", "inner", path=(17,)), lane)
+    mailbox.put(Entry("b", "next"), lane)
+    mailbox.end(17)
+    mailbox.done(lane, seat)
+    assert _run_all(mailbox, lane) == ["inner", "next"]
+
+
+def test_without_reentrancy_a_descendant_queues() -> None:
+    mailbox = Mailbox({"": 1}, reentrant=False)
+    lane = mailbox.lanes[""]
+    mailbox.put(Entry("a", "outer"), lane)
+    seat = Seat(World(0, {"": 1}), lane)
+    mailbox.take(lane, seat)
+    mailbox.begin(17, seat)
+    mailbox.put(Entry("b", "inner", path=(17,)), lane)
+    assert not seat.work
+    assert mailbox.counts() == (1, 1)
+
+
+def test_a_yielding_lane_lets_another_one_in_while_one_waits() -> None:
+    mailbox = Mailbox({"": 1}, yielding=True)
+    lane = mailbox.lanes[""]
+    mailbox.put(Entry("a", 1), lane)
+    mailbox.put(Entry("a", 2), lane)
+    first, _ = mailbox.take(lane)
+    assert first is not None
+    assert mailbox.take(lane)[0] is None
+    todo = mailbox.rest(lane)
+    assert todo.start == [lane]
+    assert mailbox.counts() == (1, 1)  # what waits is not over
+    second, _ = mailbox.take(lane)
+    assert second is not None
+    assert second.payload == 2
+    mailbox.resume(lane)
+    assert mailbox.counts() == (0, 2)
+
+
+def test_a_closed_mailbox_takes_nothing_and_gives_everything_back() -> None:
+    mailbox = Mailbox({"": 1})
+    lane = mailbox.lanes[""]
+    entries = [Entry("a", 1), Entry("b", 2, ready=False), Entry("c", 3, priority=2)]
+    for entry in entries:
+        mailbox.put(entry, lane)
+    left, _ = mailbox.close()
+    assert {entry.payload for entry in left} == {1, 2, 3}
+    assert mailbox.put(Entry("a", 4), lane) is None
+    assert mailbox.take(lane) == (None, None)
+
+
+def test_a_mailbox_closes_by_itself_only_where_nothing_waits_or_runs() -> None:
+    mailbox = Mailbox({"": 1})
+    lane = mailbox.lanes[""]
+    mailbox.put(Entry("a", 1), lane)
+    assert not mailbox.close_if_idle()  # it waits
+    entry, _ = mailbox.take(lane)
+    assert entry is not None
+    assert not mailbox.close_if_idle()  # it runs
+    assert mailbox.put(Entry("a", 2), lane) is not None
+    assert mailbox.take(lane)[0] is None
+    mailbox.done(lane)
+    assert not mailbox.close_if_idle()
+    assert mailbox.take(lane)[0] is not None
+    mailbox.done(lane)
+    assert mailbox.close_if_idle()
+    assert mailbox.put(Entry("a", 3), lane) is None
+
+
+def test_a_station_that_has_looked_by_itself_is_not_woken_for_others() -> None:
+    """One that reads what comes looks without having been woken, and gets what another one was woken for."""
+    mailbox = Mailbox({"": 3})
+    lane = mailbox.lanes[""]
+    first, second = object(), object()
+    for station in (first, second):
+        assert mailbox.take(lane, station) == (None, None)
+    todo = mailbox.put(Entry("a", "a1"), lane)
+    assert todo is not None
+    assert todo.wake == [second]
+    entry, _ = mailbox.take(lane, first)
+    assert entry is not None
+    assert mailbox.take(lane, second) == (None, None)
+    for number in range(2):
+        todo = mailbox.put(Entry("b", number), lane)
+        assert todo is not None
+        assert first not in todo.wake
+        assert bool(todo.wake) != bool(todo.start)
+        mailbox.take(lane, second if todo.wake else object())

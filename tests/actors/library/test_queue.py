@@ -1,0 +1,628 @@
+"""The queue: what runs in its actor, step by step under hypothesis; then the whole of it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue as standard
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actorrpc.actors.api import cancel, get_actor, list_actors
+from actorrpc.actors.client.actor_class import ActorClass
+from actorrpc.actors.library import queue as module
+from actorrpc.actors.library.queue import Empty, Full, Queue, QueueActor, Ticket
+from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.actors.refs.wait import get, wait
+from actorrpc.errors import ActorDiedError, ConfigError, RpcTimeoutError, ShutdownError
+from actorrpc.futures import Future
+from actorrpc.rpc import rpc_async
+from tests.actors.alone import alone
+
+
+class _Lab:
+    """A queue actor without an actor, on an event loop whose clock is moved by hand."""
+
+    def __init__(self, maxsize: int) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.now = 0.0
+        self.loop.time = lambda: self.now  # type: ignore[method-assign]
+        self.queue = QueueActor(maxsize)
+        self.tickets = itertools.count()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any], steps: int = 0) -> asyncio.Task[Any]:
+        task = self.loop.create_task(coroutine)
+        self.step(steps)
+        return task
+
+    def step(self, steps: int = 5) -> None:
+        async def turn() -> None:
+            for _ in range(steps):
+                await asyncio.sleep(0)
+
+        if steps:
+            self.loop.run_until_complete(turn())
+
+    def do(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(coroutine)
+
+    def ticket(self) -> Ticket:
+        return (1, next(self.tickets))
+
+    def put(self, item: Any, timeout: float | None = None) -> asyncio.Task[bool]:
+        return self.start(self.queue.put(item, self.ticket(), timeout), 5)
+
+    def get(self, timeout: float | None = None) -> asyncio.Task[tuple[Any] | None]:
+        return self.start(self.queue.get(self.ticket(), timeout, ()), 5)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.step()
+
+    def rest(self) -> list[Any]:
+        """Take out what is there."""
+        count = self.do(self.queue.qsize())
+        return list(self.do(self.queue.get_batch(count, self.ticket(), ())))
+
+    def close(self) -> None:
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.step()
+        self.loop.close()
+
+
+@pytest.fixture
+def lab(request: pytest.FixtureRequest) -> Iterator[_Lab]:
+    lab = _Lab(getattr(request, "param", 0))
+    yield lab
+    lab.close()
+
+
+_room_for_one = pytest.mark.parametrize("lab", [1], indirect=True)
+
+
+# -- inside the actor ---------------------------------------------------------------------------------------
+
+
+def test_items_go_to_those_who_wait_in_their_order(lab: _Lab) -> None:
+    first, second = lab.get(), lab.get()
+    lab.put("a")
+    assert first.done()
+    assert not second.done()
+    lab.put("b")
+    assert (first.result(), second.result()) == (("a",), ("b",))
+
+
+@_room_for_one
+def test_items_wait_for_room_in_their_order(lab: _Lab) -> None:
+    puts = [lab.put(n) for n in range(3)]
+    assert [put.done() for put in puts] == [True, False, False]
+    assert [lab.get().result() for _ in range(3)] == [(0,), (1,), (2,)]
+    assert all(put.result() for put in puts)
+
+
+@_room_for_one
+def test_a_late_put_does_not_overtake_those_that_wait(lab: _Lab) -> None:
+    lab.put(0)
+    waiting = lab.put(1)
+    lab.start(lab.queue.get(lab.ticket(), None, ()))
+    lab.put(2)
+    assert waiting.result() is True
+    assert [lab.get().result() for _ in range(2)] == [(1,), (2,)]
+
+
+def test_waiting_ends_in_time(lab: _Lab) -> None:
+    task = lab.get(timeout=5)
+    lab.pass_time(4.9)
+    assert not task.done()
+    lab.pass_time(0.2)
+    assert task.result() is None
+    lab.put("a")
+    assert lab.rest() == ["a"]
+
+
+@_room_for_one
+def test_a_put_that_is_late_puts_nothing(lab: _Lab) -> None:
+    lab.put("a")
+    late = lab.put("b", timeout=5)
+    lab.pass_time(6)
+    assert late.result() is False
+    assert lab.rest() == ["a"]
+    lab.step()
+    assert lab.rest() == []
+
+
+@_room_for_one
+def test_without_time_nobody_waits(lab: _Lab) -> None:
+    assert lab.get(timeout=0).result() is None
+    assert lab.put("a", timeout=0).result() is True
+    assert lab.put("b", timeout=0).result() is False
+    assert lab.get(timeout=0).result() == ("a",)
+
+
+def test_an_item_that_comes_with_the_deadline_is_not_lost(lab: _Lab) -> None:
+    task = lab.get(timeout=5)
+    # In one turn of the loop: the item is handed to the waiter and its time is over.
+    lab.start(lab.queue.put("a", lab.ticket(), None))
+    lab.now += 6
+    lab.step()
+    assert task.result() == ("a",) or lab.rest() == ["a"]
+
+
+def test_an_item_for_a_caller_that_is_cancelled_goes_to_the_next(lab: _Lab) -> None:
+    first, second = lab.get(), lab.get()
+    lab.do(lab.queue.put("a", lab.ticket(), None))  # it is in the future of the first, who has not run yet
+    first.cancel()
+    lab.step()
+    assert first.cancelled()
+    assert second.result() == ("a",)
+
+
+def test_an_item_for_a_caller_that_withdraws_goes_to_the_next(lab: _Lab) -> None:
+    ticket = lab.ticket()
+    first = lab.start(lab.queue.get(ticket, None, ()), 5)
+    second = lab.get()
+    lab.do(lab.queue.withdraw(ticket))
+    lab.put("a")
+    assert (first.result(), second.result()) == (None, ("a",))
+
+
+def test_what_was_handed_out_comes_back_to_its_place(lab: _Lab) -> None:
+    lab.do(lab.queue.put_batch(list(range(5))))
+    tickets = [lab.ticket() for _ in range(4)]
+    for ticket in tickets:
+        lab.do(lab.queue.get(ticket, None, ()))
+    lab.do(lab.queue.withdraw(tickets[2]))
+    lab.do(lab.queue.withdraw(tickets[0]))
+    lab.do(lab.queue.withdraw(tickets[0]))  # once is enough
+    lab.do(lab.queue.withdraw(tickets[3]))
+    assert lab.rest() == [0, 2, 3, 4]
+
+
+def test_a_batch_comes_back_as_a_whole(lab: _Lab) -> None:
+    lab.do(lab.queue.put_batch(list(range(5))))
+    ticket = lab.ticket()
+    assert lab.do(lab.queue.get_batch(3, ticket, ())) == [0, 1, 2]
+    lab.do(lab.queue.withdraw(ticket))
+    assert lab.rest() == [0, 1, 2, 3, 4]
+
+
+def test_what_has_arrived_does_not_come_back(lab: _Lab) -> None:
+    lab.do(lab.queue.put_batch(["a", "b"]))
+    ticket = lab.ticket()
+    lab.do(lab.queue.get(ticket, None, ()))
+    lab.do(lab.queue.get(lab.ticket(), None, (ticket,)))
+    lab.do(lab.queue.withdraw(ticket))
+    assert lab.rest() == []
+
+
+def test_what_was_handed_out_is_let_go_in_time(lab: _Lab) -> None:
+    lab.do(lab.queue.put_batch(["a"]))
+    ticket = lab.ticket()
+    lab.do(lab.queue.get(ticket, None, ()))
+    lab.pass_time(module._KEEP_S + 1)
+    assert not lab.queue._handed
+    lab.do(lab.queue.withdraw(ticket))
+    assert lab.rest() == []
+
+
+@_room_for_one
+def test_a_put_that_was_served_is_not_undone(lab: _Lab) -> None:
+    lab.put("a")
+    ticket = lab.ticket()
+    put = lab.start(lab.queue.put("b", ticket, None), 5)
+    lab.start(lab.queue.get(lab.ticket(), None, ()))
+    lab.do(lab.queue.withdraw(ticket))  # the first is on its way out, and this one in its place
+    lab.step()
+    assert put.done()
+    assert lab.rest() == ["b"]
+
+
+@_room_for_one
+def test_a_put_that_is_withdrawn_puts_nothing(lab: _Lab) -> None:
+    lab.put("a")
+    ticket = lab.ticket()
+    put = lab.start(lab.queue.put("b", ticket, None), 5)
+    lab.do(lab.queue.withdraw(ticket))
+    lab.step()
+    assert put.result() is False
+    assert lab.get().result() == ("a",)
+    assert lab.rest() == []
+
+
+@pytest.mark.parametrize("lab", [3], indirect=True)
+def test_batches_go_in_and_out_as_a_whole_or_not_at_all(lab: _Lab) -> None:
+    assert lab.do(lab.queue.put_batch([1])) is None
+    assert lab.do(lab.queue.put_batch([2, 3, 4])) == 1
+    assert lab.do(lab.queue.qsize()) == 1
+    assert lab.do(lab.queue.put_batch([2, 3])) is None
+    assert lab.do(lab.queue.full()) is True
+    assert lab.do(lab.queue.get_batch(4, lab.ticket(), ())) == 3
+    assert lab.do(lab.queue.get_batch(3, lab.ticket(), ())) == [1, 2, 3]
+    assert lab.do(lab.queue.get_batch(0, lab.ticket(), ())) == []
+
+
+@pytest.mark.slow
+@given(st.data(), st.integers(0, 3))
+def test_every_item_is_in_one_place(data: st.DataObject, maxsize: int) -> None:
+    """Whatever is put in is, at any time, still there or with exactly one caller who wants it."""
+    lab = _Lab(maxsize)
+    try:
+        _play(data, lab, maxsize)
+    finally:
+        lab.close()
+
+
+def _play(data: st.DataObject, lab: _Lab, maxsize: int) -> None:
+    queue = lab.queue
+    gets: dict[Ticket, asyncio.Task[Any]] = {}
+    puts: dict[Ticket, tuple[int, asyncio.Task[bool]]] = {}
+    given_up: set[Ticket] = set()
+    received: list[Ticket] = []
+    acknowledged: set[Ticket] = set()  # nobody withdraws what he has said to have received
+    items = itertools.count()
+    for _ in range(data.draw(st.integers(1, 25), label="steps")):
+        what = data.draw(
+            st.sampled_from(["put", "get", "cancel", "withdraw", "time", "receive", "batch"]), label="what"
+        )
+        timeout = data.draw(st.sampled_from([None, 0, 1.0, 2.0]), label="timeout")
+        ticket = lab.ticket()
+        if what == "put":
+            item = next(items)
+            puts[ticket] = (item, lab.start(queue.put(item, ticket, timeout)))
+        elif what == "get":
+            arrived, received = tuple(received), []
+            acknowledged.update(arrived)
+            gets[ticket] = lab.start(queue.get(ticket, timeout, arrived))
+        elif what == "time":
+            lab.now += 1.5
+        elif what == "batch":
+            count = data.draw(st.integers(0, 2), label="count")
+            batch = [next(items) for _ in range(count)]
+            task = lab.start(queue.put_batch(batch))
+            lab.step()
+            if task.result() is None:
+                puts.update({(2, item): (item, lab.start(_true())) for item in batch})
+        elif what == "receive":
+            received = [
+                each
+                for each in gets
+                if each not in given_up | acknowledged and gets[each].done() and gets[each].result()
+            ]
+        elif gets:
+            chosen = data.draw(st.sampled_from(sorted(gets)), label="whom")
+            if chosen in received or chosen in acknowledged or (gets[chosen].done() and what == "cancel"):
+                continue
+            given_up.add(chosen)
+            if what == "cancel":
+                gets[chosen].cancel()
+            lab.start(queue.withdraw(chosen))
+        lab.step(data.draw(st.integers(0, 3), label="turns"))
+    lab.step(10)
+
+    inside = [item for _, item in queue._items]
+    numbers = [number for number, _ in queue._items]
+    assert numbers == sorted(numbers)
+    assert not (queue._items and queue._getters)
+    assert not (queue._putters and queue._room())
+    with_callers = [
+        task.result()[0]
+        for ticket, task in gets.items()
+        if ticket not in given_up and task.done() and task.result() is not None
+    ]
+    accepted = [item for item, task in puts.values() if task.done() and task.result()]
+    assert sorted(inside + with_callers) == sorted(accepted)
+    assert len(queue._putters) == sum(not task.done() for _, task in puts.values())
+    assert len(queue._getters) == sum(not task.done() for task in gets.values())
+
+
+async def _true() -> bool:
+    return True
+
+
+# -- the whole of it ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[None]:
+    with alone(tmp_path):
+        yield
+
+
+@pytest.fixture
+def queue(here: None, request: pytest.FixtureRequest) -> Iterator[Queue[Any]]:
+    made: Queue[Any] = Queue(maxsize=getattr(request, "param", 0))
+    yield made
+    made.shutdown(force=True)
+
+
+_small = pytest.mark.parametrize("queue", [2], indirect=True)
+
+
+def _until_waiting(queue: Queue[Any], getters: int = 0, putters: int = 0) -> None:
+    """Return when so many callers wait in the queue's actor: each look is a call behind theirs."""
+    while get(queue.actor.waiting.remote()) != (getters, putters):  # type: ignore[union-attr]
+        pass
+
+
+@ActorClass
+class User:
+    """Uses a queue from inside of an actor."""
+
+    def take(self, queue: Queue[Any]) -> Any:
+        return queue.get()
+
+    def give(self, queue: Queue[Any], items: list[Any]) -> Queue[Any]:
+        for item in items:
+            queue.put(item)
+        return queue
+
+
+@ActorClass
+class AsyncUser:
+    """The same with a method that waits on an event loop."""
+
+    async def take(self, queue: Queue[Any]) -> Any:
+        return await queue.get_async()
+
+
+def test_first_in_first_out(queue: Queue[Any]) -> None:
+    for n in range(10):
+        queue.put(n)
+    assert (queue.qsize(), queue.size(), len(queue), bool(queue)) == (10, 10, 10, True)
+    assert [queue.get() for _ in range(10)] == list(range(10))
+    assert queue.empty()
+    assert bool(queue)
+
+
+@_small
+def test_room(queue: Queue[Any]) -> None:
+    assert queue.maxsize == 2
+    assert not queue.full()
+    queue.put_nowait(1)
+    queue.put(2, timeout=0)
+    assert queue.full()
+    assert not queue.empty()
+    for full in (
+        lambda: queue.put_nowait(3),
+        lambda: queue.put(3, block=False),
+        lambda: queue.put(3, timeout=0.001),
+        lambda: queue.put_nowait_batch([3]),
+        lambda: asyncio.run(queue.put_async(3, timeout=0.001)),
+    ):
+        with pytest.raises(Full) as caught:
+            full()
+        assert isinstance(caught.value, standard.Full)
+    assert queue.get_nowait_batch(2) == [1, 2]
+
+
+def test_nothing_there(queue: Queue[Any]) -> None:
+    for empty in (
+        queue.get_nowait,
+        lambda: queue.get(block=False),
+        lambda: queue.get(timeout=0.001),
+        lambda: queue.get_nowait_batch(1),
+        lambda: asyncio.run(queue.get_async(timeout=0.001)),
+        lambda: asyncio.run(queue.get_async(block=False)),
+    ):
+        with pytest.raises(Empty) as caught:
+            empty()
+        assert isinstance(caught.value, standard.Empty)
+    assert queue.get_nowait_batch(0) == []
+
+
+@_small
+def test_batches_are_whole(queue: Queue[Any]) -> None:
+    with pytest.raises(Full, match="3 items to a queue of size 0 and maxsize 2"):
+        queue.put_nowait_batch(range(3))
+    assert queue.empty()
+    queue.put_nowait_batch(iter([1, 2]))
+    with pytest.raises(Empty, match="3 items from a queue of size 2"):
+        queue.get_nowait_batch(3)
+    assert queue.qsize() == 2
+
+
+def test_wrong_arguments(queue: Queue[Any]) -> None:
+    for wrong in (
+        lambda: queue.put(1, timeout=-1),
+        lambda: queue.get(timeout=-0.5),
+        lambda: queue.get(timeout=float("nan")),
+        lambda: asyncio.run(queue.get_async(timeout=-1)),
+        lambda: queue.get_nowait_batch(-1),
+    ):
+        with pytest.raises(ValueError):
+            wrong()
+    for wrong_type in (
+        lambda: queue.put_nowait_batch(3),  # type: ignore[arg-type]
+        lambda: queue.get_nowait_batch(1.5),  # type: ignore[arg-type]
+        lambda: queue.get(timeout="1"),  # type: ignore[arg-type]
+        lambda: Queue("3"),  # type: ignore[arg-type]
+        lambda: Queue(3, actor_options=[1]),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError):
+            wrong_type()
+    with pytest.raises(ConfigError, match="naem"):
+        Queue(actor_options={"naem": "q"})
+    assert queue.empty()
+
+
+def test_a_get_waits_for_a_put(queue: Queue[Any]) -> None:
+    user = User.remote()
+    ref = user.take.remote(queue)
+    _until_waiting(queue, getters=1)
+    queue.put("a")
+    assert get(ref) == "a"
+
+
+@_small
+def test_a_put_waits_for_a_get(queue: Queue[Any]) -> None:
+    user = User.remote()
+    ref = user.give.remote(queue, [1, 2, 3])
+    _until_waiting(queue, putters=1)
+    assert [queue.get() for _ in range(3)] == [1, 2, 3]
+    assert get(ref).qsize() == 0
+
+
+def test_more_may_wait_than_calls_run_in_other_actors(queue: Queue[Any]) -> None:
+    async def main() -> list[int]:
+        gets = [asyncio.ensure_future(queue.get_async()) for _ in range(1200)]
+        await asyncio.sleep(0)
+        await asyncio.gather(*[queue.put_async(n) for n in range(1200)])
+        return await asyncio.gather(*gets)
+
+    assert sorted(asyncio.run(main())) == list(range(1200))
+
+
+def test_a_queue_can_be_sent(queue: Queue[Any]) -> None:
+    user = User.remote()
+    back = get(user.give.remote(queue, ["a"]))
+    assert back.maxsize == queue.maxsize
+    back.put("b")
+    assert queue.get_nowait_batch(2) == ["a", "b"]
+
+
+def test_large_items(queue: Queue[Any]) -> None:
+    tensor = torch.arange(1 << 18)
+    queue.put(tensor)
+    queue.put_nowait_batch([tensor + 1, tensor + 2])
+    tensor.zero_()
+    assert torch.equal(queue.get(), torch.arange(1 << 18))
+    found = asyncio.run(queue.get_async())
+    assert torch.equal(found, torch.arange(1 << 18) + 1)
+    assert torch.equal(queue.get_nowait_batch(1)[0], torch.arange(1 << 18) + 2)
+
+
+def test_an_object_ref_is_put_in_as_its_value(queue: Queue[Any]) -> None:
+    queue.put(ObjectRef.of(5))
+    assert queue.get() == 5
+
+
+def test_what_a_cancelled_coroutine_waited_for_stays(queue: Queue[Any]) -> None:
+    async def main() -> list[Any]:
+        waits = [asyncio.ensure_future(queue.get_async()) for _ in range(3)]
+        await asyncio.sleep(0)
+        # While it is cancelled, an item may be on its way to it.
+        await queue.put_async("a")
+        for each in waits[:2]:
+            each.cancel()
+        await queue.put_async("b")
+        await queue.put_async("c")
+        done = await asyncio.gather(*waits, return_exceptions=True)
+        got = [each for each in done if isinstance(each, str)]
+        while len(got) < 3:
+            got.append(await queue.get_async())
+        return got
+
+    assert sorted(asyncio.run(main())) == ["a", "b", "c"]
+    assert queue.empty()
+
+
+@pytest.mark.parametrize("users", [User, AsyncUser], ids=["thread", "loop"])
+def test_what_a_cancelled_method_waited_for_stays(queue: Queue[Any], users: Any) -> None:
+    user = users.remote()
+    ref = user.take.remote(queue)
+    _until_waiting(queue, getters=1)
+    cancel(ref)
+    _until_waiting(queue)
+    queue.put("a")
+    assert queue.get(timeout=10) == "a"
+
+
+def test_what_a_late_method_waited_for_stays(queue: Queue[Any]) -> None:
+    user = User.remote()
+    with pytest.raises(RpcTimeoutError):
+        get(user.take.options(timeout=0.2).remote(queue))
+    _until_waiting(queue)
+    queue.put("a")
+    assert queue.get(timeout=10) == "a"
+
+
+def _take(queue: Queue[Any]) -> Any:
+    return queue.get()
+
+
+def test_what_a_cancelled_function_waited_for_stays(queue: Queue[Any]) -> None:
+    future: Future[Any] = rpc_async("w0", _take, (queue,), timeout=0)
+    _until_waiting(queue, getters=1)
+    future.cancel()
+    _until_waiting(queue)
+    queue.put("a")
+    assert queue.get(timeout=10) == "a"
+
+
+def test_an_item_on_its_way_to_one_who_gave_up_comes_back(queue: Queue[Any]) -> None:
+    queue.put_nowait_batch([1, 2])
+    ticket = queue._ticket()
+    ref = queue._call("get", ticket, None, ())
+    wait([ref])  # handed out, and nobody has looked at it
+    queue._give_up(ref, ticket)
+    assert queue.get_nowait_batch(2) == [1, 2]
+
+
+def test_what_was_received_is_let_go_with_the_next_get(queue: Queue[Any]) -> None:
+    queue.put_nowait_batch([1, 2, 3])
+    queue.get()
+    queue.get_nowait_batch(1)
+    queue.get()
+    assert get(queue.actor.handed.remote()) == 1  # type: ignore[union-attr]
+
+
+def test_shutdown_ends_the_actor_and_those_who_wait(here: None) -> None:
+    queue: Queue[int] = Queue()
+    user = User.remote()
+    other = get(user.give.remote(queue, [1]))
+    assert queue.get() == 1
+    waiting = user.take.remote(other)
+    _until_waiting(queue, getters=1)
+    queue.shutdown()
+    with pytest.raises(ActorDiedError):
+        get(waiting)
+    with pytest.raises(ActorDiedError):
+        other.put(1)
+    with pytest.raises(ShutdownError, match="shut down"):
+        queue.put(1)
+    queue.shutdown()
+    other.shutdown()  # it is dead already
+
+
+def test_shutdown_does_first_what_was_asked_before(here: None) -> None:
+    queue: Queue[int] = Queue()
+    refs = [queue._call("put", n, queue._ticket(), None) for n in range(100)]
+    queue.shutdown(grace_period_s=30)
+    assert all(get(refs))
+
+
+def test_forced_shutdown(here: None) -> None:
+    queue: Queue[int] = Queue()
+    queue.put(1)
+    other, _ = get(_Pair.remote().pair.remote(queue))
+    queue.shutdown(force=True)
+    try:
+        while True:  # what is on its way may still be executed
+            other.put(1)
+    except ActorDiedError:
+        pass
+
+
+@ActorClass
+class _Pair:
+    def pair(self, queue: Queue[Any]) -> tuple[Queue[Any], Queue[Any]]:
+        return queue, queue
+
+
+def test_the_actor_has_the_options(here: None) -> None:
+    queue: Queue[int] = Queue(actor_options={"name": "the-queue", "worker": "w0"})
+    queue.put(1)
+    assert get(get_actor("the-queue").qsize.remote()) == 1
+    assert any(info.name == "the-queue" for info in list_actors())
+    queue.shutdown()
+
+
+def test_a_queue_says_what_it_is(queue: Queue[Any]) -> None:
+    assert "maxsize=0" in repr(queue)

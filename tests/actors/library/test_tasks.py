@@ -1,0 +1,299 @@
+"""Tasks: functions that run elsewhere, in a group and in the embedded cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import actorrpc
+from actorrpc import ObjectRefGenerator, get
+from actorrpc.errors import CancelledError, ConfigError, PeerDiedError, RpcTimeoutError
+from tests.actors import things
+from tests.actors.alone import alone
+from tests.ranks import rpc_group
+
+Remote: Any = actorrpc.remote
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[None]:
+    with alone(tmp_path):
+        yield
+
+
+# -- what they give (on one worker) ---------------------------------------------------------------------------------
+
+
+def test_kinds_of_functions(here: None) -> None:
+    assert get(things.add.remote(1)) == 3
+    assert get(things.add.remote(1, b=5)) == 6
+    assert get(things.later.remote(4)) == 4
+    stream = things.count_to.remote(3)
+    assert isinstance(stream, ObjectRefGenerator)
+    assert [get(ref) for ref in stream] == [0, 1, 2]
+    assert [get(ref) for ref in things.tick.remote(3)] == [0, 1, 2]
+    local = Remote(lambda x: x + 1)
+    assert get(local.remote(1)) == 2
+    assert asyncio.run(_awaited()) == 3
+
+
+async def _awaited() -> int:
+    return await things.add.remote(1)
+
+
+def test_several_results(here: None) -> None:
+    pair = Remote(num_returns=2)(lambda: (1, torch.ones(100_000)))
+    one, big = pair.remote()
+    assert get(one) == 1
+    assert get(big).sum() == 100_000
+    assert pair.options(num_returns=0).remote() is None
+    both: Any = pair.options(num_returns=1).remote()
+    assert get(both)[0] == 1
+    with pytest.raises(ValueError, match="task _three has num_returns=2, but returned 3 values"):
+        get(Remote(num_returns=2)(_three).remote()[0])
+
+
+def _three() -> tuple[int, int, int]:
+    return 1, 2, 3
+
+
+def test_refs_as_arguments(here: None) -> None:
+    first = things.add.remote(1)
+    assert get(things.add.remote(first, b=things.add.remote(first))) == 8
+    kinds = Remote(lambda ref, refs: (type(ref).__name__, type(refs[0]).__name__))
+    assert get(kinds.remote(first, [first])) == ("int", "ObjectRef")
+
+
+def _fail() -> None:
+    raise KeyError("there")
+
+
+def test_errors(here: None) -> None:
+    with pytest.raises(KeyError):
+        get(Remote(_fail).remote())
+    with pytest.raises(RpcTimeoutError):
+        get(things.slowly.options(timeout=0.05).remote())
+
+
+def test_a_task_is_cancelled(here: None) -> None:
+    ref = things.slowly.remote()
+    assert not ref.done()
+    assert actorrpc.cancel(ref)
+    with pytest.raises(CancelledError):
+        get(ref)
+    assert not actorrpc.cancel(ref)
+
+
+def test_an_environment_needs_a_process(here: None) -> None:
+    with pytest.raises(ConfigError, match="process of the actor's own"):
+        things.process.options(env={"A": "1"}).remote()
+
+
+# -- where they run ----------------------------------------------------------------------------------------------------
+
+
+def _in_a_group(rank: int, world_size: int) -> Any:
+    if rank != 0:
+        return None
+    own = os.getpid()
+    pids = {get(things.process.remote()) for _ in range(4)}
+    placed = {get(things.process.options(worker=2).remote()) for _ in range(3)}
+    nested = get(things.fib.remote(7))
+    return own in pids, len(pids), len(placed), placed < pids, nested
+
+
+@pytest.mark.limit(60)
+def test_in_a_group_they_go_to_the_others_in_turn() -> None:
+    assert rpc_group(_in_a_group, 3)[0] == (False, 2, 1, True, 13)
+
+
+@Remote
+def _die_once(path: str) -> str:
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return "again"
+    os._exit(7)
+
+
+@Remote
+def _die() -> None:
+    os._exit(7)
+
+
+@Remote
+def _variable(name: str) -> Any:
+    return os.environ.get(name)
+
+
+@pytest.mark.limit(60)
+def test_in_the_embedded_cluster(tmp_path: Path) -> None:
+    with actorrpc.init(num_cpus=2):
+        pids = set(get([things.process.remote() for _ in range(20)]))
+        assert os.getpid() not in pids
+        assert 1 <= len(pids) <= 2
+        # Nested far deeper than there are processes, and from an actor.
+        assert get(things.fib.remote(7)) == 13
+        nested = things.Box.remote(1)
+        assert get(actorrpc.call(nested, lambda _: get(things.process.remote()))) in pids
+        assert get(_variable.options(env={"ACTORRPC_TEST_X": "y"}).remote("ACTORRPC_TEST_X")) == "y"
+        assert get(_variable.remote("ACTORRPC_TEST_X")) is None
+        # A process that dies costs a retry, and no more.
+        assert get(_die_once.remote(str(tmp_path / "once"))) == "again"
+        with pytest.raises(PeerDiedError, match=r"task _die was not finished.*exited with code 7") as caught:
+            get(_die.options(max_retries=1).remote())
+        assert caught.value.maybe_executed
+        assert get(things.add.remote(1)) == 3
+        # One that cannot be interrupted otherwise is ended with its process.
+        ref = things.slowly.remote()
+        assert actorrpc.cancel(ref, force=True)
+        with pytest.raises(CancelledError):
+            get(ref)
+        assert get(things.add.remote(1)) == 3
+        assert {row.class_name for row in actorrpc.list_actors()} == {"Box"}
+        del nested
+
+
+@pytest.mark.slow
+@pytest.mark.limit(60)
+def test_the_first_one_starts_the_cluster() -> None:
+    assert not actorrpc.is_initialized()
+    try:
+        assert get(things.add.remote(1)) == 3
+        assert actorrpc.is_initialized()
+    finally:
+        actorrpc.shutdown()
+    try:  # and once more: what was known of the first one's processes is forgotten
+        assert get(things.add.remote(2)) == 4
+    finally:
+        actorrpc.shutdown()
+
+
+# -- tasks that share a process --------------------------------------------------------------------------------------
+
+
+@Remote
+class Plain:
+    def add(self, number: int) -> int:
+        return number + 1
+
+
+@Remote
+class Letters:
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+
+    async def put(self) -> None:
+        self.event.set()
+
+    async def take(self) -> str:
+        await self.event.wait()
+        return "taken"
+
+
+@Remote
+def _inner(actor: Any) -> Any:
+    return get(actor.add.remote(1))
+
+
+@Remote
+def _outer(actor: Any) -> Any:
+    return get(actor.add.remote(_inner.remote(actor)))
+
+
+@Remote
+def _inner_in_a_thread(actor: Any) -> Any:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(lambda: get(actor.add.remote(1))).result()
+
+
+@Remote
+def _outer_in_a_thread(actor: Any) -> Any:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(lambda: get(actor.add.remote(_inner_in_a_thread.remote(actor)))).result()
+
+
+@Remote
+def _fib(n: int) -> Any:
+    return n if n < 2 else get(things.add.remote(_fib.remote(n - 1), b=_fib.remote(n - 2)))
+
+
+@Remote
+def _depth(n: int) -> Any:
+    return 1 + get(_depth.remote(n - 1)) if n else 0
+
+
+@Remote
+def _in_threads(n: int) -> Any:
+    with ThreadPoolExecutor(3) as threads:
+        return sum(threads.map(lambda each: get(things.add.remote(each)), range(n)))
+
+
+@Remote
+async def _in_coroutines(n: int) -> Any:
+    async def one(each: int) -> Any:
+        return await things.add.remote(each)
+
+    return sum(await asyncio.gather(*map(one, range(n))))
+
+
+@Remote
+def _in_its_own_loop() -> Any:
+    async def go() -> Any:
+        return await things.add.remote(1)
+
+    return asyncio.run(go())
+
+
+@Remote
+def _from_a_stream(n: int) -> Any:
+    return sum(get(each) for each in things.count_to.remote(n))
+
+
+@Remote
+def _receive(letters: Any) -> Any:
+    return get(letters.take.remote())
+
+
+@Remote
+def _correspond(letters: Any) -> Any:
+    """The task that is made first cannot end before this one has gone on."""
+    received = _receive.remote(letters)
+    get(things.add.remote(1))
+    get(letters.put.remote())
+    return get(received)
+
+
+@pytest.mark.limit(60)
+def test_with_one_process_tasks_do_not_stand_in_each_others_way() -> None:
+    with actorrpc.init(num_cpus=1):
+        plain, letters = Plain.remote(), Letters.remote()
+        assert get(_outer.remote(plain)) == 3
+        assert get(_outer_in_a_thread.remote(plain)) == 3
+        assert get(_fib.remote(4)) == 3
+        assert get(_depth.remote(70)) == 70
+        assert get(_in_threads.remote(4)) == 14
+        assert get(_in_coroutines.remote(4)) == 14
+        assert get(_in_its_own_loop.remote()) == 3
+        assert get(_from_a_stream.remote(40)) == 780
+        assert get(_correspond.remote(letters)) == "taken"
+        # One whose argument is not there does not hold those that have come after it.
+        assert get(things.add.remote(_after.remote(plain, _release.remote(letters)))) == 4
+        del plain, letters
+
+
+@Remote
+def _after(actor: Any, _: Any) -> Any:
+    return get(actor.add.remote(1))
+
+
+@Remote
+def _release(letters: Any) -> Any:
+    get(letters.put.remote())

@@ -1,0 +1,476 @@
+"""get, wait and as_completed: order, first failures, time-outs; from threads, asyncio and calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from actorrpc import errors, rpc
+from actorrpc.actors.refs.object_ref import Kept, ObjectRef
+from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.refs.wait import GetTimeoutError, all_of, as_completed, get, wait
+from actorrpc.agent.calls import CURRENT, Execution
+from actorrpc.futures import Future
+from tests.actors.bare import alone
+
+_TINY = 0.05  # a time-out that is meant to pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    """A group of this process alone."""
+    with alone():
+        yield
+
+
+class _Work:
+    """Results that the test brings to an end."""
+
+    def __init__(self, count: int) -> None:
+        self.futures: list[Future[Any]] = [Future() for _ in range(count)]
+        self.refs: list[ObjectRef[Any]] = [
+            ObjectRef(future, label=f"w{n}") for n, future in enumerate(self.futures)
+        ]
+
+    def end(self, *numbers: int) -> None:
+        for number in numbers:
+            self.futures[number].set_result(number)
+
+
+def _kept(value: Any) -> Kept:
+    return Kept(rpc.RRef(Snapshot.of(value)))
+
+
+class _Fetched:
+    """Stands for an RRef of a value that is elsewhere."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    @property
+    def _references(self) -> Any:
+        return self
+
+    @property
+    def agent(self) -> Any:
+        return self
+
+    def _to_future(self) -> Future[Any]:
+        return self._future
+
+    def flush(self) -> None: ...
+
+
+def _started(target: Any) -> threading.Thread:
+    thread = threading.Thread(target=target)
+    thread.start()
+    return thread
+
+
+def _until_watched(future: Future[Any], others: int = 0) -> None:
+    """Return when somebody waits for the future."""
+    while len(future._parked) <= others and not future._done:
+        threading.Event().wait(0.001)
+
+
+# -- get -----------------------------------------------------------------------------------------------------
+
+
+def test_one_and_several() -> None:
+    work = _Work(3)
+    work.end(0, 1, 2)
+    assert get(work.refs[0]) == 0
+    assert get(work.refs) == [0, 1, 2]
+    assert get(tuple(work.refs)) == [0, 1, 2]
+    assert get([work.refs[0], work.refs[0]]) == [0, 0]
+    assert get([]) == []
+    assert get([[work.refs[0], work.refs[1]], work.refs[2], []]) == [[0, 1], 2, []]
+
+
+def test_other_things_that_end() -> None:
+    theirs: torch.futures.Future[int] = torch.futures.Future()
+    theirs.set_result(1)
+    mine: Future[int] = Future()
+    mine.set_result(2)
+    rref = rpc.RRef(3)
+    assert get([theirs, mine, rref]) == [1, 2, 3]
+    assert get(theirs) == 1
+    assert get(mine) == 2
+    assert get(rref) == 3
+    broken: torch.futures.Future[int] = torch.futures.Future()
+    broken.set_exception(ValueError("theirs"))
+    with pytest.raises(ValueError, match="theirs"):
+        get(broken)
+    assert wait([mine, theirs, rref], num_returns=3) == ([mine, theirs, rref], [])
+
+
+@pytest.mark.parametrize("wrong", [1, "text", None, {"a": 1}, [1], [[[]]], (None,), b""])
+def test_what_is_no_reference_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"get\(\) takes ObjectRefs"):
+        get(wrong)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_values_come_in_the_order_of_the_references(order: tuple[int, ...]) -> None:
+    work = _Work(3)
+
+    def end() -> None:
+        _until_watched(work.futures[2])
+        work.end(*order)
+
+    thread = _started(end)
+    assert get(work.refs) == [0, 1, 2]
+    thread.join()
+
+
+def test_the_first_failure_is_raised_at_once() -> None:
+    work = _Work(3)
+
+    def fail() -> None:
+        _until_watched(work.futures[2])
+        work.futures[2].set_exception(ValueError("third"))
+
+    thread = _started(fail)
+    with pytest.raises(ValueError, match="third"):
+        get(work.refs)
+    thread.join()
+    assert not work.futures[0]._parked
+    with pytest.raises(ValueError, match="third"):
+        get(work.refs)
+    work.end(0, 1)
+
+
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is to be logged of failures that nobody looked at."""
+    lines: list[str] = []
+    monkeypatch.setattr("actorrpc.futures._reporter.report", lines.append)
+    return lines
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_what_a_get_has_covered_is_not_reported(when: str, reports: list[str]) -> None:
+    work = _Work(4)
+    work.end(0)
+
+    def fail(futures: list[Future[Any]]) -> None:
+        if when == "meanwhile":
+            _until_watched(futures[3])
+        for number in (1, 2):
+            futures[number].set_exception(ValueError(f"number {number}"))
+
+    thread = _started(partial(fail, work.futures))
+    if when == "before":
+        thread.join()
+    with pytest.raises(ValueError, match=r"number [12]"):
+        get([work.refs[:2], work.refs[2:]])
+    thread.join()
+    work.futures[3].set_exception(ValueError("number 3"))
+    del work, thread
+    gc.collect()
+    assert reports == []
+
+
+def _fail_a_fetch() -> None:
+    """Have a fetch fail of what a get() was to bring that has failed before."""
+    work = _Work(2)
+    fetch: Future[Any] = Future()
+    kept = Kept(_Fetched(fetch))  # type: ignore[arg-type]
+    work.futures[1].set_exception(ValueError("number 1"))
+    with contextlib.suppress(ValueError):
+        get(work.refs)
+    work.futures[0].set_result(kept)
+    found = work.refs[0].future()
+    fetch.set_exception(ValueError("lost"))
+    assert found._error is not None
+
+
+def test_a_fetch_for_a_get_that_has_failed_is_not_reported(reports: list[str]) -> None:
+    _fail_a_fetch()
+    gc.collect()
+    assert reports == []
+
+
+def test_of_the_arguments_of_a_call_one_failure_is_reported_by_the_call(reports: list[str]) -> None:
+    work = _Work(2)
+    values = all_of(work.refs)
+    for number in (0, 1):
+        work.futures[number].set_exception(ValueError(f"number {number}"))
+    with pytest.raises(ValueError, match="number 0"):
+        values.wait()
+    del work, values
+    gc.collect()
+    assert reports == []
+
+
+@pytest.mark.parametrize(
+    "look",
+    [lambda refs: get(refs[0]), get, lambda refs: wait(refs)[0][0], lambda refs: next(as_completed(refs))],
+    ids=["get one", "get all", "wait", "as_completed"],
+)
+def test_what_ends_together_with_the_call_that_waits_is_not_reported(
+    look: Callable[[Any], Any], reports: list[str]
+) -> None:
+    work = _Work(1)
+    agent = rpc.api._require().agent  # type: ignore[attr-defined]
+    token = CURRENT.set(Execution(agent.self_peer, 1, 0.0, 1))
+    try:
+        with pytest.raises((errors.RpcTimeoutError, IndexError)):
+            look(work.refs)
+    finally:
+        CURRENT.reset(token)
+    work.futures[0].set_exception(errors.RpcTimeoutError("late, too"))
+    del work
+    gc.collect()
+    assert reports == []
+
+
+def test_what_a_get_has_given_up_by_its_own_time_out_is_reported(reports: list[str]) -> None:
+    work = _Work(2)
+    for refs in (work.refs, work.refs[1]):
+        with pytest.raises(errors.RpcTimeoutError):
+            get(refs, timeout=0)
+    work.end(0)
+    work.futures[1].set_exception(ValueError("later"))
+    del work, refs
+    gc.collect()
+    assert reports == ["a future failed and nobody looked at the error: ValueError('later')"]
+
+
+def test_time_is_up() -> None:
+    assert GetTimeoutError is errors.RpcTimeoutError
+    work = _Work(2)
+    for refs in (work.refs, work.refs[0], work.refs[:1]):
+        with pytest.raises(errors.RpcTimeoutError, match=rf"within {_TINY} s; it goes on"):
+            get(refs, timeout=_TINY)
+        with pytest.raises(TimeoutError):
+            get(refs, timeout=0)
+    assert not work.futures[0]._parked
+    work.end(0)
+    assert get(work.refs[0], timeout=0) == 0
+    with pytest.raises(TimeoutError):
+        get(work.refs, timeout=_TINY)
+    work.end(1)
+    assert get(work.refs, timeout=0) == [0, 1]
+
+
+@pytest.mark.parametrize("wrong", [-1, "1", True, float("nan")])
+def test_time_outs_that_make_no_sense(wrong: Any) -> None:
+    for call in (lambda: get([], timeout=wrong), lambda: wait([], timeout=wrong)):
+        with pytest.raises((TypeError, ValueError), match="timeout"):
+            call()
+
+
+def test_the_time_of_the_call_that_waits_bounds_it() -> None:
+    work = _Work(2)
+    agent = rpc.api._require().agent  # type: ignore[attr-defined]
+    token = CURRENT.set(Execution(agent.self_peer, 1, 0.0, 1))
+    try:
+        for refs in (work.refs, work.refs[0]):
+            with pytest.raises(errors.RpcTimeoutError, match="the time of the call"):
+                get(refs)
+        assert wait(work.refs) == ([], work.refs)
+    finally:
+        CURRENT.reset(token)
+    work.end(0, 1)
+
+
+def test_kept_values_are_fetched_side_by_side() -> None:
+    large = torch.arange(50_000.0)
+    work = _Work(4)
+    work.futures[0].set_result(_kept(large))
+
+    def end() -> None:
+        _until_watched(work.futures[3])
+        work.futures[1].set_result(_kept(large + 1))
+        work.futures[2].set_result(_kept(large + 2))
+        work.futures[3].set_result("small")
+
+    thread = _started(end)
+    found = get(work.refs)
+    thread.join()
+    assert [torch.equal(value, large + n) for n, value in enumerate(found[:3])] == [True] * 3
+    assert found[3] == "small"
+    assert get(work.refs[1]) is found[1]
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_get_gives_values_or_the_first_failure(data: st.DataObject) -> None:
+    outcomes = data.draw(st.lists(st.sampled_from(["value", "kept", "error"]), min_size=1, max_size=6))
+    order = data.draw(st.permutations(range(len(outcomes))))
+    early = data.draw(st.integers(0, len(outcomes)))
+    work = _Work(len(outcomes))
+    results: dict[str, Any] = {"value": lambda n: n, "kept": lambda n: _kept(n)}
+
+    def end(number: int) -> None:
+        if outcomes[number] == "error":
+            work.futures[number].set_exception(LookupError(number))
+        else:
+            work.futures[number].set_result(results[outcomes[number]](number))
+
+    for number in order[:early]:
+        end(number)
+    thread = _started(lambda: [end(number) for number in order[early:]])
+    if "error" in outcomes:
+        with pytest.raises(LookupError):
+            get(work.refs)
+    else:
+        assert get(work.refs) == list(range(len(outcomes)))
+    thread.join()
+    for ref, outcome in zip(work.refs, outcomes, strict=True):
+        if outcome == "error":
+            assert isinstance(ref.future().exception(), LookupError)
+
+
+def test_all_of_completes_without_a_thread() -> None:
+    work = _Work(2)
+    found, failing, none = all_of(work.refs), all_of(work.refs), all_of([])
+    assert none.wait() == []
+    work.futures[1].set_result(_kept(2))
+    assert not found.done()
+    work.futures[0].set_exception(ValueError("first"))
+    for each in (found, failing):
+        with pytest.raises(ValueError, match="first"):
+            each.wait()
+
+
+# -- wait ----------------------------------------------------------------------------------------------------
+
+
+def test_those_that_are_ready_come_first_in_order() -> None:
+    work = _Work(4)
+    a, b, c, d = work.refs
+    work.end(3, 1)
+    assert wait(work.refs, num_returns=2) == ([b, d], [a, c])
+    assert wait(work.refs) == ([b], [a, c, d])
+    assert wait(work.refs, num_returns=4, timeout=0) == ([b, d], [a, c])
+    assert wait(work.refs, num_returns=3, timeout=_TINY) == ([b, d], [a, c])
+    assert not work.futures[0]._parked
+    thread = _started(lambda: (_until_watched(work.futures[2]), work.end(2)))
+    assert wait(work.refs, num_returns=3) == ([b, c, d], [a])
+    thread.join()
+    assert wait([]) == ([], [])
+
+
+def test_failed_ones_are_ready() -> None:
+    work = _Work(2)
+    work.futures[1].set_exception(ValueError("x"))
+    assert wait(work.refs) == ([work.refs[1]], [work.refs[0]])
+    with pytest.raises(ValueError, match="x"):
+        get(work.refs[1])
+
+
+def test_kept_values_are_there_when_they_are_fetched() -> None:
+    ref: ObjectRef[Any] = ObjectRef.of(_kept(torch.ones(50_000)))
+    assert wait([ref], fetch_local=False, timeout=0) == ([ref], [])
+    assert ref._fetched is None
+    assert wait([ref]) == ([ref], [])
+    assert ref._fetched is not None
+    assert ref._fetched.done()
+
+
+def test_wrong_uses_are_refused() -> None:
+    work = _Work(2)
+    a, _ = work.refs
+    work.end(0, 1)
+    for wrong in (a, iter([a]), {a}, None):
+        with pytest.raises(TypeError, match="takes a list"):
+            wait(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="takes ObjectRefs"):
+        wait([a, 1])
+    with pytest.raises(ValueError, match="there twice"):
+        wait([a, a])
+    for count in (0, 3, -1):
+        with pytest.raises(ValueError, match="num_returns"):
+            wait(work.refs, num_returns=count)
+    with pytest.raises(TypeError, match="num_returns"):
+        wait(work.refs, num_returns="1")  # type: ignore[arg-type]
+
+
+# -- as_completed --------------------------------------------------------------------------------------------
+
+
+def test_results_come_as_they_end() -> None:
+    work = _Work(3)
+    work.end(1)
+    completed = as_completed(work.refs)
+    assert next(completed) is work.refs[1]
+    work.end(2)
+    assert next(completed) is work.refs[2]
+    thread = _started(lambda: work.futures[0].set_exception(ValueError("last")))
+    (last,) = completed
+    thread.join()
+    assert last is work.refs[0]
+    with pytest.raises(ValueError, match="last"):
+        get(last)
+    assert list(completed) == []
+
+
+def test_futures_and_kept_values_come_as_well() -> None:
+    mine: Future[int] = Future()
+    mine.set_result(2)
+    ref: ObjectRef[Any] = ObjectRef.of(_kept(torch.ones(50_000)))
+    assert set(as_completed([mine, ref])) == {mine, ref}
+    assert ref._fetched is not None
+    assert ref._fetched.done()
+    assert list(as_completed([])) == []
+
+
+def test_as_completed_has_a_time_out() -> None:
+    work = _Work(2)
+    work.end(0)
+    completed = as_completed(work.refs, timeout=_TINY)
+    assert next(completed) is work.refs[0]
+    with pytest.raises(errors.RpcTimeoutError, match="one of 1 results"):
+        next(completed)
+    with pytest.raises(errors.RpcTimeoutError):
+        asyncio.run(anext(completed))  # type: ignore[arg-type]
+    work.end(1)
+    assert next(completed) is work.refs[1]
+
+
+def test_as_completed_in_asyncio() -> None:
+    work = _Work(3)
+
+    async def main() -> list[Any]:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(work.end, 1)
+        found = []
+        async for ref in as_completed(work.refs):
+            found.append(ref)
+            if len(found) == 1:
+                thread = _started(lambda: work.end(2, 0))
+        thread.join()
+        return found
+
+    assert asyncio.run(main()) == [work.refs[1], work.refs[2], work.refs[0]]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_each_comes_once_whoever_ends_them(asynchronous: bool) -> None:
+    work = _Work(200)
+
+    def end(start: int) -> None:
+        for number in range(start, 200, 4):
+            work.end(number)
+
+    async def gathered() -> list[Any]:
+        return [ref async for ref in as_completed(work.refs)]
+
+    threads = [_started(lambda start=start: end(start)) for start in range(4)]
+    found = asyncio.run(gathered()) if asynchronous else list(as_completed(work.refs))
+    for thread in threads:
+        thread.join()
+    assert len(found) == 200
+    assert set(found) == set(work.refs)

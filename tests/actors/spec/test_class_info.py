@@ -1,0 +1,417 @@
+"""What is known of a class's methods: which there are, how they run, and which arguments they take.
+
+Python itself says what is right: every check is compared with a call.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import inspect
+import pickle
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actorrpc.actors.spec.class_info import ClassInfo, MethodInfo, Signature, method
+from actorrpc.actors.spec.options import CallOptions
+from actorrpc.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Base:
+    def inherited(self, a: int) -> int:
+        return a
+
+    def replaced(self) -> None: ...
+
+
+def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return inner
+
+
+class Everything(Base):
+    """One of each kind.
+
+    And more.
+    """
+
+    constant = 3
+    lambda_ = lambda self, a: a  # noqa: E731
+
+    class Inner:
+        pass
+
+    def __init__(self, a: int, b: int = 2, /, *rest: int, c: int, d: int = 4) -> None:
+        self.x = lambda: None
+
+    def plain(self, a: int, b: int = 2) -> None: ...
+
+    async def coroutine(self) -> None: ...
+
+    def generator(self) -> Iterator[int]:
+        yield 1
+
+    async def async_generator(self) -> AsyncIterator[int]:
+        yield 1
+
+    @staticmethod
+    def static(a: int) -> None: ...
+
+    @classmethod
+    def of_class(cls, a: int) -> None: ...
+
+    @property
+    def value(self) -> int:
+        return 1
+
+    @functools.cached_property
+    def cached(self) -> int:
+        return 1
+
+    @functools.lru_cache  # noqa: B019
+    def remembered(self, a: int) -> int:
+        return a
+
+    @functools.singledispatchmethod
+    def dispatched(self, a: int) -> None: ...
+
+    partial = functools.partialmethod(plain, 1)
+
+    @_wrapped
+    def wrapped(self, a: int) -> None: ...
+
+    @method(num_returns=2, timeout=3)
+    def marked(self) -> tuple[int, int]:
+        return 1, 2
+
+    replaced = None  # type: ignore[assignment]
+
+    def __call__(self, a: int) -> None: ...
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, key: str) -> None: ...
+
+    def _private(self) -> None: ...
+
+
+def test_what_can_be_called() -> None:
+    info = ClassInfo.of(Everything)
+    assert set(info.methods) == {
+        *("inherited", "lambda_", "plain", "coroutine", "generator", "async_generator", "static", "of_class"),
+        *("remembered", "dispatched", "partial", "wrapped", "marked", "__call__", "__len__", "__getitem__"),
+        "_private",
+    }
+    assert (info.name, info.module, info.doc) == ("Everything", __name__, "One of each kind.")
+    assert ClassInfo.of(Everything) is info
+
+
+def test_kinds() -> None:
+    methods = ClassInfo.of(Everything).methods
+    kinds = {name: methods[name].kind for name in ("plain", "coroutine", "generator", "async_generator")}
+    assert kinds == {
+        "plain": "sync",
+        "coroutine": "async",
+        "generator": "generator",
+        "async_generator": "async_generator",
+    }
+    assert methods["generator"].streams
+    assert not methods["coroutine"].streams
+    assert ClassInfo.of(Everything).is_async
+    assert not ClassInfo.of(Base).is_async
+
+
+def test_method_says_how_it_is_called() -> None:
+    marked = ClassInfo.of(Everything).methods["marked"]
+    assert marked.options == CallOptions(num_returns=2, timeout=3)
+    defaults = CallOptions(timeout=9, priority=4)
+    found = marked.options_of(defaults)
+    assert found == CallOptions(num_returns=2, timeout=3, priority=4)
+    assert marked.options_of(CallOptions(timeout=9, priority=4)) is found  # routes rely on that
+    assert Everything.marked(Everything(1, c=1)) == (1, 2)
+
+
+def test_method_in_any_order_with_other_decorators() -> None:
+    class Actor:
+        @method(num_returns=2)
+        @staticmethod
+        def over() -> None: ...
+
+        @staticmethod
+        @method(num_returns=3)
+        def under() -> None: ...
+
+        @classmethod
+        @method
+        @method(timeout=1)
+        def twice(cls) -> None: ...
+
+    methods = ClassInfo.of(Actor).methods
+    assert methods["over"].options.num_returns == 2
+    assert methods["under"].options.num_returns == 3
+    assert methods["twice"].options.timeout == 1
+    with pytest.raises(ConfigError, match="not an option of a method"):
+        method(name_="x")
+    with pytest.raises(TypeError, match="is for the methods of a class"):
+        method(int)
+    with pytest.raises(TypeError, match="is for the methods of a class"):
+        method(3)  # type: ignore[call-overload]
+
+
+def _python_says(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    try:
+        function(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def _we_say(info: MethodInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    try:
+        info.check(args, kwargs)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+_CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    ((), {}),
+    ((1,), {}),
+    ((1, 2), {}),
+    ((1, 2, 3), {}),
+    ((1, 2, 3, 4), {}),
+    ((1,), {"a": 1}),
+    ((), {"a": 1}),
+    ((), {"a": 1, "b": 2, "c": 3}),
+    ((1,), {"c": 1}),
+    ((1, 2, 3), {"c": 1}),
+    ((), {"z": 1}),
+    ((1,), {"z": 1}),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs"), _CALLS)
+def test_wrong_arguments_are_refused_as_python_does(args: Any, kwargs: Any) -> None:
+    class Actor:
+        def none(self) -> None: ...
+        def one(self, a: int) -> None: ...
+        def two(self, a: int, b: int = 2) -> None: ...
+        def names(self, *, a: int, b: int = 2) -> None: ...
+        def mixed(self, a: int, /, b: int, *, c: int = 3) -> None: ...
+        def three(self, a: int, b: int, c: int) -> None: ...
+        def rest(self, a: int, *args: int, **kwargs: int) -> None: ...
+        def only(self, a: int = 1, b: int = 2, /) -> None: ...
+        def odd(*args: Any) -> None: ...
+
+        @staticmethod
+        def static(a: int, b: int = 2) -> None: ...
+
+        @classmethod
+        def of_class(cls, a: int) -> None: ...
+
+    info, actor = ClassInfo.of(Actor), Actor()
+    for name, each in info.methods.items():
+        theirs = _python_says(getattr(actor, name), args, kwargs)
+        ours = _we_say(each, args, kwargs)
+        if theirs is not None:
+            theirs = theirs.rpartition("<locals>.")[2]
+        assert ours == theirs, name
+
+
+_names = st.sampled_from("abcdef")
+
+
+@st.composite
+def _functions(draw: st.DrawFn) -> tuple[Callable[..., Any], str]:
+    names = draw(st.lists(_names, unique=True, max_size=5))
+    cuts = sorted(draw(st.lists(st.integers(0, len(names)), min_size=2, max_size=2)))
+    only, plain, keyword = names[: cuts[0]], names[cuts[0] : cuts[1]], names[cuts[1] :]
+    required = draw(st.integers(0, len(only) + len(plain)))
+    parts, at = ["self"], 0
+    for name in only:
+        parts.append(name if at < required else f"{name}=0")
+        at += 1
+    if only:
+        parts.append("/")
+    for name in plain:
+        parts.append(name if at < required else f"{name}=0")
+        at += 1
+    varargs = draw(st.booleans())
+    if varargs:
+        parts.append("*args")
+    elif keyword:
+        parts.append("*")
+    parts.extend(name if draw(st.booleans()) else f"{name}=0" for name in keyword)
+    if draw(st.booleans()):
+        parts.append("**kwargs")
+    source = f"def method({', '.join(parts)}): pass"
+    space: dict[str, Any] = {}
+    exec(source, space)
+    return space["method"], source
+
+
+@given(
+    _functions(),
+    st.lists(st.integers(), max_size=6),
+    st.dictionaries(_names, st.integers(), max_size=4),
+    st.booleans(),
+)
+def test_any_signature_is_checked_as_python_does(
+    made: tuple[Callable[..., Any], str], args: list[int], kwargs: dict[str, int], by_inspect: bool
+) -> None:
+    function, source = made
+    if by_inspect:  # the way of callables that are no plain functions
+        function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    info = MethodInfo("method", "sync", Signature.of(function, "method", 1))
+    for checked in (info, pickle.loads(pickle.dumps(info))):
+        ours = _we_say(checked, tuple(args), kwargs)
+        assert ours == _python_says(function, (None, *args), kwargs), source
+
+
+def test_constructors() -> None:
+    class Nothing:
+        pass
+
+    class New:
+        def __new__(cls, a: int) -> New:
+            return object.__new__(cls)
+
+    class Meta(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return object.__new__(cls)
+
+    class Made(metaclass=Meta):
+        def __init__(self, a: int) -> None: ...
+
+    @dataclass
+    class Data(Generic[T]):
+        a: T
+        b: int = 2
+
+    class Abstract(abc.ABC):
+        @abc.abstractmethod
+        def m(self) -> None: ...
+
+    def takes(cls: type, *args: Any, **kwargs: Any) -> bool:
+        return _we_say(ClassInfo.of(cls).constructor, args, kwargs) is None
+
+    assert takes(Everything, 1, c=1)
+    assert not takes(Everything, 1)
+    assert not takes(Everything, a=1, c=1)
+    assert takes(Nothing)
+    assert not takes(Nothing, 1)
+    assert takes(New, 1)
+    assert not takes(New)
+    assert takes(Made, 1, 2, 3, x=4)
+    assert takes(Data, 1)
+    assert takes(Data, a=1, b=2)
+    assert not takes(Data)
+    assert takes(Abstract)
+    assert takes(torch.nn.Linear, 1, 2, bias=False)
+    assert not takes(torch.nn.Linear, 1)
+
+
+def test_what_does_not_say_what_it_takes_takes_anything() -> None:
+    class Actor(dict[str, int]):
+        pass
+
+    info = ClassInfo.of(Actor)
+    assert info.methods["update"].check((1, 2), {"x": 3}) is None
+    assert "get" in info.methods
+
+
+def test_a_wrapper_is_taken_at_its_own_word() -> None:
+    assert _we_say(ClassInfo.of(Everything).methods["wrapped"], (1, 2, 3), {"x": 1}) is None
+
+
+def test_checkpoints() -> None:
+    class Has:
+        def checkpoint(self) -> int:
+            return 1
+
+        def restore(self, state: int) -> None: ...
+
+    class Other:
+        def checkpoint(self, path: str) -> None: ...
+        def restore(self, state: int) -> None: ...
+
+    assert ClassInfo.of(Has).has_checkpoint
+    assert not ClassInfo.of(Other).has_checkpoint
+    assert not ClassInfo.of(Base).has_checkpoint
+
+
+@pytest.mark.parametrize("cls", [Everything, torch.nn.Transformer])
+def test_it_travels_small_and_arrives_as_one(cls: type) -> None:
+    info = ClassInfo.of(cls)
+    data = pickle.dumps(info)
+    assert len(data) < 2500
+    arrived = pickle.loads(data)
+    assert pickle.loads(pickle.dumps(info)) is arrived
+    assert list(arrived.methods) == list(info.methods)
+    for name, each in info.methods.items():
+        assert arrived.methods[name].packed() == each.packed()
+    assert (arrived.name, arrived.doc, arrived.is_async) == (info.name, info.doc, info.is_async)
+    assert pickle.loads(pickle.dumps(arrived)) is arrived
+
+
+def test_exceptions_among_the_options_travel() -> None:
+    class Actor:
+        @method(retry_exceptions=[KeyError])
+        def m(self) -> None: ...
+
+    arrived = pickle.loads(pickle.dumps(ClassInfo.of(Actor)))
+    assert arrived.methods["m"].options.retry_exceptions == (KeyError,)
+
+
+def test_classes_are_not_kept_alive() -> None:
+    import gc
+    import weakref
+
+    class Actor:
+        def m(self) -> None: ...
+
+    ClassInfo.of(Actor)
+    watch = weakref.ref(Actor)
+    del Actor
+    gc.collect()
+    assert watch() is None
+
+
+def test_methods_that_run_on_threads() -> None:
+    class Both:
+        @method(thread=True)
+        def beside(self) -> None: ...
+
+        @method(thread=True, timeout=1)
+        def generator(self) -> Iterator[int]:
+            yield 1
+
+        @method(thread=False)
+        def plain(self) -> None: ...
+
+    info = pickle.loads(pickle.dumps(ClassInfo.of(Both)))
+    assert {name: each.threaded for name, each in info.methods.items()} == {
+        "beside": True,
+        "generator": True,
+        "plain": False,
+    }
+    assert info.methods["generator"].options.timeout == 1
+
+    async def coroutine(self: Any) -> None: ...
+
+    with pytest.raises(ConfigError, match="coroutine is async"):
+        method(thread=True)(coroutine)
+    with pytest.raises(ConfigError, match="thread must be True or False"):
+        method(thread=1)

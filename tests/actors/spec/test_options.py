@@ -1,0 +1,257 @@
+"""Options of actors, calls and tasks: which there are, which values are right, and what is said of others."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actorrpc.actors.spec.options import NEW_PROCESS, ActorOptions, CallOptions, TaskOptions
+from actorrpc.errors import ConfigError, WrongTypeError
+from actorrpc.wire.identity import WorkerInfo
+
+_KINDS = [ActorOptions(), CallOptions(), TaskOptions()]
+
+
+def test_the_defaults() -> None:
+    call, actor, task = CallOptions(), ActorOptions(), TaskOptions()
+    assert (call.num_returns, call.timeout, call.priority, call.max_buffered_items) == (1, None, 0, None)
+    assert (actor.max_restarts, actor.max_task_retries, actor.max_pending_calls) == (0, None, -1)
+    assert (actor.reentrant, actor.allow_out_of_order_execution, actor.lifetime) == (True, None, None)
+    assert (task.max_retries, task.retry_exceptions) == (3, False)
+
+
+def test_merging_makes_new_options() -> None:
+    before = ActorOptions(name="a")
+    after = before.merged(num_cpus=2, name="b")
+    assert (before.name, before.num_cpus) == ("a", None)
+    assert (after.name, after.num_cpus) == ("b", 2)
+    assert before.merged() is before
+
+
+@pytest.mark.parametrize("options", _KINDS, ids=lambda each: type(each).__name__)
+def test_an_unknown_option_is_refused_with_those_there_are(options: Any) -> None:
+    with pytest.raises(ConfigError, match=r"'naem' is not an option of .* Did you mean 'name'") as caught:
+        options.merged(naem="x")
+    assert "priority" in str(caught.value)
+    assert "timeout" in str(caught.value)
+
+
+def test_an_option_of_something_else_says_of_what() -> None:
+    with pytest.raises(ConfigError, match=r"not an option of an actor.* option of a task"):
+        ActorOptions().merged(max_retries=3)
+    with pytest.raises(ConfigError, match="not an option of a method"):
+        CallOptions().merged(lifetime="detached")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["scheduling_strategy", "memory", "accelerator_type", "object_store_memory", "max_calls"],
+)
+@pytest.mark.parametrize("options", _KINDS, ids=lambda each: type(each).__name__)
+def test_options_that_only_make_sense_in_ray_say_what_to_do(options: Any, name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{name!r} is an option of Ray's that makes no sense here: .{{10}}"
+    ):
+        options.merged(**{name: 1})
+
+
+_RIGHT: list[tuple[Any, str, Any, Any]] = [
+    (ActorOptions(), "name", "x", "x"),
+    (ActorOptions(), "allow_out_of_order_execution", None, None),
+    (ActorOptions(), "allow_out_of_order_execution", False, False),
+    (ActorOptions(), "name", None, None),
+    (ActorOptions(), "lifetime", "detached", "detached"),
+    (ActorOptions(), "lifetime", "owned", None),
+    (ActorOptions(), "lifetime", "non_detached", None),
+    (ActorOptions(), "worker", 0, 0),
+    (ActorOptions(), "worker", "w1", "w1"),
+    (ActorOptions(), "worker", NEW_PROCESS, NEW_PROCESS),
+    (ActorOptions(), "worker", WorkerInfo("w", 1), WorkerInfo("w", 1)),
+    (ActorOptions(), "max_restarts", -1, -1),
+    (ActorOptions(), "max_task_retries", -1, -1),
+    (ActorOptions(), "max_task_retries", None, None),
+    (ActorOptions(), "max_pending_calls", -1, -1),
+    (ActorOptions(), "max_concurrency", None, None),
+    (ActorOptions(), "max_concurrency", 3, 3),
+    (ActorOptions(), "concurrency_groups", {"io": 2}, {"io": 2}),
+    (ActorOptions(), "num_cpus", 0.5, 0.5),
+    (ActorOptions(), "num_gpus", 0, 0),
+    (ActorOptions(), "restart_window_s", 3, 3),
+    (ActorOptions(), "timeout", 0, 0),
+    (ActorOptions(), "env", {"A": 1}, {"A": "1"}),
+    (CallOptions(), "num_returns", 0, 0),
+    (CallOptions(), "num_returns", "streaming", "streaming"),
+    (CallOptions(), "num_returns", "dynamic", "streaming"),
+    (CallOptions(), "retry_exceptions", [ValueError], (ValueError,)),
+    (CallOptions(), "retry_exceptions", ValueError, (ValueError,)),
+    (CallOptions(), "retry_exceptions", True, True),
+    (CallOptions(), "priority", -3, -3),
+    (TaskOptions(), "max_retries", -1, -1),
+]
+
+
+@pytest.mark.parametrize(("options", "name", "value", "kept"), _RIGHT)
+def test_right_values(options: Any, name: str, value: Any, kept: Any) -> None:
+    assert getattr(options.merged(**{name: value}), name) == kept
+
+
+_WRONG: list[tuple[Any, str, Any]] = [
+    (ActorOptions(), "name", ""),
+    (ActorOptions(), "name", 3),
+    (ActorOptions(), "lifetime", "forever"),
+    (ActorOptions(), "get_if_exists", 1),
+    (ActorOptions(), "worker", ""),
+    (ActorOptions(), "worker", -1),
+    (ActorOptions(), "worker", True),
+    (ActorOptions(), "worker", 1.5),
+    (ActorOptions(), "max_concurrency", 0),
+    (ActorOptions(), "max_concurrency", 1.0),
+    (ActorOptions(), "concurrency_groups", ["io"]),
+    (ActorOptions(), "concurrency_groups", {"io": 0}),
+    (ActorOptions(), "concurrency_groups", {"": 1}),
+    (ActorOptions(), "concurrency_groups", {1: 1}),
+    (ActorOptions(), "max_pending_calls", 0),
+    (ActorOptions(), "max_restarts", -2),
+    (ActorOptions(), "max_restarts", True),
+    (ActorOptions(), "restart_window_s", 0),
+    (ActorOptions(), "restart_backoff_s", -1),
+    (ActorOptions(), "num_cpus", float("nan")),
+    (ActorOptions(), "num_gpus", "1"),
+    (ActorOptions(), "env", "A=1"),
+    (ActorOptions(), "env", {"A=": "1"}),
+    (ActorOptions(), "env", {"A": None}),
+    (ActorOptions(), "reentrant", None),
+    (ActorOptions(), "checkpoint_every", 0),
+    (CallOptions(), "num_returns", -1),
+    (CallOptions(), "num_returns", "two"),
+    (CallOptions(), "num_returns", True),
+    (CallOptions(), "timeout", -1),
+    (CallOptions(), "timeout", float("inf")),
+    (CallOptions(), "timeout", "1"),
+    (CallOptions(), "priority", 1.5),
+    (CallOptions(), "retry_exceptions", [ValueError()]),
+    (CallOptions(), "retry_exceptions", "ValueError"),
+    (CallOptions(), "max_buffered_items", 0),
+    (TaskOptions(), "max_retries", -2),
+]
+
+
+def test_the_bound_of_a_stream_has_three_names() -> None:
+    for options in (CallOptions(), ActorOptions(), TaskOptions()):
+        for name in ("max_buffered_items", "backpressure", "_generator_backpressure_num_objects"):
+            assert options.merged(**{name: 3}).max_buffered_items == 3
+            assert options.merged(**{name: None}).max_buffered_items is None
+        assert options.merged(_generator_backpressure_num_objects=-1).max_buffered_items is None
+        with pytest.raises(ConfigError, match="two names for one thing"):
+            options.merged(backpressure=2, max_buffered_items=2)
+        with pytest.raises(ConfigError, match="an int of at least 1"):
+            options.merged(backpressure=-1)
+
+
+@pytest.mark.parametrize(("options", "name", "value"), _WRONG)
+def test_wrong_values_are_refused_with_what_is_right(options: Any, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} must be .*, not ") as caught:
+        options.merged(**{name: value})
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_wrong_type_is_also_a_type_error() -> None:
+    with pytest.raises(WrongTypeError):
+        ActorOptions().merged(max_restarts="3")
+    with pytest.raises(TypeError):
+        CallOptions().merged(timeout="3")
+
+
+def test_torchs_worker_info_is_understood() -> None:
+    class Info:
+        name, id = "w", 3
+
+    assert ActorOptions().merged(worker=Info()).worker == WorkerInfo("w", 3)
+
+
+@pytest.mark.parametrize("name", ["env", "runtime_env"])
+def test_an_environment_as_ray_has_it(name: str) -> None:
+    found = ActorOptions().merged(**{name: {"env_vars": {"A": "1"}, "working_dir": "/tmp"}})
+    assert (found.env, found.working_dir) == ({"A": "1"}, "/tmp")
+    assert ActorOptions().merged(**{name: None}).env == {}
+    with pytest.raises(ConfigError, match="'pip' is not supported"):
+        ActorOptions().merged(**{name: {"env_vars": {}, "pip": ["torch"]}})
+
+
+def test_variables_may_be_called_what_they_like() -> None:
+    assert ActorOptions().merged(env={"pip": "x", "working_dir_": "y"}).env == {
+        "pip": "x",
+        "working_dir_": "y",
+    }
+    with pytest.raises(ConfigError, match="two names for one thing"):
+        ActorOptions().merged(env={}, runtime_env={})
+
+
+def test_what_does_not_go_together() -> None:
+    ActorOptions().check_together()
+    ActorOptions(get_if_exists=True, name="x").check_together()
+    with pytest.raises(ConfigError, match="needs a name="):
+        ActorOptions(get_if_exists=True).check_together()
+    with pytest.raises(ConfigError, match="process of the actor's own"):
+        ActorOptions(worker="w", env={"A": "1"}).check_together()
+    ActorOptions(worker=NEW_PROCESS, env={"A": "1"}).check_together()
+    with pytest.raises(ConfigError, match="'io' is not one of concurrency_groups, which are: 'cpu'"):
+        ActorOptions(concurrency_group="io", concurrency_groups={"cpu": 1}).check_together()
+
+
+def test_actors_options_are_the_defaults_of_their_calls() -> None:
+    assert ActorOptions(name="x", num_cpus=3).for_calls() == CallOptions()
+    actor = ActorOptions(timeout=3, priority=2, max_task_retries=4, retry_exceptions=True)
+    assert actor.for_calls() == CallOptions(timeout=3, priority=2, max_task_retries=4, retry_exceptions=True)
+    assert ActorOptions(allow_out_of_order_execution=True).for_calls().allow_out_of_order
+    task = TaskOptions(max_retries=1, timeout=2, name="t")
+    assert task.for_calls() == CallOptions(max_task_retries=1, timeout=2, name="t")
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "name": st.text(min_size=1),
+            "max_restarts": st.integers(-1, 100),
+            "timeout": st.none() | st.floats(0, 1e6),
+            "reentrant": st.booleans(),
+            "retry_exceptions": st.booleans() | st.just([ValueError, OSError]),
+            "concurrency_groups": st.dictionaries(st.text(min_size=1), st.integers(1, 9)),
+            "num_cpus": st.none() | st.integers(0, 99),
+        },
+    )
+)
+def test_options_travel(options: dict[str, Any]) -> None:
+    made = ActorOptions().merged(**options)
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert made.merged() is made
+
+
+def test_what_equals_a_default_but_is_of_another_type_travels_as_it_is() -> None:
+    assert pickle.loads(pickle.dumps(CallOptions(num_returns="streaming"))).num_returns == "streaming"
+    assert pickle.loads(pickle.dumps(CallOptions(max_task_retries=0))).max_task_retries == 0
+
+
+def test_an_interruption_needs_a_time() -> None:
+    assert CallOptions().merged(timeout=1, interrupt=True).interrupt
+    assert CallOptions(interrupt=True).merged(priority=1).interrupt  # as @method(interrupt=True) leaves it
+    assert TaskOptions(timeout=1).merged(interrupt=True).for_calls().interrupt
+    for options, wrong in (
+        (CallOptions(), {"interrupt": True}),
+        (CallOptions(timeout=1), {"interrupt": True, "timeout": 0}),
+        (TaskOptions(), {"interrupt": True}),
+    ):
+        with pytest.raises(ConfigError, match="give timeout=, too"):
+            options.merged(**wrong)
+    with pytest.raises(ConfigError, match="interrupt must be True or False"):
+        CallOptions().merged(interrupt=1, timeout=1)
+
+
+def test_a_thread_is_not_for_single_calls() -> None:
+    with pytest.raises(ConfigError, match="where a method is defined"):
+        CallOptions().merged(thread=True)

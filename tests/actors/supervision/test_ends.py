@@ -1,0 +1,317 @@
+"""The ends of supervision groups, over a network that follows a seed: giving up, leaving, being ended; who is told."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from actorrpc.actors.context import set_runtime
+from actorrpc.actors.groups.supervision import Supervision
+from actorrpc.actors.supervision.strategies import STRATEGIES
+from actorrpc.errors import (
+    ActorDiedError,
+    ConfigError,
+    SupervisionError,
+)
+from tests.actors.fleet import World
+from tests.actors.scene import Scene, error_of
+
+
+@pytest.fixture(autouse=True)
+def _no_runtime() -> Iterator[None]:
+    yield
+    set_runtime(None)
+
+
+# -- giving up ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spawner", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.prints("supervision group 'web': it has given up, as 2 restarts within 1000 s did not do")
+def test_one_death_too_many(monkeypatch: pytest.MonkeyPatch, strategy: Any, spawner: bool) -> None:
+    scene = Scene(monkeypatch, 3, spawner=spawner)
+    told: list[SupervisionError] = []
+    group = scene.group(
+        0, 1, 2, strategy=strategy, max_restarts=2, period=1000.0, name="web", on_failure=told.append
+    )
+    over, watched = group.monitor(), [route.watch() for route in scene.routes]
+    for _ in range(2):
+        scene.kill(1)
+        scene.happened()
+    assert group.state == "up"
+    assert not over.done()
+    scene.kill(1)
+    call = scene.world.call(scene.driver, scene.routes[0], 1)
+    assert scene.happened() == ["-1", "-2", "-0"]
+    assert scene.lives() == []
+    assert group.state == "failed"
+    (error,) = told
+    assert over.value() is error
+    text = str(error)
+    assert text.startswith("supervision group 'web': it has given up, as 2 restarts within 1000 s did not do")
+    assert text.count("it was killed with kill()") == 4  # the last, and the list of all three
+    for death in watched:
+        assert "supervision group 'web', which it belongs to, has ended: it has given up" in str(
+            death.value()
+        )
+    if call.exception() is not None:
+        assert isinstance(call.exception(), ActorDiedError)
+    late = scene.world.call(scene.driver, scene.routes[2], 1)
+    scene.world.settle()
+    assert "max_restarts=2" in str(error_of(late))
+    assert group.monitor().value() is error
+    assert len(told) == 1
+
+
+def test_deaths_outside_of_the_period_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, 1)
+    group = scene.group(0, max_restarts=1, period=10.0)
+    for _ in range(4):
+        scene.kill(0)
+        scene.world.settle()
+        scene.world.clock.advance(11.0)
+    assert group.state == "up"
+    assert scene.lives() == [0]
+
+
+@pytest.mark.prints(r"supervision group .*: it has given up, as .* its constructor raised")
+def test_a_constructor_that_raises_in_a_restart_is_one_more_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, 2)
+    group = scene.group(0, 1, max_restarts=4)
+    errors = [ValueError("not yet"), ValueError("nor now")]
+    scene.refuse = lambda number: errors.pop(0) if errors else None
+    scene.kill(1)
+    assert scene.happened() == ["-1", "!1", "!1", "+1"]
+    assert group.state == "up"
+    scene.refuse = lambda number: ValueError("never again")
+    scene.kill(1)
+    over = group.monitor()
+    scene.world.settle()
+    error = over.value()
+    assert isinstance(error, SupervisionError)
+    assert "its constructor raised ValueError: never again" in str(error)
+    assert "its constructor raised ValueError: not yet" in str(error)
+    assert scene.lives() == []
+
+
+@pytest.mark.prints(
+    r"supervision group #\d+: it has given up: .* its constructor raised ValueError: wrong arguments"
+)
+def test_a_first_constructor_that_raises_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, 2)
+    scene.refuse = lambda number: ValueError("wrong arguments") if number == 2 else None
+    scene.routes.append(scene.world.create(scene.driver, max_restarts=-1))
+    scene.names[scene.routes[2].actor_id] = 2
+    group = scene.group(0, 1, 2)
+    assert scene.happened() == ["!2", "-1", "-0"]
+    error = group.monitor().value()
+    assert error is not None
+    assert isinstance(error.cause, ValueError)
+    assert "wrong arguments" in str(error)
+    late = scene.world.call(scene.driver, scene.routes[0], 1)
+    scene.world.settle()
+    assert isinstance(error_of(late), ActorDiedError)
+
+
+def test_children_come_back_to_where_they_were_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Handle:
+        _is_actor_handle = True
+
+    scene = Scene(monkeypatch, 0)
+    near = Handle()
+    for number, place in enumerate(["w2", near, None]):
+        scene.routes.append(scene.world.create(scene.driver, max_restarts=-1, worker=place))
+        scene.names[scene.routes[number].actor_id] = number
+        near.__dict__["_actorrpc_route"] = scene.routes[0]
+    scene.world.settle()
+    scene.group(0, 1, 2, strategy="one_for_all")
+    for turn in (1, 2):
+        scene.kill(2)
+        scene.world.settle()
+        assert [scene.where(number).worker.record.name for number in range(2)] == ["w2", "w2"]
+        assert [scene.where(number).spec.epoch for number in range(3)] == [turn] * 3
+
+
+@pytest.mark.prints(r"supervision group #\d+: it has given up: .* worker= has put it there")
+def test_a_place_that_is_gone_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, 1)
+    scene.routes.append(scene.world.create(scene.driver, max_restarts=-1, worker="w2"))
+    scene.names[scene.routes[1].actor_id] = 1
+    scene.world.settle()
+    group = scene.group(0, 1)
+    scene.world.workers[2].die()
+    scene.world.settle()
+    assert "worker= has put it there" in str(group.monitor().value())
+    assert scene.lives() == []
+
+
+# -- nested -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.prints("supervision group 'outer': it has given up, as 2 restarts within 60 s did not do")
+def test_a_group_in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for spawner in (False, True):
+        scene = Scene(monkeypatch, 5, spawner=spawner)
+        inner = scene.group(1, 2, strategy="one_for_all", max_restarts=1, name="inner")
+        deep = scene.group(3, max_restarts=0, name="deep")
+        outer = scene.group(0, inner, deep, 4, strategy="rest_for_one", max_restarts=2, name="outer")
+        scene.kill(2)
+        assert scene.happened() == ["-2", "-1", "+1", "+2"]
+        assert (inner.restarts, outer.restarts) == (2, 0)
+        scene.kill(1)  # one too many for the inner one: the outer one makes it, and what is behind it, again
+        assert scene.happened() == ["-1", "-2", "-4", "-3", "+1", "+2", "+3", "+4"]
+        scene.kill(1)  # the inner one has a new account
+        assert scene.happened() == ["-1", "-2", "+1", "+2"]
+        scene.kill(3)
+        assert scene.happened() == ["-3", "-4", "+3", "+4"]
+        assert {group.state for group in (inner, deep, outer)} == {"up"}
+        scene.kill(3)
+        assert scene.happened() == ["-3", "-4", "-2", "-1", "-0"]
+        assert {group.state for group in (inner, deep, outer)} == {"failed"}
+        error = outer.monitor().value()
+        assert error is not None
+        assert inner.monitor().value() is error
+        assert "supervision group 'deep': it has given up, as no restart within 60 s did not do" in str(error)
+        monkeypatch.undo()
+
+
+@pytest.mark.prints(r"supervision group #\d+: it has given up: .* worker= has put it there")
+def test_a_place_that_is_gone_ends_all_groups_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, 2)
+    scene.routes.append(scene.world.create(scene.driver, max_restarts=-1, worker="w2"))
+    scene.names[scene.routes[2].actor_id] = 2
+    scene.world.settle()
+    inner = scene.group(1, 2)
+    outer = scene.group(0, inner)
+    scene.world.workers[2].die()
+    scene.world.settle()
+    assert (inner.state, outer.state) == ("failed", "failed")
+    assert "worker= has put it there" in str(outer.monitor().value())
+    assert scene.lives() == []
+
+
+def test_a_group_in_a_group_whose_children_have_all_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, 3)
+    inner = scene.group(1, 2)
+    outer = scene.group(0, inner, strategy="one_for_all")
+    for number in (1, 2):
+        scene.routes[number].kill()
+    scene.world.settle()
+    assert (inner.state, outer.state) == ("up", "up")
+    scene.events.clear()
+    scene.kill(0)
+    assert scene.happened() == ["-0", "+0"]
+    scene.routes[0].kill()
+    scene.world.settle()
+    assert (inner.state, outer.state) == ("ended", "ended")
+    assert inner.monitor().value() is None
+    assert outer.monitor().value() is None
+
+
+# -- leaving and ending -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["kill", "exit", "handle"])
+def test_one_that_leaves_is_out(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    scene = Scene(monkeypatch, 3)
+    group = scene.group(0, 1, 2, strategy="one_for_all")
+    if how == "kill":
+        scene.routes[1].kill()
+    elif how == "exit":
+        scene.driver.runtime.supervisor.note_ended(scene.routes[1].actor_id, 0, "exit", "exit_actor()")
+    else:
+        group._children = (group._children[0], group._children[2])
+        del scene.routes[1]
+        gc.collect()
+    scene.world.settle()
+    scene.events.clear()
+    assert group.state == "up"
+    if how != "handle":
+        del scene.routes[1]
+    scene.kill(0)
+    assert scene.happened() == ["-0", "-2", "+0", "+2"]
+    for route in scene.routes:
+        route.kill()
+    scene.world.settle()
+    assert group.state == "ended"
+    assert group.monitor().value() is None
+
+
+def test_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(20):
+        scene = Scene(monkeypatch, 4, seed, spawner=seed % 2 == 0)
+        told: list[Any] = []
+        inner = scene.group(2, 3)
+        group = scene.group(0, 1, inner, on_failure=told.append)
+        with pytest.raises(ConfigError, match="is a child of"):
+            inner.end()
+        if seed % 3 == 0:
+            scene.kill(1)
+            for _ in range(seed):
+                scene.world.step()
+        monkeypatch.setattr(Supervision, "monitor", partial(_settles, scene.world))
+        scene.world.on(scene.driver)
+        with group:
+            pass
+        if seed % 3:
+            assert scene.events == ["-3", "-2", "-1", "-0"]
+        assert scene.lives() == []
+        assert (group.state, inner.state) == ("ended", "ended")
+        group.end()
+        late = scene.world.call(scene.driver, scene.routes[2], 1)
+        scene.world.settle()
+        assert "which it belongs to, was ended" in str(error_of(late))
+        assert not told
+        monkeypatch.undo()
+
+
+def _settles(world: World) -> _Settles:
+    return _Settles(world)
+
+
+class _Settles:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def wait(self, timeout: float) -> None:
+        self._world.settle()
+
+
+def test_leaving_the_network_ends_the_group_without_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, 2)
+    told: list[Any] = []
+    group = scene.group(0, 1, strategy="one_for_all", on_failure=told.append)
+    monkeypatch.setattr(
+        "actorrpc.actors.supervision.supervisor.collect_all", lambda futures: _Settles(scene.world)
+    )
+    scene.driver.runtime.supervisor.close(True)
+    scene.world.settle()
+    assert group.monitor().value() is None
+    assert (scene.lives(), told) == ([], [])
+
+
+def test_a_group_that_nobody_refers_to_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, 2)
+    scene.group(0, 1, strategy="one_for_all")
+    gc.collect()
+    scene.kill(0)
+    assert scene.happened() == ["-0", "-1", "+0", "+1"]
+
+
+def test_a_group_keeps_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, 2)
+    group = scene.group(0, 1)
+    scene.routes.clear()
+    gc.collect()
+    scene.world.settle()
+    assert scene.lives() == [0, 1]
+    assert len(group.children) == 2
+    del group
+    gc.collect()
+    scene.world.settle()
+    assert scene.lives() == []

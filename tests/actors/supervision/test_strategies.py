@@ -1,0 +1,273 @@
+"""What a supervision group decides: orders, their order, and when it gives up. No I/O; a model of children obeys."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actorrpc.actors.supervision.restart_policy import Restarts
+from actorrpc.actors.supervision.strategies import STRATEGIES, Order, Siblings, Strategy
+
+
+class Model:
+    """Children that obey when they are told to go on; remembers everything that was done to them."""
+
+    def __init__(self, size: int, strategy: Strategy, limit: int = 3, backoff: float = 0.0) -> None:
+        self.now = 0.0
+        self.siblings = Siblings(["up"] * size, strategy, Restarts(limit, 60.0, backoff))
+        self.lives = [True] * size  # whether a child has an incarnation
+        self.done: list[str] = []
+        self.todo: list[Order] = []
+        self.waits: list[Order] = []
+
+    def take(self, orders: list[Order]) -> None:
+        for order in orders:
+            if order.what == "wait":
+                self.waits.append(order)
+            elif order.what in ("end", "make"):
+                pending = [each for each in self.todo if each.child == order.child]
+                if order.what == "end" and pending:  # it had not been begun
+                    assert [each.what for each in pending] == ["make"]
+                    self.todo.remove(pending[0])
+                    self.lives[order.child] = True
+                assert self.lives[order.child] is (order.what == "end")
+                self.todo.append(order)
+                self.done.append(f"{order.what} {order.child}")
+            else:
+                self.done.append(order.what)
+
+    def die(self, child: int) -> None:
+        assert self.lives[child]
+        self.lives[child] = False
+        self.todo = [order for order in self.todo if order.child != child]  # nobody to end is left
+        self.done.append(f"died {child}")
+        self.take(self.siblings.died(child, self.now, f"death of {child}"))
+
+    def obey(self, which: int = 0) -> None:
+        order = self.todo.pop(which)
+        if order.what == "end":
+            if self.lives[order.child]:
+                self.lives[order.child] = False
+                self.take(self.siblings.died(order.child, self.now, "ended"))
+        else:
+            self.lives[order.child] = True
+            self.take(self.siblings.made(order.child, self.now))
+
+    def pass_time(self) -> None:
+        order = self.waits.pop(0)
+        self.now += order.seconds
+        assert order.plan is not None
+        self.take(self.siblings.due(order.plan, self.now))
+
+    def settle(self) -> list[str]:
+        while self.todo or self.waits:
+            if self.todo:
+                self.obey()
+            else:
+                self.pass_time()
+        return self.done
+
+
+@pytest.mark.parametrize(
+    ("strategy", "done"),
+    [
+        ("one_for_one", ["died 1", "make 1"]),
+        ("one_for_all", ["died 1", "end 3", "end 2", "end 0", "make 0", "make 1", "make 2", "make 3"]),
+        ("rest_for_one", ["died 1", "end 3", "end 2", "make 1", "make 2", "make 3"]),
+    ],
+)
+def test_who_is_made_again_and_in_what_order(strategy: Strategy, done: list[str]) -> None:
+    model = Model(4, strategy)
+    model.die(1)
+    assert model.settle() == done
+    assert model.siblings.states == ("up",) * 4
+    assert not model.siblings.busy
+
+
+def test_each_is_made_when_the_one_before_it_lives_and_ended_when_the_one_behind_it_is_gone() -> None:
+    model = Model(3, "one_for_all")
+    model.die(2)
+    for _ in range(5):
+        assert len(model.todo) == 1
+        model.obey()
+    assert model.done == ["died 2", "end 1", "end 0", "make 0", "make 1", "make 2"]
+    assert not model.todo
+
+
+def test_the_back_off_is_between_the_ends_and_the_starts() -> None:
+    model = Model(2, "one_for_all", backoff=1.0)
+    model.die(0)
+    model.settle()
+    model.done.clear()
+    model.die(0)
+    assert [order.seconds for order in model.waits] == [1.0]
+    model.obey()
+    assert model.done == ["died 0", "end 1"]
+    assert not model.todo
+    model.pass_time()
+    assert model.settle() == ["died 0", "end 1", "make 0", "make 1"]
+
+
+def test_a_death_further_up_while_others_are_being_made_widens_the_circle() -> None:
+    model = Model(3, "rest_for_one")
+    model.die(2)
+    assert model.done == ["died 2", "make 2"]
+    model.die(0)
+    assert model.settle() == ["died 2", "make 2", "died 0", "end 2", "end 1", "make 0", "make 1", "make 2"]
+
+
+def test_one_that_was_to_end_anyhow_does_not_count() -> None:
+    model = Model(3, "one_for_all", limit=1)
+    model.die(0)
+    assert model.done == ["died 0", "end 2"]
+    model.die(1)
+    model.settle()
+    assert not model.siblings.failed
+    assert model.siblings.states == ("up",) * 3
+
+
+def test_children_of_one_for_one_do_not_wait_for_each_other() -> None:
+    model = Model(3, "one_for_one", backoff=5.0)
+    model.die(0)
+    model.die(1)
+    assert model.done == ["died 0", "make 0", "died 1"]
+    model.obey()
+    assert model.siblings.states == ("up", "down", "up")
+    model.settle()
+    assert model.siblings.states == ("up",) * 3
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_death_too_many(strategy: Strategy) -> None:
+    model = Model(3, strategy, limit=2)
+    for _ in range(2):
+        model.die(1)
+        model.settle()
+    model.done.clear()
+    model.die(1)
+    assert model.settle() == ["died 1", "end 2", "end 0", "failed"]
+    assert model.siblings.failed
+    assert model.siblings.exceeded
+    assert model.siblings.why == "death of 1"
+    assert model.siblings.restarts.causes() == ["death of 1"] * 3
+    # whoever is above makes it again, with a new account
+    model.take(model.siblings.bring_up(model.now, Restarts(2, 60.0)))
+    assert model.settle()[4:] == ["make 0", "make 1", "make 2", "up"]
+    model.die(1)
+    model.settle()
+    assert not model.siblings.failed
+
+
+def test_deaths_that_are_long_ago_do_not_count() -> None:
+    model = Model(2, "one_for_one", limit=1)
+    for _ in range(5):
+        model.now += 61.0
+        model.die(0)
+        model.settle()
+    assert not model.siblings.failed
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_that_leaves_is_no_reason_for_anything(strategy: Strategy) -> None:
+    model = Model(3, strategy)
+    model.lives[1] = False
+    model.take(model.siblings.left(1, 0.0))
+    assert model.done == []
+    model.die(0)
+    model.settle()
+    assert model.siblings.states == ("up", "left", "up")
+
+
+def test_one_that_leaves_while_it_is_waited_for() -> None:
+    model = Model(3, "one_for_all")
+    model.die(0)
+    assert model.todo[0].child == 2
+    model.todo.clear()
+    model.lives[2] = False
+    model.take(model.siblings.left(2, 0.0))
+    assert model.settle() == ["died 0", "end 2", "end 1", "make 0", "make 1"]
+
+
+def test_one_that_cannot_be_made() -> None:
+    model = Model(3, "one_for_one")
+    model.lives[1] = False
+    model.take(model.siblings.lost(1, 0.0, "no place"))
+    assert model.settle() == ["end 2", "end 0", "failed"]
+    assert not model.siblings.exceeded
+    assert model.siblings.why == "no place"
+
+
+def test_down_and_up() -> None:
+    model = Model(3, "rest_for_one")
+    model.die(1)
+    model.take(model.siblings.bring_down(0.0))
+    model.settle()
+    assert model.done[-1] == "down"
+    assert model.lives == [False] * 3
+    model.done.clear()
+    model.take(model.siblings.bring_up(0.0, Restarts(1, 60.0)))
+    assert model.settle() == ["make 0", "make 1", "make 2", "up"]
+
+
+def test_all_are_up_only_when_all_are_up() -> None:
+    model = Model(2, "one_for_one", backoff=3.0)
+    model.take(model.siblings.bring_down(0.0))
+    model.settle()
+    model.done.clear()
+    model.take(model.siblings.bring_up(0.0, Restarts(3, 60.0, 3.0)))
+    for _ in range(2):
+        model.todo = [order for order in model.todo if order.child != 0]
+        model.lives[0] = True
+        model.die(0)
+    model.obey()
+    assert model.siblings.states == ("down", "up")
+    assert "up" not in model.done
+    assert model.settle()[-1] == "up"
+    assert model.siblings.states == ("up", "up")
+
+
+@given(st.integers(0, 1 << 32), st.sampled_from(STRATEGIES), st.integers(1, 5))
+def test_whatever_happens_it_comes_to_rest(seed: int, strategy: Strategy, size: int) -> None:
+    """At rest, all that have not left live, or, where the group has given up, none."""
+    chance = random.Random(seed)
+    model = Model(size, strategy, limit=chance.choice([0, 1, 3, 100]), backoff=chance.choice([0.0, 1.0]))
+    left: set[int] = set()
+    for _ in range(chance.randrange(40)):
+        what = chance.randrange(6)
+        living = [child for child in range(size) if model.lives[child] and child not in left]
+        if what < 2 and living:
+            model.die(chance.choice(living))
+        elif what == 2 and living and chance.random() < 0.2:
+            child = chance.choice(living)
+            left.add(child)
+            model.lives[child] = False
+            model.todo = [order for order in model.todo if order.child != child]
+            model.take(model.siblings.left(child, model.now))
+        elif what == 3 and model.waits:
+            model.pass_time()
+        elif model.todo:
+            model.obey(chance.randrange(len(model.todo)))
+    model.settle()
+    assert not model.siblings.busy
+    states: tuple[Any, ...] = model.siblings.states
+    for child in range(size):
+        if child in left:
+            assert states[child] == "left"
+        else:
+            assert model.lives[child] is not model.siblings.failed
+            assert states[child] == ("down" if model.siblings.failed else "up")
+    assert model.done.count("failed") == int(model.siblings.failed)
+    # No order of starts is violated: a child is never made while one before it in the same plan is not.
+    if strategy != "one_for_one":
+        lives = [True] * size
+        for step in model.done:
+            word, _, number = step.partition(" ")
+            if word == "make":
+                assert all(lives[each] or each in left for each in range(int(number)))
+                lives[int(number)] = True
+            elif word in ("end", "died"):
+                lives[int(number)] = False

@@ -1,0 +1,486 @@
+"""The supervisor: placing, restarting, reporting and ending actors, over a network that follows a seed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from actorrpc.actors.context import set_runtime
+from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.spec.death_report import ActorState, Seat
+from actorrpc.actors.spec.options import NEW_PROCESS
+from actorrpc.errors import ActorDiedError, ConfigError, PeerDiedError, ShutdownError, UnknownWorkerError
+from actorrpc.futures import Future
+from actorrpc.wire.identity import WorkerInfo
+from tests.actors.fleet import Worker, World
+
+
+@pytest.fixture(autouse=True)
+def _no_runtime() -> Iterator[None]:
+    yield
+    set_runtime(None)
+
+
+def _state(worker: Worker) -> ActorState:
+    return worker.runtime.supervisor.states()[0]  # type: ignore[no-any-return]
+
+
+def _error(future: Future[Any]) -> BaseException:
+    assert future.done()
+    error = future.exception()
+    assert error is not None
+    return error
+
+
+# -- where ---------------------------------------------------------------------------------------------------
+
+
+def test_round_robin_over_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1, workers=4)
+    driver = world.workers[0]
+    routes = [world.create(driver) for _ in range(6)]
+    world.settle()
+    assert [len(each.residents_here) for each in world.workers] == [0, 2, 2, 2]
+    world.workers[2].die()
+    world.settle()
+    more = [world.create(driver) for _ in range(4)]
+    world.settle()
+    assert [len(each.residents_here) for each in world.workers[:2]] == [0, 4]
+    del routes, more
+
+
+def test_alone_it_lives_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1, workers=1)
+    route = world.create(world.workers[0])
+    future = world.call(world.workers[0], route, 4)
+    world.settle()
+    assert future.value() == 4
+    assert len(world.workers[0].residents_here) == 1
+
+
+@pytest.mark.parametrize("how", ["name", "rank", "info"])
+def test_on_a_worker_that_is_named(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    world = World(monkeypatch, 1)
+    there = world.workers[2]
+    where = {"name": "w2", "rank": 2, "info": there.record.info}[how]
+    route = world.create(world.workers[0], worker=where)
+    world.settle()
+    assert len(there.residents_here) == 1
+    assert route.card.options is not None
+    assert route.card.options.worker is None
+
+
+def test_with_another_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Handle:
+        _is_actor_handle = True
+
+    for seed in range(10):
+        world = World(monkeypatch, seed, spawner=True)
+        first = world.create(world.workers[0])
+        handle = Handle()
+        handle.__dict__["_actorrpc_route"] = first
+        second = world.create(world.workers[0], worker=handle)
+        one, two = first.located(), second.located()
+        world.settle()
+        assert one.value().worker == two.value().worker
+        assert one.value().resident_id != two.value().resident_id
+        watched = first.watch()
+        del first, handle
+        gc.collect()
+        world.settle()
+        assert watched.done()  # the second does not keep the first alive
+        future = world.call(world.workers[0], second, 3)
+        world.settle()
+        assert future.value() == 3
+
+
+def test_places_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1)
+    with pytest.raises(UnknownWorkerError):
+        world.create(world.workers[0], worker="nobody")
+    with pytest.raises(ConfigError, match="needs the embedded cluster"):
+        world.create(world.workers[0], worker=NEW_PROCESS)
+    world.workers[0].agent.peer(2)
+    world.workers[2].die()
+    world.settle()
+    with pytest.raises(PeerDiedError):
+        world.create(world.workers[0], worker="w2")
+    assert world.workers[0].runtime.supervisor.states() == []
+
+
+def test_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1, workers=1, spawner=True)
+    driver = world.workers[0]
+    route = world.create(driver)
+    future = world.call(driver, route, 1)
+    world.settle()
+    assert future.value() == 1
+    assert _state(driver).worker == "Counter-1"
+    assert _state(driver).pid == 1001
+    (resident,) = world.workers[1].residents_here.values()
+    assert resident.spec.alone
+    del route, future
+    gc.collect()
+    world.settle()
+    assert world.spawner is not None
+    assert world.spawner.released == ["Counter-1"]
+    assert _state(driver).state == "DEAD"
+
+
+def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1, workers=1, spawner=True)
+    assert world.spawner is not None
+    world.spawner.refuse = True
+    route = world.create(world.workers[0], max_restarts=-1)
+    future = world.call(world.workers[0], route, 1)
+    world.settle()
+    error = _error(future)
+    assert isinstance(error, ActorDiedError)
+    assert isinstance(error.cause, OSError)
+    assert "no process could be started for it: OSError: no more processes" in str(error)
+
+
+# -- restarts ---------------------------------------------------------------------------------------------------
+
+
+def test_back_off_and_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1, workers=1, spawner=True)
+    driver = world.workers[0]
+    births: list[float] = []
+
+    def constructor(spec: Any) -> None:
+        births.append(world.clock.now())
+        world.tasks.append((None, world.workers[-1].die))
+
+    world.constructor = constructor
+    route = world.create(driver, max_restarts=4, restart_backoff_s=1.0)
+    watched = route.watch()
+    world.settle(60)
+    assert watched.done()
+    assert len(births) == 5
+    waits = [after - before for before, after in pairwise(births)]
+    assert waits[0] < 0.5  # at once, but for a report that takes its time
+    assert [round(wait) for wait in waits[1:]] == [1, 2, 4]
+    row = _state(driver)
+    assert (row.state, row.restarts) == ("DEAD", 4)
+    assert "it has been 4 times, and max_restarts is 4" in row.death_cause
+
+
+def test_a_pinned_actor_dies_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1)
+    route = world.create(world.workers[0], worker="w2", max_restarts=-1)
+    world.settle()
+    world.workers[2].die()
+    future = world.call(world.workers[0], route, 1)
+    world.settle()
+    assert "worker= has put it there" in str(_error(future))
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_place_that_is_known_to_be_gone_costs_no_restart(
+    monkeypatch: pytest.MonkeyPatch, heard: bool
+) -> None:
+    """Who places actors may hear of a worker's end later than those whose actors lived there, or never."""
+    world = World(monkeypatch, 1, workers=3, spawner=True)
+    driver, first, other = world.workers
+    assert world.spawner is not None
+    asked: list[float] = []
+
+    def spawn(spec: Any) -> Future[WorkerInfo]:
+        asked.append(world.clock.now())
+        where = other.record if heard and len(asked) > 5 else first.record
+        seat: Future[WorkerInfo] = Future()
+        seat.set_result(Seat(where.name, where.rank, booking=spec.booking))
+        return seat
+
+    given_back: list[int] = []
+    monkeypatch.setattr(world.spawner, "spawn", spawn)
+    monkeypatch.setattr(world.spawner, "give_back", given_back.append, raising=False)
+    route = world.create(driver, max_restarts=1)
+    world.settle()
+    assert _state(driver).worker == first.record.name
+    first.die()
+    future = world.call(driver, route, 1)
+    world.settle()
+    row = _state(driver)
+    assert row.restarts == 1
+    if heard:
+        assert len(asked) == 6
+        assert (row.state, row.worker) == ("ALIVE", other.record.name)
+        late = world.call(driver, route, 2)
+        world.settle()
+        assert late.value() == 2
+        assert len(set(given_back)) == 5
+    else:
+        assert row.state == "DEAD"
+        assert 30.0 < asked[-1] - asked[1] < 31.0
+        assert isinstance(_error(future), ActorDiedError)
+
+
+def test_a_pinned_actor_that_is_killed_comes_back_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1)
+    route = world.create(world.workers[0], worker="w2", max_restarts=-1)
+    world.settle()
+    route.kill(no_restart=False)
+    world.settle()
+    (resident,) = world.workers[2].residents_here.values()
+    assert resident.spec.epoch == 1
+    future = world.call(world.workers[0], route, 1)
+    world.settle()
+    assert future.value() == 1
+
+
+def test_the_state_goes_into_the_next_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1)
+    driver = world.workers[0]
+    route = world.create(driver, max_restarts=-1)
+    world.settle()
+    supervisor = driver.runtime.supervisor
+    assert supervisor.note_checkpoint(route.actor_id, 0, 1, Snapshot.of("old"))
+    assert supervisor.note_checkpoint(route.actor_id, 0, 3, Snapshot.of("new"))
+    assert supervisor.note_checkpoint(route.actor_id, 0, 2, Snapshot.of("overtaken"))
+    first = next(each for each in world.workers if each.residents_here)
+    first.die()
+    world.settle()
+    assert not supervisor.note_checkpoint(route.actor_id, 0, 4, Snapshot.of("late"))
+    next(each for each in world.workers if each.residents_here and each is not first).die()
+    world.settle()
+    world.create(driver)
+    specs = [
+        resident.spec
+        for each in world.workers
+        for resident in each.residents_here.values()
+        if resident.spec.actor_id == route.actor_id
+    ]
+    assert [(spec.epoch, spec.state.open()) for spec in specs if spec.epoch == 1] in ([], [(1, "new")])
+    assert all(spec.state.open() == "new" for spec in specs if spec.epoch != 0)
+
+
+def test_an_actor_that_exits_is_not_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1)
+    driver = world.workers[0]
+    route = world.create(driver, max_restarts=-1)
+    world.settle()
+    supervisor = driver.runtime.supervisor
+    supervisor.note_ended(route.actor_id, 7, "exit", "another incarnation")
+    assert route.alive().value() is True
+    supervisor.note_ended(route.actor_id, 0, "exit", "it called exit_actor()")
+    assert route.alive().value() is False
+    world.settle()
+    assert "it called exit_actor()" in _state(driver).death_cause
+
+
+# -- ends ------------------------------------------------------------------------------------------------------------
+
+
+def test_monitors_fire_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(40):
+        world = World(monkeypatch, seed, spawner=seed % 2 == 0)
+        driver, _, other = world.workers
+        route = world.create(driver, max_restarts=seed % 3)
+        world.on(other)
+        there = other.runtime.routes.of(route.card)
+        fired: list[ActorDiedError] = []
+        for _ in range(3):
+            for worker, way in ((driver, route), (other, there)):
+                world.on(worker)
+                way.watch().add_done_callback(lambda done, fired=fired: fired.append(done.value()))  # type: ignore[misc]
+            for _ in range(world.random.randrange(12)):
+                world.step()
+        world.on(driver)
+        assert not fired
+        route.kill()
+        route.kill()
+        if seed % 4 == 0:
+            for worker in world.workers[3:]:
+                worker.die()
+        world.settle()
+        world.on(other)
+        there.watch().add_done_callback(lambda done, fired=fired: fired.append(done.value()))  # type: ignore[misc]
+        world.settle()
+        assert len(fired) == 7
+        assert {str(error) for error in fired} == {str(fired[0])}
+        assert "it was killed with kill()" in str(fired[0])
+        assert not any(each.residents_here for each in world.workers if not each.dead)
+
+
+def test_kill_at_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(100):
+        world = World(monkeypatch, seed, spawner=seed % 2 == 0)
+        driver = world.workers[0]
+        route = world.create(driver, max_restarts=-1)
+        futures = [world.call(driver, route, number) for number in range(3)]
+        for _ in range(seed // 2):
+            world.step()
+        world.on(driver)
+        route.kill()
+        world.settle()
+        late = world.call(driver, route, 9)
+        world.settle()
+        for future in futures:
+            assert future.done()
+            future.exception()
+        assert isinstance(_error(late), ActorDiedError)
+        assert not any(each.residents_here for each in world.workers if not each.dead), seed
+
+
+def test_the_last_handle_at_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(100):
+        world = World(monkeypatch, seed, spawner=seed % 2 == 0)
+        driver = world.workers[0]
+        route = world.create(driver, max_restarts=-1)
+        future = world.call(driver, route, 1) if seed % 3 == 0 else None
+        for _ in range(seed // 2):
+            world.step()
+        watched = route.watch()
+        del route
+        world.settle()
+        assert future is None or future.value() == 1
+        assert "its last handle is gone" in str(watched.value()), seed
+        assert not any(each.residents_here for each in world.workers), seed
+
+
+def test_detached_actors_belong_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1, workers=4)
+    creator = world.workers[3]
+    route = world.create(creator, lifetime="detached", name="d", worker="w1")
+    assert route.anchor is None
+    actor_id = route.actor_id
+    assert world.workers[0].runtime.supervisor.states()[0].detached
+    with pytest.raises(UnknownWorkerError):
+        world.create(creator, lifetime="detached", worker="nobody")
+    world.settle()
+    del route
+    creator.die()
+    world.settle()
+    other = world.workers[2]
+    world.on(other)
+    found = other.runtime.routes.of(other.runtime.names.lookup("d"))
+    assert found.actor_id == actor_id
+    future = world.call(other, found, 3)
+    world.settle()
+    assert future.value() == 3
+
+
+def test_close_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1, spawner=True)
+    driver = world.workers[0]
+    supervisor = driver.runtime.supervisor
+    route = world.create(driver)
+    world.settle()
+    other = world.create(driver)  # is being made
+    call = world.call(driver, other, 1)
+    watched = [route.watch(), other.watch()]
+    monkeypatch.setattr("actorrpc.actors.supervision.supervisor.collect_all", lambda futures: _Settles(world))
+    supervisor.close(True)
+    world.settle()
+    assert all("shut down" in str(each.value()) for each in watched)
+    assert isinstance(_error(call), ActorDiedError)
+    assert not any(each.residents_here for each in world.workers)
+    with pytest.raises(ShutdownError):
+        world.create(driver)
+
+
+class _Settles:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def wait(self, timeout: float) -> None:
+        self._world.settle(0)
+
+
+def test_the_dead_are_remembered_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actorrpc.actors.supervision.supervisor._REMEMBERED", 2)
+    world = World(monkeypatch, 1)
+    driver = world.workers[0]
+    routes = [world.create(driver) for _ in range(3)]
+    world.settle()
+    for route in routes:
+        route.kill()
+        world.settle()
+    assert len(driver.runtime.supervisor.states()) == 2
+    told = [str(route.watch().value()) for route in routes]
+    assert "does not know it any more" in told[0]
+    assert "it was killed with kill()" in told[2]
+
+
+def test_a_caller_who_cannot_reach_what_we_can_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1)
+    driver = world.workers[0]
+    route = world.create(driver)
+    world.settle()
+    asked = driver.runtime.supervisor.locate(route.actor_id, 0, False)
+    world.settle(10)
+    assert not asked.done()
+    world.settle(60)
+    assert "but not from the caller's" in str(_error(asked))
+
+
+def test_one_death_too_many_lists_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1, workers=1, spawner=True)
+    driver = world.workers[0]
+    route = world.create(driver, max_restarts=2, restart_window_s=60.0, restart_backoff_s=0.01)
+    for number in range(3):
+        world.settle()
+        if number == 1:
+            world.on(driver)
+            route.kill(no_restart=False)
+        else:
+            world.workers[-1].die()
+    world.settle()
+    future = world.call(driver, route, 1)
+    world.settle()
+    text = str(_error(future))
+    assert "not restarted again: it has been 2 times within 60 s, and max_restarts is 2" in text
+    before = text.split("before that, it had died like this:")[1].split("\n")[1:]
+    assert len(before) == 2
+    assert "was ended by SIGKILL" in before[0]
+    assert "killed with kill()" in before[1]
+
+
+def test_there_is_never_more_than_one_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(150):
+        world = World(monkeypatch, seed, spawner=seed % 2 == 0)
+        driver = world.workers[0]
+        route = world.create(driver, max_restarts=-1, restart_backoff_s=0.0)
+        for _ in range(6):
+            for _ in range(world.random.randrange(12)):
+                world.step()
+            world.on(driver)
+            route.kill(no_restart=False)
+        world.settle()
+        assert sum(len(each.residents_here) for each in world.workers if not each.dead) == 1, seed
+
+
+def test_monitors_fire_exactly_once_where_the_supervisor_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(100):
+        world = World(monkeypatch, seed)
+        creator, watcher = world.workers[1:]
+        route = world.create(creator, max_restarts=-1)
+        world.settle()
+        world.on(watcher)
+        there = watcher.runtime.routes.of(replace(route.card, anchor=None))
+        fired: list[ActorDiedError] = []
+        for _ in range(3):
+            world.on(watcher)
+            there.watch().add_done_callback(lambda done, fired=fired: fired.append(done.value()))  # type: ignore[misc]
+            for _ in range(world.random.randrange(6)):
+                world.step()
+        assert not fired
+        if seed % 2:
+            world.on(creator)
+            route.kill()
+            for _ in range(world.random.randrange(6)):
+                world.step()
+        creator.die()
+        world.settle()
+        world.on(watcher)
+        there.watch().add_done_callback(lambda done, fired=fired: fired.append(done.value()))  # type: ignore[misc]
+        world.settle()
+        assert len(fired) == 4
+        assert all(type(each) is ActorDiedError for each in fired)

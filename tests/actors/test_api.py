@@ -1,0 +1,322 @@
+"""Functions on actors: finding, watching, ending and listing them, and what code inside of one can ask."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc import ActorHandle, get
+from actorrpc.errors import (
+    ActorDiedError,
+    CancelledError,
+    ConfigError,
+    NotInitializedError,
+    UnknownActorError,
+)
+from tests.actors import things
+from tests.actors.alone import alone
+from tests.ranks import rpc_group
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[None]:
+    things.Counter.gate.clear()
+    with alone(tmp_path):
+        yield
+        things.Counter.gate.set()
+
+
+@pytest.fixture
+def counter(here: None) -> ActorHandle[Any]:
+    return things.Counter.remote(3)
+
+
+# -- finding -------------------------------------------------------------------------------------------------------
+
+
+def test_by_name(here: None) -> None:
+    named = things.Counter.options(name="one", namespace="space").remote(3)
+    found = actorrpc.get_actor("one", "space")
+    assert found == named
+    assert get(found.add.remote()) == 4
+    with pytest.raises(UnknownActorError, match="give namespace="):
+        actorrpc.get_actor("one")
+    with pytest.raises(UnknownActorError, match="did you mean 'one'"):
+        actorrpc.get_actor("onee", namespace="space")
+    with pytest.raises(ValueError):
+        actorrpc.get_actor("nobody")
+    for wrong in ("", 3, None):
+        with pytest.raises(TypeError, match="takes the name of an actor"):
+            actorrpc.get_actor(wrong)  # type: ignore[arg-type]
+
+
+def test_handles_by_name_are_weak(here: None) -> None:
+    named = things.Counter.options(name="one").remote()
+    found = actorrpc.get_actor("one")
+    ended = actorrpc.monitor(found)
+    del named
+    gc.collect()
+    assert isinstance(ended.wait(20), ActorDiedError)
+    with pytest.raises(ActorDiedError):
+        get(found.add.remote())
+
+
+def test_nothing_runs() -> None:
+    with pytest.raises(NotInitializedError):
+        actorrpc.get_actor("one")
+    with pytest.raises(NotInitializedError):
+        actorrpc.list_actors()
+    with pytest.raises(NotInitializedError):
+        actorrpc.get_runtime_context()
+
+
+def test_list(counter: ActorHandle[Any]) -> None:
+    named = things.Box.options(name="box", namespace="space").remote(1)
+    get(
+        [actorrpc.ready(named), actorrpc.ready(counter)]
+    )  # the supervisor hears of it after the calls could run
+    blocked, waits = counter.wait.remote(), counter.add.remote()
+    rows = {row.actor_id: row for row in _until_running(counter)}
+    assert list(rows) == sorted(rows)
+    row, box = rows[counter.actor_id], rows[named.actor_id]
+    assert (row.class_name, row.name, row.state, row.worker) == ("Counter", None, "ALIVE", "w0")
+    assert (row.running_calls, row.pending_calls, row.restarts, row.death_cause) == (1, 1, 0, "")
+    assert (box.class_name, box.name, box.namespace) == ("Box", "box", "space")
+    things.Counter.gate.set()
+    assert get([blocked, waits]) == [True, 4]
+    actorrpc.kill(named)
+    dead = {row.actor_id: row for row in actorrpc.list_actors()}[named.actor_id]
+    assert (dead.state, dead.worker, dead.pid) == ("DEAD", "", 0)
+    assert "kill()" in dead.death_cause
+
+
+def _until_running(counter: ActorHandle[Any]) -> list[actorrpc.actors.ActorInfo]:
+    while True:
+        rows = actorrpc.list_actors()
+        if any(row.actor_id == counter.actor_id and row.running_calls and row.pending_calls for row in rows):
+            return rows
+
+
+def test_tasks_are_no_actors(here: None) -> None:
+    assert get(things.add.remote(1)) == 3
+    assert actorrpc.list_actors() == []
+
+
+# -- ending ----------------------------------------------------------------------------------------------------------
+
+
+def test_kill(counter: ActorHandle[Any]) -> None:
+    blocked, waits = counter.wait.remote(), counter.add.remote()
+    actorrpc.kill(counter)
+    for ref in (blocked, waits, counter.add.remote()):
+        with pytest.raises(ActorDiedError, match=r"kill\(\)"):
+            get(ref)
+    actorrpc.kill(counter)
+    assert not actorrpc.is_alive(counter)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [actorrpc.kill, actorrpc.ready, actorrpc.is_alive, actorrpc.monitor, lambda x: actorrpc.call(x, len)],
+)
+def test_functions_of_handles_take_handles(function: Any, counter: ActorHandle[Any]) -> None:
+    with pytest.raises(TypeError, match="takes the handle of an actor, not a int"):
+        function(3)
+    with pytest.raises(TypeError, match=r"a call is given up with cancel\(ref\)"):
+        function(counter.add.remote())
+    with pytest.raises(TypeError, match="this is one of its methods"):
+        function(counter.add)
+
+
+def test_cancel(counter: ActorHandle[Any]) -> None:
+    blocked, waits = counter.wait.remote(), counter.add.remote()
+    assert actorrpc.cancel(waits)
+    with pytest.raises(CancelledError):
+        get(waits)
+    things.Counter.gate.set()
+    assert get(blocked)
+    assert get(counter.add.remote(0)) == 3  # it was not started
+    assert not actorrpc.cancel(blocked)
+    parts: Any = counter.two.remote()
+    get(parts)
+    assert not actorrpc.cancel(parts)
+    future = counter.rpc_async().add(0)
+    future.wait()
+    assert not actorrpc.cancel(future)
+
+
+def test_what_cannot_be_cancelled(counter: ActorHandle[Any]) -> None:
+    with pytest.raises(TypeError, match="takes what remote"):
+        actorrpc.cancel(3)
+    with pytest.raises(TypeError, match=r"an actor is ended with kill\(handle\)"):
+        actorrpc.cancel(counter)
+    ref = counter.add.remote()
+    with pytest.raises(ConfigError, match="force=True is for tasks"):
+        actorrpc.cancel(ref, force=True)
+    with pytest.raises(ConfigError, match="recursive=False"):
+        actorrpc.cancel(ref, recursive=False)
+
+
+def test_exit(counter: ActorHandle[Any]) -> None:
+    ended = actorrpc.monitor(counter)
+    with pytest.raises(ActorDiedError, match=r"exit_actor\(\)"):
+        get(counter.leave.remote())
+    assert "exit_actor()" in str(ended.wait(10))
+    with pytest.raises(ActorDiedError, match=r"exit_actor\(\)"):
+        get(counter.add.remote())
+    with pytest.raises(RuntimeError, match="outside of an actor"):
+        actorrpc.exit_actor()
+
+
+# -- watching ----------------------------------------------------------------------------------------------------------
+
+
+def test_monitor_tells_once(counter: ActorHandle[Any]) -> None:
+    told: list[Any] = []
+    rung = threading.Event()
+
+    def ring(error: Any) -> None:
+        told.append(error)
+        rung.set()
+
+    future = actorrpc.monitor(counter, ring)
+    other = actorrpc.monitor(counter)
+    assert not future.done()
+    assert told == []
+    actorrpc.kill(counter)
+    assert isinstance(future.wait(10), ActorDiedError)
+    assert isinstance(other.wait(10), ActorDiedError)
+    assert rung.wait(10)
+    late = actorrpc.monitor(counter)
+    assert isinstance(late.wait(10), ActorDiedError)
+    assert [type(each) for each in told] == [ActorDiedError]
+    with pytest.raises(TypeError, match="callback must be callable"):
+        actorrpc.monitor(counter, 3)  # type: ignore[arg-type]
+
+
+def test_monitor_keeps_nobody_alive(here: None) -> None:
+    ended = actorrpc.monitor(things.Counter.remote())
+    gc.collect()
+    assert isinstance(ended.wait(20), ActorDiedError)
+
+
+def test_ready_and_alive(here: None) -> None:
+    counter = things.Counter.remote()
+    assert get(actorrpc.ready(counter)) is None
+    assert actorrpc.is_alive(counter)
+    picky = things.Picky.remote()
+    with pytest.raises(ActorDiedError, match="not today"):
+        get(actorrpc.ready(picky))
+    assert not actorrpc.is_alive(picky)
+
+
+# -- inside --------------------------------------------------------------------------------------------------------------
+
+
+def _sum(counter: Any, x: int, *, y: int = 0) -> int:
+    return int(counter.n + x + y)
+
+
+def test_call(counter: ActorHandle[Any]) -> None:
+    assert get(actorrpc.call(counter, _sum, 1)) == 4
+    assert get(actorrpc.call(counter, _sum, 1, y=2)) == 6
+    assert get(actorrpc.call(counter, lambda actor: type(actor).__name__)) == "Counter"
+    assert get(actorrpc.call(counter, getattr, "n")) == 3
+    get(actorrpc.call(counter, setattr, "n", 10))
+    assert counter.rpc_sync().n == 10
+    assert get(actorrpc.call(counter, _sum, counter.add.remote())) == 22  # a ref is resolved here, too
+    for function in (things.later.__wrapped__, things.tick.__wrapped__, things.count_to.__wrapped__):
+        with pytest.raises(TypeError, match=r"takes a plain function, and .* only returns a"):
+            actorrpc.call(counter, function)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="takes a function, not 'n'"):
+        actorrpc.call(counter, "n")  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        get(actorrpc.call(counter, getattr, "nothing"))
+
+
+def test_call_goes_through_the_mailbox(counter: ActorHandle[Any]) -> None:
+    blocked = counter.wait.remote()
+    first, second = counter.add.remote(), actorrpc.call(counter, getattr, "n")
+    assert not second.done()
+    things.Counter.gate.set()
+    assert get([blocked, first, second]) == [True, 4, 4]
+
+
+def test_context(here: None) -> None:
+    outside = actorrpc.get_runtime_context()
+    assert (outside.worker.name, outside.actor_id, outside.caller) == ("w0", None, None)
+    assert outside.get_actor_id() is None
+    with pytest.raises(RuntimeError, match="outside of an actor"):
+        actorrpc.current_actor()
+    with pytest.raises(RuntimeError, match="outside of an actor"):
+        _ = outside.current_actor
+    named = things.Counter.options(name="one").remote()
+    inside: Any = get(named.context.remote())
+    assert inside.actor_id == named.actor_id
+    assert inside.get_actor_id() == f"{named.actor_id:016x}"
+    assert (inside.actor_name, inside.get_actor_name(), inside.get_worker_id()) == ("one", "one", "w0")
+    assert inside.caller.name == "w0"
+    assert not inside.was_current_actor_reconstructed
+    own: Any = get(named.own_handle.remote())
+    assert own == named
+    assert get(own.add.remote()) == 1
+
+
+@actorrpc.remote
+def _in_a_task() -> Any:
+    context = actorrpc.get_runtime_context()
+    try:
+        actorrpc.current_actor()
+    except RuntimeError as error:
+        return context.actor_id, str(error)
+
+
+def test_a_task_is_in_no_actor(here: None) -> None:
+    assert get(_in_a_task.remote()) == (None, "current_actor() was called outside of an actor")
+
+
+# -- in a group ------------------------------------------------------------------------------------------------------------
+
+
+def _in_a_group(rank: int, world_size: int) -> Any:
+    if rank != 0:
+        return None
+    there = things.Counter.options(name="there", worker=1).remote(1)
+    everybody = [get(actorrpc.ready(there)), get(things.Counter.remote().add.remote())]
+    rows = actorrpc.list_actors()
+    by_others = actorrpc.rpc_sync(2, _found_there)
+    ended = actorrpc.monitor(there)
+    actorrpc.rpc_sync(2, _killed_there)
+    return (
+        everybody,
+        [(row.class_name, row.worker, row.state) for row in rows if row.name],
+        by_others,
+        str(ended.wait(20)),
+        actorrpc.is_alive(there),
+    )
+
+
+def _found_there() -> Any:
+    found = actorrpc.get_actor("there")
+    return get(found.add.remote()), actorrpc.is_alive(found), len(actorrpc.list_actors())
+
+
+def _killed_there() -> None:
+    actorrpc.kill(actorrpc.get_actor("there"))
+
+
+@pytest.mark.limit(60)
+def test_in_a_group() -> None:
+    everybody, rows, by_others, ended, alive = rpc_group(_in_a_group, 3)[0]
+    assert everybody == [None, 1]
+    assert rows == [("Counter", "worker1", "ALIVE")]
+    assert by_others[:2] == (2, True)
+    assert by_others[2] >= 1
+    assert "kill()" in ended
+    assert not alive

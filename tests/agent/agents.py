@@ -1,0 +1,141 @@
+"""Agents without a rendezvous, several in one process, and strangers that speak to them in bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from actorrpc import _time
+from actorrpc.agent.agent import Agent
+from actorrpc.config import Settings
+from actorrpc.wire import keys
+from actorrpc.wire.frames import INTRO, Frame, FrameReader, pack_frame
+from actorrpc.wire.handshake import Dialler, Purpose
+from actorrpc.wire.identity import WorkerRecord, host_identity, new_incarnation
+from actorrpc.wire.keys import Key
+from tests import certificates
+
+KEY = Key.from_text("the key of these tests")
+__all__ = ["KEY", "Stranger", "agents", "record"]
+
+
+def record(name: str, rank: int, path: str | None = None) -> WorkerRecord:
+    """Describe a worker of this process."""
+    return WorkerRecord(
+        name=name,
+        rank=rank,
+        incarnation=new_incarnation(),
+        host=host_identity(),
+        unix_path=path,
+        pid=os.getpid(),
+    )
+
+
+@contextlib.contextmanager
+def agents(count: int, key: Key = KEY, **settings: Any) -> Iterator[list[Agent]]:
+    """Run agents named a0, a1, ... that know each other."""
+    records: dict[str | int, WorkerRecord] = {}
+    made: list[Agent] = []
+    with contextlib.ExitStack() as stack:
+        for rank in range(count):
+            path = None if certificates.OVER_TLS else keys.socket_path(keys.runtime_directory())
+            if path is None:
+                settings = {"transport": "tcp", **certificates.OPTIONS, **settings}
+                listener = socket.create_server(("127.0.0.1", 0))
+            else:
+                listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+                listener.bind(path)
+                listener.listen(16)
+            mine = record(f"a{rank}", rank, path)
+            if path is None:
+                mine = replace(mine, tcp=(listener.getsockname()[:2],))
+            records[rank] = records[mine.name] = mine
+            agent = Agent(
+                mine,
+                settings=Settings(**settings),
+                key=key,
+                resolve=records.get,
+                members=lambda: [each for name, each in records.items() if isinstance(name, str)],
+            )
+            stack.callback(agent.close)
+            agent.start([listener])
+            made.append(agent)
+        yield made
+
+
+class Stranger:
+    """Speaks to an agent over a raw socket, with the key or without."""
+
+    def __init__(self, to: Agent, key: Key = KEY, name: str = "stranger", **dialler: Any) -> None:
+        path = to.record.unix_path
+        binding = b""
+        self.sock: Any
+        if path is None:
+            sock = socket.create_connection(to.record.tcp[0])
+            if to.links.tls is not None:
+                self.sock = to.links.tls.dial(sock, _time.now() + 10)
+                self.sock.settimeout(None)
+                binding = self.sock.binding
+            else:
+                self.sock = sock
+        else:
+            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.sock.connect(path)
+        self.record = record(name, 77)
+        self._reader = FrameReader(max_frame=1 << 22, max_chunk=1 << 20)
+        options: dict[str, Any] = {
+            "name": name,
+            "incarnation": self.record.incarnation,
+            "purpose": Purpose.MAIN,
+            "attach": bytes(range(16)),
+            "peer_name": to.record.name,
+            "peer_incarnation": to.record.incarnation,
+            "binding": binding,
+        }
+        self._dialler = Dialler(key=key.reveal(), **(options | dialler))
+
+    def shake_hands(self) -> None:
+        """Prove the key, or raise what the handshake says."""
+        data = self._dialler.start()
+        while True:
+            if data:
+                self.sock.sendall(data)
+            if self._dialler.done:
+                return
+            received = self.sock.recv(4096)
+            if not received:
+                raise ConnectionResetError("closed during the handshake")
+            data = self._dialler.feed(received)
+
+    def introduce(self) -> None:
+        """Say who this is."""
+        self.sock.sendall(pack_frame(INTRO, body=self.record.to_bytes()))
+
+    def frames(self) -> list[Frame]:
+        """Read until there is a whole frame; an empty list at the end of the connection."""
+        while True:
+            target = self._reader.target()
+            try:
+                data = self.sock.recv(len(target[0]))
+                count = len(data)
+                target[0][:count] = data
+            except ConnectionError:
+                return []
+            if not count:
+                return []
+            found = self._reader.fed(count)
+            if found:
+                return found
+
+    def read_to_the_end(self) -> None:
+        """Read until the other side has closed."""
+        while self.frames():
+            pass
+
+    def close(self) -> None:
+        """Hang up."""
+        self.sock.close()

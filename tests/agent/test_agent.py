@@ -1,0 +1,220 @@
+"""Agents in one process: calls, their ends and what is left of them; no rendezvous, no RRefs."""
+
+from __future__ import annotations
+
+import gc
+import operator
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from actorrpc.agent.agent import Agent
+from actorrpc.errors import (
+    CancelledError,
+    PeerDiedError,
+    RpcTimeoutError,
+    SerializationError,
+    ShutdownError,
+    UnknownWorkerError,
+)
+from actorrpc.futures import Future
+from tests.agent.agents import agents
+
+_gate = threading.Event()
+_entered = threading.Semaphore(0)
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Agent]]:
+    _gate.clear()
+    with agents(2) as made:
+        yield made
+        _gate.set()
+
+
+def _hold(value: Any = None) -> Any:
+    _entered.release()
+    _gate.wait()
+    return value
+
+
+def _sync(agent: Agent, to: Any, function: Any, *args: Any, timeout: float = 0) -> Any:
+    return agent.call(agent.peer(to), function, args, {}, timeout).result()
+
+
+def _later(agent: Agent, to: Any, function: Any, *args: Any, timeout: float = 0) -> Future[Any]:
+    future: Future[Any] = Future()
+    agent.call(agent.peer(to), function, args, {}, timeout, future=future)
+    return future
+
+
+@pytest.mark.slow
+def test_a_time_out_while_connecting_is_one(pair: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: Any) -> Any:
+        _gate.wait(0.02)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(pair[0].links, "dial", late)
+    with pytest.raises(RpcTimeoutError, match="cannot be reached") as caught:
+        _sync(pair[0], "a1", operator.add, 1, 2, timeout=0.01)
+    assert caught.value.maybe_executed is False
+    with pytest.raises(PeerDiedError, match="cannot be reached"):
+        _sync(pair[0], "a1", operator.add, 1, 2, timeout=60)
+
+
+def test_workers_are_named_by_name_rank_and_info(pair: list[Agent]) -> None:
+    a, b = pair
+    for to in ("a1", 1, b.info):
+        assert _sync(a, to, operator.add, 1, 2) == 3
+    assert a.peer("a1") is a.peer(1) is a.peer(b.info)
+    for unknown in ("nobody", 9, -1):
+        with pytest.raises(UnknownWorkerError, match="a0, a1"):
+            a.peer(unknown)
+    for wrong in (1.5, None, True, b"a1"):
+        with pytest.raises((TypeError, UnknownWorkerError)):
+            a.peer(wrong)
+
+
+def test_what_cannot_be_sent_leaves_nothing_behind(pair: list[Agent]) -> None:
+    a, _ = pair
+    for to in ("a0", "a1"):
+        with pytest.raises(SerializationError):
+            _sync(a, to, operator.add, threading.Lock(), 1)
+        assert not a.peer(to).pending
+        with pytest.raises(SerializationError):
+            _sync(a, to, threading.Lock)
+        assert _sync(a, to, operator.add, 1, 1) == 2
+
+
+def test_a_pending_table_is_empty_when_all_calls_are_over(pair: list[Agent]) -> None:
+    a, b = pair
+    futures = [_later(a, "a1", operator.add, i, 1) for i in range(300)]
+    futures += [_later(a, "a1", operator.truediv, 1, 0) for _ in range(3)]
+    assert [f.wait() for f in futures[:300]] == list(range(1, 301))
+    for future in futures[300:]:
+        with pytest.raises(ZeroDivisionError):
+            future.wait()
+    assert not a.peer("a1").pending
+    assert a.peer("a1").charged == 0
+    assert not b.peer("a0").cancelled
+
+
+def test_values_go_with_their_futures_without_a_collection(pair: list[Agent]) -> None:
+    """No cycle keeps a value: large tensors would pile up until the collector runs."""
+    a, _ = pair
+    gc.collect()
+    gc.disable()
+    try:
+        for to in ("a0", "a1"):
+            future = _later(a, to, torch.ones, 10)
+            value = weakref.ref(future.wait())
+            assert value() is not None
+            del future
+            pause = threading.Event()
+            while value() is not None:  # whoever delivered it lets go in a moment
+                pause.wait(0.001)
+    finally:
+        gc.enable()
+
+
+def test_cancelled_calls_end_at_once_and_free_their_number(pair: list[Agent]) -> None:
+    a, _ = pair
+    for to in ("a0", "a1"):
+        future = _later(a, to, _hold)
+        _entered.acquire()
+        assert future.cancel()
+        assert not future.cancel()
+        with pytest.raises(CancelledError) as caught:
+            future.wait()
+        assert caught.value.maybe_executed
+        assert not a.peer(to).pending
+    # Never sent: certainly not executed.
+    assert _sync(a, "a1", operator.add, 1, 1) == 2
+    keep = _later(a, "a1", _hold)  # so that the next one waits in the outbox for company
+    conn = a.peer("a1").conn
+    assert conn is not None
+    with conn.write_lock:
+        future = _later(a, "a1", _hold)
+        assert future.cancel()
+    with pytest.raises(CancelledError) as caught:
+        future.wait()
+    assert caught.value.maybe_executed is False
+    _gate.set()
+    keep.wait()
+    assert _sync(a, "a1", operator.add, 1, 1) == 2
+
+
+def test_time_outs_say_what_they_know(pair: list[Agent]) -> None:
+    a, _ = pair
+    for to in ("a0", "a1"):
+        with pytest.raises(RpcTimeoutError, match="may have run") as caught:
+            _sync(a, to, _hold, timeout=0.02)
+        assert caught.value.maybe_executed
+        assert caught.value.worker == to
+        assert not a.peer(to).pending
+
+
+@pytest.mark.prints("threads of 'a0' are still in user code after shutdown")
+def test_the_end_of_an_agent_ends_calls_on_both_sides() -> None:
+    _gate.clear()
+    with agents(3) as (a, b, c):
+        waiting = [_later(a, to, _hold) for to in ("a0", "a1", "a2")]
+        to_a = _later(b, "a0", _hold)
+        for _ in range(4):
+            a.flush()
+            b.flush()
+            _entered.acquire()
+        ended = threading.Event()
+        waiting[1].add_done_callback(lambda _: ended.set())
+        closer = threading.Thread(target=a.close, args=(0.05,))
+        closer.start()
+        ended.wait()
+        for future in waiting:
+            with pytest.raises(ShutdownError):
+                future.wait()
+        with pytest.raises(PeerDiedError, match="left"):
+            to_a.wait()
+        closer.join()
+        _gate.set()
+        with pytest.raises(ShutdownError):
+            _sync(a, "a1", operator.add, 1, 1)
+        with pytest.raises(PeerDiedError):
+            _sync(b, "a0", operator.add, 1, 1)
+        assert _sync(b, "a2", operator.add, 1, 1) == 2
+        assert _sync(c, "a1", operator.add, 1, 1) == 2
+
+
+def test_closing_while_others_call() -> None:
+    """No call hangs, whatever moment the end comes at: each ends with a value, a death or a shutdown."""
+    for _ in range(8):
+        _gate.set()
+        with agents(2) as (a, b):
+            outcomes: list[type] = []
+            begun = threading.Semaphore(0)
+
+            def work(agent: Agent, to: str, outcomes: list[type] = outcomes, begun: Any = begun) -> None:
+                begun.release()
+                while True:
+                    try:
+                        assert _sync(agent, to, operator.add, 1, 1) == 2
+                        assert _later(agent, to, operator.add, 1, 1).wait() == 2
+                        assert _sync(agent, agent.name, operator.add, 1, 1) == 2
+                    except BaseException as error:
+                        outcomes.append(type(error))
+                        if agent.closed_down or agent.peer(to).state != "alive":
+                            return
+
+            threads = [threading.Thread(target=work, args=(a, "a1")) for _ in range(3)]
+            threads += [threading.Thread(target=work, args=(b, "a0")) for _ in range(2)]
+            for each in threads:
+                each.start()
+            for _ in threads:
+                begun.acquire()
+            a.close()
+            for each in threads:
+                each.join()
+            assert set(outcomes) <= {ShutdownError, PeerDiedError}, outcomes

@@ -1,0 +1,56 @@
+"""Calls by themselves: how a wait for one begins and ends."""
+
+from __future__ import annotations
+
+import operator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from actorrpc.agent.calls import Call
+from actorrpc.futures import WAITING, Future
+from tests.agent.agents import agents
+
+
+@pytest.mark.limit(10)
+def test_a_wait_ends_with_the_future_and_does_not_spin_until_the_call_is_over() -> None:
+    agent = cast(Any, SimpleNamespace(upkeep=SimpleNamespace(corked={}), pool=SimpleNamespace(queue=[])))
+    future: Future[int] = Future()
+    call = Call(agent, cast(Any, None), 1, "add", float("inf"), 0.0, 1, future)
+    future.set_result(3)  # whoever does that ends the call next, as soon as it is let run
+    assert call.wait(None)
+    assert not call.done
+
+
+class _Guest:
+    """A thread of an actor that has something else to do as soon as it waits."""
+
+    def __init__(self, conn: Any) -> None:
+        self.work = ["an order"]
+        self.left: list[int] = []
+        self._conn = conn
+
+    def begin_wait(self, stir: Any, what: Any) -> None:
+        pass
+
+    def end_wait(self) -> None:
+        pass
+
+    def serve(self) -> None:
+        self.left.append(len(self._conn.outbox))
+        self.work.clear()
+
+
+def test_a_call_is_on_its_way_before_whoever_waits_for_it_does_something_else() -> None:
+    """What an actor's thread runs meanwhile may take long, or wait for what the call is to bring about."""
+    with agents(2) as (one, other):
+        to = one.peer(other.name)
+        assert one.call(to, operator.add, (1, 2), {}, 20.0).result() == 3
+        guest = _Guest(to.conn)
+        WAITING.station = cast(Any, guest)
+        try:
+            assert one.call(to, operator.add, (1, 2), {}, 20.0).result() == 3
+        finally:
+            WAITING.station = None
+        assert guest.left == [0]

@@ -1,0 +1,160 @@
+"""Letters: they reach the office in the order of the wire, small or large, and nothing else does."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from actorrpc.agent import outbound
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.calls import CURRENT, FRAME_BIT, Execution
+from actorrpc.agent.executor import path_of
+from actorrpc.agent.mail import Letter
+from actorrpc.errors import ProtocolError, RpcError
+from actorrpc.futures import Future
+from actorrpc.transport.writer import ChunkSender
+from actorrpc.wire.frames import Frame, unpack_extra
+from tests.agent.agents import agents
+
+
+class Office:
+    """Keeps the order in which letters came, and answers each with its name once it is whole."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.places: list[int] = []
+        self.given_up: list[int] = []
+        self.grew = threading.Condition()
+        agent.post = self
+
+    def take(self, conn: Any, peer: Any, frame: Frame) -> None:
+        with self.grew:
+            if frame.id not in self.places:
+                self.places.append(frame.id)
+            self.grew.notify_all()
+        self.agent.submit(lambda: self._open(conn, peer, frame))
+
+    def _open(self, conn: Any, peer: Any, frame: Frame) -> None:
+        header = unpack_extra(frame.extra)
+        parcel = outbound.Parcel(peer)
+        args, _ = outbound.open_body(conn, frame, header, parcel, self.agent.recorder)
+
+        self.agent.executor.answer(
+            conn, frame.id, (header["m"], len(args)), Execution(peer, frame.id, 0.0, 0)
+        )
+        if conn is not None:
+            conn.flush()
+
+    def announce(self, conn: Any, peer: Any, frame: Frame) -> None:
+        with self.grew:
+            self.places.append(frame.id)
+
+    def abandon(self, peer: Any, id: int) -> None:
+        with self.grew:
+            self.given_up.append(id)
+            self.grew.notify_all()
+
+
+def _send(agent: Agent, to: str, name: str, *args: Any, timeout: float = 10.0) -> tuple[Any, Future[Any]]:
+    future: Future[Any] = Future()
+    call = agent.call(
+        agent.peer(to), None, args, {}, timeout, future=future, label=name, letter=Letter({"m": name})
+    )
+    return call, future
+
+
+@pytest.mark.parametrize("lane", [True, False], ids=["lane", "stream"])
+@pytest.mark.parametrize("to", ["a1", "a0"], ids=["another", "itself"])
+def test_letters_keep_their_places_whatever_their_size(lane: bool, to: str) -> None:
+    with agents(2, lane=lane) as (a0, a1):
+        office = Office(a1 if to == "a1" else a0)
+        sizes = [0, 3_000_000, 10, 100_000, 0, 2_000_000, 1]
+        sent = [_send(a0, to, f"n{number}", torch.zeros(size)) for number, size in enumerate(sizes)]
+        assert [future.wait(20) for _, future in sent] == [(f"n{number}", 1) for number in range(len(sizes))]
+        assert office.places == [call.id for call, _ in sent]
+
+
+def test_a_letter_that_is_cut_short_gives_its_place_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with agents(2, lane=False) as (a0, a1):
+        office = Office(a1)
+        _send(a0, "a1", "first")[1].wait(20)
+        conn = a0.peer("a1").conn
+        assert conn is not None
+        send_chunk, sent = ChunkSender._send, []
+
+        def one_chunk(*args: Any) -> bool:
+            sent.append(args)
+            return send_chunk(*args) if len(sent) == 1 else False
+
+        monkeypatch.setattr(ChunkSender, "_send", one_chunk)
+        call, future = _send(a0, "a1", "large", torch.zeros(3_000_000))
+        with pytest.raises(RpcError):
+            future.wait(20)
+        with office.grew:
+            assert office.grew.wait_for(lambda: office.given_up, 20)
+        assert office.given_up == [call.id]
+        monkeypatch.undo()
+        assert _send(a0, "a1", "after")[1].wait(20) == ("after", 0)
+
+
+def test_a_worker_without_mailboxes_refuses_letters() -> None:
+    with agents(2) as (a0, _):
+        for to in ("a1", "a0"):
+            with pytest.raises(RpcError, match="has no actors") as raised:
+                _send(a0, to, "hello", 1)[1].wait(20)
+            assert raised.value.maybe_executed is False
+
+
+def test_plain_calls_do_not_go_to_the_office() -> None:
+    with agents(2) as (a0, a1):
+        office = Office(a1)
+        assert a0.call(a0.peer("a1"), operator.add, (1, 2), {}, 10.0).result() == 3
+        assert office.places == []
+
+
+_EXECUTIONS = [1 << FRAME_BIT | 5, 1 << FRAME_BIT | 7]
+
+
+def _path_here() -> tuple[int, ...]:
+    current = CURRENT.get()
+    assert current is not None
+    return current.path
+
+
+def test_the_path_of_executions_travels_with_nested_calls() -> None:
+    with agents(2) as (a0, _):
+
+        def ask() -> Any:
+            return a0.call(a0.peer("a1"), _path_here, (), {}, 10.0).result()
+
+        assert ask() == ()
+
+        class Within:
+            peer = a0.self_peer
+            id = 0
+            deadline = float("inf")
+            cancelled = False
+            nested = None
+            chain = _EXECUTIONS[-1]
+            path = tuple(_EXECUTIONS)
+
+        token = CURRENT.set(Within())  # type: ignore[arg-type]
+        try:
+            assert ask() == tuple(_EXECUTIONS)
+            Within.path = (_EXECUTIONS[0],)
+            Within.chain = _EXECUTIONS[0]
+            assert ask() == (_EXECUTIONS[0],)
+        finally:
+            CURRENT.reset(token)
+
+
+def test_a_path_that_makes_no_sense_is_refused() -> None:
+    assert path_of({}, 5) == ()
+    assert path_of({"w": [1]}, _EXECUTIONS[0]) == (1, _EXECUTIONS[0])
+    for wrong in ("x", 5, [None]):
+        with pytest.raises(ProtocolError):
+            path_of({"w": wrong}, _EXECUTIONS[0])

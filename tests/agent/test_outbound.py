@@ -1,0 +1,98 @@
+"""Posts: requests without an answer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.outbound import post
+from actorrpc.errors import PeerDiedError, SerializationError, ShutdownError
+from tests.agent.agents import agents
+
+arrived: list[object] = []
+came = threading.Semaphore(0)
+
+
+def take(*args: object) -> str:
+    execution = CURRENT.get()
+    arrived.append((execution.peer.name if execution else None, *args))
+    came.release()
+    return "nobody sees this"
+
+
+def fail() -> None:
+    came.release()
+    raise ZeroDivisionError("as posted")
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Agent]]:
+    arrived.clear()
+    with agents(2) as both:
+        yield both
+
+
+def wait(count: int) -> None:
+    for _ in range(count):
+        came.acquire()
+
+
+@pytest.mark.parametrize("elements", [1, 3000, 300_000, 3_000_000])
+@pytest.mark.parametrize("transport", ["auto", "no lane"])
+def test_what_is_posted_arrives(elements: int, transport: str) -> None:
+    arrived.clear()
+    with agents(2, lane=transport == "auto") as (a, b):
+        sent = torch.arange(elements, dtype=torch.float32)
+        for to in (b.name, a.name):
+            post(a, a.peer(to), take, (1, sent), "take")
+            sent_then = sent.clone()
+            sent.add_(1)  # changes nothing for who gets it
+            wait(1)
+            (name, number, got) = arrived.pop()  # type: ignore[misc]
+            assert (name, number) == ("a0", 1)
+            assert torch.equal(got, sent_then)
+        assert not any(peer.pending for peer in a.peers())
+
+
+def test_calls_go_on_beside_posts(pair: list[Agent]) -> None:
+    a, b = pair
+    peer = a.peer(b.name)
+    for n in range(200):
+        post(a, peer, take, (n,), "take")
+    assert a.call(peer, max, (1, 2), {}, 30).result() == 2
+    wait(200)
+    assert sorted(arrived) == [("a0", n) for n in range(200)]
+
+
+@pytest.mark.prints("what 'a0' has posted here failed.*ZeroDivisionError: as posted")
+def test_a_failure_is_logged_where_it_happens(pair: list[Agent], caplog: pytest.LogCaptureFixture) -> None:
+    a, b = pair
+    with caplog.at_level(logging.ERROR, "actorrpc"):
+        post(a, a.peer(b.name), fail, (), "fail")
+        wait(1)
+        while not caplog.records:  # it is logged just after that
+            assert a.call(a.peer(b.name), max, (1, 2), {}, 30).result() == 2
+    assert "what 'a0' has posted here failed" in caplog.text
+    assert "ZeroDivisionError: as posted" in caplog.text
+
+
+def test_what_cannot_be_sent(pair: list[Agent]) -> None:
+    a, b = pair
+    peer = a.peer(b.name)
+    with pytest.raises(SerializationError):
+        post(a, peer, take, (threading.Lock(),), "take")
+    assert a.call(peer, max, (1, 2), {}, 30).result() == 2
+    b.close()
+    while peer.state == "alive":
+        threading.Event().wait(0.001)
+    with pytest.raises(PeerDiedError):
+        post(a, peer, take, (), "take")
+    a.close()
+    with pytest.raises(ShutdownError):
+        post(a, peer, take, (), "take")

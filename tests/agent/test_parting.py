@@ -1,0 +1,200 @@
+"""The last word: who leaves waits, within bounds, until its goodbye is on its way, or others would take it for dead."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+
+from actorrpc import _time
+from actorrpc.agent.agent import Agent
+from actorrpc.errors import ShutdownError
+from actorrpc.transport.connection import Connection
+from actorrpc.wire import frames
+from actorrpc.wire.frames import pack_frame
+from tests.agent.agents import agents
+from tests.intruders.doors import tcp_agents
+
+_SYN_SENT = 2  # of the kernel's tcp_states.h
+
+
+class _Time:
+    """Time that goes by, one second at once, whenever somebody sleeps in this thread."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, thread: threading.Thread) -> None:
+        self._now, self._sleep, self._thread = _time.now, _time.sleep, thread
+        self._over = 0.0
+        self.slept = threading.Event()
+        patch.setattr(_time, "now", lambda: self._now() + self._over)
+        patch.setattr(_time, "sleep", self._doze)
+
+    def _doze(self, seconds: float) -> None:
+        if threading.current_thread() is not self._thread:
+            self._sleep(seconds)
+            return
+        if not self.slept.is_set():
+            self._over += 1.0
+            self.slept.set()
+        self._sleep(seconds)
+
+
+def _conn(agent: Agent, to: str) -> Connection:
+    conn = agent.peer(to).conn
+    assert conn is not None
+    return conn
+
+
+def _watch(agent: Agent) -> tuple[threading.Event, list[str]]:
+    """Return what is set at the end of a peer, and how each has ended."""
+    over, states = threading.Event(), []
+
+    def ended(peer: Any) -> None:
+        states.append(peer.state)
+        over.set()
+
+    agent.on_peer_end.append(ended)
+    return over, states
+
+
+def _nothing() -> None:
+    """Answer."""
+
+
+def _meet(first: Agent, second: Agent) -> None:
+    for here, there in ((first, "a1"), (second, "a0")):
+        here.call(here.peer(there), _nothing, (), {}, 20.0).result()
+
+
+@contextmanager
+def _unread(first: Agent, second: Agent) -> Iterator[None]:
+    """Have the second one not read meanwhile, and the first one with more to send than the kernel takes."""
+    mine, theirs = _conn(first, "a1"), _conn(second, "a0")
+    with theirs.read_lock:
+        while not mine.outbox:
+            mine.outbox.append(pack_frame(frames.NOTICE, body=bytes(1 << 20), extra=b"\x81\xa1n\xa1x"))
+            mine.flush()
+        yield
+    theirs.arm(1)  # whoever has read arms again: this has kept it from the pool
+
+
+def _is_connecting(sock: socket.socket) -> bool:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _SYN_SENT
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_who_leaves_does_not_dial_on(accepts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it said that its threads are in user code."""
+    with contextlib.ExitStack() as stack:
+        (agent, _) = stack.enter_context(tcp_agents(2))
+        door = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        if not accepts:  # no more than those who wait already
+            for _ in range(3):
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(door.getsockname())
+        monkeypatch.setattr(agent.links, "addresses", lambda _: [(socket.AF_INET, door.getsockname())])
+        ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+        def dial() -> None:
+            try:
+                agent.links.connect(agent.peer("a1"), _time.now() + 1000.0, "somebody")
+            except BaseException as error:
+                ended.put(error)
+
+        agent.submit(dial)
+        if accepts:
+            somebody, _ = door.accept()
+            stack.enter_context(somebody)
+            assert somebody.recv(1)  # its hello, which is not answered
+        else:
+            while not any(_is_connecting(sock) for sock in agent.links._dialling.copy()):
+                threading.Event().wait(0.001)
+        agent.close()
+        assert isinstance(ended.get(timeout=20), ShutdownError)
+
+
+@pytest.mark.parametrize("together", [agents, tcp_agents])
+@pytest.mark.prints("a notice 'x' of 'a0' has no handler here")
+def test_who_leaves_while_the_other_does_not_read_is_not_taken_for_dead(
+    together: Callable[[int], AbstractContextManager[list[Agent]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with together(2) as (first, second):
+        _meet(first, second)
+        over, states = _watch(second)
+        with _unread(first, second):
+            thread = threading.Thread(target=first.close, kwargs={"parting": 60.0})
+            time = _Time(monkeypatch, thread)
+            thread.start()
+            assert time.slept.wait(20)  # a second is over, and it still waits
+        thread.join(20)
+        assert not thread.is_alive()
+        assert over.wait(20)
+        assert states == ["left"]
+
+
+class _Gated:
+    """A socket that stops in the middle of a send."""
+
+    def __init__(self, sock: Any) -> None:
+        self._sock = sock
+        self.entered, self.gate = threading.Event(), threading.Event()
+
+    def send(self, *arguments: Any) -> Any:
+        self.entered.set()
+        assert self.gate.wait(20)
+        return self._sock.send(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+
+def test_what_another_thread_has_taken_out_and_not_sent_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with agents(2) as (first, second):
+        _meet(first, second)
+        over, states = _watch(second)
+        conn: Any = _conn(first, "a1")
+        conn.sock = gated = _Gated(conn.sock)
+        taken = threading.Event()
+
+        class Outbox(type(conn.outbox)):  # type: ignore[misc]
+            """Hands the goodbye to another thread, before the one that has put it there gets to it."""
+
+            def append(self, item: Any) -> None:
+                super().append(item)
+                if not taken.is_set():
+                    taken.set()
+                    threading.Thread(target=conn.flush).start()
+                    assert gated.entered.wait(20)
+
+        conn.outbox = Outbox()
+        thread = threading.Thread(target=first.close, kwargs={"parting": 60.0})
+        time = _Time(monkeypatch, thread)
+        thread.start()
+        assert time.slept.wait(20)  # nothing is left in the outbox, and it waits all the same
+        gated.gate.set()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert over.wait(20)
+        assert states == ["left"]
+
+
+def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    with agents(2) as (first, second):
+        _meet(first, second)
+        over, states = _watch(second)
+        with _unread(first, second):
+            thread = threading.Thread(target=first.close)
+            _Time(monkeypatch, thread)
+            thread.start()
+            thread.join(20)
+            assert not thread.is_alive()
+        assert over.wait(20)
+        assert states == ["dead"]

@@ -1,0 +1,445 @@
+"""TCP connections that break and go on: every call runs once, and every answer arrives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import select
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from actorrpc import testing
+from actorrpc.agent import acceptor
+from actorrpc.agent.agent import Agent
+from actorrpc.config import Settings
+from actorrpc.errors import PeerDiedError, ProtocolError, RpcError
+from actorrpc.futures import Future
+from actorrpc.testing import FaultProxy
+from actorrpc.transport import session
+from actorrpc.transport.connection import Connection
+from actorrpc.wire import handshake
+from actorrpc.wire.frames import REPLY, Frame, pack_frame
+from actorrpc.wire.identity import WorkerRecord
+from tests.agent.agents import KEY, record
+from tests.layers import rest_is_slow
+
+NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
+_LIMIT_S = 60.0
+_calls: Counter[int] = Counter()
+_gate = threading.Event()
+
+
+def note(number: int, value: Any) -> Any:
+    _calls[number] += 1
+    return value
+
+
+def gated(value: Any) -> Any:
+    assert _gate.wait(_LIMIT_S)
+    return value
+
+
+@contextlib.contextmanager
+def behind(
+    *disturbances: testing.Disturbance, seed: int = 0, each: tuple[dict[str, Any], ...] = ({}, {})
+) -> Iterator[tuple[list[Agent], list[FaultProxy]]]:
+    """Run two agents over TCP, each behind a proxy of its own; ``each`` has settings of the one and of the other."""
+    records: dict[str | int, WorkerRecord] = {}
+    made: list[Agent] = []
+    proxies: list[FaultProxy] = []
+    with contextlib.ExitStack() as stack:
+        for rank, settings in enumerate(each):
+            listener = socket.create_server(("127.0.0.1", 0))
+            proxy = FaultProxy(listener.getsockname(), disturbances=disturbances, seed=seed + rank)
+            stack.enter_context(proxy)
+            host, _, port = proxy.address.rpartition(":")
+            mine = replace(record(f"a{rank}", rank), tcp=((host, int(port)),))
+            records[rank] = records[f"a{rank}"] = mine
+            agent = Agent(
+                mine,
+                settings=Settings(transport="tcp", **settings),
+                key=KEY,
+                resolve=records.get,
+                members=lambda: [each for name, each in records.items() if isinstance(name, str)],
+            )
+            stack.callback(agent.close)
+            agent.start([listener])
+            made.append(agent)
+            proxies.append(proxy)
+        yield made, proxies
+
+
+def call(agent: Agent, function: Callable[..., Any], *args: Any, timeout: float = _LIMIT_S) -> Any:
+    to = agent.peer("a1" if agent.name == "a0" else "a0")
+    return agent.call(to, function, args, {}, timeout).result()
+
+
+def begin(agent: Agent, function: Callable[..., Any], *args: Any, timeout: float = _LIMIT_S) -> Future[Any]:
+    future: Future[Any] = Future()
+    to = agent.peer("a1" if agent.name == "a0" else "a0")
+    agent.call(to, function, args, {}, timeout, future=future)
+    agent.flush()
+    return future
+
+
+KINDS: dict[str, Callable[..., testing.Disturbance]] = {
+    "cut": testing.cut,
+    "reset": testing.reset,
+    "half_close": testing.half_close,
+}
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("kind", rest_is_slow(KINDS))
+@pytest.mark.parametrize("seed", range(50 if NIGHTLY else 1))
+def test_calls_survive_whatever_ends_their_connection_at_whatever_byte(kind: str, seed: int) -> None:
+    dice = random.Random(seed)
+    disturbance = KINDS[kind](after=(700, 60_000), part=0.5)
+    with behind(disturbance, seed=seed) as ((a0, a1), proxies):
+        _calls.clear()
+        waiting: list[tuple[Future[Any], int, Any]] = []
+        for number in range(200):
+            match dice.randrange(4):
+                case 0:
+                    size = dice.choice((10, 1_000, 20_000))
+                    value = torch.full((size,), number % 1000)
+                    waiting.append((begin(a0, note, number, value), number, value))
+                case 1:
+                    data = dice.randbytes(dice.choice((3, 3_000, 60_000)))
+                    assert call(a1, note, number, data) == data
+                case _:
+                    waiting.append((begin(a0, note, number, number), number, number))
+            if len(waiting) > 10:
+                future, _, value = waiting.pop(dice.randrange(len(waiting)))
+                assert torch.equal(torch.as_tensor(future.wait()), torch.as_tensor(value))
+        for future, _, value in waiting:
+            assert torch.equal(torch.as_tensor(future.wait()), torch.as_tensor(value))
+        assert len(_calls) == 200
+        assert set(_calls.values()) == {1}
+        assert sum(proxy.struck.total() for proxy in proxies) >= 20  # else it has proved nothing
+        assert [peer.state for agent in (a0, a1) for peer in agent.peers()] == ["alive"] * 2
+
+
+@pytest.mark.parametrize("after", [*range(100, 1_000, 75)])
+def test_a_connection_may_end_while_it_is_made(after: int) -> None:
+    with behind(testing.reset(after=after, connections={0})) as ((a0, _), _):
+        assert [call(a0, note, 0, each) for each in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.limit(120)
+def test_large_messages_over_several_connections_survive() -> None:
+    settings = {"stripe_threshold": 1 << 20, "stripes": 3}
+    with behind(testing.cut(after=(200_000, 3_000_000)), each=(settings, settings)) as ((a0, _), proxies):
+        for number in range(4):
+            value = torch.arange(1_000_000) + number
+            assert torch.equal(call(a0, note, number, value), value)
+        assert sum(proxy.struck.total() for proxy in proxies) >= 5
+
+
+def test_two_sides_that_both_keep_as_much_as_they_may_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session, "_SAY_EVERY", 50_000)
+    monkeypatch.setattr(session, "_LIMIT", 100_000)
+    with behind() as ((a0, a1), _):
+        assert call(a0, note, 0, 1) == 1
+        value = torch.arange(125_000)
+        futures = [begin(agent, note, number, value) for number in range(8) for agent in (a0, a1)]
+        for future in futures:
+            assert torch.equal(future.wait(), value)
+
+
+def test_what_is_sent_again_is_what_it_was() -> None:
+    with behind() as ((a0, _), proxies):
+        assert call(a0, note, 0, 1) == 1
+        for proxy in proxies:
+            proxy.stall()
+        value = torch.zeros(1_000_000)
+        future = begin(a0, note, 1, value[:200_000])
+        value.fill_(7)
+        for proxy in proxies:
+            proxy.reset()
+            proxy.resume()
+        assert torch.equal(future.wait(), torch.zeros(200_000))
+
+
+def test_a_call_under_way_is_not_made_again() -> None:
+    _gate.clear()
+    with behind() as ((a0, _), proxies):
+        future = begin(a0, gated, 5)
+        for _ in range(5):
+            assert call(a0, note, 0, 2) == 2
+            for proxy in proxies:
+                proxy.reset()
+        assert not future.done()
+        _gate.set()
+        assert future.wait() == 5
+
+
+def test_deadlines_hold_while_a_connection_is_away() -> None:
+    with behind() as ((a0, _), proxies):
+        assert call(a0, note, 0, 1) == 1
+        for proxy in proxies:
+            proxy.stall()
+            proxy.reset()
+        with pytest.raises(RpcError) as raised:
+            call(a0, note, 0, 1, timeout=0.2)
+        assert raised.type.__name__ == "RpcTimeoutError"
+        for proxy in proxies:
+            proxy.resume()
+        assert call(a0, note, 0, 3) == 3
+
+
+@pytest.mark.prints("refused.* no descriptors")
+def test_who_has_no_descriptor_for_it_now_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = 0
+
+    with behind() as ((a0, a1), proxies):
+        assert call(a0, note, 0, 1) == 1
+        read_auth = handshake.Acceptor._read_auth
+
+        def busy(self: Any, *given: Any) -> bytes:
+            nonlocal tries
+            tries += 1
+            if tries > 6:
+                return read_auth(self, *given)
+            self.farewell = self.refuse(handshake.Refusal.BUSY, "no descriptors")
+            raise ProtocolError("no descriptors")
+
+        monkeypatch.setattr(handshake.Acceptor, "_read_auth", busy)
+        monkeypatch.setattr(acceptor, "FAILURES_PER_S", 100)
+        proxies[1].reset()
+        assert call(a0, note, 0, 2) == 2
+        assert tries == 7
+        assert a1.peers()[0].state == "alive"
+
+
+def test_where_nobody_listens_any_more_the_peer_is_dead_at_once() -> None:
+    _gate.clear()
+    with behind() as ((a0, _), proxies):
+        future = begin(a0, gated, 5)
+        assert call(a0, note, 0, 1) == 1
+        proxies[1].refuse()
+        proxies[1].reset()
+        with pytest.raises(PeerDiedError) as raised:
+            future.wait()
+        assert raised.value.maybe_executed is True
+        _gate.set()
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_connection_that_does_not_come_back_is_a_death(side: int) -> None:
+    _gate.clear()
+    short: dict[str, Any] = {"session_grace": 0.3}
+    with behind(each=(short, short)) as (made, proxies):
+        assert call(made[0], note, 0, 1) == 1
+        to = made[side].peer(f"a{1 - side}")
+        future: Future[Any] = Future()
+        made[side].call(to, gated, (5,), {}, _LIMIT_S, future=future)
+        made[side].flush()
+        for proxy in proxies:
+            proxy.stall()
+            proxy.reset()
+        with pytest.raises(PeerDiedError, match=r"did not come back within 0\.3 s"):
+            future.wait()
+        _gate.set()
+
+
+def test_who_was_given_up_learns_it() -> None:
+    _gate.clear()
+    with behind(each=({}, {"session_grace": 0.2})) as ((a0, a1), proxies):
+        future = begin(a0, gated, 5)
+        assert call(a1, note, 0, 1) == 1
+        gone = threading.Event()
+        a1.on_peer_end.append(lambda _: gone.set())
+        for proxy in proxies:
+            proxy.stall()
+            proxy.reset()
+        assert gone.wait(_LIMIT_S)
+        for proxy in proxies:
+            proxy.resume()
+        with pytest.raises(PeerDiedError):
+            future.wait()
+        _gate.set()
+
+
+def test_without_a_grace_time_the_end_of_a_connection_is_a_death() -> None:
+    _gate.clear()
+    never: dict[str, Any] = {"session_grace": 0.0}
+    with behind(each=(never, never)) as ((a0, _), proxies):
+        future = begin(a0, gated, 5)
+        assert call(a0, note, 0, 1) == 1
+        proxies[1].reset()
+        with pytest.raises(PeerDiedError):
+            future.wait()
+        _gate.set()
+
+
+def test_an_agent_can_end_while_its_connection_is_away() -> None:
+    with behind() as ((a0, _), proxies):
+        assert call(a0, note, 0, 1) == 1
+        future = begin(a0, note, 0, 1)
+        future.wait()
+        for proxy in proxies:
+            proxy.stall()
+            proxy.reset()
+
+
+# -- one connection by itself ----------------------------------------------------------------------------
+
+
+class _Quiet:
+    """What a connection tells, noted."""
+
+    def __init__(self) -> None:
+        self.delivered: list[Frame] = []
+        self.lapses = 0
+
+    def control(self, connection: Connection, frame: Frame) -> Frame | None:
+        return frame
+
+    def deliver(self, connection: Connection, frames: list[Frame], waiting: bool) -> bool:
+        self.delivered += frames
+        return True
+
+    def closed(self, connection: Connection, error: BaseException | None) -> None:
+        raise AssertionError(f"closed: {error}")
+
+    def suspended(self, connection: Connection, error: BaseException) -> None:
+        self.lapses += 1
+
+    def submit(self, task: Any) -> None:
+        task()
+
+
+class _Late:
+    """A lock that another thread gets first, whenever it is asked for without waiting."""
+
+    def __init__(self, before: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._before = before
+        self.release = self._lock.release
+
+    def acquire(self, blocking: bool = True) -> bool:
+        if not blocking:
+            self._before()
+        return self._lock.acquire(blocking)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@contextlib.contextmanager
+def alone(leftover: bytes = b"") -> Iterator[tuple[Connection, socket.socket, _Quiet]]:
+    """Make one end of a connection; the other one is a bare socket."""
+    here, there = socket.socketpair()
+    events = _Quiet()
+    with select.epoll() as epoll, there:
+        conn = Connection(
+            here,
+            epoll=epoll,
+            events=events,
+            settings=Settings(),
+            attach=b"",
+            local=False,
+            leftover=leftover,
+        )
+        try:
+            conn.register()
+            yield conn, there, events
+        finally:
+            conn.broken = True
+            conn.reap()
+
+
+def _read_for(conn: Connection) -> None:
+    call: Any = SimpleNamespace(polling=None, done=False, stirred=False, id=0, future=None)
+    conn.waiting.read_for(call, None)
+
+
+_READERS: dict[str, Callable[[Connection], object]] = {
+    "pool": Connection.turn,
+    "caller": _read_for,
+    "answering": lambda conn: conn.answering.reply(),
+}
+
+
+@pytest.mark.parametrize("reader", _READERS)
+def test_nobody_reads_a_failed_socket_any_more_once_it_was_said_how_far_reading_has_come(reader: str) -> None:
+    with alone() as (conn, there, events):
+        there.sendall(pack_frame(REPLY, 7, b"once"))
+        told: list[int | None] = []
+
+        def other_thread() -> None:  # between the reader's first look and its lock
+            conn.suspend(ConnectionResetError())
+            told.append(conn.standstill(next(conn.attempts)))
+
+        conn.read_lock = cast(Any, _Late(other_thread))
+        frames = _READERS[reader](conn)
+        assert told == [0]
+        assert conn.replay is not None
+        assert conn.replay.received == 0
+        assert not frames
+        assert not events.delivered
+        # What was not read comes again, over another socket.
+        conn.read_lock = threading.Lock()
+        here, again = socket.socketpair()
+        with again:
+            assert conn.resume(here, 1, 0, lambda: None)
+            again.sendall(pack_frame(REPLY, 7, b"once"))
+            (frame,) = conn.turn() or []
+        assert frame.body == b"once"
+
+
+def test_what_came_with_the_handshake_counts() -> None:
+    first, second = pack_frame(REPLY, 1, b"first"), pack_frame(REPLY, 2, b"second")
+    with alone(leftover=first + second[:10]) as (conn, _, _):
+        conn.suspend(ConnectionResetError())
+        assert conn.standstill(next(conn.attempts)) == len(first) + 10  # also before anybody has looked at it
+        here, again = socket.socketpair()
+        with again:
+            assert conn.resume(here, 1, 0, lambda: None)
+            assert conn.fresh
+            assert [frame.body for frame in conn.begin()] == [b"first"]
+            again.sendall(second[10:])
+            assert [frame.body for frame in conn.turn() or []] == [b"second"]
+
+
+@pytest.mark.parametrize("came_back", [False, True])
+def test_an_attempt_does_not_come_back_once_a_later_one_has_said_how_far_reading_has_come(
+    came_back: bool,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        first, first_there = socket.socketpair()
+        second, second_there = socket.socketpair()
+        for sock in (first, first_there, second, second_there):
+            stack.enter_context(sock)
+        conn, _, events = stack.enter_context(alone())
+        early, late = next(conn.attempts), next(conn.attempts)
+        conn.suspend(ConnectionResetError())
+        assert conn.standstill(early) == 0
+        first_there.sendall(pack_frame(REPLY, 1, b"sent at once"))
+        if came_back:
+            assert conn.resume(first, early, 0, lambda: None)
+        # From here on the other side is told that nothing has come, and sends it again over the second socket.
+        assert conn.standstill(late) == 0
+        assert conn.overtaken(early)
+        assert conn.standstill(early) is None
+        assert not conn.resume(first, early, 0, lambda: None)
+        assert not conn.turn()
+        assert conn.resume(second, late, 0, lambda: None)
+        second_there.sendall(pack_frame(REPLY, 1, b"sent again"))
+        assert [frame.body for frame in conn.turn() or []] == [b"sent again"]
+        assert events.lapses == 1 + came_back

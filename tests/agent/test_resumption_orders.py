@@ -1,0 +1,348 @@
+"""Two ends of a connection that breaks and comes back, in orders that are drawn by lot.
+
+The code is the real one, of connections and of their resumption; the threads are real as well, but one of them runs at a
+time, and hands over at each step: before it takes a lock, suspends, tells how far it has come, goes on, says or hears
+something. What is between the two ends moves bytes, loses some, and cuts; either side may run out of patience.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import select
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from actorrpc.agent.connector import Resumption
+from actorrpc.agent.outbound import Assembly
+from actorrpc.config import Settings
+from actorrpc.transport import session as session_module
+from actorrpc.transport import writer
+from actorrpc.transport.connection import Connection
+from actorrpc.wire import frames
+from actorrpc.wire.frames import Frame
+from actorrpc.wire.integrity import Seals
+from tests.agent.steps import Lock, Steps
+from tests.layers import rest_is_slow
+
+NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
+_ANSWER = b"come in"  # the last message of a handshake
+_CHUNK = 3_000
+
+
+# -- what is between the two ends ------------------------------------------------------------------------
+
+
+class _Wire(socket.socket):
+    """One end of a line. Where it would block, it takes a step; where it has waited, its patience may be over."""
+
+    patience: Callable[[], bool]
+    steps: Steps
+
+    def recv(self, size: int, flags: int = 0, /) -> bytes:
+        self.steps.step(self._readable)
+        try:
+            return super().recv(size, socket.MSG_DONTWAIT)
+        except BlockingIOError:  # chosen for its patience was over
+            raise TimeoutError from None
+
+    def sendall(self, data: Any, flags: int = 0, /) -> None:
+        self.steps.step()
+        super().sendall(data)
+
+    def settimeout(self, value: float | None, /) -> None:
+        pass  # patience says
+
+    def _readable(self) -> bool:
+        if self.fileno() < 0:
+            return True
+        poll = select.poll()
+        poll.register(self, select.POLLIN)
+        return bool(poll.poll(0)) or not self.patience()
+
+
+class _Line:
+    """A way for bytes, which it moves when it is told to; so it can end with bytes on it, and before it."""
+
+    def __init__(self, steps: Steps, patience: Callable[[], bool]) -> None:
+        self._inner: list[socket.socket] = []
+        self.ends: list[_Wire] = []
+        for _ in range(2):
+            outer, inner = socket.socketpair()
+            wire = _Wire(fileno=outer.detach())
+            wire.steps, wire.patience = steps, patience
+            self.ends.append(wire)
+            self._inner.append(inner)
+        self._under_way = [b"", b""]
+        self.up = True
+
+    def move(self, dice: random.Random) -> None:
+        """Move some bytes of one direction, or all that there are."""
+        way = dice.randrange(2)
+        with contextlib.suppress(OSError):
+            more = dice.choice((1, 50, 3_000, 1 << 20))
+            with contextlib.suppress(BlockingIOError):
+                came = self._inner[way].recv(more, socket.MSG_DONTWAIT)
+                self._under_way[way] += came
+                if not came and not self._under_way[way]:
+                    self._inner[1 - way].shutdown(socket.SHUT_WR)
+            data = self._under_way[way][: dice.choice((1, 50, 3_000, 1 << 20))]
+            if data:
+                done = self._inner[1 - way].send(data, socket.MSG_DONTWAIT)
+                self._under_way[way] = self._under_way[way][done:]
+
+    def cut(self) -> None:
+        """End: what is under way is lost, what has been brought can still be read."""
+        self.up = False
+        for inner in self._inner:
+            inner.close()
+
+
+# -- the two ends ----------------------------------------------------------------------------------------
+
+
+class _End(Connection):
+    """A connection that takes a step before and after what matters."""
+
+    steps: Steps
+
+    def suspend(self, error: BaseException) -> None:
+        self.steps.step()
+        super().suspend(error)
+
+    def standstill(self, attempt: int) -> int | None:
+        self.steps.step()
+        count = super().standstill(attempt)
+        self.steps.step()
+        return count
+
+    def resume(self, *args: Any) -> bool:
+        self.steps.step()
+        done = super().resume(*args)
+        self.steps.step()
+        return done
+
+    def _wait_writable(self, deadline: float | None = None) -> bool:
+        self.steps.step()
+        return False
+
+
+class _World:
+    """Two ends, the lines between them, and what has been sent and has come."""
+
+    def __init__(self, seed: int, sealed: bool) -> None:
+        self.dice = random.Random(seed)
+        self.steps = Steps(self.dice)
+        self.calm = False
+        self.lines: list[_Line] = []
+        self.epoll = select.epoll()
+        self.settings = Settings()
+        self.closed_down = False
+        self.sent: list[list[bytes]] = [[], []]
+        self.came: list[list[bytes]] = [[], []]
+        # Large messages by number, which small ones overtake; None: it was given up, and comes whole or not at all.
+        self.numbers = itertools.count(1)
+        self.large: list[dict[int, bytes | None]] = [{}, {}]
+        self.large_came: list[dict[int, bytes]] = [{}, {}]
+        self.resumed = 0
+        # What Resumption asks of its agent and of its links.
+        self.submit = self.steps.spawn
+        self.clock = SimpleNamespace(at=lambda *_: None, after=lambda _, task: self.steps.spawn(task))
+        self.pool = SimpleNamespace(forget=lambda _: None)
+        whole = cast(Any, self)
+        self.resumption = Resumption(whole, whole)
+        self.ends: list[_End] = []
+        for dialled, wire in zip((True, False), self.line().ends, strict=True):
+            end = _End(
+                wire,
+                epoll=self.epoll,
+                events=self,
+                settings=self.settings,
+                attach=b"",
+                local=False,
+                seals=Seals.of(bytes(32), dialled=dialled) if sealed else None,
+            )
+            end.dialled = dialled
+            end.steps = self.steps
+            end.read_lock = cast(Any, Lock(self.steps))
+            end.write_lock = cast(Any, Lock(self.steps))
+            self.ends.append(end)
+        self.ends[0].peer = SimpleNamespace(name="acceptor")
+        self.ends[1].other = ("dialler", "life")
+
+    def line(self) -> _Line:
+        self.lines.append(_Line(self.steps, self.patient))
+        return self.lines[-1]
+
+    def patient(self) -> bool:
+        return self.calm or self.dice.random() > 0.02
+
+    # -- links -------------------------------------------------------------------------------------
+
+    def addresses(self, peer: Any) -> list[tuple[int, str]]:
+        return [(socket.AF_UNIX, "acceptor")]
+
+    def dial(self, *_: Any) -> tuple[_Wire, None]:
+        self.steps.step()
+        mine, theirs = self.line().ends
+        session = SimpleNamespace(peer_name="dialler", peer_incarnation="life")
+        self.steps.spawn(
+            partial(self.resumption.admit, theirs, cast(Any, session), _ANSWER, cast(Any, self.ends[1]))
+        )
+        try:
+            left = len(_ANSWER)
+            while left:
+                more = mine.recv(left)
+                if not more:
+                    raise ConnectionResetError
+                left -= len(more)
+        except OSError:
+            mine.close()
+            raise
+        return mine, None
+
+    def watch(self, conn: Connection) -> None:
+        self.resumed += 1
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def control(self, connection: Connection, frame: Frame) -> Frame | None:
+        side = self.ends.index(cast(_End, connection))
+        match frame.kind:
+            case frames.ACK:
+                assert connection.replay is not None
+                connection.replay.acknowledged(frame.id)
+            case frames.REPLY:
+                memory = memoryview(bytearray(int.from_bytes(frame.body, "big")))
+                connection.assemblies[frame.id] = Assembly(frame, [memory])
+            case frames.CHUNK:
+                begun: Assembly = connection.assemblies[frame.id]
+                if begun.arrived(frame.chain, frame.flags):
+                    del connection.assemblies[frame.id]
+                    self.large_came[side][frame.id] = bytes(begun.buffers[0])
+            case frames.STREAM_ABORT:
+                del connection.assemblies[frame.id]
+            case _:
+                raise AssertionError(frame)
+        return None
+
+    def deliver(self, connection: Connection, batch: list[Frame], waiting: bool) -> bool:
+        raise AssertionError("nobody waits for a reply here")
+
+    def closed(self, connection: Connection, error: BaseException | None) -> None:
+        if error is not None:
+            raise AssertionError(f"closed: {error!r}")
+
+    def suspended(self, connection: Connection, error: BaseException) -> None:
+        self.resumption.begin(connection, error)
+
+    # -- what is done ------------------------------------------------------------------------------
+
+    def send(self, side: int) -> None:
+        end = self.ends[side]
+        body = self.dice.randbytes(self.dice.choice((0, 7, 100, 2_000)))
+        self.sent[side].append(body)
+        end.outbox.append(frames.pack_frame(frames.REPLY, len(self.sent[side]), body))
+        end.flush()
+
+    def send_large(self, side: int) -> None:
+        """Send a message in chunks, which may be given up; its memory changes as soon as that is over."""
+        end, number = self.ends[side], next(self.numbers)
+        data = self.dice.randbytes(self.dice.choice((1, 5_000, 20_000)))
+        memory = bytearray(data)
+        pieces = [(0, at, memoryview(memory)[at : at + _CHUNK]) for at in range(0, len(data), _CHUNK)]
+        self.large[side][number] = data
+        end.outbox.append(
+            frames.pack_frame(frames.REPLY, number, len(data).to_bytes(4, "big"), flags=frames.STREAM)
+        )
+        in_time = self.dice.random() < 0.7
+        if not end.send_chunks(number, pieces, None if in_time else 0.0):
+            self.large[side][number] = None
+        memory[:] = bytes(len(data))
+
+    def read(self, side: int) -> None:
+        for frame in self.ends[side].turn() or ():
+            self.came[side].append(frame.body)
+            assert frame.id == len(self.came[side])
+
+    def anything(self) -> None:
+        """Do what comes up."""
+        side = self.dice.randrange(2)
+        match self.dice.choices(range(5), (50, 8, 14, 25, 0 if self.calm else 1.2))[0]:
+            case 0:
+                self.steps.go_on()
+            case 1 if not self.calm and self.steps.left < 12:
+                self.steps.spawn(partial(self.dice.choice((self.send, self.send_large)), side))
+            case 2 if sum(task.name == "read" for task in self.steps.tasks) < 6:
+                self.steps.spawn(partial(self.read, side), "read")
+            case 4:
+                self.dice.choice(self.up).cut()
+            case _:
+                self.dice.choice(self.up).move(self.dice)
+
+    @property
+    def up(self) -> list[_Line]:
+        return [line for line in self.lines if line.up] or self.lines
+
+    @property
+    def whole(self) -> bool:
+        return self.came == self.sent[::-1] and all(
+            came.get(number) == data
+            for sent, came in zip(self.large, self.large_came[::-1], strict=True)
+            for number, data in sent.items()
+            if data is not None
+        )
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.broken = True
+        for line in self.lines:
+            line.cut()
+        while self.steps.left:
+            self.steps.go_on()
+        self.steps.spawn(lambda: [end.reap() for end in self.ends])
+        while self.steps.left:
+            self.steps.go_on()
+        for line in self.lines:
+            for wire in line.ends:
+                wire.close()
+        self.epoll.close()
+
+
+@contextlib.contextmanager
+def world(seed: int, sealed: bool) -> Iterator[_World]:
+    """Make a world, and end all that it has."""
+    made = _World(seed, sealed)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("seed", rest_is_slow(range(2_000 if NIGHTLY else 25), 3))
+def test_every_byte_comes_once_and_in_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The odd ones sealed, which notices each byte that is not the one that was sent."""
+    # So small that acknowledgements come, and what is kept is forgotten, and full.
+    monkeypatch.setattr(session_module, "_SAY_EVERY", 3_000)
+    monkeypatch.setattr(session_module, "_LIMIT", 20_000)
+    monkeypatch.setattr(session_module, "_LARGE", 1_000)
+    with world(seed, bool(seed % 2)) as there:
+        monkeypatch.setattr(writer, "time", SimpleNamespace(sleep=lambda _: there.steps.step()))
+        for _ in range(2_500):
+            there.anything()
+        there.calm = True
+        for _ in range(40_000):
+            if there.whole:
+                break
+            there.anything()
+        assert [len(bodies) for bodies in there.came] == [len(bodies) for bodies in there.sent[::-1]]
+        assert there.whole
+        assert there.resumed  # else it has proved nothing

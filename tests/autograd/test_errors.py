@@ -1,0 +1,329 @@
+"""What a backward pass between real workers comes to when one of them dies or stops in it, or its context is left.
+
+Each pass has three workers: its origin, one at whose gate the fault happens, and a bystander. Gradients go from the origin
+through the gate's worker, the bystander, and the gate's worker once more, back to the origin, so that the fault can happen
+in each phase of a pass: when it asks where messages lead to, in the first gradient of a worker, in a later one, and when
+the leaves are finished.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+import actorrpc.autograd as dist_autograd
+from actorrpc import rpc
+from actorrpc.autograd import graph
+from actorrpc.autograd.messages import Discover
+from actorrpc.autograd.startup import contexts, participant
+from actorrpc.errors import PeerDiedError, RpcError
+from actorrpc.rpc.refcount.messages import WorkerKey
+from tests.layers import rest_is_slow
+from tests.ranks import Died, rpc_group
+
+Mode = Literal["smart", "fast"]
+PHASES: dict[Mode, tuple[str, ...]] = {
+    "smart": ("discovery", "first gradient", "later gradient", "finishing"),
+    "fast": ("first gradient", "later gradient", "finishing"),
+}
+DEEP = 300  # nodes: of graphs as large as that a message does not tell where they lead to
+
+# -- gates ---------------------------------------------------------------------------------------
+
+_armed: dict[str, Callable[[], None]] = {}
+_at_gate = threading.Event()
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    """Wait for something that nothing announces; bounded by the test's limit."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.005)
+
+
+def _tell() -> None:
+    _at_gate.set()
+
+
+def _pass(gate: str) -> None:
+    """Pass a gate; what it is armed with happens once."""
+    action = _armed.pop(gate, None)
+    if action is not None:
+        action()
+
+
+class Gate(torch.autograd.Function):
+    """A gate in the backward pass of a worker."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: str) -> Tensor:
+        ctx.gate = gate
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        _pass(ctx.gate)
+        return gradient, None
+
+
+def _arm(phase: str, fault: str, context: int, origin: str, pid: int) -> None:
+    def over() -> bool:
+        found = contexts().find(context)
+        return found is None or not found.passes
+
+    def happen() -> None:
+        if fault in ("killed", "stopped"):
+            os.kill(os.getpid(), signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+            threading.Event().wait()  # this thread may be the last to be stopped
+        elif fault == "origin killed":
+            os.kill(pid, signal.SIGKILL)
+            _until(over)  # what is left of this worker's part comes when it knows of that
+        else:
+            rpc.rpc_sync(origin, _tell)
+            _until(over)
+
+    _armed[phase] = happen
+    if phase == "discovery":
+        part = participant()
+        handle = part.handle
+
+        def guarded(sender: WorkerKey, message: Any) -> Any:
+            if isinstance(message, Discover):
+                _pass("discovery")
+            return handle(sender, message)
+
+        part.handle = guarded  # type: ignore[method-assign]
+
+
+# -- what workers do -----------------------------------------------------------------------------
+
+_weights: list[torch.nn.Parameter] = []
+
+
+def _weight() -> torch.nn.Parameter:
+    if not _weights:
+        made = torch.nn.Parameter(torch.full((3,), 1.5, dtype=torch.float64))
+        made.register_post_accumulate_grad_hook(lambda _: _pass("finishing"))
+        _weights.append(made)
+    return _weights[0]
+
+
+def _scale(x: Tensor) -> Tensor:
+    return x * _weight()
+
+
+def _gated(x: Tensor, gate: str, deep: int) -> Tensor:
+    for _ in range(deep):
+        x = x * 1
+    y: Tensor = Gate.apply(x, gate)
+    return y * _weight()
+
+
+def _gradient(context: int) -> Tensor | None:
+    return dist_autograd.get_gradients(context).get(_weight())
+
+
+def _left() -> tuple[int, int, int]:
+    """What this worker has of contexts, passes, and slots that are borrowed."""
+    passes = sum(len(context.passes) for context in contexts().all())
+    return len(contexts()), passes, len(graph._taken)
+
+
+def _forward(x: Tensor, at_gate: str, bystander: str, phase: str) -> Tensor:
+    deep = DEEP if phase == "discovery" else 0
+    y = rpc.rpc_sync(at_gate, _gated, (x, "later gradient", deep))
+    y = rpc.rpc_sync(bystander, _scale, (y,))
+    y = rpc.rpc_sync(at_gate, _gated, (y, "first gradient", deep))
+    # The bystander has something to do before the gate, too.
+    return y.sum() + rpc.rpc_sync(bystander, _scale, (x,)).sum()
+
+
+def _leaf() -> Tensor:
+    return torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
+
+
+def _works(me: str, other: str) -> None:
+    """A pass in a new context, between those that are left: there is nothing wrong with it."""
+    x, w = _leaf(), _weight().detach().clone().requires_grad_()
+    with dist_autograd.context() as context:
+        y = rpc.rpc_sync(other, _scale, (rpc.rpc_sync(other, _scale, (x,)) * x,))
+        dist_autograd.backward(context, [y.sum()])
+        found = dist_autograd.get_gradients(context)[x], rpc.rpc_sync(other, _gradient, (context,))
+    want = torch.autograd.grad((x * w * x * w).sum(), (x, w))
+    for got, g in zip(found, want, strict=True):
+        torch.testing.assert_close(got, g)
+    for worker in (me, other):
+        _until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (0, 0, 0))
+
+
+@contextmanager
+def _in_phase(phase: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"phase of the pass: {phase}")
+        raise
+
+
+# -- a worker is killed, or stopped --------------------------------------------------------------
+
+
+def _participant_goes(rank: int, workers: int, fault: str, mode: Mode) -> None:
+    if rank:
+        return
+    bystander = "worker1"
+    pids = {f"worker{n}": rpc.rpc_sync(f"worker{n}", os.getpid) for n in range(2, workers)}
+    try:
+        for phase, goes in zip(PHASES[mode], pids, strict=True):
+            with _in_phase(phase):
+                _goes_in(phase, fault, mode, goes, bystander)
+                _works("worker0", bystander)
+    finally:
+        if fault == "stopped":
+            for pid in pids.values():
+                os.kill(pid, signal.SIGKILL)
+
+
+def _goes_in(phase: str, fault: str, mode: Mode, goes: str, bystander: str) -> None:
+    x = _leaf()
+    with dist_autograd.context() as context:
+        for worker in (goes, bystander):
+            dist_autograd.backward(context, [rpc.rpc_sync(worker, _scale, (x,)).sum()])
+        mine = dist_autograd.get_gradients(context)[x].clone()
+        theirs = rpc.rpc_sync(bystander, _gradient, (context,))
+        loss = _forward(x, goes, bystander, phase)
+        rpc.rpc_sync(goes, _arm, (phase, fault, context, "worker0", 0))
+        with pytest.raises(PeerDiedError, match=goes):
+            dist_autograd.backward(context, [loss], retain_graph=True, mode=mode)
+        # It counts nowhere, and nobody waits for it.
+        assert torch.equal(dist_autograd.get_gradients(context)[x], mine)
+        assert torch.equal(rpc.rpc_sync(bystander, _gradient, (context,)), theirs)
+        for worker in ("worker0", bystander):
+            _until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (1, 0, 0))
+        with pytest.raises(PeerDiedError, match=goes):  # another pass that needs it
+            dist_autograd.backward(context, [loss], mode=mode)
+    assert x.grad is None
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("mode", rest_is_slow(list(PHASES)))
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+def test_a_worker_that_goes_in_a_pass(fault: str, mode: Mode) -> None:
+    _group(_participant_goes, mode, fault, mode, options={"heartbeat": 0.2})
+
+
+def _group(fn: Callable[..., None], mode: Mode, *args: Any, **options: Any) -> None:
+    """Run a group of two workers that stay, and one for each phase that goes."""
+    goes = range(2, 2 + len(PHASES[mode]))
+    ended = rpc_group(fn, goes.stop, *args, may_die=goes, timeout=100, **options)
+    assert ended[2:] == [Died(-signal.SIGKILL)] * len(goes)
+
+
+# -- the origin is killed ------------------------------------------------------------------------
+
+
+def _begin_and_die(phase: str, mode: Mode) -> None:
+    with dist_autograd.context():
+        _begin_and_die_in_it(phase, mode)
+
+
+def _begin_and_die_in_it(phase: str, mode: Mode) -> None:
+    context = dist_autograd.current_context()
+    assert context is not None
+    loss = _forward(_leaf(), "worker0", "worker1", phase)
+    rpc.rpc_sync("worker0", _arm, (phase, "origin killed", context, "", os.getpid()))
+    dist_autograd.backward(context, [loss], mode=mode)
+
+
+def _origin_goes(rank: int, workers: int, mode: Mode) -> None:
+    if rank:
+        return
+    for phase, origin in zip(PHASES[mode], range(2, workers), strict=True):
+        with _in_phase(phase):
+            with pytest.raises(PeerDiedError, match=f"worker{origin}"):
+                rpc.rpc_sync(f"worker{origin}", _begin_and_die, (phase, mode))
+            for worker in ("worker0", "worker1"):
+                _until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (0, 0, 0))
+                assert rpc.rpc_sync(worker, _grad_of_weight) is None
+            assert not _armed
+            _works("worker0", "worker1")
+            _works("worker0", "worker0")
+
+
+def _origin_of_the_pass_goes(rank: int, workers: int, mode: Mode) -> None:
+    """As above, but the context is that of another worker, and outlives the pass."""
+    if rank:
+        return
+    for phase, origin in zip(PHASES[mode], range(2, workers), strict=True):
+        with _in_phase(phase), dist_autograd.context() as context:
+            with pytest.raises(PeerDiedError, match=f"worker{origin}"):
+                rpc.rpc_sync(f"worker{origin}", _begin_and_die_in_it, (phase, mode))
+            for worker in ("worker0", "worker1"):
+                _until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (1, 0, 0))
+                assert rpc.rpc_sync(worker, _gradient, (context,)) is None
+            assert not _armed
+        _works("worker0", "worker1")
+
+
+def _grad_of_weight() -> Tensor | None:
+    return _weight().grad
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("mode", list(PHASES))
+@pytest.mark.parametrize("goes", [_origin_goes, _origin_of_the_pass_goes])
+def test_an_origin_that_is_killed_in_a_pass(goes: Callable[..., None], mode: Mode) -> None:
+    _group(goes, mode, mode)
+
+
+# -- the context is left -------------------------------------------------------------------------
+
+
+def _is_left(rank: int, _: int, mode: Mode) -> None:
+    if rank:
+        return
+    for phase in PHASES[mode]:
+        with _in_phase(phase):
+            _leave_in(phase, mode)
+            for worker in ("worker0", "worker1", "worker2"):
+                _until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (0, 0, 0))
+                assert rpc.rpc_sync(worker, _grad_of_weight) is None
+            _works("worker0", "worker1")
+            _works("worker0", "worker2")
+
+
+def _leave_in(phase: str, mode: Mode) -> None:
+    x = _leaf()
+    errors: list[BaseException] = []
+    _at_gate.clear()
+    with dist_autograd.context() as context:
+        loss = _forward(x, "worker1", "worker2", phase)
+        rpc.rpc_sync("worker1", _arm, (phase, "left", context, "worker0", 0))
+
+        def run() -> None:
+            try:
+                dist_autograd.backward(context, [loss], mode=mode)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        _at_gate.wait()
+    thread.join()
+    assert len(errors) == 1
+    assert isinstance(errors[0], RpcError)
+    assert "released" in str(errors[0])
+    _until(lambda: x.grad is None)  # another thread may just be finishing the leaf, with its slot borrowed
+
+
+@pytest.mark.parametrize("mode", list(PHASES))
+def test_a_context_that_is_left_in_a_pass(mode: Mode) -> None:
+    rpc_group(_is_left, 3, mode)

@@ -1,0 +1,89 @@
+"""The ``.grad`` of leaves, borrowed."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from actorrpc.autograd.graph import borrowed
+from actorrpc.errors import RpcTimeoutError
+
+
+def leaf() -> torch.Tensor:
+    return torch.ones(2, requires_grad=True)
+
+
+def test_the_slot_is_empty_and_then_as_it_was() -> None:
+    a, b = leaf(), leaf()
+    kept = a.grad = torch.full((2,), 7.0)
+    with borrowed([a, b]):
+        assert a.grad is None
+        assert b.grad is None
+        a.grad = b.grad = torch.zeros(2)
+    assert a.grad is kept
+    assert b.grad is None
+
+
+def test_after_an_error_as_well() -> None:
+    a = leaf()
+    kept = a.grad = torch.full((2,), 7.0)
+    with pytest.raises(ValueError, match="mine"), borrowed([a]):
+        raise ValueError("mine")
+    assert a.grad is kept
+    with borrowed([a]):
+        pass
+
+
+def test_a_second_user_waits() -> None:
+    a, b, c = leaf(), leaf(), leaf()
+    taken, release, order = threading.Event(), threading.Event(), []
+
+    def first() -> None:
+        with borrowed([a, b]):
+            taken.set()
+            release.wait()
+            order.append("first")
+
+    def second() -> None:
+        with borrowed([b, c]):
+            order.append("second")
+
+    threads = [threading.Thread(target=first)]
+    threads[0].start()
+    taken.wait()
+    threads.append(threading.Thread(target=second))
+    threads[1].start()
+    with borrowed([c]):  # nobody has taken a part of what they wait for
+        order.append("other")
+    with pytest.raises(RpcTimeoutError, match="did not give"), borrowed([b], time.monotonic()):
+        pass
+    release.set()
+    for thread in threads:
+        thread.join()
+    assert order == ["other", "first", "second"]
+
+
+def test_opposite_orders_do_not_lock_each_other_out() -> None:
+    leaves = [leaf() for _ in range(6)]
+    start = threading.Barrier(4)
+    counts = dict.fromkeys(range(6), 0)
+
+    def use(seed: int) -> None:
+        start.wait()
+        for n in range(300):
+            mine = [(seed + k * (n % 5 + 1)) % 6 for k in range(3)]
+            with borrowed([leaves[k] for k in dict.fromkeys(mine)]):
+                for k in set(mine):
+                    counts[k] += 1  # nobody else does so at this moment
+
+    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(counts.values()) == sum(
+        len({(seed + k * (n % 5 + 1)) % 6 for k in range(3)}) for seed in range(4) for n in range(300)
+    )

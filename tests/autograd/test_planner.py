@@ -1,0 +1,173 @@
+"""The plan of a pass, over graphs of messages that nobody has to send."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actorrpc.autograd.messages import Contribution, Sink
+from actorrpc.autograd.planner import ROOTS, Send, levels, make_plan, unknown
+from actorrpc.errors import RpcError
+from actorrpc.rpc.refcount.messages import WorkerKey
+
+WORKERS = [WorkerKey(rank, f"life{rank}") for rank in range(4)]
+A, B, C, D = WORKERS
+
+Answers = dict[Send, list[Sink]]
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> Answers:
+    """Draw what discovery may find: messages in the order of the forward pass, each opened some times; later ones lead
+    to earlier ones; only those that can be reached from the roots."""
+    count = draw(st.integers(0, 12))
+    rng = random.Random(draw(st.integers(0, 1 << 32)))
+    sends = [(rng.choice(WORKERS), number) for number in range(1, count + 1)]
+    receipts: dict[WorkerKey, list[Sink]] = {worker: [] for worker in WORKERS}
+    found: Answers = {}
+    for number, (worker, message) in enumerate(sends):
+        # Everything that has been opened on the worker by now may be what this message was made of.
+        opened = receipts[worker]
+        found[worker, message] = rng.sample(opened, rng.randint(0, len(opened)))
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            receipts[rng.choice(WORKERS)].append(Sink(worker, message, 100 * number + rng.randrange(100)))
+    found[A, ROOTS] = list(receipts[A])
+    reached: Answers = {}
+    left: list[Send] = [(A, ROOTS)]
+    while left:
+        send = left.pop()
+        if send not in reached:
+            reached[send] = found[send]
+            left += [(sink.worker, sink.message) for sink in found[send]]
+    return reached
+
+
+def _edges(given: Answers) -> set[tuple[Send, Send, Contribution]]:
+    return {
+        (send, (sink.worker, sink.message), Contribution(send[0], sink.receipt))
+        for send, sinks in given.items()
+        for sink in sinks
+    }
+
+
+@given(answers())
+def test_gradients_go_to_higher_levels_only(given: Answers) -> None:
+    found = levels(given)
+    assert found.keys() == given.keys()
+    assert found[A, ROOTS] == 0
+    before: dict[Send, list[int]] = {}
+    for send, to, _ in _edges(given):
+        before.setdefault(to, []).append(found[send])
+    for to, those in before.items():
+        assert found[to] == max(those) + 1  # the longest way, not only a long one
+
+
+@given(answers())
+def test_all_messages_wait_for_all_their_gradients_in_some_stratum(given: Answers) -> None:
+    plan = make_plan(A, given)
+    places = [
+        ((worker, message), contributions)
+        for worker, strata in plan.items()
+        for stratum in strata
+        for message, contributions in stratum.messages.items()
+    ]
+    assert sorted(send for send, _ in places) == sorted(given)
+    for send, contributions in places:
+        assert len(set(contributions)) == len(contributions)
+        assert list(contributions) == sorted(contributions)
+        wanted = {each for _, to, each in _edges(given) if to == send}
+        assert set(contributions) == (wanted or {Contribution(A, 0)})
+
+
+@given(answers())
+def test_strata_in_order_never_wait_for_ever(given: Answers) -> None:
+    """Play it: each worker works off its strata in order, and sends a receipt's gradient after its last."""
+    plan = make_plan(A, given)
+    come: set[tuple[Send, Contribution]] = {((A, ROOTS), Contribution(A, 0))}
+    at = dict.fromkeys(plan, 0)
+    moved = True
+    while moved:
+        moved = False
+        for worker, strata in plan.items():
+            while at[worker] < len(strata):
+                waits = {
+                    ((worker, message), each)
+                    for message, contributions in strata[at[worker]].messages.items()
+                    for each in contributions
+                }
+                if not waits <= come:
+                    break
+                at[worker] += 1
+                moved = True
+                later = {
+                    (worker, message) for stratum in strata[at[worker] :] for message in stratum.messages
+                }
+                done = {(worker, message) for message in strata[at[worker] - 1].messages}
+                for send, to, each in _edges(given):
+                    if send in done and not any(s in later and e == each for s, _, e in _edges(given)):
+                        come.add((to, each))
+    assert all(at[worker] == len(strata) for worker, strata in plan.items())
+
+
+@given(answers(), st.randoms(use_true_random=False))
+def test_the_same_answers_in_another_order_give_the_same_plan(given: Answers, rng: random.Random) -> None:
+    items = [(send, rng.sample(sinks, len(sinks))) for send, sinks in given.items()]
+    rng.shuffle(items)
+    one, other = make_plan(A, given), make_plan(A, dict(items))
+    assert list(one) == list(other)
+    assert [list(stratum.messages.items()) for strata in one.values() for stratum in strata] == [
+        list(stratum.messages.items()) for strata in other.values() for stratum in strata
+    ]
+
+
+def test_two_visits_are_two_strata() -> None:
+    # A called B with message 1; B answered with 2; A called B with 3, made of 2; B answered with 4.
+    given = {
+        (A, ROOTS): [Sink(B, 4, 2)],
+        (B, 4): [Sink(A, 3, 2)],
+        (A, 3): [Sink(B, 2, 1)],
+        (B, 2): [Sink(A, 1, 1)],
+        (A, 1): [],
+    }
+    plan = make_plan(A, given)
+    assert [list(each.messages) for each in plan[A]] == [[ROOTS], [3], [1]]
+    assert [list(each.messages) for each in plan[B]] == [[4], [2]]
+
+
+def test_a_message_that_was_opened_three_times_waits_for_all() -> None:
+    given = {
+        (A, ROOTS): [Sink(B, 1, 1), Sink(B, 1, 2), Sink(C, 2, 3)],
+        (C, 2): [Sink(B, 1, 1)],
+        (B, 1): [],
+    }
+    assert make_plan(A, given)[B][0].messages == {
+        1: (Contribution(A, 1), Contribution(A, 2), Contribution(C, 1))
+    }
+
+
+def test_unknown_messages_are_named_once() -> None:
+    sinks = [Sink(B, 1, 1), Sink(C, 1, 1), Sink(B, 1, 2), Sink(B, 2, 1)]
+    assert unknown({(B, 2): []}, sinks) == [(B, 1), (C, 1)]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({(A, ROOTS): [Sink(B, 1, 1)]}, "message 1 of worker 1, which nobody was asked about"),
+        (
+            {(A, ROOTS): [Sink(B, 1, 1)], (B, 1): [Sink(C, 2, 1)], (C, 2): [Sink(B, 1, 1)]},
+            r"in a circle: message 1 of worker 1, message 2 of worker 2",
+        ),
+        ({(A, ROOTS): [], (B, 1): []}, "nothing leads to message 1 of worker 1"),
+        (
+            {(A, ROOTS): [Sink(B, 1, 1), Sink(B, 2, 1)], (B, 1): [], (B, 2): []},
+            "receipt 1 of worker 0 is said to be of message 2 of worker 1 and of message 1 of worker 1",
+        ),
+    ],
+)
+def test_answers_that_contradict_each_other(given: Answers, text: str) -> None:
+    with pytest.raises(RpcError, match=text):
+        make_plan(A, given)

@@ -1,0 +1,129 @@
+"""The fork server: when it is killed, stopped, or cannot start; and what it is told."""
+
+from __future__ import annotations
+
+import operator
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actorrpc import rpc
+from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.cluster import init
+from actorrpc.cluster.provisioners import fork_server
+from actorrpc.cluster.provisioners.fork_protocol import Reader, send
+from actorrpc.errors import PeerDiedError
+from tests.cluster.drive import cluster, script, until, workers
+
+
+def _server_pid() -> int:
+    server = cluster().server
+    assert server is not None
+    return server.pid
+
+
+@pytest.mark.slow
+@pytest.mark.prints(r"the fork server \(pid \d+\) has ended")
+def test_the_death_of_the_server_ends_its_children_and_the_next_spawn_starts_another() -> None:
+    with init():
+        first = _server_pid()
+        names = [cluster().spawn(ProcessSpec(label="Counter")).wait(50).name for _ in range(2)]
+        pids = [rpc.rpc_sync(name, os.getpid) for name in names]
+        reports = [cluster().report(name) for name in names]
+        os.kill(first, signal.SIGKILL)
+        assert [report.wait(20).signal for report in reports] == [signal.SIGKILL] * 2
+        until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+        with workers(1) as (name,):
+            assert rpc.rpc_sync(name, operator.add, (1, 2)) == 3
+            assert _server_pid() != first
+
+
+@pytest.mark.slow
+@pytest.mark.prints(r"the fork server \(pid \d+\) has ended")
+def test_a_spawn_fails_when_the_server_dies_meanwhile() -> None:
+    with init():
+        future = cluster().spawn(ProcessSpec(label="Unlucky"))
+        os.kill(_server_pid(), signal.SIGKILL)
+        with pytest.raises(PeerDiedError, match="'Unlucky' could not be started: the fork server"):
+            future.wait(20)
+        with workers(1) as (name,):
+            assert rpc.rpc_sync(name, operator.add, (1, 2)) == 3
+
+
+@pytest.mark.prints(r"the fork server \(pid \d+\) has ended", "Traceback.*ImportError: this is not torch")
+def test_a_server_that_cannot_import_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('this is not torch')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    says = r"(?s)'Unlucky' could not be started.*this is not torch"
+    with init(), pytest.raises(PeerDiedError, match=says):
+        cluster().spawn(ProcessSpec(label="Unlucky")).wait(30)
+
+
+_KEY = """
+with init():
+    name = spawn()
+    key = serving.current().engine._hello["key"]
+    pids = [os.getpid(), serving.current().engine.server.pid, rpc.rpc_sync(name, os.getpid)]
+    for pid in pids:
+        for what in ("cmdline", "environ"):
+            with open(f"/proc/{pid}/{what}", "rb") as file:
+                data = file.read()
+            assert key not in data and key.hex().encode() not in data, (pid, what)
+    server = pids[1]
+    tasks = os.listdir(f"/proc/{server}/task")
+    assert len(tasks) == 1, tasks
+    found = {os.readlink(f"/proc/{server}/fd/{fd}").split(":")[0] for fd in os.listdir(f"/proc/{server}/fd")}
+    print(sorted(found))
+"""
+
+
+@pytest.mark.slow
+def test_the_key_is_in_no_command_line_and_the_server_has_one_thread(tmp_path: Path) -> None:
+    with script(tmp_path, _KEY) as process:
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+    assert "/dev/null" in out
+
+
+def test_messages_of_any_size_arrive_whole_with_their_descriptors() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        reader = Reader(theirs)
+        first = [os.open("/dev/null", os.O_RDONLY) for _ in range(2)]
+        second = [os.open("/dev/null", os.O_RDONLY)]
+        send(ours, {"fds": 2, "n": 1}, tuple(first))
+        send(ours, {"fds": 0, "n": 2, "odd": "\udcff"})
+        send(ours, {"fds": 1, "n": 3, "big": "x" * 100_000}, tuple(second))
+        ours.shutdown(socket.SHUT_WR)
+        found = []
+        while (messages := reader.feed()) is not None:
+            found.extend(messages)
+        assert [message["n"] for message, _ in found] == [1, 2, 3]
+        assert found[1][0]["odd"] == "\udcff"
+        assert len(found[2][0]["big"]) == 100_000
+        assert [len(fds) for _, fds in found] == [2, 0, 1]
+        for fd in [*first, *second, *(fd for _, fds in found for fd in fds)]:
+            os.close(fd)
+        reader.close()
+
+
+def test_the_server_looks_around_while_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import of seconds would hold up the end of a cluster: it is looked at between any two modules."""
+    for name, text in {"slow_a": "import slow_b", "slow_b": "import slow_c", "slow_c": "done = True"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(fork_server, "_LATER", ("slow_a",))
+    monkeypatch.setattr(fork_server, "_settle", lambda: None)
+    finders = list(sys.meta_path)
+    seen: list[list[str]] = []
+    fork_server._prepare(lambda: seen.append([name for name in sys.modules if name.startswith("slow_")]))
+    assert seen == [[], ["slow_a"], ["slow_a", "slow_b"]]
+    assert sys.meta_path == finders
+    for name in ("slow_a", "slow_b", "slow_c"):
+        monkeypatch.delitem(sys.modules, name)

@@ -1,0 +1,312 @@
+"""The workers of an embedded cluster: they are there, call each other, and how they end is known."""
+
+from __future__ import annotations
+
+import operator
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from actorrpc import rpc
+from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
+from actorrpc.cluster import init
+from actorrpc.errors import ConfigError, PeerDiedError, UnknownWorkerError
+from tests.cluster import remotes
+from tests.cluster.drive import cluster, until, workers
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cluster() -> Iterator[None]:
+    with init(log_to_driver=False, num_cpus=4):
+        # Started and warm: what it needs for good is there before the first test looks.
+        with workers(1):
+            pass
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _test_leaves_nothing() -> None:
+    """Leave the look for leaks to the end of the module: threads of the cluster come and go between tests."""
+
+
+def _death(worker: str) -> DeathReport:
+    return cluster().report(worker).wait(20)
+
+
+# -- calls ---------------------------------------------------------------------------------------------
+
+
+def test_workers_are_called_by_name_rank_and_info() -> None:
+    with workers(2) as names:
+        assert rpc.rpc_sync(names[0], operator.add, (1, 2)) == 3
+        info = rpc.get_worker_info(names[1])
+        assert rpc.rpc_sync(info.id, os.getpid) == rpc.rpc_sync(info, os.getpid)
+        assert rpc.rpc_sync(names[1], remotes.names) == ["driver", *names]
+        tensor = torch.ones(1 << 20)
+        assert torch.equal(rpc.rpc_sync(names[0], torch.neg, (tensor,)), -tensor)
+
+
+def test_workers_call_each_other_and_the_driver() -> None:
+    with workers(3) as names:
+        pids = [rpc.rpc_sync(name, os.getpid) for name in names]
+        found = rpc.rpc_sync(names[0], remotes.call, (names[1], names[2], "driver", names[0]))
+        assert found == [pids[0], pids[1], pids[2], os.getpid(), pids[0]]
+
+
+def test_names_are_unique_and_ranks_grow() -> None:
+    with workers(8) as first:
+        assert len(set(first)) == 8
+        assert all(name.startswith("Counter-") for name in first)
+        assert len({rpc.rpc_sync(name, os.getpid) for name in first}) == 8
+        last = rpc.get_worker_info(first[-1]).id
+    with workers(1, label="train.<locals>.Agent") as (name,):
+        assert name == f"train_locals_Agent-{last + 1}"
+
+
+def test_a_worker_starts_a_worker_which_ends_with_it() -> None:
+    with workers(1) as (name,):
+        other = rpc.rpc_sync(name, remotes.spawn_another, ("Other",))
+        assert rpc.rpc_sync(other, remotes.call, (name,)) == [
+            rpc.rpc_sync(other, os.getpid),
+            rpc.rpc_sync(name, os.getpid),
+        ]
+        report = cluster().report(other)
+    assert report.wait(20).signal == signal.SIGKILL
+
+
+def test_init_in_a_worker_says_what_it_is() -> None:
+    with workers(1) as (name,):
+        assert f"a process of an actor ('{name}')" in rpc.rpc_sync(name, remotes.try_init)
+
+
+def test_lambdas_and_closures_travel() -> None:
+    three = 3
+    with workers(2) as names:
+        assert rpc.rpc_sync(names[0], lambda x: x + three, (1,)) == 4
+        double = lambda x: 2 * x  # noqa: E731
+        assert rpc.rpc_sync(names[0], rpc.rpc_sync, (names[1], double, (4,))) == 8
+
+
+# -- how they are dressed ------------------------------------------------------------------------------
+
+
+def test_a_worker_has_a_process_of_its_own() -> None:
+    with workers(2) as names:
+        mine, other = (rpc.rpc_sync(name, remotes.facts) for name in names)
+        assert mine["pid"] != other["pid"] != os.getpid()
+        assert all(a != b for a, b in zip(mine["random"], other["random"], strict=True))
+        assert mine["directory"] == os.getcwd()
+        assert mine["threads"] == 1
+        assert mine["main"] is None
+        assert mine["stdin"] == b""
+        assert mine["group"] == mine["pid"]
+        assert mine["sigint"]
+        assert mine["worker"] == names[0]
+        assert all(name == "MainThread" or name.startswith("actorrpc") for name in mine["names"])
+
+
+def test_variables_directory_and_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_DRIVER", "since its start")
+    monkeypatch.setenv("OVER", "the driver's")
+    monkeypatch.syspath_prepend("/somewhere/else")
+    (tmp_path / "beside_the_work.py").write_text("value = 42")
+    with workers(
+        1, num_cpus=3, env={"OVER": "the actor's", "ODD": "\udcff é"}, working_dir=str(tmp_path)
+    ) as (name,):
+        found = rpc.rpc_sync(name, remotes.facts)
+        environment = found["environment"]
+        assert environment["OF_THE_DRIVER"] == "since its start"
+        assert environment["OVER"] == "the actor's"
+        assert environment["ODD"] == "\udcff é"
+        assert environment["OMP_NUM_THREADS"] == "3"
+        assert environment["PATH"] == os.environ["PATH"]
+        assert found["threads"] == 3
+        assert found["directory"] == str(tmp_path)
+        assert found["path"][:2] == [str(tmp_path), "/somewhere/else"]
+        assert rpc.rpc_sync(name, eval, ("__import__('beside_the_work').value",)) == 42
+    monkeypatch.delenv("OF_THE_DRIVER")
+    with workers(1) as (name,):
+        assert "OF_THE_DRIVER" not in rpc.rpc_sync(name, remotes.facts)["environment"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"working_dir": "/not/there"}, "'/not/there' of 'Bad' is not a directory"),
+        ({"env": {"A=B": "c"}}, "A=B"),
+        ({"env": {"A": "null\0byte"}}, "null"),
+        ({"env": {"A": 1}}, "are strings"),
+        ({"num_cpus": 5}, "this cluster has 4"),
+        ({"num_gpus": 1000}, "CUDA devices"),
+        ({"num_gpus": 1.5}, "whole number"),
+    ],
+)
+def test_what_cannot_be_started_says_why(spec: dict[str, object], says: str) -> None:
+    future = cluster().spawn(ProcessSpec(label="Bad", **spec))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=says):
+        future.wait(20)
+
+
+def test_a_process_that_fails_on_its_way_says_why(tmp_path: Path) -> None:
+    # A directory that cannot be entered is found out in the child only.
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    cluster().spawn(ProcessSpec(label="Warm")).wait(20)
+    until(lambda: cluster().server is not None and cluster().server.is_ready)  # type: ignore[union-attr]
+    message = []
+    original = cluster()._prepare
+
+    def spoil(process: object) -> None:
+        original(process)  # type: ignore[arg-type]
+        process.message["directory"] = str(tmp_path / "gone")  # type: ignore[attr-defined]
+        message.append(process)
+
+    cluster()._prepare = spoil  # type: ignore[method-assign]
+    try:
+        future = cluster().spawn(ProcessSpec(label="Bad"))
+    finally:
+        cluster()._prepare = original  # type: ignore[method-assign]
+    with pytest.raises(
+        PeerDiedError, match=r"(?s)'Bad' could not be started.*exited with code 1.*FileNotFound"
+    ):
+        future.wait(20)
+    for name in [info.name for info in rpc.get_worker_infos() if info.id]:
+        report = cluster().report(name)
+        cluster().kill(name)
+        report.wait(20)
+
+
+# -- how they end --------------------------------------------------------------------------------------
+
+
+def test_an_exit_code_is_reported_with_the_last_lines() -> None:
+    with workers(1) as (name,):
+        rpc.rpc_sync(name, remotes.say, tuple(f"line {i}" for i in range(30)), {"to": "stderr"})
+        with pytest.raises(PeerDiedError):
+            rpc.rpc_sync(name, remotes.leave_with, (7,))
+        report = _death(name)
+        assert (report.exit_code, report.signal, report.worker) == (7, None, name)
+        assert report.stderr == (*(f"line {i}" for i in range(11, 30)), "about to exit")
+        assert report.pid
+        assert report.uptime > 0
+        assert "exited with code 7" in report.describe()
+        assert _death(name) == report
+        assert name not in rpc.rpc_sync("driver", remotes.names)
+        with pytest.raises(PeerDiedError):
+            rpc.rpc_sync(name, os.getpid)
+
+
+def test_a_kill_is_reported_with_its_peak_memory() -> None:
+    with workers(1) as (name,):
+        rpc.rpc_sync(name, remotes.allocate, (300 << 20,))
+        waiting = rpc.rpc_async(name, remotes.wait_for_ever, timeout=0)
+        cluster().kill(name)
+        report = _death(name)
+        assert (report.exit_code, report.signal) == (None, signal.SIGKILL)
+        assert report.peak_memory > 300 << 20
+        with pytest.raises(PeerDiedError, match="died"):
+            waiting.wait(20)
+        cluster().kill(name)
+        cluster().release(name)
+
+
+def test_a_crash_in_c_shows_where() -> None:
+    with workers(1) as (name,):
+        with pytest.raises(PeerDiedError):
+            rpc.rpc_sync(name, remotes.crash)
+        report = _death(name)
+        assert report.signal == signal.SIGSEGV
+        assert any("in crash" in line for line in report.stderr)
+        assert "SIGSEGV" in report.describe()
+
+
+@pytest.mark.slow
+def test_what_a_worker_has_started_ends_with_it() -> None:
+    with workers(2) as names:
+        pids = [rpc.rpc_sync(name, remotes.sleeper) for name in names]
+        cluster().kill(names[0])
+        with pytest.raises(PeerDiedError):
+            rpc.rpc_sync(names[1], remotes.leave_with, (0,))
+        for name in names:
+            _death(name)
+        until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+@pytest.mark.slow
+def test_nobody_knows_of_strangers() -> None:
+    with pytest.raises(UnknownWorkerError, match="nobody"):
+        cluster().report("nobody").wait(20)
+    assert not cluster().owns("nobody")
+    with workers(1) as (name,):
+        assert cluster().owns(name)
+    assert cluster().owns(name)
+    assert not cluster().owns("driver")
+
+
+def test_a_kill_before_the_start_is_over() -> None:
+    future = cluster().spawn(ProcessSpec(label="Early"))
+    name = next(name for name in cluster()._names if name.startswith("Early"))
+    report = cluster().report(name)
+    cluster().kill(name)
+    error = future.exception(20)  # it may just have joined
+    assert error is None or "killed before it had joined" in str(error)
+    assert report.wait(20).worker == name
+
+
+def test_a_released_worker_ends_when_nothing_in_it_is_referenced() -> None:
+    with workers(2) as names:
+        rref = rpc.remote(names[0], remotes.make)
+        assert torch.equal(rref.to_here(), torch.arange(5))
+        report = cluster().report(names[0])
+        cluster().release(names[0])
+        cluster().release(names[1])
+        assert _death(names[1]).exit_code == 0
+        # It goes on serving.
+        assert torch.equal(rref.to_here(), torch.arange(5))
+        assert not report.done()
+        del rref
+        assert report.wait(20).exit_code == 0
+
+
+def test_a_released_worker_finishes_what_it_does() -> None:
+    with workers(1) as (name,):
+        waiting = rpc.rpc_async(name, remotes.wait_for_ever, timeout=0)
+        rpc.rpc_sync(name, os.getpid)
+        report = cluster().report(name)
+        cluster().release(name)
+        assert rpc.rpc_sync(name, operator.add, (1, 2)) == 3
+        waiting.cancel()
+        assert not report.done()
+
+
+def test_files_of_dead_workers_are_removed() -> None:
+    with workers(2) as names:
+        paths = [rpc.api._require().agent.peer(name).record.unix_path for name in names]  # type: ignore[attr-defined]
+        assert all(os.path.exists(path) for path in paths)
+        for name in names:
+            cluster().kill(name)
+            _death(name)
+        assert not any(os.path.exists(path) for path in paths)
+
+
+def test_many_threads_spawn_at_once() -> None:
+    found: list[str] = []
+
+    def spawn() -> None:
+        with workers(2) as names:
+            for name in names:
+                assert rpc.rpc_sync(name, remotes.call, (names[0],))
+            found.extend(names)
+
+    threads = [threading.Thread(target=spawn) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 8

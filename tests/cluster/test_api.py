@@ -1,0 +1,459 @@
+"""init() and the end of a cluster: by shutdown, by the end of the driver, by force, by Ctrl-C; and forks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import actorrpc
+from actorrpc import rpc
+from actorrpc.actors import context as context_module
+from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.cluster import Context, driver_rpc, init
+from actorrpc.errors import ConfigError, NotInitializedError, PlacementError, RpcError, ShutdownError
+from tests.cluster import remotes
+from tests.cluster.drive import cluster, script, until, workers
+from tests.layers import rest_is_slow
+from tests.output import check
+from tests.ranks import rpc_group
+
+
+def _finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate()
+    return process.returncode, out, err
+
+
+# -- starting ------------------------------------------------------------------------------------------
+
+
+def test_init_does_not_wait_and_shutdown_ends_everything() -> None:
+    assert not rpc.is_initialized()
+    context = init(name="boss", namespace="mine", rpc_timeout=7)
+    assert rpc.is_initialized()
+    assert (context.name, context.namespace) == ("boss", "mine")
+    assert rpc.get_worker_info().name == "boss"
+    assert rpc.get_worker_info().id == 0
+    assert rpc.get_rpc_timeout() == 7
+    assert rpc.rpc_sync("boss", os.getpid) == os.getpid()
+    server = cluster().server
+    assert server is not None
+    assert psutil.pid_exists(server.pid)
+    rpc.shutdown()
+    assert not rpc.is_initialized()
+    assert not psutil.pid_exists(server.pid)
+    assert driver_rpc.current() is None
+    rpc.shutdown()
+    with pytest.raises(NotInitializedError):
+        rpc.rpc_sync("boss", os.getpid)
+
+
+@pytest.mark.slow
+def test_settings_reach_the_workers() -> None:
+    with init(heartbeat=3.5, max_threads=77, rpc_timeout=9), workers(1) as (name,):
+        found = rpc.rpc_sync(name, _settings)
+        assert found == ("unix", 3.5, 77, 9.0)
+
+
+def _settings() -> tuple[Any, ...]:
+    settings = rpc.api._require().agent.settings  # type: ignore[attr-defined]
+    return settings.transport, settings.heartbeat, settings.max_threads, rpc.get_rpc_timeout()
+
+
+def test_init_again_says_what_is_there() -> None:
+    with init(namespace="first") as context:
+        with pytest.raises(
+            RpcError, match=r"the driver of an embedded cluster already.*actors can be used at once"
+        ):
+            init()
+        with init(ignore_reinit_error=True) as again:
+            assert isinstance(again, Context)
+            assert again.namespace == context.namespace
+        assert rpc.is_initialized()  # the inner one has not ended what it found
+        with pytest.raises(RuntimeError, match="already initialized"):
+            rpc.init_rpc("worker0", rank=0, world_size=1)
+    with init():  # and anew
+        assert rpc.api.namespace() == ""  # type: ignore[attr-defined]
+
+
+def _init_in_a_group(rank: int, world_size: int) -> str:
+    with pytest.raises(RpcError, match="a worker of an init_rpc group already"):
+        init()
+    return init(ignore_reinit_error=True).name
+
+
+def test_init_in_a_group_says_that_it_is_there() -> None:
+    assert rpc_group(_init_in_a_group, 2) == ["worker0", "worker1"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"address": "auto"}, "tcp://HOST:PORT"),
+        ({"include_dashboard": False}, "no dashboard"),
+        ({"object_store_memory": 10}, "no object store"),
+        ({"local_mode": True}, "processes"),
+        ({"log_to_drivr": True}, "did you mean log_to_driver"),
+        ({"something": 1}, "There are: address, listen"),
+        ({"num_cpus": "2"}, "num_cpus must be a number"),
+        ({"num_cpus": -1}, "num_cpus"),
+        ({"num_gpus": 1.5}, "whole number"),
+        ({"namespace": 3}, "namespace must be a str"),
+        ({"name": "no spaces"}, "Worker name"),
+        ({"rpc_timeout": -3}, "rpc_timeout"),
+        ({"transport": "tcp"}, "one machine"),
+        ({"heartbeat": 0}, "heartbeat"),
+        ({"heartbeat": -1}, "heartbeat"),
+    ],
+)
+def test_wrong_options_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        init(**given)
+    assert not rpc.is_initialized()
+
+
+def test_using_actors_starts_the_cluster() -> None:
+    start = context_module._autostart
+    assert start is not None
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        with workers(1) as (name,):
+            assert rpc.rpc_sync(name, remotes.names) == ["driver", name]
+    finally:
+        rpc.shutdown()
+
+
+def test_a_failed_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/not/there")
+    with pytest.raises(OSError, match="not/there"):
+        init()
+    assert not rpc.is_initialized()
+
+
+def test_a_floor_above_is_told_of_start_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+
+    def start(agent: Any, references: Any) -> Any:
+        said.append(agent.name)
+        return lambda graceful: said.append(graceful)
+
+    monkeypatch.setattr(rpc.api, "on_start", [start])  # type: ignore[attr-defined]
+    with init():
+        pass
+    assert said == ["driver", True]
+    init()
+    rpc.shutdown(graceful=False)
+    assert said == ["driver", True, "driver", False]
+
+    def interrupted(agent: Any, references: Any) -> Any:
+        def end(graceful: bool) -> None:
+            said.append(("interrupted", graceful))
+            if graceful:
+                raise KeyboardInterrupt
+
+        return end
+
+    monkeypatch.setattr(rpc.api, "on_start", [start, interrupted])  # type: ignore[attr-defined]
+    init()
+    with pytest.raises(KeyboardInterrupt):
+        rpc.shutdown()
+    assert not rpc.is_initialized()
+    assert said[-4:] == ["driver", ("interrupted", True), ("interrupted", False), False]
+
+    def fail(agent: Any, references: Any) -> Any:
+        raise KeyError("of this start")
+
+    monkeypatch.setattr(rpc.api, "on_start", [start, fail])  # type: ignore[attr-defined]
+    with pytest.raises(KeyError):
+        init()
+    assert said[-2:] == ["driver", False]
+    assert not rpc.is_initialized()
+
+
+# -- ending ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_shutdown_while_workers_start_and_work() -> None:
+    init()
+    futures = [cluster().spawn(ProcessSpec(label="Early")) for _ in range(3)]
+    rpc.shutdown()
+    for future in futures:
+        with pytest.raises(ShutdownError):
+            future.wait(10)
+    init()
+    names = [cluster().spawn(ProcessSpec(label="Busy")).wait(50).name for _ in range(2)]
+    waiting = rpc.rpc_async(names[0], remotes.wait_for_ever, timeout=0)
+    late = cluster()
+    rpc.shutdown(graceful=False)
+    with pytest.raises(RpcError):
+        waiting.wait(10)
+    with pytest.raises(ShutdownError):
+        late.spawn(ProcessSpec(label="Late")).wait(10)
+
+
+@pytest.mark.slow
+def test_shutdown_does_not_wait_for_stopped_workers() -> None:
+    with init():
+        name = cluster().spawn(ProcessSpec(label="Stopped")).wait(50).name
+        pid = rpc.rpc_sync(name, os.getpid)
+        os.kill(pid, signal.SIGSTOP)
+        rpc.shutdown(timeout=0.2)
+        assert not rpc.is_initialized()
+        assert not _runs(pid)
+
+
+_END = """
+how = sys.argv[1]
+init()
+names = [spawn() for _ in range(2)]
+server = serving.current().engine.server.pid
+pids = [rpc.rpc_sync(name, os.getpid) for name in names]
+rpc.rpc_sync(names[0], remotes.say, ("the last words",))
+pids.append(rpc.rpc_sync(names[0], remotes.sleeper))
+future = rpc.rpc_async(names[1], remotes.wait_for_ever, timeout=0)
+sys.stdout.flush()
+print(os.environ["ACTORRPC_RUNTIME_DIR"], server, *pids, flush=True)
+if how == "raise":
+    raise KeyError("of the driver")
+elif how == "exit":
+    sys.exit(3)
+elif how == "os._exit":
+    os._exit(4)
+elif how == "wait":
+    threading.Event().wait()
+elif how == "thread":
+    threading.Thread(target=rpc.shutdown).start()
+"""
+
+
+@pytest.mark.parametrize(
+    "how", rest_is_slow(["end", "raise", "exit", "os._exit", "thread", "kill", "interrupt", "terminate"], 1)
+)
+def test_nothing_is_left_however_the_driver_ends(tmp_path: Path, how: str) -> None:
+    runtime_directory = tmp_path / "run"
+    runtime_directory.mkdir(mode=0o700)
+    signals = {"kill": signal.SIGKILL, "interrupt": signal.SIGINT, "terminate": signal.SIGTERM}
+    argument = "wait" if how in signals else how
+    with script(
+        tmp_path,
+        _END,
+        argument,
+        prints=[
+            r"threads of 'Counter-\d' are still in user code after shutdown",  # one waits for ever
+            *{"raise": ["Traceback.*KeyError"], "interrupt": ["Traceback.*KeyboardInterrupt"]}.get(how, ()),
+        ],
+        env={"ACTORRPC_RUNTIME_DIR": str(runtime_directory)},
+        process_group=0,
+    ) as process:
+        assert process.stdout is not None
+        line = ""
+        while not line.startswith(str(runtime_directory)):
+            line = process.stdout.readline()
+            assert line or process.poll() is None
+        pids = [int(word) for word in line.split()[1:]]
+        assert len(pids) == 4
+        if how in signals:
+            os.killpg(process.pid, signals[how])  # as Ctrl-C in a terminal does it
+        code, _, err = _finish(process)
+        # The one that outlives the driver by a moment is the fork server; nobody waits for it.
+        until(lambda: not any(_runs(pid) for pid in pids))
+        until(lambda: not list(runtime_directory.iterdir()))
+    expected = {"raise": 1, "exit": 3, "os._exit": 4, "kill": -9, "interrupt": -2, "terminate": -15}
+    assert code == expected.get(how, 0)
+    assert ("KeyError: 'of the driver'" in err) == (how == "raise"), err
+    assert "Fatal" not in err
+    assert "BrokenPipe" not in err
+    if how != "interrupt":
+        assert err.count("Traceback") == (how == "raise"), err
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+_INTERRUPTED = """
+main = threading.main_thread().ident
+inside = sys.argv[1].split(",")
+stop = threading.Event()
+
+def interrupt():
+    while not stop.is_set():
+        frame = sys._current_frames().get(main)
+        while frame is not None:
+            if frame.f_code.co_name in inside and ("actorrpc" in frame.f_code.co_filename):
+                signal.pthread_kill(main, signal.SIGINT)
+                return
+            frame = frame.f_back
+        stop.wait(0.0005)
+
+thread = threading.Thread(target=interrupt)
+thread.start()
+try:
+    with init():
+        serving.current().spawn(ProcessSpec(label="Counter")).wait(60)
+        serving.current().spawn(ProcessSpec(label="Counter")).wait(60)
+        rpc.shutdown()
+except KeyboardInterrupt:
+    print("interrupted")
+finally:
+    stop.set()
+    thread.join()
+assert not rpc.is_initialized()
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+assert [t.name for t in threading.enumerate()] == ["MainThread"], threading.enumerate()
+with init():
+    assert rpc.rpc_sync(spawn(), operator.add, (1, 2)) == 3
+"""
+
+
+# Python's own word for a socket that is closed as Ctrl-C comes between its creation and its caller's next step.
+_BETWEEN = r"ResourceWarning: unclosed <socket\.socket fd=\d+, family=1, type=1, proto=0>"
+_ALWAYS = ["install,enter", "_launch,spawn", "_wait_gone"]
+_NIGHTLY = ["start", "_park", "_close_down", "close"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "inside", _ALWAYS + _NIGHTLY if os.environ.get("ACTORRPC_NIGHTLY") == "1" else _ALWAYS
+)
+def test_ctrl_c_at_any_time_leaves_no_mess(tmp_path: Path, inside: str) -> None:
+    with script(tmp_path, _INTERRUPTED, inside) as process:
+        code, _, err = _finish(process)
+    assert code == 0, err
+    check(err, _BETWEEN)
+
+
+@actorrpc.remote
+class _Plain:
+    def pid(self) -> int:
+        return os.getpid()
+
+
+@actorrpc.remote
+def _task() -> int:
+    return 1
+
+
+def test_without_a_processor_there_is_no_place_for_what_says_nothing() -> None:
+    with init(num_cpus=0):
+        for make in (_Plain.remote, _Plain.options(placement_timeout=60).remote, _task.remote):
+            with pytest.raises(PlacementError, match=r"needs CPU 1; there are .*new processes on"):
+                make()
+        actor = _Plain.options(num_cpus=0).remote()
+        assert actorrpc.get(actor.pid.remote()) != os.getpid()
+
+
+# -- forks of the driver ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_fork_of_the_driver_has_no_cluster() -> None:
+    with init(), workers(1) as (name,):
+        server = cluster().server
+        assert server is not None
+        assert server._sock is not None
+        before = os.listdir("/proc/self/fd")
+        ours = {_link(str(fd)) for fd in (server._sock.fileno(), *cluster().logs._pipes)}
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                assert not rpc.is_initialized()
+                assert driver_rpc.current() is None
+                with pytest.raises(NotInitializedError):
+                    rpc.rpc_sync(name, os.getpid)
+                assert not [link for link in map(_link, before) if link in ours]
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert rpc.rpc_sync(name, remotes.names) == ["driver", name]
+
+
+def _link(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+_FORK = """
+init()
+names = [spawn() for _ in range(2)]
+pids = [rpc.rpc_sync(name, os.getpid) for name in names] + [serving.current().engine.server.pid]
+child = os.fork()
+if child == 0:
+    # It outlives the driver, and must not keep anything of it alive.
+    sys.stdout.close()
+    os.close(1)
+    os.close(2)
+    threading.Event().wait()
+print(child, *pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_fork_that_outlives_the_driver_keeps_nothing_alive(tmp_path: Path) -> None:
+    with script(tmp_path, _FORK) as process:
+        _, out, _ = _finish(process)
+        child, *pids = map(int, out.split())
+        try:
+            until(lambda: not any(_runs(pid) for pid in pids))
+            assert _runs(child)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+# -- scripts ---------------------------------------------------------------------------------------------
+
+_SCRIPT = """
+from dataclasses import dataclass
+
+import beside  # a module that lies beside the script
+
+print("this script runs")
+
+@dataclass
+class Point:
+    x: int
+
+def double(point):
+    print("doubling")
+    return Point(beside.factor * point.x)
+
+with init():
+    names = [spawn(), spawn()]
+    point = rpc.rpc_sync(names[0], double, (Point(4),))
+    assert isinstance(point, Point)
+    assert point == Point(8)
+    assert rpc.rpc_sync(names[0], rpc.rpc_sync, (names[1], double, (Point(5),))) == Point(10)
+    try:
+        raise KeyError("an error in the block")
+    except KeyError:
+        pass
+"""
+
+
+def test_a_script_needs_no_guard_and_its_classes_travel(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("factor = 2\n")
+    with script(tmp_path, _SCRIPT) as process:
+        code, out, err = _finish(process)
+    assert code == 0, err
+    assert err == ""
+    assert out.count("this script runs") == 1
+    assert out.count("doubling") == 2

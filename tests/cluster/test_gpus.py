@@ -1,0 +1,82 @@
+"""Who gets which CUDA device: pure bookkeeping."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from actorrpc import rpc
+from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.cluster import init
+from actorrpc.cluster.gpus import Devices
+from actorrpc.errors import ConfigError
+from tests.cluster.drive import cluster, workers
+
+
+@pytest.fixture(autouse=True)
+def _visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,GPU-abc")
+
+
+def test_whole_devices_are_exclusive_and_come_back() -> None:
+    devices = Devices()
+    assert devices.total == 3
+    assert devices.take("a", 2) == ["4", "5"]
+    assert devices.take("b", 2) is None
+    assert devices.take("b", 1) == ["GPU-abc"]
+    assert devices.take("c", 0) == []
+    assert devices.holders() == ["a", "b"]
+    devices.give_back("a")
+    devices.give_back("a")
+    assert devices.take("c", 2) == ["4", "5"]
+
+
+def test_shares_go_where_they_fit_best() -> None:
+    devices = Devices()
+    assert devices.take("a", 0.5) == ["4"]
+    assert devices.take("b", 0.5) == ["4"]
+    assert devices.take("c", 0.3) == ["5"]
+    assert devices.take("d", 0.3) == ["5"]
+    assert devices.take("e", 1) == ["GPU-abc"]
+    assert devices.take("f", 0.5) is None
+    assert devices.take("g", 0.4) == ["5"]
+    devices.give_back("b")
+    assert devices.take("h", 0.5) == ["4"]
+
+
+@pytest.mark.parametrize("count", [4, 1.5, -1])
+def test_more_than_there_are_is_refused(count: float) -> None:
+    with pytest.raises(ConfigError):
+        Devices().take("a", count)
+
+
+def test_visible_devices_and_the_limit_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Devices(2).total == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,-1,2")
+    assert Devices().total == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert Devices().total == 0
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert Devices(3).take("a", 3) == ["0", "1", "2"]
+
+
+def _visible_there(name: str) -> str | None:
+    return rpc.rpc_sync(name, os.getenv, ("CUDA_VISIBLE_DEVICES",))
+
+
+@pytest.mark.slow
+def test_a_process_sees_its_devices_and_others_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with init(num_gpus=3):
+        with workers(1, num_gpus=2) as (two,):
+            assert _visible_there(two) == "4,5"
+            with workers(1) as (all_of_them,), workers(1, num_gpus=0) as (none,):
+                assert _visible_there(all_of_them) == "4, 5,GPU-abc"
+                assert _visible_there(none) == ""
+            waiting = cluster().spawn(ProcessSpec(label="Waiting", num_gpus=3))
+            assert not waiting.done()
+        name = waiting.wait(20).name
+        assert _visible_there(name) == "4,5,GPU-abc"
+        monkeypatch.setattr("actorrpc.cluster.provisioners.local._DEVICES_S", 0.01)
+        with pytest.raises(ConfigError, match=f"They are held by: {name}"):
+            cluster().spawn(ProcessSpec(label="Late", num_gpus=1)).wait(20)

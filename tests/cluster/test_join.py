@@ -1,0 +1,383 @@
+"""Joining by hand: a worker from anywhere, what it can do, how it leaves, and every way in which it cannot come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import actorrpc
+from actorrpc import autograd, rpc
+from actorrpc import worker as command
+from actorrpc.cluster import Context, init, join
+from actorrpc.errors import (
+    ActorDiedError,
+    AuthenticationError,
+    ConfigError,
+    PeerDiedError,
+    PlacementError,
+    RendezvousError,
+    RpcTimeoutError,
+    VersionError,
+)
+from actorrpc.wire import keys
+from tests.cluster.drive import until
+from tests.cluster.joiners import CLEAN, is_there, joiner, output
+from tests.ports import free_port
+
+# Said by the driver of several tests when it ends, of those whom it has refused.
+pytestmark = pytest.mark.prints(r"^\d+ more connections were refused within a minute.*'joining-\w+'")
+
+_KEY = "a key for these tests, long enough"
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+@actorrpc.remote
+class Place:
+    def where(self) -> tuple[int, str]:
+        return os.getpid(), rpc.get_worker_info().name
+
+    def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * 3
+
+
+@pytest.fixture
+def driver() -> Iterator[Context]:
+    with init(listen="tcp://127.0.0.1:0", num_cpus=2) as context:
+        yield context
+
+
+# -- what works ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.limit(90)
+def test_a_worker_joins_works_and_leaves_at_a_signal(driver: Context) -> None:
+    with joiner(driver.address, "--name", "gpu7", "--labels", "zone=a,kind=test") as process:
+        # The actor waits for the worker that suits it: nobody else does.
+        handle = Place.options(labels={"zone": "a"}, placement_timeout=80).remote()
+        assert actorrpc.get(handle.where.remote()) == (process.pid, "gpu7")
+        named = Place.options(worker="gpu7").remote()
+        assert actorrpc.get(named.where.remote()) == (process.pid, "gpu7")
+        beside = Place.remote()  # processes of their own are made here, as ever
+        assert actorrpc.get(beside.where.remote())[0] != process.pid
+
+        # Calls, references and gradients.
+        assert rpc.rpc_sync("gpu7", lambda x: (x + 1, os.getpid()), args=(1,)) == (2, process.pid)
+        kept = rpc.remote("gpu7", torch.ones, args=(3,))
+        assert kept.to_here().sum() == 3
+        leaf = torch.ones(4, requires_grad=True)
+        with autograd.context() as number:
+            out = actorrpc.get(handle.scaled.remote(leaf))
+            autograd.backward(number, [out.sum()])
+            assert torch.equal(autograd.get_gradients(number)[leaf], torch.full((4,), 3.0))
+        assert {row.name: row.state for row in rpc.workers()} == {
+            "driver": "alive",
+            "gpu7": "alive",
+            actorrpc.get(beside.where.remote())[1]: "alive",
+        }
+
+        process.send_signal(signal.SIGTERM)
+        code, err = output(process)
+        assert code == 0, err
+        until(lambda: not is_there("gpu7"))
+        with pytest.raises((ActorDiedError, PeerDiedError)):
+            actorrpc.get(named.where.remote())
+        with pytest.raises(PlacementError, match=r"label zone=a.*there are"):
+            Place.options(labels={"zone": "a"}).remote()
+
+
+_SCRIPT = """
+import os, time
+import actorrpc, cloudpickle
+from actorrpc import rpc
+
+@actorrpc.remote
+class Own:
+    def __init__(self, start):
+        self.helper = helper.Helper(start)
+    def add(self, x):
+        return self.helper.add(x), os.getpid()
+
+if __name__ == "__main__":
+    with actorrpc.init(listen="tcp://127.0.0.1:0") as context:
+        import helper  # after init(), and before any actor is made
+        print(context.address, flush=True)
+        while "far" not in [each.name for each in rpc.workers()]:
+            time.sleep(0.01)
+        found = rpc.rpc_sync("far", helper.twice, args=(helper.Helper(4),))
+        assert type(found) is helper.Helper and found.start == 8, found
+        own = Own.options(labels={"where": "far"}).remote(5)
+        value, pid = actorrpc.get(own.add.remote(2))
+        assert value == 7 and pid != os.getpid(), (value, pid)
+        assert "helper" in cloudpickle.list_registry_pickle_by_value()
+    assert not cloudpickle.list_registry_pickle_by_value()
+    print("fine", flush=True)
+"""
+_HELPER = """
+class Helper:
+    def __init__(self, start):
+        self.start = start
+    def add(self, x):
+        return self.start + x
+
+def twice(one):
+    return Helper(2 * one.start)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.limit(90)
+def test_code_that_only_the_driver_has_and_the_drivers_end_ends_the_worker(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(textwrap.dedent(_SCRIPT))
+    (tmp_path / "helper.py").write_text(textwrap.dedent(_HELPER))
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "script.py")],
+        env={**CLEAN, "PYTHONPATH": str(_ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as script:
+        assert script.stdout is not None
+        address = script.stdout.readline().strip()
+        # As on a host without the script's file: it is gone before the worker comes.
+        (tmp_path / "script.py").unlink()
+        (tmp_path / "helper.py").unlink()
+        with joiner(address, "--name", "far", "--labels", "where=far") as process:
+            rest = script.stdout.read()
+            assert script.wait() == 0
+            assert rest.strip() == "fine"
+            code, err = output(process)
+            assert code == 0, err
+
+
+_CLIENT = r"""
+import actorrpc, sys, os
+from actorrpc import rpc
+
+with actorrpc.init(sys.argv[1], name="client") as context:
+    assert rpc.rpc_sync("driver", os.getpid) == int(sys.argv[2])
+    print(rpc.get_worker_info().name, context.address, len(rpc.workers()))
+assert not rpc.is_initialized()
+"""
+
+
+@pytest.mark.limit(90)
+@pytest.mark.skipif(os.environ.get("ACTORRPC_NIGHTLY") != "1", reason="ACTORRPC_NIGHTLY is not 1")
+def test_a_program_joins_as_a_client_and_leaves_alone(driver: Context) -> None:
+    with subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(_CLIENT),
+            driver.address,
+            str(os.getpid()),
+        ],
+        env={**CLEAN, "PYTHONPATH": str(_ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as client:
+        out, _ = client.communicate()
+    assert client.returncode == 0
+    assert out.split() == ["client", driver.address, "2"]
+    assert rpc.is_initialized()
+    assert rpc.rpc_sync("driver", os.getpid) == os.getpid()
+
+
+# -- what does not ---------------------------------------------------------------------------------------
+
+
+def _fails(kind: type[Exception], says: str, address: str, **options: Any) -> None:
+    threads = set(os.listdir("/proc/self/task"))
+    with pytest.raises(kind, match=says):
+        join.join(address, **{"name": "one", "timeout": 5.0, **options})
+    assert not rpc.is_initialized()
+    until(lambda: set(os.listdir("/proc/self/task")) <= threads)
+
+
+@pytest.mark.limit(60)
+def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    port = free_port()
+    _fails(
+        RendezvousError,
+        rf"no driver answers at tcp://127.0.0.1:{port}.*listen=",
+        f"127.0.0.1:{port}",
+        timeout=0.3,
+    )
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # accepts, and says nothing
+        port = mute.getsockname()[1]
+        _fails(RendezvousError, r"no driver answers at .*timed out", f"tcp://127.0.0.1:{port}", timeout=0.3)
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[str]:
+    """A driver in another process, with a key and a worker called "twice"; gives its address."""
+    source = """
+    import actorrpc, sys
+    with actorrpc.init(listen="tcp://127.0.0.1:0") as context:
+        print(context.address, flush=True)
+        sys.stdin.read()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(source)],
+        env={**CLEAN, "PYTHONPATH": str(_ROOT), "ACTORRPC_KEY": _KEY},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as driver:
+        assert driver.stdout is not None
+        address = driver.stdout.readline().strip()
+        with joiner(address, "--name", "twice", ACTORRPC_KEY=_KEY) as first:
+            assert first.stderr is not None
+            assert "has joined" in first.stderr.readline()
+            yield address
+            assert first.poll() is None  # no refusal has disturbed it
+            first.send_signal(signal.SIGINT)
+            assert output(first)[0] == 0
+        driver.communicate()
+        assert driver.returncode == 0
+
+
+@pytest.mark.limit(60)
+@pytest.mark.parametrize(
+    ("case", "kind", "says"),
+    [
+        (
+            "wrong key",
+            AuthenticationError,
+            r"cannot join the cluster at tcp://127.*another one.*ACTORRPC_KEY",
+        ),
+        ("version", VersionError, r"cannot join the cluster at tcp://127.*install the same version"),
+        ("driver", RendezvousError, r"the name 'driver' is taken by worker 0"),
+        ("twice", RendezvousError, r"the name 'twice' is taken by worker \d+ \(pid \d+\); choose another"),
+        ("joining-x", RendezvousError, r"no worker may be called 'joining-x'"),
+    ],
+)
+@pytest.mark.prints(r"'joining-\w+' did not prove to worker 'driver'", r"'joining-\w+' speaks 77 to 78")
+def test_the_driver_refuses(
+    elsewhere: str, case: str, kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACTORRPC_KEY", _KEY if case != "wrong key" else _KEY[::-1])
+    if case == "version":
+        monkeypatch.setitem(join.Dialler.__init__.__kwdefaults__, "versions", (77, 78))
+    name = case if case in ("driver", "twice", "joining-x") else "one"
+    _fails(kind, says, elsewhere, name=name)
+
+
+def test_the_time_out_is_for_all_of_it(elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def slow(group: Any, *_: object, limit: float, **__: object) -> None:
+        limits.append(limit)
+        group.close()
+        raise RpcTimeoutError("it has not answered")
+
+    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    with monkeypatch.context() as patch:
+        patch.setattr(join, "enter", slow)
+        _fails(RendezvousError, "has not taken up 'one': it has not answered", elsewhere, timeout=9.0)
+    assert 0 < limits[0] <= 9.0
+
+
+def test_who_finds_another_group_in_force_leaves_nothing(
+    elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("RPC is already initialized")
+
+    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    before = len(os.listdir("/proc/self/fd"))
+    files = sorted(os.listdir(keys.runtime_directory()))
+    with monkeypatch.context() as patch:
+        patch.setattr(rpc.api, "install", refuse)
+        _fails(RuntimeError, "already initialized", elsewhere, name="again")
+    until(
+        lambda: len(os.listdir("/proc/self/fd")) <= before
+    )  # threads of the one that asked may close the last
+    assert sorted(os.listdir(keys.runtime_directory())) == files
+
+
+def test_a_worker_that_is_no_driver_says_so(elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    member = join.join(elsewhere, name="knocked")
+    try:
+        host, port = rpc.rpc_sync("twice", _own_address)
+    finally:
+        rpc.shutdown()
+    assert member.driver == "driver"
+    _fails(RendezvousError, "drives no cluster", join.show(host, port))
+
+
+def _own_address() -> tuple[str, int]:
+    return rpc.api.group().agent.record.tcp[0]  # type: ignore[attr-defined, no-any-return]
+
+
+def test_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACTORRPC_KEY", raising=False)
+    monkeypatch.delenv("ACTORRPC_KEY_FILE", raising=False)
+    _fails(
+        AuthenticationError,
+        "there is no key for joining tcp://192.0.2.1:7777: set ACTORRPC_KEY",
+        "192.0.2.1:7777",
+    )
+    with pytest.raises(ConfigError, match=r"listen='tcp://0.0.0.0:0' can be reached.*ACTORRPC_KEY"):
+        init(listen="tcp://0.0.0.0:0")
+    assert not rpc.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "required: --join"),
+        (["--join", "nowhere"], "--join='nowhere' has no port"),
+        (["--join", "http://a:1"], "tcp://HOST:PORT"),
+        (["--join", "a:1", "--labels", "zone"], "name=value"),
+        (["--join", "a:1", "--resources", "disk=much"], "takes numbers"),
+        (["--join", "a:1", "--num-cpus", "-1"], "num_cpus must be a number"),
+        (["--join", "a:1", "--name", "no spaces"], "Worker name"),
+        (["--join", "a:1", "--timeout", "0"], "--timeout"),
+        (["--join", "a:1", "--key", "secret-that-nobody-repeats"], "not taken from the command line"),
+        (["--join", "a:1", "--key=secret-that-nobody-repeats"], "not taken from the command line"),
+    ],
+)
+def test_wrong_command_lines(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = command.main(arguments)
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert "secret-that" not in err
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"listen": "tcp://a:b"}, "listen="),
+        ({"listen": "tcp://127.0.0.1:0", "transport": "unix"}, "contradict"),
+        ({"listen": "tcp://127.0.0.1:0", "bind": "0.0.0.0"}, "leave bind="),
+        ({"listen": "tcp://127.0.0.1:99999"}, "65535"),
+        ({"address": "tcp://127.0.0.1:1", "listen": "tcp://127.0.0.1:2"}, "leave listen="),
+        ({"address": "tcp://127.0.0.1:1", "heartbeet": 3}, "did you mean heartbeat"),
+        ({"engine": "slurm"}, "there is no engine 'slurm'"),
+        ({"engine": 5}, "an Engine"),
+        ({"labels": ["a"]}, "labels must be"),
+        ({"resources": {"GPU": 1}}, "num_gpus"),
+        ({"spmd": True}, "RANK"),
+    ],
+)
+def test_wrong_options(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        init(**given)
+    assert not rpc.is_initialized()
+    assert join.parse("[::1]:7") == ("::1", 7)
+    assert join.show("::1", 7) == "tcp://[::1]:7"

@@ -1,0 +1,245 @@
+"""Placement: who suits a wish, what is booked and given back, and what is said where nobody suits."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc import rpc
+from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.agent.peers import Peer
+from actorrpc.cluster import Context, driver_rpc, init, scale
+from actorrpc.cluster.scheduler import Book, Holder, lacking
+from actorrpc.errors import ActorDiedError, ConfigError, PlacementError, UnplacedActorError
+from tests.cluster.drive import until
+from tests.cluster.joiners import is_there, joiner, output
+
+pytestmark = pytest.mark.limit(90)
+
+
+@actorrpc.remote
+class Place:
+    def where(self) -> str:
+        return rpc.get_worker_info().name
+
+
+def _try() -> list[str]:
+    """Make actors that have no place, on a worker; return what is said."""
+    found = []
+    for options in ({"labels": {"zone": "nowhere"}}, {"worker": "driver", "resources": {"tape": 1}}):
+        try:
+            actorrpc.get(Place.options(**options).remote().where.remote())
+        except PlacementError as error:
+            found.append(str(error))
+    return found
+
+
+def _booked(worker: str, what: str) -> float:
+    holder = driver_rpc.current().book.workers[worker]  # type: ignore[union-attr]
+    return holder.totals[what] - holder.free(what)
+
+
+# -- the book ------------------------------------------------------------------------------------------
+
+
+def _holder(name: str, rank: int, cpus: float = 2, gpus: float = 0, **labels: str) -> Holder:
+    totals = {"CPU": cpus, "GPU": gpus, "disk": 1.0}
+    return Holder(name=name, rank=rank, hosts=frozenset({f"host-{name}"}), totals=totals, labels=labels)
+
+
+def _book(*workers: Holder) -> Book:
+    book = Book()
+    book.workers = {each.name: each for each in workers}
+    return book
+
+
+def _choose(book: Book, booking: int = 0, **wish: Any) -> str | None:
+    spec = ProcessSpec(label="Actor", **wish)
+    found = book.choose(spec, True)
+    if found is not None and booking:
+        found.bookings[booking] = {"CPU": spec.num_cpus or 0.0, "GPU": spec.num_gpus or 0.0, **spec.resources}
+    return None if found is None else found.name
+
+
+def test_wishes() -> None:
+    book = _book(_holder("a", 1, zone="x"), _holder("b", 2, gpus=2, zone="y"))
+    assert _choose(book) == "a"
+    assert _choose(book, labels={"zone": "y"}) == "b"
+    assert _choose(book, labels={"zone": "z"}) is None
+    assert _choose(book, host="host-b") == "b"
+    assert _choose(book, num_gpus=1, host="host-a") is None
+    assert _choose(book, resources={"disk": 1}) == "a"
+    assert _choose(book, resources={"tape": 1}) is None
+    book.workers["a"].draining = True
+    assert _choose(book) == "b"
+
+
+def test_bookings() -> None:
+    book = _book(_holder("a", 1, gpus=1))
+    assert _choose(book, 1, num_gpus=0.5) == "a"
+    assert _choose(book, 2, num_gpus=0.5) == "a"
+    assert _choose(book, 3, num_gpus=0.5) is None
+    assert book.give_back(1)
+    assert not book.give_back(1)
+    assert _choose(book, 3, num_gpus=0.5) == "a"
+    text = lacking(ProcessSpec(label="Actor", num_gpus=4, labels={"zone": "x"}), book)
+    assert "'Actor' needs GPU 4, label zone=x" in text
+    assert "'a' on host-a (CPU 2/2, GPU 0/1" in text
+
+
+def test_spread() -> None:
+    book = _book(*(_holder(name, rank) for rank, name in enumerate("abc", 1)))
+    assert [_choose(book, number, spread=True) for number in range(1, 7)] == list("abcabc")
+
+
+# -- real workers --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _test_leaves_nothing() -> None:
+    """Leave the look for leaks to the end of the module: threads and workers of the cluster come and go between tests."""
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Context]:
+    with init(
+        listen="tcp://127.0.0.1:0", num_cpus=2, resources={"disk": 1}, labels={"here": "yes"}
+    ) as context:
+        yield context
+
+
+@pytest.mark.parametrize("wish", [{"num_cpus": 1000}, {"num_gpus": 1000}, {"resources": {"tape": 1}}])
+def test_what_nobody_has_is_refused_when_the_actor_is_made(driver: Context, wish: dict[str, Any]) -> None:
+    with pytest.raises(PlacementError, match="'Place' needs") as caught:
+        Place.options(**wish).remote()
+    told = actorrpc.get(actorrpc.call(Place.remote(), _refusal, wish))
+    assert told.partition("; there are")[0] == str(caught.value).partition("; there are")[0]
+
+
+def _refusal(_: Any, wish: dict[str, Any]) -> str:
+    with pytest.raises(PlacementError) as caught:
+        Place.options(**wish).remote()
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_waiting_booking_and_leaving(driver: Context) -> None:
+    def refused() -> str:
+        with pytest.raises(PlacementError, match=r"'Place' needs GPU 1, label zone=a; there are ") as said:
+            Place.options(num_gpus=1, labels={"zone": "a"}).remote()
+        return str(said.value)
+
+    # What actors of other tests have booked is given back when their processes have ended.
+    until(lambda: "disk 1/1, CPU 2/2" in refused())
+    late = Place.options(labels={"zone": "a"}, placement_timeout=0.05).remote()
+    with pytest.raises(
+        PlacementError, match=r"nothing became free within 0.05 s.*needs label zone=a"
+    ) as found:
+        actorrpc.get(late.where.remote())
+    assert isinstance(found.value, ActorDiedError)
+    assert type(found.value.cause) is PlacementError
+    assert isinstance(pickle.loads(pickle.dumps(found.value)), UnplacedActorError)
+    with pytest.raises(PlacementError, match="dead"):
+        actorrpc.get(late.where.remote())
+    with pytest.raises(PlacementError):
+        actorrpc.get(actorrpc.ready(late))
+    here = Place.options(resources={"disk": 1}, labels={"here": "yes"}).remote()
+    assert actorrpc.get(here.where.remote()).startswith("Place-")
+    actorrpc.kill(here)
+    with joiner(driver.address, "--name", "w1", "--labels", "zone=a", "--num-gpus", "1") as process:
+        first = Place.options(num_gpus=1, labels={"zone": "a"}, placement_timeout=80).remote()
+        assert actorrpc.get(first.where.remote()) == "w1"
+        second = Place.options(num_gpus=1, placement_timeout=0.05).remote()
+        with pytest.raises(PlacementError, match=r"GPU 0/1"):
+            actorrpc.get(second.where.remote())
+        with pytest.raises(PlacementError, match=r"needs GPU 1, worker \d+;.*'w1'.*GPU 0/1"):
+            actorrpc.get(
+                Place.options(worker="w1", num_gpus=1, placement_timeout=0.05).remote().where.remote()
+            )
+        with pytest.raises(PlacementError, match=r"needs tape 1, worker \d+;"):
+            Place.options(worker="w1", resources={"tape": 1}).remote()
+        # On a worker, where nobody keeps books, it is known later.
+        texts = rpc.rpc_sync("w1", _try)
+        assert "needs label zone=nowhere" in texts[0]
+        assert "needs tape 1" in texts[1]
+        third = Place.options(num_gpus=1, placement_timeout=80).remote()
+        actorrpc.kill(first)  # gives back what it had
+        assert actorrpc.get(third.where.remote()) == "w1"
+        actorrpc.kill(third)
+        named = Place.options(worker="w1", num_gpus=1, placement_timeout=80).remote()
+        assert actorrpc.get(named.where.remote()) == "w1"
+        assert _booked("w1", "GPU") == 1
+        actorrpc.kill(named)
+        until(lambda: _booked("w1", "GPU") == 0)
+        process.send_signal(signal.SIGTERM)
+        assert output(process)[0] == 0
+    until(lambda: not is_there("w1"))
+
+
+def test_the_drivers_own_process_and_that_of_an_actor(driver: Context) -> None:
+    here = Place.options(worker="driver", resources={"disk": 1}).remote()
+    assert actorrpc.get(here.where.remote()) == "driver"
+    with pytest.raises(PlacementError, match=r"needs disk 1, worker 0; .*disk 0/1"):
+        actorrpc.get(
+            Place.options(worker="driver", resources={"disk": 1}, placement_timeout=0.05)
+            .remote()
+            .where.remote()
+        )
+    with pytest.raises(PlacementError, match=r"CPU 3, worker 0;.*CPU 2/2"):
+        Place.options(worker="driver", num_cpus=3).remote()
+    kept = Place.remote()
+    where = actorrpc.get(kept.where.remote())
+    beside = Place.options(worker=where, num_cpus=1).remote()  # nothing is booked there
+    assert actorrpc.get(beside.where.remote()) == where
+    with pytest.raises(PlacementError, match="needs disk 1, worker"):
+        Place.options(worker=where, resources={"disk": 1}).remote()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"labels": ["zone"]}, "labels must be a dict of words"),
+        ({"labels": {"zone": 1}}, "labels must be a dict of words"),
+        ({"resources": {"disk": -1}}, r"resources\['disk'\] must be"),
+        ({"resources": {"GPU": 1}}, "say GPU with num_gpus"),
+        ({"spread": 1}, "spread must be True or False"),
+        ({"host": ""}, "host must be a non-empty str"),
+        ({"placement_timeout": -1}, "placement_timeout"),
+        ({"label_selector": {}}, "say labels="),
+    ],
+)
+def test_wrong_options(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Place.options(**given)
+
+
+def test_contradictions(driver: Context) -> None:
+    with pytest.raises(ConfigError, match="worker= says where"):
+        Place.options(worker="driver", spread=True).remote()
+
+
+@pytest.mark.slow
+def test_a_worker_that_has_died_gets_nothing_even_before_the_books_say_so(driver: Context) -> None:
+    first, second = scale(2, labels={"zone": "x"})
+    found = driver_rpc.current()
+    assert found is not None
+    placed = []
+
+    # As one who looks after an actor there, and hears of it before the cluster does.
+    def at_once(peer: Peer) -> None:
+        if peer.name == first:  # not one of an earlier test, whose end is heard of only now
+            wish = ProcessSpec(label="Place", labels={"zone": "x"}, spread=True, booking=7)
+            placed.append(found.spawn(wish))
+
+    found.agent.on_peer_end.insert(0, at_once)
+    try:
+        found.kill(first)
+        until(lambda: placed)
+        assert placed[0].wait(20).name == second
+    finally:
+        found.agent.on_peer_end.remove(at_once)

@@ -1,0 +1,83 @@
+"""Futures as torch's are: errors of callbacks, and waits for several that end with the first failure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from actorrpc import errors
+from actorrpc.compat import translate
+
+
+def test_what_a_callback_raises_is_a_runtime_error_too() -> None:
+    future: translate.Future[int] = translate.Future()
+    following = future.then(lambda _: {}["absent"])
+    future.set_result(1)
+    assert isinstance(following, translate.Future)
+    with pytest.raises(RuntimeError, match="absent") as caught:
+        following.wait()
+    assert isinstance(caught.value, KeyError)
+
+
+def test_then_wants_a_function() -> None:
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        translate.Future().then(None)  # type: ignore[arg-type]
+
+
+def test_waits_for_several_end_with_the_first_failure() -> None:
+    pending: translate.Future[int] = translate.Future()
+    failed: translate.Future[int] = translate.Future()
+    everything = translate.collect_all([pending, failed])
+    assert not everything.done()
+    failed.set_exception(ValueError("no"))
+    for wait in (everything.wait, lambda: translate.wait_all([pending, failed])):
+        with pytest.raises(ValueError, match="no"):
+            wait()
+    pending.set_result(1)
+
+
+def test_waits_for_several_give_all() -> None:
+    mine: translate.Future[int] = translate.Future()
+    theirs: torch.futures.Future[int] = torch.futures.Future()
+    everything = translate.collect_all([mine, theirs])
+    mine.set_result(1)
+    assert not everything.done()
+    theirs.set_result(2)
+    assert everything.wait() == [mine, theirs]
+    assert translate.wait_all([mine, theirs]) == [1, 2]
+    assert translate.wait_all([]) == []
+
+
+def test_timeouts_say_so_in_torchs_words() -> None:
+    future: translate.Future[int] = translate.Future()
+    future.set_exception(errors.RpcTimeoutError("too late", maybe_executed=False, worker="a"))
+    with pytest.raises(errors.RpcTimeoutError, match=r"too late \(RPC ran for more than") as caught:
+        future.wait()
+    assert caught.value.worker == "a"
+
+
+def test_errors_without_a_text_are_left_alone() -> None:
+    error = errors.RpcTimeoutError("late")
+    error.args = (1, 2)
+    translate.reword(error)
+    assert error.args == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "error", [Exception("text"), OSError(2, "no file"), UnicodeDecodeError("a", b"", 0, 1, "b")]
+)
+def test_any_error_becomes_a_runtime_error(error: Exception) -> None:
+    made = translate.as_runtime_error(error)
+    assert isinstance(made, RuntimeError)
+    assert str(error) in str(made)
+    assert made.__cause__ is error
+
+
+def test_script_functions_have_their_arguments_counted() -> None:
+    @torch.jit.script
+    def one(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    translate.check_script_call(one, (1,))
+    with pytest.raises(RuntimeError, match=r"one\(\) expected at most 1 argument"):
+        translate.check_script_call(one, (1, 2))

@@ -1,0 +1,759 @@
+"""Workers find each other through every kind of store, or all hear why not."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+import pytest
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
+
+from actorrpc.errors import AuthenticationError, ConfigError, RendezvousError
+from actorrpc.group import rendezvous
+from actorrpc.group import store as store_module
+from actorrpc.group.rendezvous import Rendezvous, open_store
+from actorrpc.group.store import Meeting
+from actorrpc.wire import keys
+from actorrpc.wire.identity import WorkerRecord, host_identity, new_incarnation
+from actorrpc.wire.keys import Key
+from tests.ports import free_port
+from tests.ranks import run_group
+
+HOST = host_identity()
+KEY = Key.from_text("correct horse battery staple")
+LONG = 30.0
+
+
+@pytest.fixture(autouse=True)
+def _runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", str(tmp_path / "run"))
+    for name in ("ACTORRPC_KEY", "ACTORRPC_KEY_FILE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Any]]:
+    """Give a function that opens one and the same store again."""
+    if request.param == "hash":
+        store = HashStore()
+        yield lambda: store
+    elif request.param == "file":
+        yield lambda: FileStore(str(tmp_path / "store"), -1)
+    else:
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # Two connections for all: torch's client looks up names, which may take seconds without a network.
+        held = [server, TCPStore("127.0.0.1", server.port, is_master=False)]
+        turns = itertools.count()
+        yield lambda: held[next(turns) % 2]
+        del server
+        held.clear()  # pytest keeps the function
+
+
+@pytest.fixture
+def store() -> HashStore:
+    return HashStore()
+
+
+class Counting:
+    """A store that counts what is asked of it; waiting is counted apart."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._store, name)
+
+        def call(*args: Any) -> Any:
+            self.calls[name] += 1
+            return operation(*args)
+
+        return call
+
+    @property
+    def total(self) -> int:
+        return sum(count for name, count in self.calls.items() if name != "check")
+
+
+def record(rank: int, name: str | None = None, **changes: Any) -> WorkerRecord:
+    made = WorkerRecord(
+        name=f"w{rank}" if name is None else name,
+        rank=rank,
+        incarnation=new_incarnation(),
+        host=HOST,
+        unix_path=f"/run/w{rank}",
+        pid=os.getpid(),
+    )
+    return replace(made, **changes)
+
+
+def fixed(store: Any, rank: int, size: int, timeout: float = LONG) -> Rendezvous:
+    return Rendezvous(store, rank=rank, world_size=size, timeout=timeout)
+
+
+def dynamic(store: Any, rank: int = -1, timeout: float = LONG) -> Rendezvous:
+    return Rendezvous(store, rank=rank, world_size=None, timeout=timeout)
+
+
+def together(*tasks: Callable[[], Any]) -> list[Any]:
+    """Run all at once; return their results, or what they raised."""
+
+    def run(task: Callable[[], Any]) -> Any:
+        try:
+            return task()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        return list(pool.map(run, tasks))
+
+
+def meet(connect: Callable[[], Any], records: list[WorkerRecord], timeout: float = LONG) -> list[Any]:
+    size = len(records)
+    return together(
+        *(lambda r=r, n=n: fixed(connect(), n, size, timeout).join(r) for n, r in enumerate(records))
+    )
+
+
+# -- fixed groups ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_all_get_the_same_table(connect: Callable[[], Any], size: int) -> None:
+    records = [record(n) for n in range(size)]
+    tables = meet(connect, records)
+    assert tables == [{each.name: each for each in records}] * size
+
+
+def test_what_is_looked_up_in_a_fixed_group_is_in_its_table(store: HashStore) -> None:
+    points = [fixed(store, n, 3) for n in range(3)]
+    records = [record(n) for n in range(3)]
+    together(*(lambda p=p, r=r: p.join(r) for p, r in zip(points, records, strict=True)))
+    for point in points:
+        assert point.members() == records
+        assert point.lookup("w1") == point.lookup_rank(1) == records[1]
+        assert point.lookup("w9") is None
+        assert point.lookup_rank(9) is None
+        point.close()
+        point.close()
+
+
+def test_groups_follow_each_other_in_one_store(connect: Callable[[], Any]) -> None:
+    for _ in range(3):
+        records = [record(n) for n in range(3)]
+        assert meet(connect, records) == [{each.name: each for each in records}] * 3
+    pair = [record(n) for n in range(2)]
+    assert meet(connect, pair) == [{each.name: each for each in pair}] * 2
+
+
+def test_each_worker_asks_little_of_the_store() -> None:
+    totals = {}
+    for size in (2, 12):
+        store = HashStore()
+        counters = [Counting(store) for _ in range(size)]
+        points = [fixed(counter, n, size) for n, counter in enumerate(counters)]
+
+        def join(point: Rendezvous) -> Any:
+            point.agree_key(None, HOST)
+            return point.join(record(point.rank))
+
+        results = together(*(lambda p=p: join(p) for p in points))
+        assert all(len(each) == size for each in results)
+        totals[size] = sorted(counter.total for counter in counters)
+        assert sum(counter.calls["multi_get"] for counter in counters) == 1
+    assert totals[12][-1] == totals[2][-1] <= 8
+    assert totals[12][0] <= 6
+
+
+def test_names_are_unique(connect: Callable[[], Any]) -> None:
+    results = meet(connect, [record(0), record(1, "w0"), record(2)])
+    for error in results:
+        assert isinstance(error, RendezvousError)
+        assert "name of its own: 'w0' (rank 0" in str(error)
+        assert "'w0' (rank 1" in str(error)
+        assert "'w2'" not in str(error)
+
+
+@pytest.mark.parametrize("wrong", [0, 7])
+def test_ranks_are_unique_and_in_range(store: HashStore, wrong: int) -> None:
+    points = [fixed(store, n, 3) for n in range(3)]
+    records = [record(0), record(wrong, "other"), record(2)]
+    results = together(*(lambda p=p, r=r: p.join(r) for p, r in zip(points, records, strict=True)))
+    for error in results:
+        assert isinstance(error, RendezvousError)
+        assert f"'other' (rank {wrong}" in str(error)
+
+
+def test_the_same_error_does_not_stay_in_the_store(store: HashStore) -> None:
+    assert all(
+        isinstance(each, RendezvousError) for each in meet(lambda: store, [record(0), record(1, "w0")])
+    )
+    assert meet(lambda: store, [record(0), record(1)])[0].keys() == {"w0", "w1"}
+
+
+def test_hosts_need_addresses_that_the_others_can_reach(store: HashStore) -> None:
+    far = record(1, host="elsewhere", tcp=(("10.0.0.2", 5),))
+    for error in meet(lambda: store, [record(0), far]):
+        assert isinstance(error, RendezvousError)
+        assert "2 hosts" in str(error)
+        assert "'w0' (rank 0" in str(error)
+        assert "'w1'" not in str(error)
+        assert "Set ACTORRPC_KEY" in str(error)
+    near = record(0, tcp=(("10.0.0.1", 5),))
+    assert all(len(each) == 2 for each in meet(lambda: store, [near, far]))
+    for error in meet(lambda: store, [record(0), record(1, unix_path=None)]):
+        assert "'w1'" in str(error)
+        assert "'w0'" not in str(error)
+
+
+def test_a_timeout_names_who_is_missing(connect: Callable[[], Any]) -> None:
+    results = together(*(lambda n=n: fixed(connect(), n, 5, 0.3).join(record(n)) for n in (0, 2, 3)))
+    for error in results:
+        assert isinstance(error, RendezvousError)
+        assert "3 of 5 workers came within 0.3 s; missing: rank 1, 4; here: " in str(error)
+        assert "'w2' (rank 2" in str(error)
+
+
+def test_who_comes_after_the_others_gave_up_waits_for_the_next_group(store: HashStore) -> None:
+    with pytest.raises(RendezvousError, match="missing: rank 1"):
+        fixed(store, 0, 2, 0.05).join(record(0))
+    records = [record(n) for n in range(2)]
+    assert meet(lambda: store, records) == [{each.name: each for each in records}] * 2
+
+
+def _dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(timeout=60)
+    return process.pid
+
+
+@pytest.mark.parametrize("left", [[0], [0, 1]])
+def test_what_a_killed_run_has_left_is_recognised(store: HashStore, left: list[int]) -> None:
+    """Of a run that was killed while it met; the same rank comes again, or its process is gone."""
+    dead = _dead_pid()
+    old = PrefixStore("fixed/3/0", store)
+    for n in left:
+        assert old.add("arrivals", 1) == n + 1
+        old.set(f"0/record/{n}", record(n, pid=dead).to_bytes())
+        old.add("0/ready", 1)
+    records = [record(n) for n in range(3)]
+    assert meet(lambda: store, records) == [{each.name: each for each in records}] * 3
+
+
+def test_torchruns_restarts_are_kept_apart(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RendezvousError):
+        fixed(store, 0, 2, 0.01).join(record(0))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert fixed(store, 0, 2)._prefix != Rendezvous(store, rank=0, world_size=3, timeout=1)._prefix
+    first = fixed(store, 0, 2)._prefix
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert fixed(store, 0, 2)._prefix != first
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")  # several nodes do not agree on that count
+    second = fixed(store, 0, 2)._prefix
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert fixed(store, 0, 2)._prefix == second
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x92\xa5other\xa0", b"\x92\xa5table\xa0"]
+)
+def test_nonsense_in_the_store_is_an_error(store: HashStore, value: bytes) -> None:
+    PrefixStore("fixed/2/0", store).set("0/outcome", value or b"x")
+    with pytest.raises(RendezvousError):
+        fixed(store, 0, 2, 1.0).join(record(0))
+
+
+def test_a_store_that_fails_is_a_rendezvous_error() -> None:
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            def fail(*args: Any) -> Any:
+                raise RuntimeError("socket closed\nframe #0: c10::Error\nframe #1")
+
+            return fail
+
+    for point in (fixed(Failing(), 0, 2), dynamic(Failing(), 0)):
+        with pytest.raises(RendezvousError, match=r"socket closed\. The process that serves it") as caught:
+            point.join(record(0))
+        assert "frame" not in str(caught.value)
+        point.record = record(0)
+        point.close()  # raises nothing
+
+
+# -- dynamic groups ------------------------------------------------------------------------------------
+
+
+def test_workers_come_and_go(connect: Callable[[], Any]) -> None:
+    one, two, three = (dynamic(connect()) for _ in range(3))
+    assert one.join(record(-1, "a")).keys() == {"a"}
+    assert one.record is not None
+    assert one.record.rank == 0
+    assert two.join(record(-1, "b")).keys() == {"a", "b"}
+    assert three.join(record(7, "c")).keys() == {"a", "b", "c"}
+    assert [each.name for each in one.members()] == ["a", "b", "c"]
+    assert one.lookup("b") == two.record == three.lookup_rank(1)
+    assert two.lookup_rank(7) == three.record
+    assert one.lookup("d") is None
+    assert one.lookup_rank(3) is None
+    two.leave()
+    two.leave()
+    assert [each.name for each in one.members()] == ["a", "c"]
+    assert one.lookup("b") is None
+    assert one.lookup_rank(1) is None
+    again = dynamic(connect())
+    assert again.join(record(1, "b")).keys() == {"a", "b", "c"}
+    assert one.lookup("b") == again.record == one.lookup_rank(1)
+    assert [each.name for each in one.members()] == ["a", "b", "c"]
+
+
+def test_a_name_and_a_rank_have_one_holder(store: HashStore) -> None:
+    one = dynamic(store)
+    one.join(record(5, "a"))
+    with pytest.raises(RendezvousError, match=r"the name is taken: 'a' \(rank 5"):
+        dynamic(store).join(record(-1, "a"))
+    with pytest.raises(RendezvousError, match="rank 5 is taken by 'a'"):
+        dynamic(store).join(record(5, "b"))
+    assert dynamic(store, 6).join(record(-1, "b"))["b"].rank == 6
+    one.leave()
+    assert dynamic(store).join(record(5, "a"))["a"].rank == 5
+
+
+def test_ranks_that_are_handed_out_avoid_those_that_were_chosen(store: HashStore) -> None:
+    for rank in (0, 1, 3):
+        dynamic(store).join(record(rank))
+    assert [dynamic(store).join(record(-1, name))[name].rank for name in "abc"] == [2, 4, 5]
+
+
+def test_many_at_once_get_ranks_and_names_of_their_own(connect: Callable[[], Any]) -> None:
+    names = [f"n{n % 6}" for n in range(12)]  # each name is wanted by two
+    results = together(*(lambda n=n: dynamic(connect()).join(record(-1, n))[n] for n in names))
+    joined = [each for each in results if isinstance(each, WorkerRecord)]
+    assert sorted(each.name for each in joined) == [f"n{n}" for n in range(6)]
+    assert len({each.rank for each in joined}) == 6
+    assert sum(isinstance(each, RendezvousError) for each in results) == 6
+    assert sorted(dynamic(connect()).members(), key=str) == sorted(joined, key=str)
+
+
+def test_the_name_of_a_dead_worker_is_free(store: HashStore) -> None:
+    dynamic(store).join(record(0, "a", pid=_dead_pid()))
+    far = dynamic(store)
+    far.join(record(1, "b", host="elsewhere", pid=1))
+    assert dynamic(store).join(record(0, "a"))["a"].pid == os.getpid()
+    with pytest.raises(RendezvousError, match="taken"):  # of other hosts nobody can say
+        dynamic(store).join(record(-1, "b"))
+    found = far.lookup("b")
+    assert found is not None
+    dynamic(store).remove(found)  # but who knows may say so
+    again = dynamic(store)
+    again.join(record(1, "b"))
+    far.remove(found)  # not the new one
+    assert far.lookup("b") == again.record
+
+
+def test_joining_costs_the_same_in_a_large_dynamic_group(store: HashStore) -> None:
+    totals = []
+    for n in range(10):
+        counter = Counting(store)
+        dynamic(counter).join(record(-1, f"n{n}"))
+        totals.append(sum(counter.calls.values()))
+    assert max(totals) == totals[0] <= 10
+
+
+def test_a_place_that_is_not_filled_in_yet_is_read_later(store: HashStore) -> None:
+    one = dynamic(store)
+    one.join(record(-1, "a"))
+    PrefixStore("dynamic", store).add("log", 1)
+    dynamic(store).join(record(-1, "c"))
+    assert [each.name for each in one.members()] == ["a", "c"]
+    late = record(9, "b")
+    PrefixStore("dynamic", store).set("name/b", late.to_bytes())
+    PrefixStore("dynamic", store).set("log/2", b"b")
+    assert [each.name for each in one.members()] == ["a", "c", "b"]
+
+
+# -- keys ----------------------------------------------------------------------------------------------
+
+
+def agree(point: Rendezvous, own: Key | None = None, host: str = HOST) -> Key:
+    key = point.agree_key(own, host)
+    point.join(record(point.rank, host=host, tcp=(("10.0.0.1", 1),)))
+    return key
+
+
+def test_rank_0_makes_a_key_for_its_host(connect: Callable[[], Any], tmp_path: Path) -> None:
+    keys_of = []
+    for _ in range(2):
+        points = [fixed(connect(), n, 3) for n in range(3)]
+        found = together(*(lambda p=p: agree(p) for p in points))
+        assert isinstance(found[0], Key)
+        assert found[0] == found[1] == found[2]
+        keys_of.append(found[0])
+        assert os.listdir(tmp_path / "run") == []  # everyone has read it
+    assert keys_of[0] != keys_of[1]
+
+
+def test_close_removes_the_key_file(store: HashStore, tmp_path: Path) -> None:
+    point = fixed(store, 0, 2)
+    point.agree_key(None, HOST)
+    assert len(os.listdir(tmp_path / "run")) == 1
+    point.close()
+    assert os.listdir(tmp_path / "run") == []
+
+
+def test_workers_elsewhere_need_a_given_key(store: HashStore) -> None:
+    points = [fixed(store, n, 2) for n in range(2)]
+    results = together(lambda: agree(points[0]), lambda: agree(points[1], host="elsewhere"))
+    assert isinstance(results[1], AuthenticationError)
+    assert isinstance(results[0], RendezvousError)
+    for error in results:
+        assert "set ACTORRPC_KEY" in str(error)
+
+
+@pytest.mark.parametrize("given", [0, 1])
+def test_all_are_given_a_key_or_none_is(store: HashStore, given: int) -> None:
+    points = [fixed(store, n, 2) for n in range(2)]
+    results = together(*(lambda n=n: agree(points[n], KEY if n == given else None) for n in range(2)))
+    assert isinstance(results[1], AuthenticationError)
+    assert isinstance(results[0], RendezvousError)
+    assert "ACTORRPC_KEY" in str(results[0])
+    points[0].close()
+
+
+def packed(*parts: str) -> bytes:
+    data: bytes = msgpack.packb(parts)
+    return data
+
+
+class Recording(Counting):
+    """A store that keeps everything that was written to it."""
+
+    written: list[bytes]
+
+    def __getattr__(self, name: str) -> Any:
+        operation = super().__getattr__(name)
+
+        def call(*args: Any) -> Any:
+            self.__dict__.setdefault("written", []).append(repr(args).encode())
+            return operation(*args)
+
+        return call
+
+
+@pytest.mark.parametrize("given", [KEY, None])
+def test_nothing_secret_goes_through_the_store(store: HashStore, given: Key | None) -> None:
+    stores = [Recording(store) for _ in range(3)]
+    points = [fixed(stores[0], 0, 2), fixed(stores[1], 1, 2), dynamic(stores[2], 0)]
+    found = [
+        *together(lambda: agree(points[0], given), lambda: agree(points[1], given)),
+        agree(points[2], given),
+    ]
+    for key in found:
+        secret = key.reveal()
+        for text in (written for each in stores for written in each.written):
+            assert repr(secret)[2:-1].encode() not in text
+            assert secret.hex().encode() not in text
+            assert b"battery" not in text
+    points[2].close()
+
+
+def test_a_store_cannot_lead_to_another_file(store: HashStore, tmp_path: Path) -> None:
+    other = tmp_path / "1-1-1-0123456789abcdef.key"
+    other.write_bytes(b"x" * 32)
+    other.chmod(0o600)
+    PrefixStore("fixed/2/0", store).set("0/key", packed("file", str(other), HOST))
+    with pytest.raises(AuthenticationError, match="runtime directory"):
+        fixed(store, 1, 2).agree_key(None, HOST)
+
+
+@pytest.mark.parametrize("parts", [("file",), ("file", "a", "b", "c"), ("other",), ("given", "x")])
+def test_nonsense_about_the_key_is_an_error(store: HashStore, parts: tuple[str, ...]) -> None:
+    PrefixStore("fixed/2/0", store).set("0/key", packed(*parts))
+    with pytest.raises(AuthenticationError, match="makes no sense"):
+        fixed(store, 1, 2).agree_key(None, HOST)
+
+
+def test_a_rank_0_that_does_not_come(store: HashStore) -> None:
+    points = [fixed(store, n, 3, 0.1) for n in (1, 2)]
+    for error in together(*(lambda p=p: p.agree_key(None, HOST) for p in points)):
+        assert isinstance(error, RendezvousError)
+        assert "rank 0 did not come within 0.1 s" in str(error)
+
+
+def test_the_key_of_a_killed_rank_0_is_not_taken(store: HashStore, tmp_path: Path) -> None:
+    stale = Path(keys.create_key_file())
+    stale = stale.rename(stale.parent / f"{keys._pid_namespace()}-{_dead_pid()}-1-0123456789abcdef.key")
+    old = PrefixStore("fixed/2/0", store)
+    old.add("arrivals", 1)
+    old.set("0/key", packed("file", str(stale), HOST))
+    old.set("0/record/0", record(0, pid=_dead_pid()).to_bytes())
+    old.add("0/ready", 1)
+    points = [fixed(store, n, 2) for n in range(2)]
+    found = together(*(lambda p=p: agree(p) for p in points))
+    assert found[0] == found[1]
+    assert found[0] != keys.read_key_file(str(stale))
+
+
+def test_a_dynamic_group_keeps_its_key_while_anyone_has_it(store: HashStore, tmp_path: Path) -> None:
+    points = [dynamic(store, n) for n in range(3)]
+    first = agree(points[0])
+    assert agree(points[1]) == first
+    # All of them are this process here, so that their links have one name: it takes the last away.
+    points[0]._key_file = None
+    points[0].leave()
+    assert agree(points[2]) == first
+    with pytest.raises(AuthenticationError, match="another host"):
+        dynamic(store).agree_key(None, "elsewhere")
+    with pytest.raises(AuthenticationError, match="was given a key"):
+        dynamic(store).agree_key(KEY, HOST)
+    points[1].close()
+    with pytest.raises(AuthenticationError, match="is gone"):
+        dynamic(store).agree_key(None, HOST)
+    points[2].close()
+    fresh = dynamic(store, 0)  # all have left: a new group
+    assert agree(fresh) not in (first, KEY)
+    fresh.close()
+    assert os.listdir(tmp_path / "run") == []
+
+
+def test_dynamic_groups_agree_when_all_come_at_once(connect: Callable[[], Any]) -> None:
+    points = [dynamic(connect()) for _ in range(6)]
+    found = together(*(lambda p=p: p.agree_key(None, HOST) for p in points))
+    assert all(each == found[0] for each in found)
+    assert isinstance(found[0], Key)
+    for point in points:
+        point.close()
+    given = dynamic(HashStore())
+    assert given.agree_key(KEY, HOST) == KEY
+
+
+# -- stores and addresses ------------------------------------------------------------------------------
+
+
+def test_what_an_init_method_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = Meeting.parse
+    found = parse("tcp://h:5?rank=1&world_size=2")
+    assert (found.kind, found.host, found.port, found.rank, found.world_size) == ("tcp", "h", 5, 1, 2)
+    assert not found.hosts
+    assert parse("tcp://[::1]:5", 0, 2).host == "::1"
+    assert parse("tcp://h:5", 0, 2).hosts
+    assert parse("tcp://h:0", 0, 1).port == 0
+    found = parse("file:///a/b?rank=0", -1, None)
+    assert (found.kind, found.path, found.rank, found.world_size) == ("file", "/a/b", 0, None)
+    assert parse("file:///a", 3, 4) == parse("file:///a", 3, 4)
+    monkeypatch.setenv("MASTER_ADDR", "m")
+    monkeypatch.setenv("MASTER_PORT", "77")
+    assert parse("env://").rank == -1
+    assert parse("env://", 0, None).hosts
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    found = parse("env://")
+    assert (found.host, found.port, found.rank, found.world_size) == ("m", 77, 1, 3)
+    assert parse("env://", 2, 4).world_size == 4  # what is given wins
+    assert parse("env://?rank=0&world_size=2").rank == 0
+    assert parse("file:///a").world_size is None  # and other methods do not look there
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert not parse("env://", 0, 2).hosts
+
+
+@pytest.mark.parametrize(
+    ("method", "rank", "size"),
+    [
+        ("", 0, 1),
+        ("nonsense", 0, 1),
+        (None, 0, 1),
+        ("tcp://h", 0, 1),
+        ("tcp://:5", 0, 1),
+        ("tcp://h:99999", 0, 1),
+        ("tcp://h:0", 1, 2),
+        ("file://", 0, 1),
+        ("file://host/path", 0, 1),
+        ("file:///", 0, 1),
+        ("env://", 0, 1),
+        ("file:///a", -1, 2),
+        ("file:///a", 2, 2),
+        ("file:///a?rank=x", -1, None),
+        ("file:///a?rank=1", 0, None),
+        ("file:///a?rank=0&world_size=2", 0, 3),
+    ],
+)
+def test_an_init_method_that_makes_no_sense(method: Any, rank: int, size: int | None) -> None:
+    with pytest.raises(ConfigError):
+        open_store(method, rank, size, 1.0)
+
+
+def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
+    for path in (tmp_path / "no" / "such", tmp_path):
+        with pytest.raises(RendezvousError, match="cannot be made"):
+            open_store(f"file://{path}", 0, 1, 5.0)
+
+
+def _open(method: str, rank: int, size: int | None, timeout: float = LONG) -> Rendezvous:
+    store, rank, size = open_store(method, rank, size, timeout)
+    return Rendezvous(store, rank=rank, world_size=size, timeout=timeout)
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_a_group_meets_at_a_url(kind: str, tmp_path: Path) -> None:
+    method = f"file://{tmp_path}/store" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
+    # Others come before the one that serves the store.
+    points = together(*(lambda n=n: _open(method, n, 3) for n in (2, 1, 0)))
+    for _ in range(2):
+        tables = together(*(lambda p=p: p.join(record(p.rank)) for p in points))
+        assert all(table.keys() == {"w0", "w1", "w2"} for table in tables)
+        points = [Rendezvous(p._store, rank=p.rank, world_size=3, timeout=LONG) for p in points]
+    assert [point.own_address() for point in points] == [None] * 3
+
+
+def test_a_store_that_is_not_there_is_named() -> None:
+    port = free_port()
+    with pytest.raises(RendezvousError, match=f"127.0.0.1:{port} cannot be reached: .*refused.*Rank 0"):
+        open_store(f"tcp://127.0.0.1:{port}", 1, 2, 0.2)
+
+
+def test_a_port_that_is_in_use() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(RendezvousError, match=f"127.0.0.1:{port} cannot be opened"):
+            open_store(f"tcp://127.0.0.1:{port}", 0, 2, 5.0)
+
+
+@pytest.mark.prints(
+    r"TCPStore\.cpp.*recvValue failed", r"TCPStore\.cpp.*TCP client failed to connect/validate"
+)
+def test_a_server_that_says_nothing() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(RendezvousError, match="does not answer"):
+            open_store(f"tcp://127.0.0.1:{other.getsockname()[1]}", 1, 2, 0.3)
+        held = [thread for thread in threading.enumerate() if thread.name == "actorrpc-store"]
+        assert len(held) == 1
+    # With the listener, the connection that it never accepted is reset; then the thread ends.
+    held[0].join(LONG)
+    assert not held[0].is_alive()
+
+
+def test_a_wait_can_be_interrupted(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is heard while waiting for others."""
+    waiting = threading.Event()
+    poll = store_module.poll
+
+    def told(*args: Any, **options: Any) -> bool:
+        waiting.set()
+        return poll(*args, **options)
+
+    def interrupt() -> None:
+        if waiting.wait(LONG):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    monkeypatch.setattr(rendezvous, "poll", told)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        fixed(store, 0, 2, 300.0).join(record(0))
+    thread.join()
+
+
+def _meet_by_environment(rank: int, world_size: int, folder: str) -> Any:
+    os.environ["RANK"] = str(rank)
+    point = _open("env://", -1, None)
+    key = agree(point)
+    # The process that serves the store must not end before the others have read the table.
+    (Path(folder) / str(rank)).touch()
+    assert store_module.poll(lambda: len(os.listdir(folder)) == world_size, time.monotonic() + LONG)
+    point.close()
+    names = [each.name for each in point.members()]
+    return point.rank, point.world_size, names, key.reveal().hex(), point.own_address()
+
+
+@pytest.mark.parametrize("agent", [False, True])
+def test_processes_meet_through_the_environment(agent: bool, tmp_path: Path) -> None:
+    """By hand, where rank 0 serves the store; and as under torchrun, whose agent does."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if agent else None
+    port = server.port if server is not None else free_port()
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
+    if agent:
+        environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
+    (tmp_path / "met").mkdir()
+    found = run_group(_meet_by_environment, 3, str(tmp_path / "met"), env=environment, leak_wait=None)
+    assert [each[:3] for each in found] == [(rank, 3, ["w0", "w1", "w2"]) for rank in range(3)]
+    assert len({each[3] for each in found}) == 1
+    assert [each[4] for each in found] == [None] * 3
+
+
+def test_the_own_address_is_the_one_that_reaches_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Far:
+        host, port = "198.51.100.7", 4711
+
+    class Probe:
+        def __init__(self, family: int, *rest: int) -> None:
+            self.family = family
+
+        def __enter__(self) -> Probe:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def connect(self, address: tuple[Any, ...]) -> None:
+            asked.append(address)
+
+        def getsockname(self) -> tuple[Any, ...]:
+            return answers.pop(0)
+
+    asked: list[tuple[Any, ...]] = []
+    answers: list[tuple[Any, ...]] = []
+    point = dynamic(Far())
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", Probe)
+        patch.setattr(socket, "if_indextoname", lambda index: f"eth{index}")
+        for answer, expected in [
+            (("192.0.2.1", 9), "192.0.2.1"),
+            (("127.0.0.1", 9), None),
+            (("0.0.0.0", 9), None),
+            (("2001:db8::1", 9, 0, 0), "2001:db8::1"),
+            (("fe80::1", 9, 0, 2), "fe80::1%eth2"),
+            (("::1", 9, 0, 0), None),
+        ]:
+            answers[:] = [answer]
+            assert point.own_address() == expected
+        assert set(asked) == {("198.51.100.7", 4711)}
+        Far.host = "no such host"
+        assert point.own_address() is None
+    assert dynamic(HashStore()).own_address() is None
+
+
+def test_polling_ends_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    pauses: list[float] = []
+
+    def sleep(pause: float) -> None:
+        pauses.append(pause)
+        now[0] += pause
+
+    # Of that module only: everything else needs the real time.
+    monkeypatch.setattr(store_module, "_time", SimpleNamespace(now=lambda: now[0]))
+    monkeypatch.setattr(store_module, "time", SimpleNamespace(sleep=sleep))
+    assert not store_module.poll(lambda: False, 10.0)
+    assert now[0] == pytest.approx(10.0)
+    assert pauses[0] == 0.001
+    assert max(pauses) == 0.05
+    assert len(pauses) < 250
+    pauses.clear()
+    assert store_module.poll(lambda: len(pauses) == 3, 20.0)
+    assert store_module.poll(lambda: True, 0.0)

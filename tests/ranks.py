@@ -1,0 +1,462 @@
+"""Run a function on several ranks, each a real process.
+
+Ranks are forked from a server that has imported torch and actorrpc and started nothing, so that one is there
+in some tens of milliseconds. What a rank returns or raises, its output and - when it does not end in time -
+its stacks come back to the test. The same interpreter settings and environment as the test's apply.
+
+    def add(rank, world_size, a, b):                  # at module level: the ranks import it
+        return rpc.rpc_sync("worker0", operator.add, (a, b))
+
+    def test_add():
+        assert rpc_group(add, 2, 3, 4) == [7, 7]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TextIO
+
+from actorrpc.wire import keys
+from tests import leaks, processes
+from tests.ports import free_port
+
+__all__ = [
+    "Died",
+    "GroupError",
+    "remember_environment",
+    "rpc_group",
+    "run_group",
+    "show_errors",
+    "start_server",
+    "stop_server",
+    "unused_path",
+]
+
+_ROOT = str(Path(__file__).resolve().parent.parent)
+# How long the others may go on after one rank has failed, and how long a rank may take to end after
+# its function has.
+_GRACE = 10.0
+_PR_SET_PDEATHSIG = 1
+_OUTPUT_TAIL = 8_000
+_environment: dict[str, str] = {}  # of the session, before the first test
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """What a rank that was allowed to die, and did, returned."""
+
+    exitcode: int
+
+
+class GroupError(AssertionError):
+    """At least one rank failed.
+
+    Attributes:
+        failures: what went wrong, by rank: a traceback, or a sentence, with the rank's output.
+    """
+
+    def __init__(self, failures: Mapping[int, str]) -> None:
+        super().__init__("\n\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
+        self.failures = dict(failures)
+
+
+@dataclass(slots=True)
+class _Rank:
+    process: ForkServerProcess
+    results: Connection
+    output: Path
+    errors: Path
+    answer: tuple[bool, Any] | None = None  # (True, what was returned) or (False, traceback)
+    over: bool = False
+    exitcode: int | None = None
+    must_end_by: float = float("inf")
+    shown: int = 0  # how much of its errors a test has been shown, in bytes
+
+
+_running: list[_Rank] = []  # all ranks there are
+
+
+# -- the server ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _for_children() -> Iterator[None]:
+    """Let the server and the ranks import this repository and keep them from importing pytest's script.
+
+    The server has the session's environment, not that of the test which happens to be the first: others' processes come from
+    it as well, and not all of them are ranks, which get the environment of their test.
+    """
+    main, before = sys.modules["__main__"], dict(os.environ)
+    sys.modules["__main__"] = ModuleType("__main__")
+    wanted = _environment or before
+    _be(wanted | {"PYTHONPATH": os.pathsep.join(filter(None, [_ROOT, wanted.get("PYTHONPATH")]))})
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        _be(before)
+
+
+def _be(environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def remember_environment() -> None:
+    """Take note of the variables that the session begins with; without that, it is the caller's of :func:`start_server`."""
+    _environment.clear()
+    _environment.update(os.environ)
+
+
+def start_server() -> None:
+    """Start the process that ranks are forked from, unless it runs; it imports in the background."""
+    with _for_children():
+        multiprocessing.set_forkserver_preload(["tests.preload"])
+        forkserver.ensure_running()
+
+
+def unused_path(name: str) -> str:
+    """Return the path of a file of the session that is not there yet, such as that of a group's store."""
+    return tempfile.mktemp(prefix=f"{name}-", dir=processes.scratch())
+
+
+def stop_server() -> None:
+    """End it, and the resource tracker that came with it. Only at the end of the session."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+# -- in a rank -----------------------------------------------------------------------------------
+
+
+def _rank_main(
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple[Any, ...],
+    results: Connection,
+    output: str,
+    errors: str,
+    environment: Mapping[str, str],
+    leak_wait: float | None,
+) -> None:
+    # The server ends with the test process, and this process with the server.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    for descriptor, path in (1, output), (2, errors):
+        with open(path, "ab", buffering=0) as file:
+            os.dup2(file.fileno(), descriptor)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.enable(file=2)
+    processes.tell_stacks()
+    # The rank has the test's environment as of now, not as of the server's start.
+    _be(environment)
+    before = leaks.Snapshot.take(whole_session=False)
+    try:
+        answer = (True, fn(rank, world_size, *args))
+        found = None if leak_wait is None else leaks.settle(before, leak_wait)
+        if found:
+            processes.kill(found.processes)
+            answer = (False, f"left behind when its function was over:\n{found}")
+    except BaseException as error:
+        answer = (False, _explain(error))
+    try:
+        message = pickle.dumps(answer)
+    except Exception as error:
+        message = pickle.dumps((False, f"its result cannot be pickled: {error!r}"))
+    sys.stdout.flush()
+    results.send_bytes(message)
+    results.close()
+
+
+def _explain(error: BaseException) -> str:
+    """Format a traceback, with the local variables where a bare `assert` failed.
+
+    pytest does not rewrite the assertions of modules that ranks import.
+    """
+    text = "".join(traceback.format_exception(error))
+    tb = error.__traceback__
+    if not isinstance(error, AssertionError) or error.args or tb is None:
+        return text
+    while tb.tb_next is not None:
+        tb = tb.tb_next
+    for name, value in list(tb.tb_frame.f_locals.items()):
+        try:
+            shown = repr(value)
+        except Exception as failed:
+            shown = f"<no repr: {failed!r}>"
+        text += f"    {name} = {shown[:300]}\n"
+    return text
+
+
+def _rpc_main(
+    rank: int,
+    world_size: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    init_method: str,
+    options: Mapping[str, Any],
+) -> Any:
+    rpc: Any = importlib.import_module("actorrpc.rpc")
+    rpc.init_rpc(
+        f"worker{rank}",
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=init_method, **options),
+    )
+    try:
+        result = fn(rank, world_size, *args)
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first error is the one to show
+            rpc.shutdown(graceful=False)
+        raise
+    rpc.shutdown()
+    return result
+
+
+# -- in the test ---------------------------------------------------------------------------------
+
+
+def run_group(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 50.0,
+    env: Mapping[str, str] | None = None,
+    may_die: Collection[int] = (),
+    leak_wait: float | None = leaks.WAIT,
+) -> list[Any]:
+    """Run `fn(rank, world_size, *args)` in `world_size` processes; return what they return, by rank.
+
+    Args:
+        fn: a function at module level of a test module.
+        timeout: for the whole group; less than a test's default limit, so that this report comes first.
+        env: variables to set in the ranks, besides those of the test.
+        may_die: ranks that may end without a result (`Died` takes its place), as in tests that kill them.
+        leak_wait: how long each rank may take, once `fn` is over, until it has only the threads, processes
+            and descriptors again that it had before; None: it may keep what it likes.
+
+    Raises:
+        GroupError: a rank raised, died, or was not over in time; has what is known of every such rank.
+    """
+    start_server()
+    context = multiprocessing.get_context("forkserver")
+    directory = Path(tempfile.mkdtemp(prefix="group-", dir=processes.scratch()))
+    environment = {**os.environ, **(env or {})}
+    ranks: list[_Rank] = []
+    failures: dict[int, str] = {}
+    try:
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            output, errors = directory / f"rank{rank}.out", directory / f"rank{rank}.err"
+            output.touch()
+            errors.touch()
+            process = context.Process(
+                target=_rank_main,
+                args=(fn, rank, world_size, args, sender, str(output), str(errors), environment, leak_wait),
+                name=f"rank{rank}",
+            )
+            try:
+                with _for_children():
+                    process.start()
+            except BaseException:
+                receiver.close()
+                raise
+            finally:
+                sender.close()
+            ranks.append(_Rank(process, receiver, output, errors))
+            _running.append(ranks[-1])
+        failures = _collect(ranks, time.monotonic() + timeout, may_die)
+    finally:
+        _end(ranks)
+        for state in ranks:
+            _running.remove(state)
+        printed = [
+            {"output": state.output.read_text(errors="replace").rstrip(), "errors": _errors(state)}
+            for state in ranks
+        ]
+        shutil.rmtree(directory, ignore_errors=True)
+        for rank, texts in enumerate(printed):
+            if rank not in failures:
+                # On the same stream of the test: what is on standard error fails it, unless it is announced.
+                for (what, text), stream in zip(texts.items(), (sys.stdout, sys.stderr), strict=True):
+                    _show(what, rank, text, stream)
+    for rank in failures:
+        for what, text in printed[rank].items():
+            if text:
+                failures[rank] += f"\n{what}:\n{text[-_OUTPUT_TAIL:]}"
+    if failures:
+        raise GroupError(failures)
+    return [_result(state) for state in ranks]
+
+
+def rpc_group(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    init: str = "file",
+    timeout: float = 50.0,
+    options: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
+    may_die: Collection[int] = (),
+    leak_wait: float | None = leaks.WAIT,
+) -> list[Any]:
+    """Run `fn(rank, world_size, *args)` between `init_rpc` and `shutdown`; workers are `worker0`, ...
+
+    Args:
+        init: the store through which the workers meet: "file", "tcp" or "env".
+        options: keywords for the back-end's options, such as `rpc_timeout`.
+
+    The other arguments, and what is raised, are those of `run_group`.
+    """
+    environment = dict(env or {})
+    store = tempfile.mkdtemp(prefix="store-", dir=processes.scratch())
+    try:
+        if init == "file":
+            method = f"file://{store}/store"
+        elif init == "tcp":
+            method = f"tcp://127.0.0.1:{free_port()}"
+        elif init == "env":
+            method = "env://"
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        else:
+            raise ValueError(f"init must be 'file', 'tcp' or 'env', not {init!r}")
+        return run_group(
+            _rpc_main,
+            world_size,
+            fn,
+            args,
+            method,
+            dict(options or {}),
+            timeout=timeout,
+            env=environment,
+            may_die=may_die,
+            leak_wait=leak_wait,
+        )
+    finally:
+        shutil.rmtree(store, ignore_errors=True)
+        if may_die:
+            keys.sweep()  # the next worker to start would do it: the sockets of those that were killed
+
+
+def show_errors() -> None:
+    """Show what ranks that still run have written to their standard error since the last time: it is the present test's."""
+    for rank, state in enumerate(list(_running)):
+        _show("errors", rank, _errors(state), sys.stderr)
+
+
+def _errors(state: _Rank) -> str:
+    """Read what a rank has written to its standard error since the last time."""
+    new = state.errors.read_bytes()[state.shown :]
+    state.shown += len(new)
+    return new.decode(errors="replace").rstrip()
+
+
+def _show(what: str, rank: int, text: str, stream: TextIO) -> None:
+    if text:
+        print(f"--- {what} of rank {rank} ---\n{text}\n---", file=stream)
+
+
+def _collect(ranks: list[_Rank], deadline: float, may_die: Collection[int]) -> dict[int, str]:
+    """Wait for all ranks; return what went wrong, by rank."""
+    failures: dict[int, str] = {}
+    while pending := [number for number, state in enumerate(ranks) if not state.over]:
+        now = time.monotonic()
+        late = [number for number in pending if now >= min(deadline, ranks[number].must_end_by)]
+        if late:
+            for number in late:
+                failures.setdefault(number, _why_late(ranks[number]))
+            _end([ranks[number] for number in late])
+            continue
+        sources: dict[Any, int] = {}
+        for number in pending:
+            sources[ranks[number].process.sentinel] = number
+            if not ranks[number].results.closed:
+                sources[ranks[number].results] = number
+        wake = min([deadline, *(ranks[number].must_end_by for number in pending)])
+        ready = connection.wait(list(sources), timeout=max(0.0, wake - now))
+        for number in {sources[source] for source in ready}:
+            _advance(ranks[number])
+            failure = _failure(ranks[number], number in may_die)
+            if failure is not None and number not in failures:
+                failures[number] = failure
+                for other in ranks:  # they may be waiting for the one that failed
+                    other.must_end_by = min(other.must_end_by, time.monotonic() + _GRACE)
+    return failures
+
+
+def _advance(state: _Rank) -> None:
+    """Take what is there: a result, the end of its stream, the end of the process."""
+    ended = bool(connection.wait([state.process.sentinel], timeout=0))  # before the pipe: then all is in it
+    if not state.results.closed and state.results.poll():
+        try:
+            message = state.results.recv_bytes()
+        except EOFError:
+            pass
+        else:
+            state.answer = pickle.loads(message)
+        state.results.close()
+        state.must_end_by = min(state.must_end_by, time.monotonic() + _GRACE)
+    if ended:
+        _release(state)
+
+
+def _release(state: _Rank) -> None:
+    """Take leave of a process that has ended, or that was just killed."""
+    state.process.join()
+    state.over, state.exitcode = True, state.process.exitcode
+    if state.process.pid is not None:
+        processes.stacks_file(state.process.pid).unlink(missing_ok=True)
+    state.process.close()
+    state.results.close()
+
+
+def _failure(state: _Rank, may_die: bool) -> str | None:
+    if state.answer is not None:
+        return None if state.answer[0] else str(state.answer[1])
+    if not state.over or may_die:
+        return None
+    code = state.exitcode
+    cause = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+    return f"ended without a result ({cause})"
+
+
+def _why_late(state: _Rank) -> str:
+    what = "was not over in time" if state.answer is None else "did not end after its function was over"
+    pid = state.process.pid
+    found = {process for process in processes.of_session() if process.pid == pid}
+    return f"{what}\n{processes.dump_stacks(found)}"
+
+
+def _end(ranks: list[_Rank]) -> None:
+    """Kill what still runs and release what the test process holds for these ranks."""
+    running = [state for state in ranks if not state.over]
+    for state in running:
+        state.process.kill()
+    for state in running:
+        _release(state)
+
+
+def _result(state: _Rank) -> Any:
+    if state.answer is not None:
+        return state.answer[1]
+    return Died(state.exitcode if state.exitcode is not None else 0)

@@ -1,0 +1,127 @@
+"""What workers tell each other about RRefs, as bytes: nothing is lost, nothing else gets in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actorrpc.errors import ProtocolError, RRefError
+from actorrpc.rpc.refcount.messages import (
+    BATCH,
+    ChildAccept,
+    ForkAck,
+    ForkData,
+    ForkId,
+    ForkRequest,
+    Message,
+    RRefId,
+    UserDelete,
+    WorkerKey,
+    pack_forks,
+    pack_message,
+    unpack_forks,
+    unpack_message,
+)
+
+keys = st.builds(WorkerKey, st.integers(0, 1 << 20), st.text(max_size=20))
+numbers = st.integers(0, 1 << 50)
+rref_ids = st.builds(lambda key, number: RRefId(key.rank, number, key.incarnation), keys, numbers)
+fork_ids = st.builds(lambda key, number: ForkId(key.rank, number, key.incarnation), keys, numbers)
+
+
+def rows(*columns: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(st.tuples(*columns), min_size=1, max_size=10).map(tuple)
+
+
+messages = st.one_of(
+    st.builds(UserDelete, rows(rref_ids, fork_ids)),
+    st.builds(ForkRequest, rows(rref_ids, fork_ids)),
+    st.builds(ForkAck, rows(rref_ids, fork_ids, st.booleans())),
+    st.builds(ChildAccept, rows(fork_ids)),
+)
+
+
+@given(messages)
+def test_messages_survive_the_wire(message: Message) -> None:
+    again = unpack_message(pack_message(message))
+    assert again == message
+    assert [type(cell) for row in again.items for cell in row] == [
+        type(cell) for row in message.items for cell in row
+    ]
+
+
+@given(st.lists(st.builds(ForkData, keys, rref_ids, fork_ids, st.text(max_size=50)), max_size=20))
+def test_forks_survive_the_wire(forks: list[ForkData]) -> None:
+    again = unpack_forks(pack_forks(forks))
+    assert again == forks
+    assert all(type(data.owner) is WorkerKey and type(data.rref_id) is RRefId for data in again)
+
+
+def test_messages_are_small() -> None:
+    items = tuple((RRefId(3, n, "0123456789abcdef"), ForkId(7, n, "fedcba9876543210")) for n in range(BATCH))
+    assert len(pack_message(UserDelete(items))) < 600
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        None,
+        [],
+        {},
+        "text",
+        [1, [], []],
+        [0, [[0, "a"]], [0, 0, 0, 0]],
+        [5, [[0, "a"]], [0, 0, 0, 0]],
+        [True, [[0, "a"]], [0, 0, 0, 0]],
+        [1, [[0, "a"]], [0, 0, 0]],
+        [1, [[0, "a"]], [1, 0, 0, 0]],
+        [1, [[0, "a"]], [0, -1, 0, 0]],
+        [1, [[0, "a"]], [0, True, 0, 0]],
+        [1, [[0, "a"]], [0, 1.0, 0, 0]],
+        [1, [[0, "a"]], [0, 1 << 63, 0, 0]],
+        [1, [[0, "a"]], [0, 0, 0, 0] * (BATCH + 1)],
+        [1, [[0, "a"]] * 1000, [0, 0, 0, 0]],
+        [1, [[-1, "a"]], [0, 0, 0, 0]],
+        [1, [[0, 1]], [0, 0, 0, 0]],
+        [1, [[0]], [0, 0, 0, 0]],
+        [1, [0], [0, 0, 0, 0]],
+        [1, [[0, "a" * 2000]], [0, 0, 0, 0]],
+        [1, [[0, b"a"]], [0, 0, 0, 0]],
+        [3, [[0, "a"]], [0, 0, 0, 0, 2]],
+        [1, [[0, "a"]], "text"],
+        [1, [[0, "a"]], [0, 0, 0, 0], 0],
+        [msgpack.Timestamp(1), [], []],
+        [[[0, "a"]], [0, 0, 0, 0, 1], []],
+        [[[0, "a"]], [0, 0, 0, 0, 1], [1]],
+    ],
+)
+def test_messages_that_make_no_sense(parts: Any) -> None:
+    data = msgpack.packb(parts)
+    with pytest.raises(ProtocolError):
+        unpack_message(data)
+    with pytest.raises(ProtocolError):
+        unpack_forks(data)
+
+
+@given(st.binary(max_size=200), st.binary(max_size=8), messages, st.integers(0, 1000))
+def test_damaged_bytes_never_raise_anything_else(
+    noise: bytes, patch: bytes, message: Message, at: int
+) -> None:
+    packed = bytearray(pack_message(message))
+    packed[at % len(packed) : at % len(packed) + len(patch)] = patch
+    for data in (noise, bytes(packed), b"\x00" * 70_000):
+        for unpack in (unpack_message, unpack_forks):
+            try:
+                unpack(data)
+            except ProtocolError:
+                pass
+
+
+def test_too_many_forks_in_one_call() -> None:
+    data = ForkData(WorkerKey(0, "a"), RRefId(0, 0, "a"), ForkId(0, 1, "a"))
+    with pytest.raises(RRefError):
+        pack_forks([data] * 65_537)

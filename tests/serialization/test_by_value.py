@@ -1,0 +1,293 @@
+"""By value though it could be imported: who takes the slow way, and that nobody goes by a name that others lack."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import importlib
+import operator
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from actorrpc.actors.client.actor_class import is_importable
+from actorrpc.errors import SerializationError
+from actorrpc.serialization import by_value, codec, tensors
+from actorrpc.serialization.codec import DefinitionStore, decode, encode, encode_body
+from tests.serialization.beside import Calls, Plain, made, registered
+
+
+@pytest.fixture
+def aside() -> Iterator[types.ModuleType]:
+    with made("aside") as (module,), registered(module):
+        yield module
+
+
+def body_of(obj: Any) -> Any:
+    """Encode on the path of every call."""
+    encode_body(0, True, (), None, None)  # this thread has an idle pickler from then on
+    return encode_body(obj, True, (), None, None)
+
+
+def opened_without(obj: Any, *names: str, by: Callable[[Any], Any] = encode) -> Any:
+    """Send an object to another imaginary process, which has no modules of these names."""
+    encoded = by(obj)
+    assert isinstance(encoded, codec.Encoded)
+    store = DefinitionStore()
+    for key, data in encoded.definitions.items():
+        store.add(key, data)
+    buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
+    kept = {name: sys.modules.pop(name) for name in names}
+    try:
+        return decode(encoded.body, buffers, definitions=store)
+    finally:
+        sys.modules.update(kept)
+
+
+_WITHOUT: list[Any] = [
+    (operator.add, (1, 2), {"aside": "aside.inner"}),
+    (torch.nn.functional.relu, (torch.ones(3), torch.ones(3000)), {}),
+    [Plain(1).show, functools.partial(operator.add, 1), Plain, len, b"aside" * 20_000, "aside" * 20_000],
+]
+
+
+@pytest.mark.parametrize("by", [encode, body_of])
+@pytest.mark.parametrize("obj", _WITHOUT)
+def test_a_message_that_has_nothing_of_them_is_as_ever(
+    aside: types.ModuleType, obj: Any, by: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the slow way")
+
+    monkeypatch.setattr(codec, "ByValuePickler", slow)
+    watched = by(obj)
+    cloudpickle.unregister_pickle_by_value(aside)
+    plain = by(obj)
+    by(obj)  # with what the pickler has become
+    cloudpickle.register_pickle_by_value(aside)
+    assert getattr(watched, "body", watched) == getattr(plain, "body", plain)
+    assert not getattr(watched, "definitions", None)
+
+
+class Odd(Plain):
+    """Its reducer is with copyreg."""
+
+
+_WITH: dict[str, Callable[[Any], Any]] = {
+    "a function": lambda aside: aside.outer,
+    "a class": lambda aside: aside.Box,
+    "an object": lambda aside: aside.Box(1),
+    "a member of an enumeration": lambda aside: aside.Colour.RED,
+    "a named tuple": lambda aside: aside.Pair(1, 2),
+    "a dataclass": lambda aside: aside.Point(1, 2),
+    "a type variable": lambda aside: aside.T,
+    "a method": lambda aside: aside.Box(1).open,
+    "a class method": lambda aside: aside.Box.make,
+    "a static method": lambda aside: aside.Box.still,
+    "a method bound by hand": lambda aside: types.MethodType(aside.bound, Plain(1)),
+    "partial": lambda aside: functools.partial(operator.add, aside.Box(1)),
+    "in containers": lambda aside: [{1: (frozenset([aside.inner]),)}],
+    "behind its own name": lambda aside: [aside.__name__, aside.inner.__module__, aside.inner],
+    "in a reducer": lambda aside: Calls(aside.Box, 1),
+    "in a reducer in a reducer": lambda aside: Calls(Plain, Calls(aside.inner, 1)),
+    "a generic alias": lambda aside: aside.Box[int],
+    "the module": lambda aside: aside,
+    "in a closure": lambda aside: lambda: aside.inner(1),
+    "beside long bytes": lambda aside: [b"x" * 200_000, aside.inner, torch.ones(5000)],
+    "an exception's part": lambda aside: ValueError(aside.Box(1)),
+}
+
+
+@pytest.mark.parametrize("by", [encode, body_of])
+@pytest.mark.parametrize("what", _WITH)
+def test_what_is_of_them_needs_no_import(
+    aside: types.ModuleType, what: str, by: Callable[[Any], Any]
+) -> None:
+    opened_without((len, ("abc", _WITH[what](aside)), {}), "aside", by=by)
+    assert body_of((len, (), {})) == codec.encode((len, (), {})).body  # and the pickler is in order
+
+
+def test_a_method_that_others_gave_to_a_class(
+    aside: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Plain, "bound", aside.bound, raising=False)
+    method = Plain(1).bound  # type: ignore[attr-defined]
+    encoded = encode(method)
+    monkeypatch.delattr(Plain, "bound")
+    store = DefinitionStore()
+    for key, data in encoded.definitions.items():
+        store.add(key, data)
+    assert decode(encoded.body, (), definitions=store)(2) == ("bound", "Plain", (2,))
+
+
+def test_submodules_of_a_package(aside: types.ModuleType) -> None:
+    with made("aside.deep.below", "asides", "aside_") as (below, *others):
+        assert opened_without(below.inner, "aside", "aside.deep.below")(2) == [2, 1]
+        for other in others:
+            assert not encode(other.inner).definitions
+        assert not is_importable(below.inner)
+        assert is_importable(others[0].inner)
+
+
+def test_the_name_that_counts_is_the_modules_own(aside: types.ModuleType) -> None:
+    with made("elsewhere") as (elsewhere,):
+        assert not encode(elsewhere.inner).definitions
+        elsewhere.__name__ = "aside.moved"
+        assert opened_without(elsewhere.inner, "elsewhere")(2) == [2, 1]
+
+
+def test_a_class_that_says_it_is_from_elsewhere(aside: types.ModuleType) -> None:
+    aside.Box.__module__ = "nowhere.at.all"
+    aside.Rich.__module__ = None
+    assert opened_without(aside.Box(1), "aside").open() == (1, ())
+    assert opened_without(aside.Rich(1), "aside").open() == ("rich", (1, ()))
+    with made("elsewhere") as (elsewhere,):
+        elsewhere.Box.__module__ = "aside"
+        vars(aside)["Box"] = elsewhere.Box
+        assert encode(elsewhere.Box).definitions
+
+
+def test_numbers_instead_of_names(aside: types.ModuleType) -> None:
+    copyreg.add_extension("aside", "Box", 241)
+    try:
+        encoded = encode(aside.Box)
+        assert encoded.definitions
+    finally:
+        copyreg.remove_extension("aside", "Box", 241)
+
+
+def test_reducers_of_others(aside: types.ModuleType) -> None:
+    copyreg.pickle(Odd, lambda odd: (aside.Box, (odd.content,)))
+    try:
+        assert opened_without(Odd(7), "aside").open() == (7, ())
+    finally:
+        del copyreg.dispatch_table[Odd]
+    copyreg.pickle(types.ModuleType, lambda module: (importlib.import_module, (module.__name__,)))
+    try:
+        assert opened_without([aside], "aside")[0].inner(2) == [2, 1]
+    finally:
+        del copyreg.dispatch_table[types.ModuleType]
+    encode(1)  # the table of the fast pickler follows
+
+
+def test_messages_in_messages(aside: types.ModuleType) -> None:
+    class Wraps:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return codec.loads, (codec.dumps((aside.inner, "x")),)
+
+    assert opened_without([Wraps(), 1], "aside")[0][0](2) == [2, 1]
+
+
+def test_registered_and_not_while_others_encode(aside: types.ModuleType) -> None:
+    ended = threading.Event()
+    errors: list[BaseException] = []
+
+    def toggle() -> None:
+        with made("further", "further.below") as modules:
+            while not ended.is_set():
+                with registered(*modules):
+                    pass
+
+    def run() -> None:
+        try:
+            for n in range(300):
+                function, number = opened_without((aside.inner, n), by=encode)
+                assert function(number) == [n, 1]
+                assert isinstance(encode_body((operator.add, (n, 1), {}), True, (), None, None), bytes)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    toggling = threading.Thread(target=toggle)
+    toggling.start()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ended.set()
+    toggling.join()
+    assert not errors
+
+
+def test_what_counts_is_what_is_registered_now() -> None:
+    with made("aside") as (aside,):
+        message: Any = (aside.inner, (1,), {})
+        before = body_of(message)
+        with registered(aside):
+            assert opened_without(message, "aside", by=body_of)[0](2) == [2, 1]
+        assert body_of(message) == before
+        assert not hasattr(tensors.message.pickler, "reducer_override")  # nothing is asked any more
+        assert opened_without([Plain, torch.ones(3)])[0] is Plain
+
+
+class Local:
+    """As if it were of the main module."""
+
+
+@pytest.mark.parametrize("count", [0, 3, 6_000, 40_000])
+@pytest.mark.parametrize("long", [b"", b"\x95" * 100_000, b"x" * 100_000, "y" * 100_000, bytearray(100_000)])
+def test_the_main_module_is_found_wherever_it_is(
+    count: int, long: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Local, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "Local", Local, raising=False)
+    texts = [f"text {n}" for n in range(count)]  # frames of their own, from some number on
+    for obj in (
+        [texts, long, Local],
+        [Local, long, texts],
+        [long, texts, Local, texts],
+        [texts, Local, long],
+    ):
+        assert encode(obj, remote_main=False).definitions
+        assert not encode(obj, remote_main=True).definitions
+    amid = [*texts[: count // 2], Local, *texts[count // 2 :], long]
+    assert encode(amid, remote_main=False).definitions
+    assert not encode([texts, long, Plain, b"__main__" * 10_000], remote_main=False).definitions
+
+
+def test_any_number_of_names() -> None:
+    for n in range(5000):
+        assert not by_value.is_by_value(f"a{n}.b")
+    assert len(by_value._lineages) <= 4096
+
+
+def test_an_error_still_names_the_part(aside: types.ModuleType) -> None:
+    with pytest.raises(SerializationError, match="argument 1 -> index 0"):
+        encode((aside.outer, (1, [threading.Lock()]), {}))
+
+
+class Deaf(Plain):
+    def shown(function: Any) -> Any:
+        def wrapper(self: Any) -> Any:
+            return function(self)
+
+        return wrapper
+
+    @shown
+    def hear(self) -> Any:
+        return self.content
+
+
+@pytest.mark.parametrize("method", [types.MethodType(lambda self: self.content, Plain(5)), Deaf(5).hear])
+def test_methods_that_their_objects_do_not_have_by_name(method: Any) -> None:
+    assert opened_without([method])[0]() == 5
+    assert opened_without([Plain(6).show])[0](1) == ("plain", 6, (1,))
+
+
+def test_an_error_names_the_part_of_what_is_in_the_main_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.Lock()
+
+    class Holds:
+        def get(self) -> Any:
+            return lock
+
+    Holds.__module__, Holds.__qualname__ = "__main__", "Holds"
+    monkeypatch.setattr(sys.modules["__main__"], "Holds", Holds, raising=False)
+    with pytest.raises(SerializationError, match=r"index 0 -> attribute 'get' -> .*'lock': cannot pickle"):
+        encode([Holds], remote_main=False)

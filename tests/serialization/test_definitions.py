@@ -1,0 +1,433 @@
+"""Functions and classes by value: what becomes a definition, identity, stores, the main module."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+import gc
+import multiprocessing
+import os
+import pickle
+import runpy
+import sys
+import textwrap
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from actorrpc.errors import ProtocolError
+from actorrpc.serialization import by_value
+from actorrpc.serialization.by_value import DefinitionStore, UnknownDefinitionError, definition_bytes, hash_of
+from actorrpc.serialization.codec import decode, dumps, encode, loads
+
+
+class Peer:
+    """One imaginary peer: what it knows, and its store."""
+
+    def __init__(self) -> None:
+        self.store = DefinitionStore()
+        self.known: set[bytes] = set()
+        self.received = 0
+
+    def send(self, obj: Any, **options: Any) -> Any:
+        encoded = encode(obj, known=self.known, **options)
+        for key, data in encoded.definitions.items():
+            self.store.add(key, data)
+            self.known.add(key)
+            self.received += 1
+        buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
+        return decode(encoded.body, buffers, definitions=self.store)
+
+
+@pytest.fixture
+def peer() -> Peer:
+    return Peer()
+
+
+def forget(*classes: type) -> None:
+    """Act as if this process had not made these classes."""
+    from cloudpickle import cloudpickle
+
+    for cls in classes:
+        by_value._complete.pop(cls, None)
+        tracker = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.pop(cls, None)
+        cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.pop(tracker, None)
+
+
+def test_importable_things_go_by_reference(peer: Peer) -> None:
+    encoded = encode((pickle.dumps, Peer, torch.nn.Linear, test_importable_things_go_by_reference))
+    assert not encoded.definitions
+    assert b"test_definitions" in encoded.body
+    assert peer.send(Peer) is Peer
+
+
+def test_a_lambda_is_sent_once(peer: Peer) -> None:
+    for n in range(5):
+        sent = peer.send((lambda x: x + 1, (n,), {}))
+        assert sent[0](*sent[1]) == n + 1
+    assert peer.received == 1
+
+
+def test_captured_values_make_different_definitions(peer: Peer) -> None:
+    for n in (1, True, 1.0, 0.0, -0.0, "1", b"1", (1, 2), (1, 2.0), None, float("inf")):
+        found = peer.send(lambda n=n: (type(n), repr(n)))()
+        assert found == (type(n), repr(n))
+        closed = peer.send((lambda value: lambda: (type(value), repr(value)))(n))()
+        assert closed == found
+    assert peer.received == 22
+
+
+def test_many_definitions(peer: Peer) -> None:
+    functions = [(lambda value: lambda: value)(n) for n in range(1500)]
+    assert [f() for f in peer.send(functions)] == list(range(1500))
+    assert [f() for f in peer.send(functions)] == list(range(1500))
+    assert peer.received == 1500
+    assert len(by_value._sent) <= by_value._MAX_SENT
+
+
+def test_captured_state_is_as_of_the_message(peer: Peer) -> None:
+    log = [1]
+
+    def use() -> list[int]:
+        return log
+
+    def outer() -> list[int]:
+        return use()
+
+    assert peer.send(outer)() == [1]
+    log.append(2)
+    first = peer.send(outer)
+    first().append(99)
+    assert peer.send(outer)() == [1, 2]
+    assert peer.received == 0
+
+
+def test_counters_start_where_the_sender_is(peer: Peer) -> None:
+    count = 5
+
+    def bump() -> int:
+        def inner() -> int:
+            nonlocal count
+            count += 1
+            return count
+
+        return inner()
+
+    assert [peer.send(bump)() for _ in range(3)] == [6, 6, 6]
+    assert peer.send(lambda: bump())() == 6
+    assert count == 5
+    assert peer.received == 0
+
+
+def test_closures_over_tensors_and_recursion(peer: Peer) -> None:
+    weight = torch.arange(3000.0)
+
+    def apply(n: int) -> Any:
+        return weight * 2 if n == 0 else apply(n - 1)
+
+    encoded = encode((apply, (3,), {}))
+    assert len(encoded.spans) == 1
+    function, args, _ = peer.send((apply, (3,), {}))
+    assert torch.equal(function(*args), weight * 2)
+
+    def factorial(n: int) -> int:
+        return 1 if n == 0 else n * factorial(n - 1)
+
+    assert peer.send(factorial)(5) == 120
+    assert peer.received == 1
+
+
+def test_a_local_class_is_one_class(peer: Peer) -> None:
+    class Local:
+        total = 0
+
+        def __init__(self, n: int) -> None:
+            super().__init__()
+            self.n = n
+
+        def again(self) -> Any:
+            return Local(self.n + 1)
+
+    original = Local.again
+    other = Peer()
+    a, cls = peer.send([Local(1), Local])
+    b = other.send(Local(2))
+    assert isinstance(a, Local)
+    assert type(a) is cls is Local
+    assert type(b) is Local
+    assert Local.again is original  # coming home wrote nothing
+    assert type(peer.send(a.again())) is Local
+    assert peer.received == 1
+
+
+def test_a_class_made_from_its_definition(peer: Peer) -> None:
+    class Base(abc.ABC):
+        @abc.abstractmethod
+        def name(self) -> str: ...
+
+    class Local(Base):
+        def name(self) -> str:
+            return f"{super().__repr__()[:0]}local {type(self).__name__}"
+
+    encoded = encode(Local())
+    forget(Local, Base)
+    store = DefinitionStore()
+    for key, data in encoded.definitions.items():
+        store.add(key, data)
+    here = decode(encoded.body, (), definitions=store)
+    assert type(here) is not Local
+    assert here.name() == "local Local"
+    again = decode(encoded.body, (), definitions=store)
+    assert type(again) is type(here)
+    # It is sent on under the name under which it came, so that home knows it.
+    back = encode(again)
+    assert back.definitions == encoded.definitions
+    # The same through another message's definition, which has the class inside.
+    assert loads(dumps(type(here))) is type(here)
+
+
+def test_dataclasses_enums_and_classes_with_tensors(peer: Peer) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Point:
+        x: int
+        y: int = 2
+
+    class Colour(enum.Enum):
+        RED = 1
+
+    class Holder:
+        shared = torch.arange(2000.0)
+
+    assert peer.send(Point(1)) == Point(1)
+    assert peer.send(Colour.RED) is Colour.RED
+    assert peer.received == 2
+    assert peer.send([Holder, Holder()])[0] is Holder
+    assert peer.received == 2  # not a definition: it has a tensor
+
+
+def test_local_classes_are_not_kept_alive() -> None:
+    def make() -> tuple[weakref.ref[type], bytes]:
+        class Local:
+            pass
+
+        function = lambda: Local  # noqa: E731
+        encode([Local, function, Local()])
+        return weakref.ref(Local)
+
+    ref = make()
+    gc.collect()
+    assert ref() is None
+
+
+def test_missing_definitions_are_named_before_anything_is_unpickled() -> None:
+    encoded = encode([lambda: 1, lambda: 2])
+    store = DefinitionStore()
+    with pytest.raises(UnknownDefinitionError, match="unknown definition") as caught:
+        decode(encoded.body, (), definitions=store)
+    assert isinstance(caught.value, ProtocolError)
+    assert set(caught.value.hashes) == set(encoded.definitions)
+    assert pickle.loads(pickle.dumps(caught.value)).hashes == caught.value.hashes
+    for key in caught.value.hashes:
+        data = definition_bytes(key)
+        assert data is not None
+        store.add(key, data)
+    assert [f() for f in decode(encoded.body, (), definitions=store)] == [1, 2]
+    with pytest.raises(UnknownDefinitionError):
+        decode(encoded.body, (), definitions=None)
+
+
+def test_store() -> None:
+    store = DefinitionStore(max_definitions=3, max_bytes=1 << 20)
+    items = [pickle.dumps(n) for n in range(5)]
+    keys = [hash_of(data) for data in items]
+    for key, data in zip(keys[:3], items[:3], strict=True):
+        store.add(key, data)
+    assert store.get(keys[0]) == 0  # used: the next to go is 1
+    store.add(keys[3], items[3])
+    assert [key in store for key in keys] == [True, False, True, True, False]
+    assert store.missing(keys) == [keys[1], keys[4]]
+    assert store.data(keys[3]) == items[3]
+    assert store.data(keys[4]) is None
+    with pytest.raises(ProtocolError, match="hash"):
+        store.add(keys[4], items[3])
+    with pytest.raises(UnknownDefinitionError):
+        store.get(keys[4])
+    large = pickle.dumps(b"x" * (1 << 20))
+    store.add(hash_of(large), large)
+    assert len(store) == 1
+    assert len(store.get(hash_of(large))) == 1 << 20
+
+
+def test_one_object_for_all_threads() -> None:
+    class Local:
+        def value(self) -> int:
+            return 7
+
+    encoded = encode([Local(), lambda: 7])
+    forget(Local)
+    store = DefinitionStore()
+    for key, data in encoded.definitions.items():
+        store.add(key, data)
+    start = threading.Barrier(8)
+    found: list[Any] = []
+
+    def run() -> None:
+        start.wait()
+        for _ in range(20):
+            a, b = decode(encoded.body, (), definitions=store)
+            found.append((type(a), b, a.value() + b()))
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({kind for kind, _, _ in found}) == 1
+    assert len({function for _, function, _ in found}) == 1
+    assert {total for _, _, total in found} == {14}
+
+
+def test_outside_of_a_message() -> None:
+    with pytest.raises(ProtocolError, match="outside of a message"):
+        by_value.definition(b"0" * 16)
+
+
+# -- the main module ---------------------------------------------------------------------------------
+
+SCRIPT = """
+import pickle, sys
+
+def double(x):
+    return 2 * x
+
+class Thing:
+    def __init__(self, n):
+        self.n = n
+    def __eq__(self, other):
+        return self.n == other.n
+    def bump(self):
+        return Thing(double(self.n))
+
+LOCAL = lambda: double(21)
+
+if __name__ == "__main__":
+    sys.path[:0] = {path!r}
+    from actorrpc.serialization.codec import encode
+    for remote_main in (True, False):
+        message = encode((double, (Thing(4), LOCAL, print), {{}}), remote_main=remote_main)
+        with open({out!r} + str(remote_main), "wb") as file:
+            pickle.dump((message.body, dict(message.definitions)), file)
+"""
+
+READER = """
+import pickle, sys
+sys.path[:0] = {path!r}
+from actorrpc.serialization.codec import decode, encode, DefinitionStore
+{define}
+for name in {names}:
+    with open({out!r} + name, "rb") as file:
+        body, found = pickle.load(file)
+    store = DefinitionStore()
+    for key, data in found.items():
+        store.add(key, data)
+    double, (thing, local, _), _ = decode(body, (), definitions=store)
+    own = type(thing) is globals().get("Thing")
+    print(name, double(3), thing.bump().n, local(), type(thing).__module__, own)
+    again = encode(thing, remote_main=False)
+    assert again.definitions
+"""
+
+
+def script(folder: Any, name: str, text: str) -> str:
+    """Run a program in a fork, which has torch already, as its main module; return what it printed."""
+    path, printed = folder / name, folder / "printed"
+    path.write_text(textwrap.dedent(text))
+    sys.stdout.flush()
+
+    def run() -> None:
+        with open(printed, "w") as out:
+            os.dup2(out.fileno(), 1)
+            sys.stdout = out
+            runpy.run_path(str(path), run_name="__main__")
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(50)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    assert process.exitcode == 0
+    return printed.read_text()
+
+
+@pytest.mark.limit(120)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_main_by_reference_and_by_value(tmp_path: Any) -> None:
+    path = [entry for entry in sys.path if entry]
+    out = str(tmp_path / "message")
+    script(tmp_path, "writer.py", SCRIPT.format(path=path, out=out))
+    same = SCRIPT.split("if __name__")[0].format()
+    # Another program: only by value. The same program: either way, as its own class by reference.
+    assert script(
+        tmp_path, "other.py", READER.format(path=path, out=out, define="", names=["False"])
+    ).split() == ["False", "6", "8", "42", "__main__", "False"]
+    lines = script(
+        tmp_path, "same.py", READER.format(path=path, out=out, define=same, names=["True", "False"])
+    ).splitlines()
+    assert lines[0].split() == ["True", "6", "8", "42", "__main__", "True"]
+    assert lines[1].split() == ["False", "6", "8", "42", "__main__", "False"]
+
+
+SPAWNING = """
+import multiprocessing, sys
+sys.path[:0] = {path!r}
+from actorrpc.serialization.codec import decode, encode, DefinitionStore
+
+class Thing:
+    pass
+
+def child(pipe):
+    def send(obj, **options):
+        message = encode(obj, **options)
+        pipe.send((message.body, dict(message.definitions)))
+    # In the child the main module is called __mp_main__, and is __main__ as well.
+    assert Thing.__module__ == "__mp_main__"
+    send((child, Thing()))
+    send((child, Thing(), lambda: Thing))
+    send((child, Thing()), remote_main=False)
+    assert decode(pipe.recv(), (), definitions=None) is Thing
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=child, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    for n in range(3):
+        body, found = here.recv()
+        store = DefinitionStore()
+        for key, data in found.items():
+            store.add(key, data)
+        got = decode(body, (), definitions=store)
+        print(got[0] is child, type(got[1]) is Thing, got[2]() is Thing if len(got) > 2 else "")
+    here.send(encode(Thing).body)
+    process.join()
+    assert process.exitcode == 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.limit(120)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_the_main_module_of_multiprocessing_children(tmp_path: Any) -> None:
+    path = [entry for entry in sys.path if entry]
+    lines = script(tmp_path, "spawning.py", SPAWNING.format(path=path)).splitlines()
+    assert [line.split() for line in lines] == [
+        ["True", "True"],
+        ["True", "True", "True"],
+        ["False", "False"],
+    ]

@@ -1,0 +1,1148 @@
+"""Exceptions on the wire: what arrives is what was raised, whatever a user's class does."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import builtins
+import concurrent.futures
+import contextlib
+import copy
+import dataclasses
+import enum
+import errno
+import gc
+import io
+import json
+import logging
+import pickle
+import subprocess
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import cloudpickle
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from actorrpc import _exception_text, errors
+from actorrpc._exception_text import report
+from actorrpc.errors import RemoteError, RemoteTraceback
+from actorrpc.serialization import exceptions
+from actorrpc.serialization.exceptions import dump, load
+from tests import unruly
+
+
+def original(error: BaseException) -> Any:
+    return exceptions.original(error)
+
+
+def caught(error: Any) -> Any:
+    try:
+        raise error
+    except BaseException as raised:
+        return raised
+
+
+def send(
+    error: BaseException,
+    worker: str = "callee",
+    dumps: Callable[[object], bytes] = cloudpickle.dumps,
+    loads: Callable[[bytes], object] = pickle.loads,
+    **options: Any,
+) -> Any:
+    arrived = load(dump(caught(error), worker=worker, dumps=dumps, **options), loads=loads)
+    assert isinstance(arrived, RemoteError)
+    assert isinstance(arrived, Exception)
+    assert isinstance(arrived, RuntimeError)
+    cause = BaseException.__dict__["__cause__"].__get__(arrived)
+    assert type(cause) is RemoteTraceback
+    assert f"On worker {worker}:\n" in cause.text
+    return arrived
+
+
+def both(error: BaseException, **options: Any) -> Any:
+    """Send it and check that it arrives as its own class and RemoteError."""
+    cls = type(error)
+    arrived = send(error, **options)
+    assert isinstance(arrived, cls)
+    assert type(arrived) is not cls
+    assert type(original(arrived)) is cls
+    assert type(arrived).__name__ == cls.__name__
+    assert type(arrived).__qualname__ == cls.__qualname__
+    assert type(arrived).__module__ == cls.__module__
+    return arrived
+
+
+# -- built-in exceptions ---------------------------------------------------------------------------------
+
+SPECIAL = {UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, BaseExceptionGroup, ExceptionGroup}
+PLAIN = sorted(
+    {
+        c
+        for c in vars(builtins).values()
+        if isinstance(c, type) and issubclass(c, Exception) and c not in SPECIAL
+    },
+    key=lambda c: c.__name__,
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+
+
+def member_values(error: BaseException) -> dict[str, object]:
+    names = {*dir(OSError), *dir(ImportError), *dir(SyntaxError), *dir(UnicodeError), *dir(BlockingIOError)}
+    names |= {*dir(UnicodeDecodeError), *dir(StopIteration), *dir(SystemExit), *dir(NameError)}
+    names = {name for name in names if name not in dir(BaseException)}
+    return {name: getattr(error, name) for name in names if hasattr(error, name)}
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(
+    st.sampled_from(PLAIN),
+    st.lists(VALUES, max_size=3),
+    st.dictionaries(st.sampled_from(["a", "b", "cause", "worker", "traceback"]), VALUES),
+)
+def test_any_builtin_exception_arrives_as_it_was(
+    cls: type[Exception], args: list[Any], attributes: dict[str, Any]
+) -> None:
+    try:
+        error = cls(*args)
+    except (TypeError, ValueError):
+        hypothesis.reject()
+    vars(error).update(attributes)
+    arrived = both(error)
+    for other in (arrived, original(arrived), pickle.loads(pickle.dumps(arrived)), copy.copy(arrived)):
+        assert other.args == error.args
+        assert repr(other) == repr(error)
+        assert member_values(other) == member_values(error)
+        assert vars(other) == attributes
+        try:
+            text = str(error)
+        except TypeError:  # SyntaxError with odd fields
+            continue
+        assert str(other) == text
+    assert type(pickle.loads(pickle.dumps(arrived))) is type(error)
+    assert type(copy.copy(arrived)) is type(error)
+    assert type(copy.deepcopy(arrived)) is type(error)
+    assert arrived.type_name == f"builtins.{type(error).__name__}"
+    if "worker" not in attributes:
+        assert arrived.worker == "callee"
+
+
+def made_by(source: str) -> Callable[[], BaseException]:
+    def make() -> BaseException:
+        try:
+            exec(source, {})
+        except BaseException as error:
+            return error
+        raise AssertionError
+
+    make.__name__ = source
+    return make
+
+
+NATURAL = [
+    "open('/nonexistent/file')",
+    "import os; os.rename('/nonexistent/a', '/nonexistent/b')",
+    "open(b'/nonexistent/\\xff')",
+    "b'\\xff'.decode()",
+    "'\\ud800'.encode()",
+    "'\\u1234'.encode('latin-1')",
+    "import nonexistent_module.part",
+    "from os import nonexistent",
+    "next(iter(()))",
+    "compile('a = = b', 'file.py', 'exec')",
+    "compile('if 1:\\nx', 'file.py', 'exec')",
+    "{}['missing']",
+    "{}[('a', 1)]",
+    "nonexistent",
+    "object().nonexistent",
+    "1 / 0",
+    "[][1]",
+    "import json; json.loads('[1, oops]')",
+    "import subprocess, sys; raise subprocess.CalledProcessError(3, ['ls'], b'out', b'err')",
+    "import subprocess; raise subprocess.TimeoutExpired('ls', 3.5)",
+    "import asyncio; raise asyncio.IncompleteReadError(b'part', 10)",
+    "import configparser; raise configparser.DuplicateSectionError('s', 'f', 3)",
+    "import urllib.error; raise urllib.error.URLError('reason', 'file')",
+    "import re; re.compile('(')",
+    "import zipfile; raise zipfile.BadZipFile('bad')",
+    "import struct; struct.unpack('i', b'')",
+    "import xml.parsers.expat as x; x.ParserCreate().Parse('<', True)",
+    "import binascii; binascii.unhexlify('zz')",
+    "import socket; raise socket.gaierror(-2, 'unknown')",
+    "import ssl; raise ssl.SSLError(1, 'reason')",
+    "import argparse; raise argparse.ArgumentTypeError('x')",
+    "def f(): f()\nf()",
+]
+
+
+@pytest.mark.parametrize("source", NATURAL)
+def test_what_python_raises(source: str) -> None:
+    error = made_by(source)()
+    arrived = both(error)
+    assert str(arrived) == str(error)
+    assert arrived.args == error.args
+    assert repr(arrived) == repr(error)
+    assert member_values(arrived) == {**member_values(error)}
+    again = pickle.loads(pickle.dumps(arrived))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert len(arrived.traceback) <= exceptions.MAX_TEXT + 100
+
+
+def test_fields_made_in_c() -> None:
+    assert both(FileNotFoundError(errno.ENOENT, "no", "a", None, "b")).filename2 == "b"
+    assert type(original(send(OSError(errno.ENOENT, "no", "a")))) is FileNotFoundError
+    assert both(BlockingIOError(errno.EAGAIN, "again", 7)).characters_written == 7
+    assert both(ImportError("m", name="n", path="/p")).path == "/p"
+    assert both(StopIteration([1])).value == [1]
+    assert str(both(KeyError("k"))) == "'k'"
+    assert both(json.JSONDecodeError("m", "doc", 2)).pos == 2
+    assert both(subprocess.CalledProcessError(3, "ls", b"o")).output == b"o"
+    surrogate = both(FileNotFoundError(errno.ENOENT, "no", "\udcff"))
+    assert surrogate.filename == "\udcff"
+    assert "\\udcff" in str(surrogate)
+
+
+def test_the_object_of_an_attribute_error_stays_behind() -> None:
+    class Model:
+        def __reduce__(self) -> Any:
+            raise AssertionError
+
+    try:
+        Model().missing  # type: ignore[attr-defined]  # noqa: B018
+    except AttributeError as error:
+        arrived = both(error)
+    assert arrived.name == "missing"
+    assert arrived.obj is None
+
+
+def test_torch_out_of_memory() -> None:
+    torch = pytest.importorskip("torch")
+    arrived = both(torch.OutOfMemoryError("CUDA out of memory"))
+    assert isinstance(arrived, torch.cuda.OutOfMemoryError)
+    assert str(arrived) == "CUDA out of memory"
+
+
+# -- what must not reach the caller as itself ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+def test_what_would_end_the_caller_comes_as_a_cause(cls: type[BaseException]) -> None:
+    arrived = send(cls(3))
+    assert type(arrived) is RemoteError
+    assert type(arrived.cause) is cls
+    assert arrived.cause.args == (3,)
+    assert "On worker callee:\nTraceback" in arrived.traceback
+    assert cls.__name__ in str(arrived)
+    onward = send(arrived, "middle")
+    assert type(onward) is RemoteError
+    assert type(onward.cause) is cls
+    assert onward.type_name == arrived.type_name
+    assert str(onward) == str(arrived)
+    assert onward.worker == "callee"
+
+
+def test_exit_code_is_kept() -> None:
+    assert send(SystemExit(7)).cause.code == 7
+
+
+def test_stop_iteration_is_both() -> None:
+    arrived = both(StopIteration("v"))
+
+    def generator() -> Any:
+        yield 1
+        raise arrived
+
+    with pytest.raises(RuntimeError):
+        list(generator())
+
+
+# -- our own errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(set(errors.__all__) - {"RemoteTraceback", "RemoteError"}))
+def test_our_errors_arrive_as_themselves(name: str) -> None:
+    cls = getattr(errors, name)
+    arrived = both(cls("text"))
+    assert str(arrived) == "text"
+    assert arrived.maybe_executed is True
+    assert send(cls("text"), executed=False).maybe_executed is False
+    assert type(pickle.loads(pickle.dumps(arrived))) is cls
+
+
+def test_a_nested_death_keeps_its_fields_and_says_that_this_call_ran() -> None:
+    arrived = both(errors.PeerDiedError("gone", maybe_executed=False, worker="third"))
+    assert issubclass(type(arrived), ConnectionError)
+    assert arrived.maybe_executed is True
+    assert arrived.worker == "third"
+    assert arrived.cause.maybe_executed is False
+    assert arrived.cause.worker == "third"
+    onward = both(errors.RpcTimeoutError("late", maybe_executed=None, worker="x"))
+    assert isinstance(onward, TimeoutError)
+    twice = send(arrived, "middle")
+    assert twice.cause.maybe_executed is False
+    assert twice.maybe_executed is True
+    again = pickle.loads(pickle.dumps(arrived))
+    assert (type(again), again.maybe_executed, again.worker) == (errors.PeerDiedError, False, "third")
+
+
+def test_not_executed() -> None:
+    assert send(ValueError("x"), executed=False).maybe_executed is False
+    assert send(SystemExit(), executed=False).maybe_executed is False
+    assert send(ValueError("x")).maybe_executed is True
+
+
+def test_remote_error_raised_by_hand() -> None:
+    for cls in (RemoteError, RuntimeError, Exception, errors.RpcError):
+        arrived = both(cls("by hand", 2))
+        assert arrived.args == ("by hand", 2)
+        assert arrived.type_name.endswith(cls.__name__)
+
+
+# -- awkward classes -------------------------------------------------------------------------------------
+
+
+class Keyword(Exception):
+    def __init__(self, *, code: int, detail: Any) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+        self.detail = detail
+
+
+class Two(ValueError):
+    def __init__(self, left: int, right: int) -> None:
+        super().__init__(f"{left}-{right}")
+        self.left, self.right = left, right
+
+
+class NewNeeds(Exception):
+    def __new__(cls, code: int, text: str) -> NewNeeds:
+        made = super().__new__(cls, text)
+        made.code = code  # type: ignore[attr-defined]
+        return made
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+
+
+class Slots(Exception):
+    __slots__ = ("__private", "first", "never")
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first = first
+        self.__private = -first
+
+    def both(self) -> tuple[int, int]:
+        return self.first, self.__private
+
+
+class MoreSlots(Slots):
+    __slots__ = ("first", "more")
+
+
+class Trap(Exception):
+    def __getattr__(self, name: str) -> Any:
+        raise ZeroDivisionError(name)
+
+
+class Wall(Exception):
+    def __getattribute__(self, name: str) -> Any:
+        raise ZeroDivisionError(name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise ZeroDivisionError(name)
+
+
+class Owner(Exception):
+    worker = "mine"
+
+    @property
+    def cause(self) -> str:
+        return "my cause"
+
+    @property
+    def traceback(self) -> str:
+        return "my traceback"
+
+    @property
+    def args(self) -> Any:  # type: ignore[override]
+        return "my args"
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise ZeroDivisionError
+
+
+@dataclasses.dataclass
+class Data(Exception):
+    code: int
+    names: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+class Abstract(abc.ABC, Exception):
+    @abc.abstractmethod
+    def method(self) -> None: ...
+
+
+class Metaclass(type):
+    registered: ClassVar[list[str]] = []
+
+    def __init__(cls, name: str, bases: tuple[type, ...], space: dict[str, Any], *, needed: int) -> None:
+        super().__init__(name, bases, space)
+        Metaclass.registered.append(name)
+
+    def __new__(mcls, name: str, bases: tuple[type, ...], space: dict[str, Any], *, needed: int) -> Metaclass:
+        return super().__new__(mcls, name, bases, space)
+
+    def __eq__(cls, other: object) -> bool:
+        raise ZeroDivisionError
+
+    __hash__ = type.__hash__
+
+
+class WithMetaclass(Exception, metaclass=Metaclass, needed=1):
+    pass
+
+
+class Registered(Exception):
+    known: ClassVar[dict[str, type]] = {}
+    code = "base"
+
+    def __init_subclass__(cls, *, code: str) -> None:
+        Registered.known[code] = cls
+
+
+class Special(Registered, code="special"):
+    code = "special"
+
+
+class Closed(Exception):
+    def __init_subclass__(cls) -> None:
+        raise TypeError("final")
+
+
+class Reducing(Exception):
+    def __init__(self, code: int, secret: str = "") -> None:
+        super().__init__(f"code {code}")
+        self.code, self.secret = code, secret
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.code,)
+
+
+class BadReduce(Exception):
+    def __reduce__(self) -> Any:
+        raise ZeroDivisionError
+
+
+class WrongReduce(Exception):
+    def __init__(self, left: int, right: int) -> None:
+        super().__init__(left)
+        self.right = right
+
+    def __reduce__(self) -> Any:
+        return type(self), (1,)
+
+
+class BadStr(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("in str")
+
+    __repr__ = __str__
+
+
+class HugeStr(Exception):
+    def __str__(self) -> str:
+        return "x" * 10_000_000
+
+
+class StrOfAnotherKind(Exception):
+    class Text(str):
+        __slots__ = ()
+
+    def __str__(self) -> str:
+        return StrOfAnotherKind.Text("text")
+
+
+class Empty(Exception):
+    def __len__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        raise ZeroDivisionError
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Callback(Exception):
+    def __class_getitem__(cls, item: object) -> Any:
+        raise ZeroDivisionError
+
+    __copy__ = None
+    __bool__ = None
+
+
+class Diamond(KeyError, OSError):
+    pass
+
+
+def filled(error: Any, **attributes: Any) -> Any:
+    for name, value in attributes.items():
+        setattr(error, name, value)
+    return error
+
+
+AWKWARD: dict[str, Callable[[], BaseException]] = {
+    "keyword": lambda: Keyword(code=3, detail={"a": [1]}),
+    "two": lambda: Two(1, 2),
+    "new": lambda: NewNeeds(3, "text"),
+    "slots": lambda: Slots(4),
+    "more slots": lambda: filled(MoreSlots(4), more=[5]),
+    "trap": lambda: Trap("t"),
+    "wall": lambda: Wall("w"),
+    "owner": lambda: Owner("o"),
+    "data": lambda: Data(1, ["n"]),
+    "frozen": lambda: Frozen(1),
+    "abstract": lambda: Abstract("a"),  # type: ignore[abstract]
+    "metaclass": lambda: WithMetaclass("m"),
+    "registered": lambda: Special("s"),
+    "closed": lambda: Closed("c"),
+    "reducing": lambda: Reducing(3),
+    "bad reduce": lambda: BadReduce("b"),
+    "wrong reduce": lambda: WrongReduce(1, 2),
+    "bad str": lambda: BadStr("b"),
+    "huge str": lambda: HugeStr("h"),
+    "str": lambda: StrOfAnotherKind("k"),
+    "empty": lambda: Empty("e"),
+    "callback": lambda: Callback("c"),
+    "diamond": lambda: Diamond("d"),
+    "futures": lambda: concurrent.futures.CancelledError("f"),
+}
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_awkward_classes_arrive_as_both(name: str) -> None:
+    error = AWKWARD[name]()
+    arrived = both(error)
+    made: list[Any] = [arrived, original(arrived)]
+    if name != "wall":  # whose __getattribute__ even pickle does not get past
+        made.append(pickle.loads(pickle.dumps(arrived)))
+    if name != "callback":  # whose own __copy__ is None
+        made.append(copy.copy(arrived))
+    for other in made:
+        base = BaseException.__dict__
+        assert base["args"].__get__(other) == base["args"].__get__(error)
+        assert base["__dict__"].__get__(other) == base["__dict__"].__get__(error)
+    for other in made[1:]:
+        assert type(other) is type(error)
+    twice = send(arrived, "middle")
+    assert type(original(twice)) is type(error)
+    text = BaseException.__dict__["__cause__"].__get__(twice).text
+    assert text.index("On worker callee:") < text.index("On worker middle:")
+    assert text.count("On worker callee:") == 1
+    assert len(text) <= exceptions.MAX_TEXT + 100
+
+
+def test_what_awkward_classes_keep() -> None:
+    assert both(Keyword(code=3, detail=(1, 2))).detail == (1, 2)
+    assert both(NewNeeds(3, "text")).code == 3
+    assert both(Slots(4)).both() == (4, -4)
+    assert not hasattr(both(Slots(4)), "never")
+    more = both(filled(MoreSlots(4), more=[5]))
+    assert more.more == [5]
+    assert more.both() == (4, -4)
+    owner = both(Owner("o"))
+    assert (owner.worker, owner.cause, owner.traceback) == ("mine", "my cause", "my traceback")
+    assert original(owner) is not owner
+    assert owner.type_name == f"{__name__}.Owner"
+    assert both(Data(1, ["n"])).names == ["n"]
+    assert both(Frozen(2)).code == 2
+    assert both(filled(ValueError(), worker="own", cause=5)).cause == 5
+    assert str(both(StrOfAnotherKind())) == "text"
+
+
+def test_subclass_hooks_do_not_see_the_raised_class() -> None:
+    before = list(Metaclass.registered), dict(Registered.known)
+    both(WithMetaclass("m"))
+    both(Special("s"))
+    assert before == (Metaclass.registered, Registered.known)
+
+
+def test_a_class_that_says_how_to_be_pickled_is_obeyed() -> None:
+    arrived = both(Reducing(3, secret="hidden"))
+    assert arrived.code == 3
+    assert arrived.secret == ""
+    assert original(pickle.loads(pickle.dumps(arrived))).secret == ""
+
+
+def test_members_of_an_enum_come_as_a_cause() -> None:
+    arrived = send(Colour.RED)
+    assert type(arrived) is RemoteError
+    assert arrived.cause is Colour.RED
+
+
+class Colour(Exception, enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+def test_a_class_that_cannot_be_derived_from() -> None:
+    class Refusing(type):
+        def mro(cls) -> list[type]:
+            made = super().mro()
+            if len(made) > 5:
+                raise ZeroDivisionError
+            return made
+
+    class Refused(Exception, metaclass=Refusing):
+        pass
+
+    arrived = send(Refused("r"), loads=cloudpickle.loads)
+    assert type(arrived) is RemoteError
+    assert type(arrived.cause) is Refused
+    assert str(arrived).endswith("Refused: r")
+
+
+def test_a_metaclass_that_hides_everything() -> None:
+    class Hiding(type):
+        def __getattribute__(cls, name: str) -> Any:
+            raise SystemExit(name)
+
+    class Hidden(Exception, metaclass=Hiding):
+        pass
+
+    error = caught(Hidden("h"))
+    for dumps in (pickle.dumps, lambda _: b"anything"):
+        arrived: Any = load(dump(error, worker="w", dumps=dumps), loads=lambda _: error)
+        assert type(arrived) is RemoteError
+        assert "Hidden" in str(arrived)
+        assert "Hidden" in arrived.traceback
+
+
+def test_cycles_and_shared_values() -> None:
+    error: Any = ValueError("cycle")
+    other: Any = Keyword(code=1, detail=error)
+    error.me, error.other, error.shared, error.again = error, other, [1], None
+    error.again = error.shared
+    error.many = [other, {"k": (other,)}]
+    cause = original(both(error))
+    assert cause.me is cause
+    assert type(cause.other) is Keyword
+    assert cause.other.detail is cause
+    assert cause.shared is cause.again
+    assert cause.many[0] is cause.other
+    assert cause.many[1]["k"][0] is cause.other
+    again = pickle.loads(pickle.dumps(both(error)))
+    assert again.me is again
+    del error.other, error.many
+    deep: Any = copy.deepcopy(both(error))
+    assert issubclass(type(deep), ValueError)
+    assert not issubclass(type(deep), RemoteError)
+    assert deep.me is deep
+    assert deep.shared is deep.again
+
+
+def test_copies_do_not_share_notes() -> None:
+    error = ValueError("x")
+    error.add_note("first")
+    arrived = both(error)
+    arrived.add_note("second")
+    assert arrived.__notes__ == ["first", "second"]
+    assert original(arrived).__notes__ == ["first"]
+    deep = copy.deepcopy(arrived)
+    deep.__notes__.append("third")
+    assert arrived.__notes__ == ["first", "second"]
+    assert "first" in arrived.traceback
+    onward = send(arrived, "middle")
+    assert onward.__notes__ == ["first", "second"]
+    odd: Any = ValueError()
+    odd.__notes__ = 5
+    assert both(odd).__notes__ == ["5"]
+
+
+# -- what cannot travel ----------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_pickled_is_left_behind_and_named() -> None:
+    error: Any = Two(1, 2)
+    error.lock, error.good, error.nested = threading.Lock(), [1], [threading.Lock()]
+    error.inner = filled(Keyword(code=1, detail=2), lock=threading.Lock())
+    arrived = both(error)
+    assert arrived.left == 1
+    assert arrived.good == [1]
+    assert not hasattr(arrived, "lock")
+    assert not hasattr(arrived, "nested")
+    assert arrived.inner.code == 1
+    assert not hasattr(arrived.inner, "lock")
+    (note,) = arrived.__notes__
+    assert note.startswith("left behind on worker callee, as it cannot be sent: ")
+    assert "lock" in note
+    assert "nested" in note
+    lock = threading.Lock()
+    arrived = both(ValueError("text", lock))
+    assert arrived.args == ("text", repr(lock))
+    assert both(StopIteration(lock)).args == (repr(lock),)
+
+
+def test_a_reduction_that_cannot_be_pickled() -> None:
+    error: Any = Reducing(3)
+    error.code = threading.Lock()
+    arrived = both(error)
+    assert not hasattr(arrived, "code")
+
+
+def test_what_is_too_large_is_left_behind() -> None:
+    error: Any = ValueError("small", "x" * 200_000)
+    error.big, error.small = b"y" * 200_000, 1
+    data = dump(error, worker="w", dumps=pickle.dumps, limit=100_000)
+    assert len(data) < 100_000
+    arrived: Any = load(data, loads=pickle.loads)
+    assert issubclass(type(arrived), ValueError)
+    assert arrived.args[0] == "small"
+    assert arrived.small == 1
+    assert not hasattr(arrived, "big")
+    assert "big" in arrived.__notes__[0]
+
+
+def failing(*_: object) -> Any:
+    raise ModuleNotFoundError("No module named 'theirs'", name="theirs")
+
+
+def test_a_class_unknown_to_the_caller() -> None:
+    arrived = send(Keyword(code=3, detail=None), loads=failing)
+    assert type(arrived) is RemoteError
+    assert arrived.type_name == f"{__name__}.Keyword"
+    assert str(arrived) == f"{__name__}.Keyword: code 3"
+    assert arrived.cause is None
+    assert "Keyword: code 3" in arrived.traceback
+    assert "theirs" in arrived.__notes__[0]
+    onward = send(arrived, "middle")
+    assert type(onward) is RemoteError
+    assert (str(onward), onward.type_name) == (str(arrived), arrived.type_name)
+    assert onward.traceback.index("On worker callee") < onward.traceback.index("On worker middle")
+    assert onward.__notes__ == arrived.__notes__
+
+
+def test_a_class_that_cannot_be_pickled() -> None:
+    arrived = send(Two(1, 2), dumps=failing)
+    assert type(arrived) is RemoteError
+    assert str(arrived).endswith("Two: 1-2")
+
+
+def nothing_to_load() -> object:
+    raise ModuleNotFoundError("only on the other side")
+
+
+class Theirs:
+    def __reduce__(self) -> Any:
+        return nothing_to_load, ()
+
+
+def test_a_value_unknown_to_the_caller_costs_only_itself() -> None:
+    error: Any = Two(1, 2)
+    error.value = Theirs()
+    arrived = both(error)
+    assert (arrived.left, arrived.right) == (1, 2)
+    assert not hasattr(arrived, "value")
+    assert "only on the other side" in arrived.__notes__[0]
+
+
+class Interrupting:
+    def __reduce__(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_user_code_that_raises_worse_than_exceptions() -> None:
+    error: Any = ValueError("x")
+    error.bad = Interrupting()
+    assert not hasattr(both(error), "bad")
+
+    def exits(_: bytes) -> object:
+        raise SystemExit(1)
+
+    assert type(send(ValueError("x"), loads=exits)) is RemoteError
+    assert type(send(ValueError("x"), loads=lambda _: 5)) is RemoteError
+
+
+@hypothesis.settings(max_examples=50)
+@hypothesis.given(st.binary(max_size=200))
+def test_bytes_that_are_no_exception(data: bytes) -> None:
+    assert isinstance(load(data, loads=pickle.loads), RemoteError)
+
+
+def test_cut_anywhere() -> None:
+    data = dump(caught(Two(1, 2)), worker="w", dumps=pickle.dumps)
+    for length in range(len(data)):
+        assert type(load(data[:length], loads=pickle.loads)) is RemoteError
+    assert isinstance(load(memoryview(data), loads=pickle.loads), Two)
+
+
+# -- groups ----------------------------------------------------------------------------------------------
+
+
+class Batch(ExceptionGroup[Exception]):
+    def __new__(cls, members: list[Exception], code: int) -> Batch:
+        made = super().__new__(cls, "batch", members)
+        made.code = code
+        return made
+
+    def __init__(self, members: list[Exception], code: int) -> None:
+        pass
+
+    code: int
+
+    def derive(self, members: Any) -> Any:
+        return Batch(members, self.code)
+
+
+def test_groups_travel_with_their_members() -> None:
+    inner = ExceptionGroup("inner", [caught(KeyError("k"))])
+    group = ExceptionGroup("outer", [Two(1, 2), inner, errors.PeerDiedError("gone", worker="x")])
+    group.add_note("noted")
+    arrived = both(group)
+    assert arrived.message == "outer"
+    assert [type(member) for member in arrived.exceptions] == [Two, ExceptionGroup, errors.PeerDiedError]
+    assert arrived.exceptions[0].right == 2
+    assert arrived.exceptions[1].exceptions[0].args == ("k",)
+    assert arrived.__notes__ == ["noted"]
+    assert "KeyError: 'k'" in arrived.traceback
+    try:
+        raise arrived
+    except* Two as found:
+        members = found.exceptions
+    except* (KeyError, errors.PeerDiedError):
+        pass
+    assert [type(member) for member in members] == [Two]
+    again = pickle.loads(pickle.dumps(arrived))
+    assert type(again) is ExceptionGroup
+    assert repr(again) == repr(group)
+    assert type(copy.copy(arrived)) is ExceptionGroup
+    assert len(original(send(arrived, "middle")).exceptions) == 3
+
+
+def test_group_of_a_users_class() -> None:
+    arrived = both(Batch([Two(1, 2), Keyword(code=1, detail=2)], 5))
+    assert arrived.code == 5
+    assert arrived.exceptions[1].detail == 2
+    matched, rest = arrived.split(Two)
+    assert (len(matched.exceptions), len(rest.exceptions)) == (1, 1)
+
+
+def test_one_member_that_cannot_be_rebuilt() -> None:
+    def loads(data: bytes) -> Any:
+        if b"Two" in data:
+            raise ModuleNotFoundError("theirs")
+        return pickle.loads(data)
+
+    arrived = both(ExceptionGroup("g", [Two(1, 2), KeyError("k")]), loads=loads)
+    first, second = arrived.exceptions
+    assert type(first) is RemoteError
+    assert first.type_name.endswith("Two")
+    assert type(second) is KeyError
+
+
+def test_group_of_what_would_end_the_caller() -> None:
+    arrived = send(BaseExceptionGroup("g", [KeyboardInterrupt(), ValueError("v")]))
+    assert type(arrived) is RemoteError
+    assert type(arrived.cause) is BaseExceptionGroup
+    assert [type(member) for member in arrived.cause.exceptions] == [KeyboardInterrupt, ValueError]
+
+
+def test_group_as_an_attribute() -> None:
+    error = filled(ValueError("x"), group=ExceptionGroup("g", [Two(1, 2)]))
+    assert both(error).group.exceptions[0].left == 1
+
+
+def test_very_deep_and_very_wide_groups() -> None:
+    group: Exception = ValueError("deep")
+    for _ in range(300):
+        group = ExceptionGroup("level", [group])
+    assert "level" in str(send(group))
+    wide = both(ExceptionGroup("wide", [ValueError(i) for i in range(200)]))
+    assert [member.args[0] for member in wide.exceptions] == list(range(200))
+
+
+# -- the traceback's text --------------------------------------------------------------------------------
+
+
+def raise_deep(depth: int) -> None:
+    if depth:
+        raise_deep(depth - 1)
+    raise ValueError("ünï")
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 50])
+def test_text_is_what_python_would_print(depth: int) -> None:
+    try:
+        try:
+            raise_deep(depth)
+        except ValueError as error:
+            error.add_note("note")
+            raise KeyError("second") from error
+    except KeyError as error:
+        text = exceptions.dump(error, worker="w", dumps=pickle.dumps)
+        arrived = load(text, loads=pickle.loads)
+        expected = "".join(traceback.format_exception(error))
+
+    def lines(text: str) -> list[str]:  # Python folds lines after the third; and has more kinds of markers
+        return [line for line in text.splitlines() if set(line) - set(" ^~")]
+
+    got = lines(arrived.traceback)  # type: ignore[attr-defined]
+    assert got[0] == "On worker w:"
+    if depth < 3:
+        assert got[1:] == lines(expected)
+    else:
+        assert f"  [Previous line repeated {depth - 3} more times]" in got
+
+
+def test_markers_count_characters() -> None:
+    try:
+        ("é", int("ß"))
+    except ValueError as error:
+        arrived = send(error)
+    lines = arrived.traceback.splitlines()
+    number = next(i for i, line in enumerate(lines) if "ß" in line)
+    line, marker = lines[number : number + 2]
+    assert line[marker.index("^") : marker.rindex("^") + 1] == 'int("ß")'
+
+
+def test_long_text_is_cut_in_the_middle() -> None:
+    error = ValueError("last words")
+    for _ in range(100):
+        error.add_note("n" * 5000)
+    text = send(error).traceback
+    assert text.startswith("On worker callee:\n")
+    assert "characters left out" in text
+    assert len(text) <= exceptions.MAX_TEXT + 100
+
+
+def test_long_chains_and_cyclic_ones() -> None:
+    first = error = ValueError("0")
+    for i in range(1000):
+        nearer = ValueError(str(i))
+        nearer.__context__ = error
+        error = nearer
+    assert "earlier exceptions left out" in send(error).traceback
+    first.__context__ = error
+    one, other = ValueError("one"), ValueError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert "ValueError: other" in send(one).traceback
+    quiet = ValueError("quiet")
+    quiet.__context__, quiet.__suppress_context__ = KeyError("hidden"), True
+    assert "hidden" not in send(quiet).traceback
+
+
+def test_mutual_recursion_is_bounded() -> None:
+    def ping(n: int) -> None:
+        pong(n)
+
+    def pong(n: int) -> None:
+        ping(n)
+
+    try:
+        ping(0)
+    except RecursionError as error:
+        text = send(error).traceback
+    assert "frames left out" in text
+    assert "RecursionError: maximum recursion depth exceeded" in text
+
+
+# -- over several workers --------------------------------------------------------------------------------
+
+
+def test_three_hops() -> None:
+    arrived: Any = Keyword(code=1, detail="d")
+    for worker in ("c", "b", "a"):
+        arrived = send(arrived, worker)
+        assert isinstance(arrived, Keyword)
+    assert type(original(arrived)) is Keyword
+    assert (arrived.worker, arrived.type_name) == ("c", f"{__name__}.Keyword")
+    places = [arrived.traceback.index(f"On worker {worker}:") for worker in "cba"]
+    assert places == sorted(places)
+    assert [arrived.traceback.count(f"On worker {worker}:") for worker in "cba"] == [1, 1, 1]
+    assert type(arrived).__mro__.count(RemoteError) == 1
+    assert len([c for c in type(arrived).__mro__ if c.__name__ == "Keyword"]) == 2
+
+
+def test_wrapped_on_the_way() -> None:
+    arrived = both(Keyword(code=1, detail="d"), worker="far")
+    try:
+        try:
+            raise arrived
+        except Keyword as error:
+            raise Two(1, 2) from error
+    except Two as error:
+        outer = both(error, worker="near")
+    text = outer.traceback
+    assert text.index("On worker far:") < text.index("On worker near:") < text.index("Two: 1-2")
+    assert outer.worker == "near"
+    inner = filled(ValueError("v"), inner=arrived)
+    assert type(both(inner).inner) is Keyword
+
+
+def test_remote_text_is_kept_where_the_cause_was_replaced() -> None:
+    arrived = both(ValueError("far"), worker="far")
+    try:
+        raise arrived from KeyError("why")
+    except ValueError as error:
+        text = send(error, "near").traceback
+    assert "On worker far:" in text
+    assert "why" in text
+
+
+def test_changes_made_on_the_way_travel() -> None:
+    arrived = both(Two(1, 2))
+    arrived.left = 7
+    arrived.args = ("changed",)
+    onward = original(send(arrived, "middle"))
+    assert onward.left == 7
+    assert onward.args == ("changed",)
+
+
+# -- the raised class ------------------------------------------------------------------------------------
+
+
+def test_one_raised_class_for_each_class() -> None:
+    assert type(send(Two(1, 2))) is type(send(Two(3, 4)))
+
+
+def test_threads_make_the_same_class() -> None:
+    made: list[type] = []
+    barrier = threading.Barrier(4)
+
+    class Fresh(Exception):
+        pass
+
+    data = dump(Fresh("x"), worker="w", dumps=cloudpickle.dumps)
+
+    def run() -> None:
+        barrier.wait(10)
+        made.append(type(load(data, loads=cloudpickle.loads)))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(made) == 4
+    assert len(set(made)) == 1
+
+
+def test_classes_that_come_and_go_are_let_go() -> None:
+    references = []
+    for i in range(600):
+        cls = type(f"Gone{i}", (Exception,), {})
+        error = cls("x")
+        loads: Any = lambda _, error=error: error  # noqa: E731
+        error_type = type(load(dump(error, worker="w", dumps=lambda _: b""), loads=loads))
+        assert issubclass(error_type, cls)
+        references.append(weakref.ref(cls))
+        del cls, error, error_type, loads
+    gc.collect()
+    assert sum(reference() is not None for reference in references) <= 300
+
+
+def test_uncaught_it_prints_as_the_original() -> None:
+    arrived = both(Keyword(code=3, detail=None), worker="far")
+    printed = "".join(traceback.format_exception(arrived))
+    assert printed.rstrip().endswith(f"{__name__}.Keyword: code 3")
+    assert "On worker far:" in printed
+
+
+def test_as_values_in_a_pickle() -> None:
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, BaseException):
+                return exceptions.reduce(value)
+            return super().reducer_override(value)
+
+    error: Any = Keyword(code=1, detail=Two(1, 2))
+    error.me = error
+    file = io.BytesIO()
+    Pickler(file).dump([error, {"same": error}, both(Two(3, 4)), SystemExit(3)])
+    first, second, third, fourth = pickle.loads(file.getvalue())
+    assert first is second["same"]
+    assert first.me is first
+    assert first.detail.right == 2
+    assert type(third) is Two
+    assert third.left == 3
+    assert fourth.code == 3
+
+
+ANY = st.sampled_from(sorted(AWKWARD))
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(st.recursive(ANY, lambda inner: st.lists(inner, min_size=1, max_size=3), max_leaves=6))
+def test_any_nest_of_awkward_exceptions_travels(tree: Any) -> None:
+    def grow(part: Any) -> Any:
+        if isinstance(part, str):
+            return AWKWARD[part]()
+        return ExceptionGroup("group", [grow(item) for item in part])
+
+    def shape(error: Any) -> Any:
+        if issubclass(type(error), ExceptionGroup):
+            return [shape(member) for member in error.exceptions]
+        return type(error).__name__
+
+    error = grow(tree)
+    arrived = send(error)
+    assert shape(original(arrived)) == shape(error)
+
+
+@pytest.mark.parametrize("kind", unruly.KINDS)
+def test_what_has_arrived_can_be_raised_through_anything(kind: str) -> None:
+    error = send(unruly.make(kind))
+
+    @contextlib.contextmanager
+    def through() -> Any:
+        yield  # what is raised below has its traceback set by this one's end
+
+    with pytest.raises(RemoteError) as raised, through():
+        raise error
+    assert raised.value is error
+    assert not isinstance(error, KeyError)
+    assert type(error.__cause__) is RemoteTraceback
+    error.__context__ = None
+    error.__traceback__ = None
+    assert exceptions.traceback_of(error) == error.__cause__.text
+
+
+@pytest.mark.parametrize("kind", unruly.KINDS)
+def test_the_frames_of_any_exception_can_be_let_go(kind: str) -> None:
+    error = caught(unruly.make(kind))
+    _exception_text.cut_frames(error, __file__)
+    _exception_text.add_note(error, "a note")
+    _exception_text.let_frames_go(error)
+    assert _exception_text.TRACEBACK.__get__(error) is None
+    assert not _exception_text.is_a(error, KeyError)
+
+
+def test_the_frames_of_the_parts_of_a_group_can_be_let_go() -> None:
+    inner = caught(unruly.make("frozen"))
+    error = caught(ExceptionGroup("outer", [ExceptionGroup("inner", [inner])]))
+    assert _exception_text.TRACEBACK.__get__(inner) is not None
+    _exception_text.let_frames_go(error)
+    assert _exception_text.TRACEBACK.__get__(inner) is None
+
+
+@pytest.mark.prints("what somebody has raised", r"tests\.unruly\.")
+@pytest.mark.parametrize("kind", unruly.KINDS)
+def test_any_exception_can_be_reported(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    report(logging.getLogger("actorrpc"), caught(unruly.make(kind)), "what %s has raised", "somebody")
+    assert "what somebody has raised\n" in caplog.text
+    caplog.clear()

@@ -1,0 +1,511 @@
+"""Tensors across the codec: layouts, aliasing, identity, and metas that lie."""
+
+from __future__ import annotations
+
+import gc
+import random
+import struct
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from actorrpc.errors import LimitError, ProtocolError, SerializationError
+from actorrpc.serialization import tensors as tensors_module
+from actorrpc.serialization.codec import DefinitionStore, decode, encode
+from actorrpc.serialization.tensors import Span
+
+
+def trip(obj: Any, *, tensors: list[Any] | None = None, **options: Any) -> Any:
+    """Send an object to another imaginary process."""
+    encoded = encode(obj, **options)
+    store = DefinitionStore()
+    for key, data in encoded.definitions.items():
+        store.add(key, data)
+    buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
+    return decode(encoded.body, buffers, definitions=store, tensors=tensors)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert type(a) is type(b)
+    assert (a.dtype, a.shape, a.layout, a.requires_grad) == (b.dtype, b.shape, b.layout, b.requires_grad)
+    assert (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())
+    assert b.is_leaf
+    bits(a, b)
+
+
+def bits(a: torch.Tensor, b: torch.Tensor) -> None:
+    a, b = a.detach(), b.detach()
+    if not a.numel():
+        return
+    if a.is_conj() or a.is_neg():
+        a, b = a.resolve_conj().resolve_neg(), b.resolve_conj().resolve_neg()
+    if a.layout is torch.strided:
+        a, b = a.contiguous(), b.contiguous()
+        a = torch.empty(0, dtype=torch.uint8).set_(
+            a.untyped_storage(), a.storage_offset() * a.itemsize, (a.nbytes,)
+        )
+        b = torch.empty(0, dtype=torch.uint8).set_(
+            b.untyped_storage(), b.storage_offset() * b.itemsize, (b.nbytes,)
+        )
+    assert torch.equal(a, b)
+
+
+DTYPES = [
+    dtype for dtype in tensors_module._CODES if tensors_module._CODES[dtype] < tensors_module._QUANTISED
+]
+
+
+def filled(nbytes: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    raw = random.Random(seed).randbytes(nbytes)
+    if dtype is torch.bool:
+        raw = bytes(byte & 1 for byte in raw)
+    return torch.frombuffer(bytearray(raw), dtype=dtype)
+
+
+@st.composite
+def strided(draw: Any) -> torch.Tensor:
+    """A view of any geometry: sizes of 0 and 1, strides of 0, gaps, overlaps, offsets."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    stride = draw(st.lists(st.integers(0, 12), min_size=len(shape), max_size=len(shape)))
+    offset = draw(st.integers(0, 40))
+    room = draw(st.sampled_from([0, 0, 3, 2000]))
+    last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True) if n) + 1 + room
+    base = filled(last * dtype.itemsize, dtype, draw(st.integers(0, 255)))
+    t = base.as_strided(shape, stride, offset)
+    if dtype.is_complex and dtype is not torch.complex32 and draw(st.booleans()):
+        t = t.conj()
+        if draw(st.booleans()):
+            t = t.imag
+    if t.dtype.is_floating_point or t.dtype.is_complex:
+        t = t.detach().requires_grad_(draw(st.booleans()))
+    return t
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@settings(max_examples=150, deadline=None)
+@given(strided())
+def test_any_view_arrives_as_it_was(t: torch.Tensor) -> None:
+    arrived = trip(t)
+    same(t, arrived)
+    touched = t.numel() and 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    if not t.numel() or t.numel() * 2 >= touched + 16 // t.itemsize:
+        assert arrived.stride() == t.stride()
+    assert not arrived._is_view()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_views_of_one_storage_share_it_on_arrival(data: Any) -> None:
+    base = torch.arange(data.draw(st.sampled_from([16, 300, 5000])), dtype=torch.float32)
+    spans = st.tuples(st.integers(0, len(base) - 1), st.integers(1, 50), st.integers(1, 3))
+    views = [
+        base[start : start + length : step]
+        for start, length, step in data.draw(st.lists(spans, min_size=2, max_size=5))
+    ]
+    if data.draw(st.booleans()):
+        views.append(base.view(torch.int32)[1:3])
+    if data.draw(st.booleans()):
+        views.append(base.view(torch.float64)[1:3])
+    encoded = encode(views)
+    assert len(encoded.spans) <= 1
+    arrived = trip(views)
+    for a, b in zip(views, arrived, strict=True):
+        same(a, b)
+        assert a.stride() == b.stride()
+    assert len({t.untyped_storage()._cdata for t in arrived}) == 1
+    # Writing through one is seen through the others exactly where it is seen at home.
+    with torch.no_grad():
+        views[0].fill_(-1.0)
+        arrived[0].fill_(-1.0)
+    for a, b in zip(views, arrived, strict=True):
+        bits(a, b)
+
+
+def test_one_tensor_twice_stays_one_object() -> None:
+    t = torch.ones(3, requires_grad=True)
+    p = torch.nn.Parameter(torch.ones(2000))
+    a, b, c = trip([t, {"again": t}, (p, p)])
+    assert b["again"] is a
+    assert c[0] is c[1]
+
+
+def test_only_the_range_in_use_is_sent() -> None:
+    base = torch.zeros(1 << 20)
+    encoded = encode((base[1000:9000], base[5000:11000]))
+    assert [span.nbytes for span in encoded.spans] == [40000]
+    (span,) = encode(base.view(1024, 1024)[:, 3]).spans or encode(base).spans
+    assert span.nbytes == 4 << 20  # the second: the column was compacted, and is small
+    assert encode(base.view(1024, 1024)[:, :4]).nbytes < 20000
+    assert trip(base.view(1024, 1024)[:, 3]).stride() == (1,)
+
+
+def test_small_tensors_own_their_memory() -> None:
+    encoded = encode(torch.ones(4))
+    assert not encoded.spans
+    body = bytearray(encoded.body)
+    t = decode(memoryview(body), (), definitions=None)
+    body[:] = bytes(len(body))
+    body.extend(b"not held any more")
+    t += 1
+    assert t.tolist() == [2.0] * 4
+
+
+def test_large_tensors_are_built_on_the_buffers() -> None:
+    t = torch.arange(10000.0)
+    encoded = encode((t, t[5:]))
+    memory = bytearray(encoded.spans[0].view())
+    a, b = decode(encoded.body, [memoryview(memory)], definitions=None)
+    a[5] = -7
+    assert b[0] == -7
+    assert struct.unpack_from("f", memory, 20) == (-7.0,)
+    with pytest.raises(BufferError):
+        memory.append(1)  # they hold it
+    del a, b
+    gc.collect()
+    memory.append(1)
+
+
+def test_read_only_buffers_are_copied() -> None:
+    encoded = encode(torch.arange(10000.0))
+    t = decode(encoded.body, [encoded.spans[0].view()], definitions=None)
+    t += 1
+    assert t[0] == 1
+
+
+def test_what_torch_rpc_keeps_of_autograd() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    p.note = "kept"
+    for t in (leaf * 2, p[1:3]):
+        arrived = trip(t)
+        assert type(arrived) is torch.Tensor
+        assert arrived.requires_grad
+        assert arrived.is_leaf
+    arrived = trip(p)
+    assert type(arrived) is torch.nn.Parameter
+    assert arrived.note == "kept"
+    assert not trip(torch.nn.Parameter(torch.ones(2), requires_grad=False)).requires_grad
+    hooked = torch.ones(3, requires_grad=True)
+    hooked.register_hook(print)
+    assert trip(hooked)._backward_hooks is None
+    b = trip(torch.nn.Buffer(torch.ones(2), persistent=False))
+    assert isinstance(b, torch.nn.Buffer)
+    assert not b.persistent
+
+
+def test_a_module_travels() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.BatchNorm1d(40))
+    module.tied = module[0].weight
+    arrived = trip(module)
+    assert arrived.tied is arrived[0].weight
+    for (name, a), (other, b) in zip(module.state_dict().items(), arrived.state_dict().items(), strict=True):
+        assert name == other
+        bits(a, b)
+    assert isinstance(arrived[0].bias, torch.nn.Parameter)
+
+
+def test_attributes_may_refer_to_the_tensor_itself() -> None:
+    t = torch.ones(3)
+    t.me = t
+    arrived = trip(t)
+    assert arrived.me is arrived
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("grad", [False, True])
+def test_sparse(grad: bool) -> None:
+    indices = torch.tensor([[0, 1, 1], [2, 0, 0]])
+    uncoalesced = torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2, 3]), (2, 3))
+    hybrid = torch.sparse_coo_tensor(indices, torch.ones(3, 5), (2, 3, 5)).coalesce()
+    for t in (uncoalesced, hybrid):
+        t = t.detach().requires_grad_(grad)
+        arrived = trip(t)
+        assert arrived.is_coalesced() is t.is_coalesced()
+        assert arrived.requires_grad is grad
+        assert arrived._nnz() == t._nnz()
+        assert torch.equal(arrived.detach().to_dense(), t.detach().to_dense())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize("name", ["csr", "csc", "bsr", "bsc"])
+def test_compressed(name: str) -> None:
+    dense = torch.eye(6) + torch.diag(torch.ones(4), 2)
+    options = {"blocksize": (2, 3)} if name.startswith("bs") else {}
+    t = getattr(dense, f"to_sparse_{name}")(**options)
+    arrived = trip([t])[0]
+    assert arrived.layout is t.layout
+    assert torch.equal(arrived.to_dense(), dense)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantised() -> None:
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    scales, zeros = torch.tensor([0.1, 0.2, 0.3]), torch.zeros(3, dtype=torch.int64)
+    for t in (
+        torch.quantize_per_tensor(x, 0.1, 3, torch.quint8),
+        torch.quantize_per_channel(x, scales, zeros, 0, torch.qint8),
+    ):
+        arrived = trip(t)
+        assert arrived.qscheme() == t.qscheme()
+        assert torch.equal(arrived.int_repr(), t.int_repr())
+        assert torch.equal(arrived.dequantize(), t.dequantize())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nested_meta_zero_mkldnn() -> None:
+    t = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(4, 3)], requires_grad=True)
+    arrived = trip(t)
+    assert arrived.is_nested
+    assert arrived.requires_grad
+    assert [each.shape for each in arrived.unbind()] == [(2, 3), (4, 3)]
+    m = torch.empty(10, 3, device="meta").t()[1:]
+    arrived = trip(m)
+    assert (arrived.device.type, arrived.shape, arrived.stride()) == ("meta", m.shape, m.stride())
+    assert arrived.storage_offset() == m.storage_offset()
+    assert trip(torch._efficientzerotensor((3,))).tolist() == [0, 0, 0]
+    if torch.backends.mkldnn.is_available():
+        t = torch.ones(3, 3).to_mkldnn()
+        assert torch.equal(trip(t).to_dense(), t.to_dense())
+
+
+class Tagged(torch.Tensor):
+    """A user's subclass."""
+
+
+def test_subclasses_keep_class_attributes_and_stay_out_of_band() -> None:
+    t = torch.arange(5000.0).as_subclass(Tagged)
+    t.tag = ["a"]
+    encoded = encode(t)
+    assert len(encoded.spans) == 1
+    assert len(encoded.body) < 1000
+    arrived = trip((t, t[2:]))
+    assert type(arrived[0]) is Tagged
+    assert arrived[0].tag == ["a"]
+    assert torch.equal(arrived[1].as_subclass(torch.Tensor), torch.arange(5000.0)[2:])
+    arrived[0][2] = -1
+    assert arrived[1][0] == -1
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_storages() -> None:
+    t = torch.arange(2000.0)
+    raw, typed, again, empty = trip((t.untyped_storage(), t.storage(), t[3:], torch.UntypedStorage(0)))
+    assert raw.nbytes() == 8000
+    assert empty.nbytes() == 0
+    assert typed.dtype is torch.float32
+    assert typed[5] == 5.0
+    raw.fill_(0)
+    assert not again.any()
+    assert typed[5] == 0.0
+
+
+def test_the_list_of_tensors_is_the_same_on_both_sides() -> None:
+    a, b = torch.ones(2, requires_grad=True), torch.zeros(3000)
+    c = torch.eye(3).to_sparse()
+    sent = {"a": [a, b], "p": torch.nn.Parameter(a.detach()), "c": (c, a), "e": torch.empty(0)}
+    encoded = encode(sent)
+    found: list[Any] = []
+    arrived = trip(sent, tensors=found)
+    assert encoded.grad
+    assert [id(t) for t in encoded.tensors] == [id(a), id(b), id(sent["p"]), id(c), id(sent["e"])]
+    arrived_in_order = [*arrived["a"], arrived["p"], arrived["c"][0], arrived["e"]]
+    assert [id(t) for t in found] == [id(t) for t in arrived_in_order]
+
+
+def test_whether_one_requires_grad_is_known() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert not encode([torch.ones(2), leaf.detach(), 3]).grad
+    for each in (
+        leaf,
+        leaf * 2,
+        torch.nn.Parameter(torch.ones(1)),
+        torch.eye(2).to_sparse().requires_grad_(),
+    ):
+        assert encode([torch.ones(2), each]).grad
+
+
+def test_freed_storage_is_refused() -> None:
+    t = torch.ones(100)
+    t.untyped_storage().resize_(0)
+    with pytest.raises(SerializationError, match="freed or resized"):
+        encode(t)
+
+
+def test_functorch_is_refused() -> None:
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(SerializationError, match=r"argument 0: .*torch\.func"):
+            encode((print, (x,), {}))
+        return x
+
+    torch.vmap(inside)(torch.ones(3))
+
+
+def test_missing_device_map_is_named() -> None:
+    out = tensors_module.Outgoing({"cuda:0": "cuda:1"})
+    assert out.target(torch.device("cuda:0")) == "cuda:1"
+    with pytest.raises(SerializationError, match=r"only supports CPU tensors by default.*cuda:2"):
+        out.target(torch.device("cuda:2"))
+
+
+@pytest.mark.gpu
+def test_cuda() -> None:
+    t = torch.arange(5000.0, device="cuda:0")
+    with pytest.raises(SerializationError, match="argument 0: RPC only supports CPU"):
+        encode((print, (t,), {}))
+    a, b, c = trip((t, t[3:], t.cpu()), device_map={"cuda:0": "cuda:0"})
+    assert (a.device, c.device.type) == (t.device, "cpu")
+    a[3] = -1
+    assert b[0] == -1
+    assert trip(t[:0], device_map={"cuda:0": "cuda:0"}).device == t.device
+    for view in (t[::3], t[:0], t.view(50, 100).t()):
+        same(view.cpu(), trip(view, device_map={"cuda:0": "cpu"}))
+    trip(torch.nn.Linear(3, 3).cuda(), device_map={"cuda:0": "cuda:0"})
+
+
+def test_more_than_32_storages_and_the_limit() -> None:
+    many = [torch.full((n,), float(n)) for n in range(1, 80)]
+    assert [t.sum() for t in trip(many)] == [t.sum() for t in many]
+    large = [torch.zeros(5000) for _ in range(11)]
+    with pytest.raises(LimitError, match="11"):
+        encode(large, max_buffers=10)
+    encoded = encode(large)
+    with pytest.raises(ProtocolError, match="11"):
+        decode(encoded.body, [span.view() for span in encoded.spans], definitions=None, max_buffers=10)
+
+
+# -- metas that lie --------------------------------------------------------------------------------
+
+
+class Decoding:
+    tensors = None
+
+    def __init__(self, size: int, kind: int = 0, low: int = 0) -> None:
+        self.arrived = [[bytearray(size), low, kind, "", None]]
+
+
+@pytest.fixture
+def piece() -> Any:
+    yield lambda *args, **kw: setattr(tensors_module.message, "decoding", Decoding(*args, **kw))
+    tensors_module.message.decoding = None
+
+
+FLOAT = tensors_module._CODES[torch.float32]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(-2, 2),
+    st.integers(-1, 40) | st.integers(0, 1 << 12),
+    st.integers(-(1 << 40), 1 << 70) | st.integers(0, 20),
+    st.lists(st.integers(-1, 5) | st.integers(0, 1 << 66), max_size=7),
+    st.integers(0, 64),
+    st.sampled_from([0, 16]),
+    st.sampled_from([0, 2]),
+)
+def test_hostile_metas_never_leave_the_storage(
+    index: int, code: int, offset: int, geometry: list[int], size: int, low: int, kind: int
+) -> None:
+    assume(size)
+    tensors_module.message.decoding = Decoding(size, kind, low)
+    try:
+        t = tensors_module.tensor(index, code, offset, *geometry)
+    except (ProtocolError, ValueError, RuntimeError, OverflowError, TypeError):
+        return
+    finally:
+        tensors_module.message.decoding = None
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    if t.numel():
+        assert t.storage_offset() >= 0
+        assert min(t.stride(), default=0) >= 0
+        assert (t.storage_offset() + last + 1) * t.itemsize <= t.untyped_storage().nbytes() == size
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        (0, FLOAT, 0, 17, 1),
+        (0, FLOAT, 13, 4, 1),
+        (0, FLOAT, -1, 4, 1),
+        (0, FLOAT, 0, 4, -1),
+        (0, FLOAT, 0, -4, 1),
+        (0, FLOAT, 0, 0, 1),
+        (0, FLOAT, 0, 2, 2, 8, 8),
+        (0, FLOAT, 0, 2, 2, 1 << 62, 1 << 62),
+        (1, FLOAT, 0, 4, 1),
+        (-2, FLOAT, 0, 4, 1),
+        (-1, FLOAT, 0, 4, 1),
+        (0, 99, 0, 4, 1),
+        (0, tensors_module._QUANTISED, 0, 4, 1),
+        (0, FLOAT | tensors_module._CONJ, 0, 4, 1),
+    ],
+)
+def test_lies_are_told_apart(piece: Any, meta: tuple[int, ...]) -> None:
+    piece(64)
+    with pytest.raises(ProtocolError):
+        tensors_module.tensor(*meta)
+
+
+def test_hostile_sparse_indices(piece: Any) -> None:
+    piece(64)
+    tensors_module.message.decoding.arrived[0][0][:8] = b"\xff" * 7 + b"\x7f"
+    long = tensors_module._CODES[torch.int64]
+    with pytest.raises(RuntimeError):
+        tensors_module.sparse_coo((0, long, 0, 1, 2, 2, 1), (0, FLOAT, 4, 2, 1), (3,), False, False)
+
+
+# Where damage leads pickle to a buffer of an object that it drops, CPython itself says so.
+@pytest.mark.prints("^SystemError: deallocated bytearray object has exported buffers$")
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_damaged_bodies_raise_one_of_our_errors(data: Any) -> None:
+    encoded = encode((torch.arange(3000.0), torch.ones(3), torch.eye(3).to_sparse()))
+    body = bytearray(encoded.body)
+    table = len(body) - 200  # the table and the inline bytes: damage in a pickle may mean anything
+    for _ in range(data.draw(st.integers(1, 4))):
+        body[data.draw(st.integers(table, len(body) - 1))] = data.draw(st.integers(0, 255))
+    buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
+    try:
+        decode(bytes(body), buffers, definitions=DefinitionStore())
+    except (ProtocolError, SerializationError):
+        pass
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20, 29, 30, 60, 100])
+def test_cut_and_swapped_messages(cut: int) -> None:
+    encoded = encode((torch.arange(3000.0), torch.ones(3000, dtype=torch.int8)))
+    buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
+    for body, given_buffers in (
+        (encoded.body[:-cut], buffers),
+        (encoded.body, [*buffers[:1], buffers[0]]),
+        (encoded.body, buffers[:1]) if len(buffers) > 1 else (encoded.body, []),
+        (encoded.body, [buffers[0][:-1], *buffers[1:]]),
+    ):
+        if given_buffers != buffers or body != encoded.body:
+            with pytest.raises((ProtocolError, SerializationError)):
+                decode(body, given_buffers, definitions=None)
+
+
+# -- spans -----------------------------------------------------------------------------------------
+
+
+def test_span_views() -> None:
+    class Array(bytearray):
+        pass
+
+    data = Array(b"0123456789")
+    span = Span.of(memoryview(data)[2:5])
+    assert bytes(span.view()) == b"234"
+    assert span.view().readonly
+    with pytest.raises(BufferError):
+        data.append(1)
+    ref = weakref.ref(data)
+    del span, data
+    gc.collect()
+    assert ref() is None
+    assert bytes(Span.of(b"abc").view()) == b"abc"
+    assert "3 bytes" in repr(Span.of(b"abc"))

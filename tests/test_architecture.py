@@ -1,0 +1,236 @@
+"""How the package is built: import directions, folders, and where nothing is read or written.
+
+The directions are contracts of import-linter, in ``pyproject.toml``; imports for type checkers count there. What it has no
+contract for is here.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from importlinter import cli
+
+_ROOT = Path(__file__).resolve().parent.parent
+_PACKAGE = _ROOT / "actorrpc"
+_MOST_MODULES = 15
+
+# Packages and modules that neither read nor write, but for what is named.
+_WITHOUT_IO = {
+    "config": "",
+    "errors": "",
+    "futures": "asyncio",  # a future can be awaited; it is completed by others
+    "serialization": "",
+    "wire": "",
+    "wire.keys": "files",  # keys lie in them
+}
+_IO_MODULES = {
+    *(
+        "asyncio",
+        "fcntl",
+        "http",
+        "mmap",
+        "multiprocessing",
+        "select",
+        "selectors",
+        "shutil",
+        "socket",
+        "ssl",
+    ),
+    *("subprocess", "tempfile", "urllib"),
+}
+_IO_CALLS = {
+    *("open", "io.open", "os.fdopen", "os.memfd_create", "os.mkdir", "os.makedirs", "os.open", "os.pipe"),
+    *("os.read", "os.readv", "os.remove", "os.rename", "os.replace", "os.unlink", "os.write", "os.writev"),
+}
+_IO_METHODS = {"read_bytes", "read_text", "write_bytes", "write_text"}
+
+
+class Import(NamedTuple):
+    """One module imports another."""
+
+    module: str
+    target: str
+    line: int
+    for_types: bool
+    in_function: bool
+
+
+def _modules(package: Path) -> dict[str, ast.Module]:
+    """The syntax trees of all modules, by name without the package's; a package has the name of its folder."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    return found
+
+
+def _imports(module: str, tree: ast.Module, known: set[str]) -> Iterator[Import]:
+    def walk(node: ast.AST, for_types: bool, in_function: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for target in _targets(node, known):
+                yield Import(module, target, node.lineno, for_types, in_function)
+            return
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for statement in node.body:
+                yield from walk(statement, True, in_function)
+            for statement in node.orelse:
+                yield from walk(statement, for_types, in_function)
+            return
+        inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, for_types, inside)
+
+    return walk(tree, False, False)
+
+
+def _targets(node: ast.Import | ast.ImportFrom, known: set[str]) -> Iterator[str]:
+    """The modules of this package that a statement imports."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    else:
+        # `from package import module` imports the module, `from module import name` the module as well.
+        base = node.module or ""
+        names = [
+            f"{base}.{alias.name}" if _inner(f"{base}.{alias.name}") in known else base
+            for alias in node.names
+        ]
+    for name in dict.fromkeys(names):
+        inner = _inner(name)
+        if inner is not None:
+            yield inner
+
+
+def _inner(name: str) -> str | None:
+    if name == "actorrpc":
+        return ""
+    return name.removeprefix("actorrpc.") if name.startswith("actorrpc.") else None
+
+
+def _all_imports(trees: dict[str, ast.Module]) -> list[Import]:
+    return [found for name, tree in trees.items() for found in _imports(name, tree, set(trees))]
+
+
+def _inside_functions(trees: dict[str, ast.Module]) -> list[str]:
+    return [
+        f"{each.module}:{each.line} imports {each.target}" for each in _all_imports(trees) if each.in_function
+    ]
+
+
+def _cycles(trees: dict[str, ast.Module]) -> list[str]:
+    """Cycles among the imports that happen at run time, each named once."""
+    graph: dict[str, set[str]] = {name: set() for name in trees}
+    for found in _all_imports(trees):
+        if not found.for_types and found.target in graph and found.target != found.module:
+            graph[found.module].add(found.target)
+    cycles: list[str] = []
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> None:
+        if name in path:
+            cycles.append(" -> ".join([*path[path.index(name) :], name]))
+        elif name not in done:
+            for target in sorted(graph[name]):
+                visit(target, [*path, name])
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, [])
+    return cycles
+
+
+def _allowed(module: str) -> str | None:
+    """What a module may do though it is not to read or write; None: anything."""
+    while module and module not in _WITHOUT_IO:
+        module = module.rpartition(".")[0]
+    return _WITHOUT_IO.get(module)
+
+
+def _io(trees: dict[str, ast.Module]) -> list[str]:
+    wrong = []
+    for name, tree in trees.items():
+        allowed = _allowed(name)
+        if allowed is None:
+            continue
+        for node in ast.walk(tree):
+            what = ""
+            if isinstance(node, ast.Import):
+                what = next((a.name for a in node.names if a.name.partition(".")[0] in _IO_MODULES), "")
+            elif isinstance(node, ast.ImportFrom):
+                base = (node.module or "").partition(".")[0]
+                what = base if base in _IO_MODULES else ""
+            elif isinstance(node, ast.Call) and allowed != "files":
+                called = ast.unparse(node.func)
+                if called in _IO_CALLS or called.rpartition(".")[2] in _IO_METHODS:
+                    what = called
+            if what and what.partition(".")[0] != allowed:
+                wrong.append(f"{name}:{getattr(node, 'lineno', 0)} {what}")
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    """The whole package."""
+    return _modules(_PACKAGE)
+
+
+def test_import_directions(capsys: pytest.CaptureFixture[str]) -> None:
+    status = cli.lint_imports(config_filename=str(_ROOT / "pyproject.toml"), no_cache=True)
+    assert status == 0, capsys.readouterr().out
+
+
+def test_no_folder_has_too_many_modules() -> None:
+    sizes = {
+        str(folder.relative_to(_ROOT)): sum(path.name != "__init__.py" for path in folder.glob("*.py"))
+        for folder in [_PACKAGE, *_PACKAGE.rglob("*")]
+        if folder.is_dir()
+    }
+    assert not {folder: size for folder, size in sizes.items() if size > _MOST_MODULES}
+
+
+def test_no_module_imports_inside_a_function(trees: dict[str, ast.Module]) -> None:
+    assert not _inside_functions(trees)
+
+
+def test_imports_have_no_cycle(trees: dict[str, ast.Module]) -> None:
+    assert not _cycles(trees)
+
+
+def test_bytes_and_objects_are_neither_read_nor_written(trees: dict[str, ast.Module]) -> None:
+    assert not _io(trees)
+
+
+# -- that these tests find what they look for ---------------------------------------------------------
+
+
+def _trees(**sources: str) -> dict[str, ast.Module]:
+    return {name.replace("__", "."): ast.parse(source) for name, source in sources.items()}
+
+
+def test_imports_inside_functions_are_found() -> None:
+    source = "def f():\n    from actorrpc.wire import frames\n"
+    assert _inside_functions(_trees(agent__agent=source, wire__frames="")) == [
+        "agent.agent:2 imports wire.frames"
+    ]
+
+
+def test_cycles_are_found_but_not_those_of_types() -> None:
+    types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from actorrpc.agent.calls import Call\n"
+    assert not _cycles(_trees(agent__agent=types, agent__calls="from actorrpc.agent import agent"))
+    cyclic = {
+        "agent__agent": "import actorrpc.agent.calls",
+        "agent__calls": "from actorrpc.agent.agent import Agent",
+    }
+    assert _cycles(_trees(**cyclic)) == ["agent.agent -> agent.calls -> agent.agent"]
+
+
+@pytest.mark.parametrize(
+    "source", ["import socket", "from os import path\nimport mmap", "open('x')", "path.read_text()"]
+)
+def test_io_is_found(source: str) -> None:
+    assert _io(_trees(wire__frames=source))
+    assert not _io(_trees(agent__agent=source))

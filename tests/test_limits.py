@@ -1,0 +1,212 @@
+"""What happens where the system has no memory left for a message, or no thread."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from actorrpc import _limits
+from actorrpc.agent.threads import Pool
+from actorrpc.agent.timers import Clock
+from actorrpc.errors import LimitError, PeerDiedError
+from actorrpc.serialization import exceptions
+from actorrpc.transport import shared_memory
+from actorrpc.wire import frames, integrity
+from tests.agent.agents import agents
+
+pytestmark = pytest.mark.limit(30)
+
+_MIB = 1 << 20
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel()
+
+
+def _ones(size: int) -> torch.Tensor:
+    return torch.ones(size, dtype=torch.uint8)
+
+
+def _no_memory(*_: Any, **__: Any) -> Any:
+    raise MemoryError
+
+
+def test_a_message_without_memory_for_it_is_refused_and_the_next_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with agents(2, lane=False) as (one, other):
+        to = one.peer(other.name)
+        large = _ones(8 * _MIB)
+        take = other.buffers.take
+        monkeypatch.setattr(other.buffers, "take", _no_memory)
+        for _ in range(2):
+            with pytest.raises(LimitError, match="8 MiB, find no memory in worker 'a1'") as refused:
+                one.call(to, _size, (large,), {}, 20.0).result()
+            assert refused.value.maybe_executed is False
+            assert one.call(to, _size, (_ones(3),), {}, 20.0).result() == 3
+        monkeypatch.setattr(other.buffers, "take", take)
+        assert one.call(to, _size, (large,), {}, 20.0).result() == 8 * _MIB
+        assert not to.conn.assemblies
+        del refused
+
+
+def test_a_result_without_memory_for_it_fails_the_call_and_not_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with agents(2, lane=False) as (one, other):
+        to = one.peer(other.name)
+        take = one.buffers.take
+        monkeypatch.setattr(one.buffers, "take", _no_memory)
+        with pytest.raises(LimitError, match="the result of the call of _ones on 'a1', of 8 MiB") as refused:
+            one.call(to, _ones, (8 * _MIB,), {}, 20.0).result()
+        assert refused.value.maybe_executed is True
+        monkeypatch.setattr(one.buffers, "take", take)
+        assert one.call(to, _ones, (8 * _MIB,), {}, 20.0).result().numel() == 8 * _MIB
+        assert not to.conn.assemblies
+        del refused
+
+
+def _length(data: bytes) -> int:
+    return len(data)
+
+
+def _large(size: int) -> bytes:
+    return bytes(size)
+
+
+def _numbers(count: int) -> list[int]:
+    return list(range(count))  # nothing in it is large enough to travel beside the message
+
+
+def _no_large_bytes(given: Any = b"") -> bytes:
+    if len(memoryview(given)) > 40_000:
+        raise MemoryError
+    return bytes(given)
+
+
+def test_a_small_message_without_memory_for_it_fails_its_call_and_not_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with agents(2) as (one, other):
+        to = one.peer(other.name)
+        assert one.call(to, _length, (b"",), {}, 20.0).result() == 0
+        conn = to.conn
+        with monkeypatch.context() as patch:
+            patch.setattr(frames, "bytes", _no_large_bytes, raising=False)
+            patch.setattr(integrity, "bytes", _no_large_bytes, raising=False)
+            for _ in range(2):
+                with pytest.raises(
+                    LimitError, match=r"its arguments, of 50\d\d\d bytes, find no memory in worker 'a1'"
+                ) as no:
+                    one.call(to, _length, (b"x" * 50_000,), {}, 20.0).result()
+                assert no.value.maybe_executed is False
+                with pytest.raises(
+                    LimitError, match=r"the result of the call of _large on 'a1', of 50\d\d\d bytes"
+                ) as no:
+                    one.call(to, _large, (50_000,), {}, 20.0).result()
+                assert no.value.maybe_executed is True
+            assert one.call(to, _length, (b"x" * 3,), {}, 20.0).result() == 3
+        assert one.call(to, _length, (b"x" * 50_000,), {}, 20.0).result() == 50_000
+        assert to.conn is conn
+        del no
+
+
+def test_a_small_message_with_a_header_and_shared_memory_gives_it_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with agents(2) as (one, other):
+        to = one.peer(other.name)
+        given = (_ones(8 * _MIB), b"x" * 50_000)
+        assert one.call(to, len, (given,), {}, 20.0).result() == 2
+        with monkeypatch.context() as patch:
+            patch.setattr(frames, "bytes", _no_large_bytes, raising=False)
+            for _ in range(8):
+                with pytest.raises(LimitError, match=r"its arguments, of 50\d\d\d bytes, find no memory"):
+                    one.call(to, len, (given,), {}, 20.0).result()
+        if to.conn.lender is None:
+            pytest.skip("these connections have no shared memory")
+        assert one.call(to, len, (given,), {}, 20.0).result() == 2
+        assert to.conn.lender.stats().segments <= 4  # what was refused has come back
+
+
+@pytest.mark.prints("the connection to a[01] was closed: no memory to read a frame of")
+def test_a_connection_that_ends_for_want_of_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with agents(2) as (one, other):
+        to = one.peer(other.name)
+        assert one.call(to, _length, (b"",), {}, 20.0).result() == 0
+        monkeypatch.setattr(to.conn._reader, "_allocate", refuse)
+        with pytest.raises(PeerDiedError, match=r"no memory to read a frame of \d{6} bytes: "):
+            one.call(to, _numbers, (200_000,), {}, 20.0).result()
+
+
+@pytest.mark.prints("an error cannot be sent to 'a0': MemoryError")
+def test_an_error_that_cannot_be_packed_still_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    with agents(2) as (one, other):
+        to = one.peer(other.name)
+        monkeypatch.setattr(exceptions, "dump", _no_memory)
+        with pytest.raises(
+            LimitError, match="worker 'a1' has nothing left to say what became of the call"
+        ) as raised:
+            one.call(to, int, ("x",), {}, 20.0).result()
+        assert raised.value.maybe_executed is True
+        with pytest.raises(LimitError, match="worker 'a0' has nothing left to say"):
+            one.call(one.self_peer, int, ("x",), {}, 20.0).result()
+        del raised
+
+
+def test_shared_memory_that_cannot_be_mapped_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with agents(2) as (one, other):
+        to = one.peer(other.name)
+        if not one.call(to, _size, (_ones(8 * _MIB),), {}, 20.0).result() or to.conn.lender is None:
+            pytest.skip("these connections have no shared memory")
+        reserve = shared_memory.reserve
+        mapped = shared_memory.Borrower._map
+
+        def without(self: Any, *args: Any) -> Any:
+            monkeypatch.setattr(shared_memory, "reserve", refuse)
+            try:
+                return mapped(self, *args)
+            finally:
+                monkeypatch.setattr(shared_memory, "reserve", reserve)
+
+        monkeypatch.setattr(shared_memory.Borrower, "_map", without)
+        for _ in range(2):
+            with pytest.raises(LimitError, match="MiB of shared memory cannot be mapped here"):
+                one.call(to, _size, (_ones(64 * _MIB),), {}, 20.0).result()
+        monkeypatch.setattr(shared_memory.Borrower, "_map", mapped)
+        assert one.call(to, _size, (_ones(64 * _MIB),), {}, 20.0).result() == 64 * _MIB
+
+
+def test_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits = {resource.RLIMIT_NPROC: 4321, resource.RLIMIT_AS: 7 << 30}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (set_limits[which], set_limits[which]))
+    for text in (_limits.explain_threads(), _limits.explain_fork(BlockingIOError(errno.EAGAIN, "try again"))):
+        assert "RLIMIT_NPROC (ulimit -u) is 4321" in text
+        assert "RLIMIT_AS (ulimit -v) is 7168 MiB" in text
+    assert "RLIMIT_AS (ulimit -v) is 7168 MiB, of which " in _limits.explain_memory()
+
+
+def test_threads_that_cannot_be_had_are_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading, "_start_new_thread", refuse)
+    clock = Clock()
+    with pytest.raises(LimitError, match="cannot start another thread"):
+        clock.start()
+    clock.close()  # there is nothing to wait for
+    pool = Pool(clock=clock, execute=print, refuse=print, max_threads=8, starvation_s=1.0)
+    with pytest.raises(LimitError, match="cannot start another thread"):
+        pool.start(3)
+    assert pool.close() == []

@@ -1,0 +1,208 @@
+"""Faults by themselves: which messages they take, how often, and what they are told."""
+
+from __future__ import annotations
+
+import operator
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from actorrpc import testing
+from actorrpc.errors import ConfigError
+from actorrpc.testing import Fault, delay, drop
+from actorrpc.testing.messages.types import MESSAGES, Message
+from actorrpc.wire.identity import WorkerInfo
+
+
+def step() -> None:
+    """Stand for a function of the user's."""
+
+
+class Trainer:
+    def step(self) -> None:
+        """Stand for a method."""
+
+
+def message(type: str = "call", called: Any = step, to: str = "worker1", contents: bytes = b"") -> Message:
+    peer: Any = SimpleNamespace(name=to, rank=int(to[-1]))
+    return Message(type, peer, called, (contents,))
+
+
+def test_types_are_taken_by_name_and_by_pattern() -> None:
+    assert drop("call").types == {"call"}
+    assert drop("call", "remote").types == {"call", "remote"}
+    assert drop("rref_*").types == {"rref_fork", "rref_fork_ack", "rref_accept", "rref_delete"}
+    assert drop("*").types == set(MESSAGES)
+    assert drop("call").takes(message())
+    assert not drop("remote").takes(message())
+
+
+@pytest.mark.parametrize("names", [("calls",), ("call", "x*"), ()])
+def test_unknown_types_are_refused_and_the_known_ones_listed(names: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        drop(*names)
+    assert all(name in str(caught.value) for name in MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: drop(1),  # type: ignore[arg-type]
+        lambda: drop("call", times=-2),
+        lambda: drop("call", times=1.5),  # type: ignore[arg-type]
+        lambda: drop("call", total=True),
+        lambda: drop("call", probability=1.1),
+        lambda: drop("call", probability="often"),  # type: ignore[arg-type]
+        lambda: drop("call", seed="x"),  # type: ignore[arg-type]
+        lambda: drop("call", to=1.0),
+        lambda: drop("call", function=3),
+        lambda: drop("call", on=1),  # type: ignore[arg-type]
+        lambda: delay("call", seconds=-1),
+        lambda: delay("call", seconds=float("inf")),
+        lambda: delay("call", seconds=None),  # type: ignore[arg-type]
+        lambda: testing.FaultyRpcBackendOptions(faults=["drop call"]),  # type: ignore[list-item]
+        lambda: testing.FaultyRpcBackendOptions(faults=[], colour="red"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError):
+        make()
+
+
+def test_times_are_counted_for_each_message() -> None:
+    fault = drop("call", times=2)
+    assert [fault.takes(message(contents=b"a")) for _ in range(3)] == [True, True, False]
+    assert fault.takes(message(contents=b"b"))
+    assert fault.takes(message(contents=b"a", to="worker2"))
+    # The first has got through: the same again is another message.
+    assert [fault.takes(message(contents=b"a")) for _ in range(3)] == [True, True, False]
+    assert fault.count == 6
+
+
+@pytest.mark.parametrize("times", [None, -1])
+def test_for_ever(times: int | None) -> None:
+    fault = drop("call", times=times)
+    assert all(fault.takes(message()) for _ in range(100))
+
+
+def test_never() -> None:
+    assert not drop("call", times=0).takes(message())
+    assert not drop("call", total=0).takes(message())
+    assert not drop("call", probability=0.0).takes(message())
+
+
+def test_total_counts_messages_of_any_kind() -> None:
+    fault = drop("call", "remote", total=3)
+    taken = [fault.takes(message(type, contents=b"%d" % n)) for n, type in enumerate(["call", "remote"] * 3)]
+    assert taken == [True] * 3 + [False] * 3
+    assert fault.counts == Counter(call=2, remote=1)
+    fault.counts["call"] = 100  # a copy
+    assert fault.count == 3
+
+
+@pytest.mark.parametrize(
+    ("to", "taken"),
+    [
+        ("worker1", True),
+        ("worker2", False),
+        ("work*", True),
+        (1, True),
+        (2, False),
+        (["worker2", "worker1"], True),
+        (WorkerInfo("worker1", 7), True),
+        ((), False),
+    ],
+)
+def test_workers(to: Any, taken: bool) -> None:
+    assert drop("call", to=to).takes(message()) is taken
+
+
+def local() -> Any:
+    def step() -> None:
+        """Bear the same name."""
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("function", "called", "taken"),
+    [
+        ("step", step, True),
+        (step, step, True),
+        (f"{__name__}.step", step, True),
+        ("st*", step, True),
+        ("stop", step, False),
+        (["stop", "step"], step, True),
+        (local(), step, False),
+        ("step", local(), True),
+        ("step", Trainer.step, True),
+        ("Trainer.step", Trainer.step, True),
+        (Trainer.step, Trainer.step, True),
+        (Trainer.step, step, False),
+        ("Trainer.step", "Trainer.step", True),  # an actor's method: only its name is known
+        ("step", "Trainer.step", True),
+        (Trainer.step, "Trainer.step", True),
+        (step, "Trainer.step", False),
+        (step, partial(step), True),
+        (torch.add, torch.add, True),
+        ("add", torch.add, True),
+        (operator.add, operator.add, True),
+        ("step", None, False),
+        ("*", None, False),
+    ],
+)
+def test_functions(function: Any, called: Any, taken: bool) -> None:
+    assert drop("call", function=function).takes(message(called=called)) is taken
+
+
+def test_chance_is_the_same_for_the_same_seed() -> None:
+    def taken(seed: int) -> list[bool]:
+        fault = drop("call", probability=0.5, seed=seed)
+        return [fault.takes(message()) for _ in range(200)]
+
+    assert taken(1) == taken(1) != taken(2)
+    assert 50 < sum(taken(1)) < 150
+
+
+def test_it_can_be_started_before_there_is_an_agent_and_once_at_a_time() -> None:
+    fault = drop("call")
+    assert not fault.active
+    with fault as same:
+        assert same is fault
+        assert fault.active
+        with pytest.raises(RuntimeError, match="started already"):
+            fault.start()
+    assert not fault.active
+    fault.stop()
+    with fault:
+        assert fault.active
+
+
+def test_it_is_pickled_without_its_counters() -> None:
+    fault = delay(
+        "call", "rref_*", seconds=2, times=3, to=[1], function=step, probability=0.5, seed=4, on="w*"
+    )
+    assert drop("call").takes(message())
+    copy = pickle.loads(pickle.dumps(fault))
+    assert isinstance(copy, Fault)
+    assert repr(copy) == repr(fault)
+    assert copy.seconds == 2
+    assert copy.count == 0
+
+
+def test_it_says_what_it_is() -> None:
+    assert repr(drop("remote", "call", times=2)) == "drop('call', 'remote', times=2)"
+    assert repr(delay("call", seconds=0.5, to="a")) == "delay('call', seconds=0.5, to='a')"
+
+
+def test_keys_are_kept_of_so_many_messages_only() -> None:
+    fault = drop("call", times=5)
+    for number in range(10_100):
+        fault.takes(message(contents=b"%d" % number))
+    assert len(fault._hits) == 10_000

@@ -1,0 +1,480 @@
+"""Recycled memory: nothing that anybody can still see is ever handed out again."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actorrpc.transport import buffers
+from actorrpc.transport.buffers import (
+    SMALL,
+    BufferPool,
+    ForkGuard,
+    Loans,
+    Span,
+    copy,
+    size_class,
+    size_classes,
+)
+
+BIG = 100_000
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def address_of(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+@pytest.fixture
+def pool() -> Iterator[BufferPool]:
+    pool = BufferPool(64 << 20)
+    yield pool
+    pool.close()
+
+
+@given(st.integers(0, 1 << 45))
+def test_size_classes_waste_a_quarter_at_most(nbytes: int) -> None:
+    size = size_class(nbytes)
+    assert nbytes <= size
+    assert size <= max(64, nbytes * 5 // 4 + 1)
+    assert size_class(size) == size
+    assert size < SMALL or size % 4096 == 0
+    classes = size_classes(nbytes)
+    assert classes[0] == size
+    assert list(classes) == sorted(set(classes))
+    assert classes[-1] == 2 * size
+    assert all(size_class(each) == each for each in classes)
+
+
+def test_an_impossible_size_is_a_memory_error(pool: BufferPool) -> None:
+    with pytest.raises(MemoryError):
+        size_class((1 << 47) + 1)
+    for nbytes in (1 << 62, 1 << 47):
+        with pytest.raises(MemoryError):
+            pool.take(nbytes)
+    assert pool.stats().lent_bytes == 0
+    with pytest.raises(ValueError):
+        pool.take(-1)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, SMALL - 1, SMALL, SMALL + 1, 1 << 20, (5 << 20) + 3])
+def test_memory_has_exactly_the_size_and_can_be_written(pool: BufferPool, nbytes: int) -> None:
+    view = pool.take(nbytes)
+    assert view.nbytes == len(view) == nbytes
+    assert view.format == "B"
+    assert not view.readonly
+    view[:] = b"\xa5" * nbytes
+    assert bytes(view) == b"\xa5" * nbytes
+    if nbytes >= SMALL:
+        assert address_of(view) % 4096 == 0
+
+
+USERS: dict[str, Callable[[memoryview], Any]] = {
+    "memoryview": lambda view: view,
+    "slice": lambda view: view[10:20],
+    "cast": lambda view: view[: BIG // 8 * 8].cast("d")[5:6],
+    "read-only": lambda view: view.toreadonly()[1:],
+    "memoryview of numpy": lambda view: memoryview(np.frombuffer(view, dtype=np.uint8)[7:9]),
+    "numpy": lambda view: np.frombuffer(view, dtype=np.uint8)[3:7],
+    "torch": lambda view: torch.frombuffer(view, dtype=torch.uint8)[7:9],
+    "torch view": lambda view: torch.frombuffer(view[64:128], dtype=torch.float32).view(4, 4).t()[1:2],
+    "torch storage": lambda view: torch.frombuffer(view[64:128], dtype=torch.float32).untyped_storage(),
+    "torch over numpy": lambda view: torch.from_numpy(np.asarray(view)),
+    "numpy over torch": lambda view: torch.frombuffer(view, dtype=torch.uint8)[5:].numpy()[1:],
+    "autograd graph": lambda view: (
+        torch.frombuffer(view[:400], dtype=torch.float32).requires_grad_() ** 2
+    ).sum(),
+    "ctypes": lambda view: (ctypes.c_char * 8).from_buffer(view),
+    "dlpack": lambda view: torch.from_dlpack(torch.frombuffer(view, dtype=torch.uint8)[1:]),
+}
+
+
+@pytest.mark.parametrize("kind", USERS)
+def test_whatever_is_built_on_the_memory_keeps_it(pool: BufferPool, kind: str) -> None:
+    view = pool.take(BIG)
+    address = address_of(view)
+    user = USERS[kind](view)
+    del view
+    gc.collect()
+    assert pool.stats().lent_bytes == size_class(BIG)
+    other = pool.take(BIG)
+    assert address_of(other) != address
+    del user
+    gc.collect()
+    again = pool.take(BIG)
+    assert address_of(again) == address
+    assert pool.stats().hits == 1
+
+
+def test_recycled_memory_causes_no_page_faults(pool: BufferPool) -> None:
+    view = pool.take(8 << 20)
+    view[:] = bytes(8 << 20)
+    resident = address_of(view)
+    del view
+    view = pool.take((8 << 20) - 100)
+    assert address_of(view) == resident
+    page = ctypes.c_ubyte * (2048)
+    libc = ctypes.CDLL(None)
+    present = page()
+    libc.mincore(ctypes.c_void_p(resident), ctypes.c_size_t(8 << 20), present)
+    assert all(byte & 1 for byte in present)
+
+
+def test_sizes_of_one_class_share_one_type(pool: BufferPool) -> None:
+    types = {type(pool.take(nbytes).obj) for nbytes in range(100_000, 114_688, 100)}
+    assert len(types) == 1
+    source = bytearray(2000)
+    address = address_of(memoryview(source))
+    assert len({type(Span(address, nbytes, source).view().obj) for nbytes in range(1793, 2000)}) == 1
+
+
+def test_an_idle_block_of_up_to_double_the_size_is_used_before_a_new_one(pool: BufferPool) -> None:
+    address = address_of(pool.take(1 << 20))
+    assert address_of(pool.take(600 << 10)) == address
+    assert address_of(pool.take(400 << 10)) != address
+
+
+def test_no_more_is_kept_than_the_limit() -> None:
+    pool = BufferPool(1 << 20)
+    views = [pool.take(256 << 10) for _ in range(8)]
+    assert pool.stats().lent_bytes == 2 << 20
+    views.clear()
+    pool.trim()
+    assert pool.stats().free_bytes == 1 << 20
+    assert pool.stats().lent_bytes == 0
+    pool.close()
+    assert pool.stats().free_bytes == 0
+
+
+def test_no_more_is_kept_than_twice_the_recent_peak() -> None:
+    clock = Clock()
+    pool = BufferPool(1 << 30, window=30.0, clock=clock)
+    for nbytes in (256 << 10, 1 << 20, 4 << 20):  # one at a time, none of which can serve for another
+        for _ in range(3):
+            pool.take(nbytes)
+    pool.trim()
+    assert pool.stats().free_bytes == (256 << 10) + (1 << 20) + (4 << 20)
+    clock.now += 31
+    pool.take(1 << 20)
+    assert pool.stats().free_bytes == (256 << 10) + (1 << 20) + (4 << 20)  # the busy window is the one before
+    clock.now += 31
+    pool.take(1 << 20)
+    pool.trim()
+    assert pool.stats().free_bytes == 1 << 20  # oldest first
+    clock.now += 1000
+    pool.trim()
+    assert pool.stats().free_bytes == 0
+
+
+def test_a_pool_that_was_idle_uses_a_warm_block_before_it_is_trimmed() -> None:
+    clock = Clock()
+    pool = BufferPool(1 << 30, clock=clock)
+    address = address_of(pool.take(1 << 20))
+    clock.now += 1000
+    assert address_of(pool.take(1 << 20)) == address
+
+
+def test_memory_survives_the_pool(pool: BufferPool) -> None:
+    tensor = torch.frombuffer(pool.take(1 << 20), dtype=torch.float32)
+    tensor.fill_(3.0)
+    pool.close()
+    assert tensor.sum().item() == 3.0 * tensor.numel()
+    assert len(pool.take(BIG)) == BIG
+    other = BufferPool(1 << 20)
+    left = torch.frombuffer(other.take(1 << 20), dtype=torch.float32)
+    left.fill_(4.0)
+    del other
+    gc.collect()
+    assert left.sum().item() == 4.0 * left.numel()
+
+
+class Witness:
+    """An object in a dead cycle that looks at, and may revive, its view when it is finalised."""
+
+    def __init__(self, view: memoryview, pool: BufferPool, seen: list[Any], revive: bool) -> None:
+        self.view = view
+        self.pool = pool
+        self.seen = seen
+        self.revive = revive
+        self.cycle = self
+
+    def __del__(self) -> None:
+        taken = [self.pool.take(BIG) for _ in range(3)]
+        for view in taken:
+            view[:] = b"x" * BIG
+        self.seen.append(bytes(self.view[:4]))
+        if self.revive:
+            self.seen.append(self.view)
+
+
+@pytest.mark.parametrize("revive", [False, True])
+def test_a_finaliser_in_a_dead_cycle_still_owns_its_memory(pool: BufferPool, revive: bool) -> None:
+    view = pool.take(BIG)
+    view[:4] = b"mine"
+    seen: list[Any] = []
+    for _ in range(20):  # the order in which the collector finalises a cycle is not ours to choose
+        own = pool.take(BIG)
+        own[:4] = b"mine"
+        Witness(own, pool, seen, revive)
+        del own
+    gc.collect()
+    assert [each for each in seen if isinstance(each, bytes)] == [b"mine"] * 20
+    revived = [each for each in seen if isinstance(each, memoryview)]
+    assert len(revived) == (20 if revive else 0)
+    assert all(bytes(each[:4]) == b"mine" for each in revived)
+    assert pool.stats().lent_bytes == (21 if revive else 1) * size_class(BIG)
+    revived.clear()
+    seen.clear()
+    gc.collect()
+    assert pool.stats().lent_bytes == size_class(BIG)
+
+
+def test_reference_cycles_that_hold_tensors_give_the_memory_back(pool: BufferPool) -> None:
+    for _ in range(5):
+        tensor = torch.frombuffer(pool.take(BIG), dtype=torch.uint8)
+        cycle: list[Any] = [tensor]
+        cycle.append(cycle)
+    del tensor, cycle
+    gc.collect()
+    assert pool.stats().lent_bytes == 0
+
+
+def test_a_finaliser_that_the_collector_runs_inside_a_section_gets_plain_memory(pool: BufferPool) -> None:
+    taken: list[memoryview] = []
+
+    class Clockwork:
+        """A clock that does what a finaliser might do at this point of the section."""
+
+        def __call__(self) -> float:
+            view = pool.take(BIG)
+            pool.trim()
+            pool.stats()
+            taken.append(view)
+            return 0.0
+
+    pool._clock = Clockwork()
+    outer = pool.take(BIG)
+    assert len(outer) == len(taken[0]) == BIG
+    assert isinstance(taken[0].obj, bytearray)
+
+
+def test_threads_never_share_memory(pool: BufferPool) -> None:
+    errors: list[str] = []
+
+    def work(mark: int) -> None:
+        kept: list[memoryview] = []
+        for step in range(200):
+            view = pool.take(SMALL + 5000 * (step % 7))
+            view[:8] = bytes([mark]) * 8
+            kept.append(view)
+            if len(kept) > 4:
+                old = kept.pop(step % 4)
+                if bytes(old[:8]) != bytes([mark]) * 8:
+                    errors.append(f"thread {mark} step {step}")
+                del old
+            del view
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert errors == []
+    assert pool.stats().lent_bytes == 0
+    assert pool.stats().hits > 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(SMALL - 10, 400_000)), max_size=40))
+def test_live_memory_is_intact_and_kept_memory_bounded(steps: list[tuple[int, int]]) -> None:
+    clock = Clock()
+    pool = BufferPool(1 << 20, clock=clock)
+    live: list[tuple[memoryview, bytes]] = []
+    for number, (action, nbytes) in enumerate(steps):
+        if action < 5:
+            view = pool.take(nbytes)
+            mark = number.to_bytes(2, "little") * 4
+            view[:8] = mark
+            view[-8:] = mark
+            live.append((view, mark))
+            del view
+        elif action < 8 and live:
+            live.pop(nbytes % len(live))
+        elif action == 8:
+            clock.now += nbytes % 100
+            pool.trim()
+        assert all(bytes(view[:8]) == bytes(view[-8:]) == mark for view, mark in live)
+        stats = pool.stats()
+        large = [view for view, _ in live if len(view) >= SMALL]
+        assert sum(map(len, large)) <= stats.lent_bytes
+        pool.trim()
+        assert pool.stats().free_bytes <= 1 << 20
+        del large
+    pool.close()
+
+
+def in_child(work: Callable[[], bool]) -> bool:
+    """Run ``work`` in a forked child and return what it returned."""
+    pid = os.fork()
+    if pid == 0:
+        code = 2
+        try:
+            code = 0 if work() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_forked_child_keeps_its_tensors_and_returns_nothing(pool: BufferPool) -> None:
+    tensor = torch.frombuffer(pool.take(BIG), dtype=torch.uint8)
+    tensor.fill_(7)
+    dropped = pool.take(BIG)
+
+    def work() -> bool:
+        nonlocal dropped
+        pool.abandon()
+        returned = pool._loans.returned
+        del dropped
+        gc.collect()
+        whole = bool((tensor == 7).all())
+        tensor.fill_(9)
+        return whole and not returned and len(pool.take(BIG)) == BIG
+
+    assert in_child(work)
+    assert bool((tensor == 7).all())
+    assert pool.stats().lent_bytes == 2 * size_class(BIG)
+    del dropped
+
+
+def test_a_loan_that_dies_in_a_child_is_not_noted_even_without_abandon() -> None:
+    loans: Loans[int] = Loans()
+    memory, address = buffers.reserve(SMALL)
+    view = loans.lend(memory, address, SMALL, 5)
+
+    def work() -> bool:
+        nonlocal view
+        del view
+        return not loans.returned
+
+    assert in_child(work)
+    assert not loans.returned
+    del view
+    assert list(loans.returned) == [5]
+
+
+def test_a_span_shows_exactly_its_memory_and_keeps_it() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.tensor = torch.arange(100, dtype=torch.uint8)
+
+    owner = Owner()
+    dead = weakref.ref(owner)
+    view = Span(owner.tensor.data_ptr() + 10, 70, owner).view()
+    del owner
+    gc.collect()
+    assert dead() is not None
+    assert view.readonly
+    assert bytes(view) == bytes(range(10, 80))
+    part = view[1:2]
+    del view
+    gc.collect()
+    assert dead() is not None
+    del part
+    gc.collect()
+    assert dead() is None
+    assert bytes(Span(0, 0, None).view()) == b""
+    assert Span(1, 2, "a") == Span(1, 2, "b")
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1000, 128 << 10, (128 << 10) + 1, 1 << 20])
+def test_copy(nbytes: int) -> None:
+    source = bytearray(os.urandom(nbytes + 1))
+    target = bytearray(nbytes + 1)
+    copy(address_of(memoryview(target)), Span(address_of(memoryview(source)), nbytes, source))
+    assert target[:nbytes] == source[:nbytes]
+    assert target[nbytes] == 0
+
+
+def test_a_large_copy_lets_other_threads_run() -> None:
+    size = 32 << 20
+    source, target = bytearray(size), bytearray(size)
+    span = Span(address_of(memoryview(source)), size, source)
+    address = address_of(memoryview(target))
+    interval = sys.getswitchinterval()
+    seen = False
+    try:
+        # Nobody is made to give up the GIL for so long: this thread runs only when the copy does.
+        sys.setswitchinterval(60.0)
+        for _ in range(100):
+            events: list[str] = []
+
+            def work(events: list[str] = events) -> None:
+                events.append("begin")
+                copy(address, span)
+                events.append("end")
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            seen = seen or events == ["begin"]
+            thread.join(30)
+            if seen:
+                break
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen
+
+
+def test_a_fork_guard_holds_loans_until_the_child_is_gone() -> None:
+    guard: ForkGuard[str] = ForkGuard()
+    assert not guard.hold("a")
+    guard.before()
+    assert guard.forking
+    guard.after({"a", "b"})  # as after a fork that failed: nobody has the other end
+    assert not guard.forking
+    assert not guard.holds
+    assert guard.hold("a")
+    assert guard.holds
+    assert not guard.hold("c")
+    assert guard.release() == ["a"]
+    assert not guard.holds
+    guard.after({"a"})
+    assert not guard.holds
+    guard.before()
+    guard.after(set())
+    assert not guard.hold("a")
+    guard.before()
+    guard.after({"a"})
+    guard.close()
+    assert not guard.hold("a")
+
+
+def test_more_than_may_be_kept_is_said_when_it_comes_back() -> None:
+    told: list[None] = []
+    pool = BufferPool(4 * BIG, excess=lambda: told.append(None))
+    small = pool.take(BIG)
+    del small
+    assert not told
+    large = pool.take(16 * BIG)
+    del large
+    assert len(told) == 1
+    pool.trim()
+    assert pool.stats().free_bytes <= 4 * BIG

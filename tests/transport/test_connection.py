@@ -1,0 +1,316 @@
+"""One agent and those who connect to it: who may come in, and what garbage does."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import pickle
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import pytest
+
+from actorrpc.agent import outbound
+from actorrpc.agent.agent import Agent
+from actorrpc.errors import AuthenticationError, PeerDiedError, ProtocolError
+from actorrpc.wire import frames
+from actorrpc.wire.frames import PREFIX, pack_frame, pack_position
+from actorrpc.wire.handshake import Purpose
+from actorrpc.wire.keys import Key
+from tests import certificates
+from tests.agent.agents import KEY, Stranger, agents
+from tests.intruders.doors import tcp_agents
+
+_INF = float("inf")
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Agent]]:
+    with agents(2, max_frame=1 << 16) as made:
+        yield made
+
+
+def _works(pair: list[Agent]) -> bool:
+    """Whether the two still talk to each other."""
+    return all(
+        bool(pair[i].call(pair[i].peer(f"a{1 - i}"), operator.add, (i, 1), {}, 0).result() == i + 1)
+        for i in (0, 1)
+    )
+
+
+# -- who may come in -----------------------------------------------------------------------------------
+
+
+@pytest.mark.prints("'stranger' did not prove to worker 'a0'", "these bytes are not an actorrpc handshake")
+def test_the_wrong_key_is_refused_and_so_is_what_is_no_handshake(pair: list[Agent]) -> None:
+    stranger = Stranger(pair[0], Key.from_text("quite another key, as long"))
+    with pytest.raises((AuthenticationError, ConnectionError)):
+        stranger.shake_hands()
+    stranger.close()
+    for data in (b"", bytes(1000), b"GET / HTTP/1.1\r\n\r\n", pickle.dumps(print)):
+        stranger = Stranger(pair[0])
+        if data:
+            stranger.sock.sendall(data)
+            stranger.sock.settimeout(None)
+            received = b"-"
+            while received:
+                try:
+                    received = stranger.sock.recv(4096)
+                except ConnectionError:
+                    break
+        stranger.close()
+    assert _works(pair)
+
+
+def test_whoever_means_another_worker_is_refused(pair: list[Agent]) -> None:
+    for wrong in ({"peer_name": "a1"}, {"peer_incarnation": "f" * 32}):
+        stranger = Stranger(pair[0], **wrong)
+        with pytest.raises((ProtocolError, ConnectionError)):
+            stranger.shake_hands()
+        stranger.close()
+    assert _works(pair)
+
+
+@pytest.mark.prints("the connection to a stranger was closed: 'stranger' introduced itself as 'somebody'")
+def test_a_name_that_was_not_proved_is_refused(pair: list[Agent]) -> None:
+    stranger = Stranger(pair[0])
+    stranger.shake_hands()
+    other = Stranger(pair[0], name="somebody")
+    stranger.sock.sendall(pack_frame(frames.INTRO, body=other.record.to_bytes()))
+    stranger.read_to_the_end()
+    stranger.close()
+    other.close()
+    assert _works(pair)
+
+
+def test_side_connections_need_a_main_one(pair: list[Agent]) -> None:
+    for purpose in (1, 2):
+        stranger = Stranger(pair[0], purpose=purpose, attach=random.Random(1).randbytes(16))
+        with contextlib.suppress(ProtocolError, ConnectionError):
+            stranger.shake_hands()
+            stranger.read_to_the_end()
+        stranger.close()
+    assert _works(pair)
+
+
+def test_a_stripe_may_be_faster_than_its_main_connections_introduction() -> None:
+    with tcp_agents(2) as pair:
+        main = Stranger(pair[0])
+        main.shake_hands()
+        stripe = Stranger(pair[0], purpose=Purpose.BULK)
+        stripe.shake_hands()
+        main.introduce()
+        for side in (main, stripe):  # once the one is answered, it has been introduced
+            side.sock.sendall(pack_frame(frames.PING, 6))
+            assert [frame.kind for frame in side.frames()] == [frames.PONG]
+        stripe.close()
+        main.close()
+        assert _works(pair)
+
+
+@pytest.mark.skipif(certificates.OVER_TLS, reason="the agents listen on TCP")
+def test_on_one_host_there_are_no_stripes(pair: list[Agent]) -> None:
+    main = Stranger(pair[0])
+    main.shake_hands()
+    main.introduce()
+    stripe = Stranger(pair[0], purpose=Purpose.BULK)
+    with pytest.raises(ConnectionResetError):
+        stripe.shake_hands()
+    stripe.close()
+    main.close()
+    assert _works(pair)
+
+
+# -- what they may say ---------------------------------------------------------------------------------
+
+
+def _request(id: int, function: Any, *args: Any) -> bytes:
+    return pack_frame(frames.REQUEST, id, pickle.dumps((function, args, {})), remaining=_INF)
+
+
+def test_a_peer_with_the_key_is_served(pair: list[Agent]) -> None:
+    stranger = Stranger(pair[0])
+    stranger.shake_hands()
+    stranger.introduce()
+    stranger.sock.sendall(_request(5, operator.add, 1, 2) + pack_frame(frames.PING, 6))
+    got: dict[int, Any] = {}
+    while not {frames.REPLY, frames.PONG} <= set(got):
+        got |= {frame.kind: frame for frame in stranger.frames()}
+    assert got[frames.REPLY].id == 5
+    assert pickle.loads(got[frames.REPLY].body) == 3
+    # One byte at a time.
+    for byte in _request(6, operator.mul, 6, 7):
+        stranger.sock.sendall(bytes([byte]))
+    (frame,) = stranger.frames()
+    assert pickle.loads(frame.body) == 42
+    stranger.close()
+    assert _works(pair)
+
+
+_GARBAGE = {
+    "too long": PREFIX.pack(1 << 20, 0, frames.REQUEST, 0, 1.0, 1, 1),
+    "longest": PREFIX.pack(2**32 - 1, 0, frames.REQUEST, 0, 1.0, 1, 1),
+    "unknown kind": PREFIX.pack(0, 0, 200, 0, 1.0, 1, 1),
+    "kind zero": bytes(PREFIX.size),
+    "not a number": PREFIX.pack(0, 0, frames.REQUEST, 0, float("nan"), 1, 1),
+    "chunk of no stream": pack_frame(frames.CHUNK, 9, chain=pack_position(0, 0), length=4) + b"abcd",
+    "stream without sizes": pack_frame(frames.REQUEST, 9, flags=outbound.STREAM, extra=b"\x80"),
+    "stream that is too large": pack_frame(
+        frames.REQUEST, 9, flags=outbound.STREAM, extra=msgpack.packb({"b": [1 << 62], "s": 1})
+    ),
+    "stream of negative size": pack_frame(
+        frames.REQUEST, 9, flags=outbound.STREAM, extra=msgpack.packb({"b": [-1, 5], "s": 1})
+    ),
+    "chunk outside": pack_frame(
+        frames.REQUEST, 9, flags=outbound.STREAM, extra=msgpack.packb({"b": [8], "s": 1})
+    )
+    + pack_frame(frames.CHUNK, 1, chain=pack_position(0, 6), length=4)
+    + b"abcd",
+    "chunk of another buffer": pack_frame(
+        frames.REQUEST, 9, flags=outbound.STREAM, extra=msgpack.packb({"b": [8], "s": 1})
+    )
+    + pack_frame(frames.CHUNK, 1, chain=pack_position(7, 0), length=4)
+    + b"abcd",
+    "introduced twice": None,
+    "header that is no map": pack_frame(frames.NOTICE, extra=b"\x01"),
+    "late answer with a bad header": pack_frame(frames.REPLY, 12345, extra=b"\xc1"),
+}
+
+
+@pytest.mark.parametrize("garbage", _GARBAGE.values(), ids=_GARBAGE)
+@pytest.mark.prints("the connection to (a stranger|stranger) was closed: ")
+def test_garbage_ends_its_connection_and_no_other(pair: list[Agent], garbage: bytes | None) -> None:
+    bystander = Stranger(pair[0], name="bystander")
+    bystander.shake_hands()
+    bystander.introduce()
+    stranger = Stranger(pair[0])
+    stranger.shake_hands()
+    stranger.introduce()
+    if garbage is None:
+        stranger.introduce()
+    else:
+        stranger.sock.sendall(garbage)
+    stranger.read_to_the_end()
+    stranger.close()
+    bystander.sock.sendall(_request(1, operator.add, 1, 1))
+    (frame,) = bystander.frames()
+    assert pickle.loads(frame.body) == 2
+    bystander.close()
+    assert _works(pair)
+
+
+@pytest.mark.prints("the connection to a stranger was closed: the peer did not introduce itself")
+def test_messages_before_the_introduction_end_the_connection(pair: list[Agent]) -> None:
+    for data in (_request(1, operator.add, 1, 1), pack_frame(frames.PING), pack_frame(frames.REPLY, 1)):
+        stranger = Stranger(pair[0])
+        stranger.shake_hands()
+        stranger.sock.sendall(data)
+        stranger.read_to_the_end()
+        stranger.close()
+    assert _works(pair)
+
+
+def test_a_request_that_cannot_be_opened_fails_alone(pair: list[Agent]) -> None:
+    stranger = Stranger(pair[0])
+    stranger.shake_hands()
+    stranger.introduce()
+    bodies = [
+        b"",
+        b"\x80",
+        b"nonsense",
+        pickle.dumps(5),
+        pickle.dumps((1, 2, 3)),
+        b"\x80\x05cnowhere\nnothing\n.",
+    ]
+    for number, body in enumerate(bodies):
+        stranger.sock.sendall(pack_frame(frames.REQUEST, number, body))
+        got = stranger.frames()
+        assert [(frame.kind, frame.id) for frame in got] == [(frames.FAILURE, number)]
+    unreadable = ((1, b""), (1, msgpack.packb({"b": [99]})), (2, msgpack.packb({"p": b"junk"})), (0, b"\xc1"))
+    for number, (flags, extra) in enumerate(unreadable, 50):
+        stranger.sock.sendall(pack_frame(frames.REQUEST, number, b"body", flags=flags, extra=extra))
+        got = stranger.frames()
+        kinds = [frame.kind for frame in got if frame.kind != frames.CREDIT]
+        assert kinds in ([frames.FAILURE], [])
+        if not got:
+            pytest.fail("the connection was closed")
+    stranger.sock.sendall(_request(60, operator.add, 1, 1))
+    assert stranger.frames()[-1].kind == frames.REPLY
+    stranger.close()
+    assert _works(pair)
+
+
+@pytest.mark.prints("the connection to (a stranger|stranger) was closed: ")
+def test_random_frames_never_harm_others(pair: list[Agent]) -> None:
+    rng = random.Random(7)
+    for _ in range(40):
+        stranger = Stranger(pair[0])
+        stranger.shake_hands()
+        stranger.introduce()
+        data = b"".join(
+            PREFIX.pack(
+                len(body),
+                0,
+                rng.choice([2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 14, 15, 16]),
+                0,
+                1.0,
+                rng.getrandbits(8),
+                0,
+            )
+            + body
+            for body in (rng.randbytes(rng.choice([0, 8, 16, 33])) for _ in range(rng.randrange(1, 6)))
+        )
+        try:
+            stranger.sock.sendall(data)
+            stranger.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+        stranger.read_to_the_end()
+        stranger.close()
+    assert _works(pair)
+
+
+def test_many_guests_that_say_nothing(pair: list[Agent]) -> None:
+    """More strangers than may wait at the door; those who have the key still come in once there is room."""
+    silent = [Stranger(pair[0]) for _ in range(pair[0].settings.max_unauthenticated + 8)]
+    assert _works(pair)
+    for each in silent:
+        each.close()
+    while True:
+        stranger = Stranger(pair[0])
+        try:
+            stranger.shake_hands()
+            break
+        except ConnectionError:
+            threading.Event().wait(0.01)
+        finally:
+            stranger.close()
+
+
+def test_the_end_of_a_connection_ends_its_calls() -> None:
+    with agents(2, key=KEY) as pair:
+        entered, gate = threading.Event(), threading.Event()
+        _events.update(entered=entered, gate=gate)
+        call = pair[0].call(pair[0].peer("a1"), _enter, (), {}, 0)
+        pair[0].flush()
+        pair[0].peer("a1").conn.flush()  # type: ignore[union-attr]
+        entered.wait()
+        pair[0].peer("a1").conn.close()  # type: ignore[union-attr]
+        with pytest.raises(PeerDiedError) as caught:
+            call.result()
+        assert caught.value.maybe_executed
+        gate.set()
+        with pytest.raises(PeerDiedError):
+            pair[0].call(pair[0].peer("a1"), operator.add, (1, 1), {}, 0)
+
+
+_events: dict[str, threading.Event] = {}
+
+
+def _enter() -> None:
+    _events["entered"].set()
+    _events["gate"].wait()

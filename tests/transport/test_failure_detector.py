@@ -1,0 +1,420 @@
+"""Silence and what it means, in virtual time; what a host says of a process; changes are told once, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.peers import Changes, Peer, state_of
+from actorrpc.config import Settings
+from actorrpc.errors import ConfigError, PeerDiedError
+from actorrpc.futures import Future
+from actorrpc.transport.failure_detector import Liveness, is_direct, process_state, set_up_tcp
+from actorrpc.wire.frames import PING, PONG, pack_frame
+from tests.agent.agents import Stranger, agents, record
+from tests.certificates import OVER_TLS
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    """Wait for something that nothing announces; bounded by the test's limit."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.005)
+
+
+# -- in virtual time ---------------------------------------------------------------------------------
+
+
+@given(
+    st.floats(0.05, 20.0),
+    st.integers(2, 8),
+    st.floats(0.0, 0.1),
+    st.floats(0.0, 8.0),
+)
+def test_a_peer_that_falls_silent_is_lost_in_time_and_not_before(
+    heartbeat: float, misses: int, round_trip: float, beats: float
+) -> None:
+    """It answers after `round_trip` heartbeats, until it hangs after `beats` of them."""
+    liveness = Liveness()
+    hangs = beats * heartbeat
+    now = heard = 0.0
+    answer = float("inf")
+    states: list[str] = []
+    while not states or states[-1] != "lost":
+        look = liveness.look(now, heard, heartbeat=heartbeat, misses=misses)
+        if look.state != "alive":
+            assert now > hangs
+        states.append(look.state)
+        if look.ask and now < hangs:
+            answer = now + round_trip * heartbeat
+        assert 0 < look.wait <= heartbeat * 1.01
+        now += look.wait
+        if answer <= min(now, hangs):
+            heard, answer = answer, float("inf")
+        assert now < 100 * heartbeat
+    found = now - look.wait
+    assert hangs + (misses - 1.7) * heartbeat < found <= hangs + misses * heartbeat
+    if misses > 2:
+        assert "suspect" in states
+
+
+def test_it_recovers() -> None:
+    liveness = Liveness()
+    assert liveness.look(0.0, 0.0, heartbeat=1.0, misses=5).state == "alive"
+    assert liveness.look(2.5, 0.0, heartbeat=1.0, misses=5).state == "suspect"
+    assert liveness.look(4.6, 0.0, heartbeat=1.0, misses=5).state == "lost"
+    assert liveness.look(5.0, 4.9, heartbeat=1.0, misses=5).state == "alive"
+
+
+@pytest.mark.parametrize("heard", [0.0, 0.5])
+def test_time_in_which_this_process_stood_still_is_nobodys_silence(heard: float) -> None:
+    """The look was due at 1 and comes at 60; whatever came meanwhile has not been read yet."""
+    liveness = Liveness()
+    assert liveness.look(0.0, 0.0, heartbeat=1.0, misses=5).state == "alive"
+    late = liveness.look(60.0, heard, heartbeat=1.0, misses=5, late=59.0)
+    assert late.state == "alive"
+    # From here on, silence counts again.
+    states = [liveness.look(60.0 + t, heard, heartbeat=1.0, misses=5).state for t in (1.5, 2.5, 4.6)]
+    assert states == ["suspect", "suspect", "lost"]
+
+
+def test_one_who_sends_a_long_message_hears_something_meanwhile() -> None:
+    """Bytes keep coming in, so it is not asked for a sign of life; but it wants one itself."""
+    liveness = Liveness()
+    asked = [
+        liveness.look(t / 4, t / 4, heartbeat=1.0, misses=5, receiving=True).ask for t in range(1, 41)
+    ].count(True)
+    assert 9 <= asked <= 14
+
+
+def test_two_idle_workers_ask_each_other_once_in_a_heartbeat() -> None:
+    sides = [Liveness(), Liveness()]
+    heard, due, asked, looks = [0.0, 0.0], [1.0, 1.3], 0, 0
+    while min(due) < 1000.0:
+        me = due.index(min(due))
+        now = due[me]
+        look = sides[me].look(now, heard[me], heartbeat=1.0, misses=5)
+        assert look.state == "alive"
+        looks += 1
+        if look.ask:
+            asked += 1
+            heard = [now + 1e-3] * 2
+        due[me] = now + look.wait
+    assert 700 < asked <= 1400
+    assert looks <= 4 * 2 * 1000
+
+
+@pytest.mark.parametrize("given", [{"heartbeat_misses": 1}, {"heartbeat_misses": 0}, {"heartbeat": 0.0}])
+def test_settings_that_make_no_sense(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="heartbeat"):
+        Settings(**given)
+
+
+def test_the_environment_sets_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACTORRPC_HEARTBEAT", "0.2")
+    monkeypatch.setenv("ACTORRPC_HEARTBEAT_MISSES", "7")
+    settings = Settings.from_environment()
+    assert (settings.heartbeat, settings.heartbeat_misses) == (0.2, 7)
+    monkeypatch.setenv("ACTORRPC_HEARTBEAT_MISSES", "often")
+    with pytest.raises(ConfigError, match="HEARTBEAT_MISSES"):
+        Settings.from_environment()
+
+
+# -- what the host says -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_the_state_of_a_process(child: subprocess.Popen[bytes]) -> None:
+    assert process_state(os.getpid()) == "running"
+    assert process_state(child.pid) == "running"
+    child.send_signal(signal.SIGSTOP)
+    _until(lambda: process_state(child.pid) == "stopped")
+    child.send_signal(signal.SIGCONT)
+    _until(lambda: process_state(child.pid) == "running")
+    child.kill()
+    _until(lambda: process_state(child.pid) == "gone")  # a zombie: nobody has waited for it
+    child.wait()
+    assert process_state(child.pid) == "gone"
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_whether_something_lies_in_between(child: subprocess.Popen[bytes], family: int) -> None:
+    with socket.socket(family) as listener:
+        listener.bind(("127.0.0.1" if family == socket.AF_INET else "::1", 0))
+        listener.listen()
+        with socket.create_connection(listener.getsockname()[:2]) as near, listener.accept()[0] as far:
+            assert is_direct(near, os.getpid())
+            assert is_direct(far, os.getpid())
+            assert not is_direct(near, child.pid)  # its other end belongs to somebody else: a relay
+        assert not is_direct(near, os.getpid())
+    one, other = socket.socketpair()
+    with one, other:
+        assert is_direct(one, os.getpid())
+        assert not is_direct(one, child.pid)
+
+
+class _Far(socket.socket):
+    """A socket that says it leads to another host."""
+
+    def getpeername(self) -> Any:
+        return ("192.0.2.1", 80)
+
+
+def test_tcp_to_another_host_gives_up_in_time() -> None:
+    with _Far(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        set_up_tcp(sock, Settings(heartbeat=0.2))
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
+        set_up_tcp(sock, Settings(heartbeat=1e9, heartbeat_misses=1000))  # within what the kernel takes
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 32767000
+
+
+# -- changes ------------------------------------------------------------------------------------------
+
+
+def _peer(name: str = "p1", **changes: Any) -> Peer:
+    return Peer(
+        dataclasses.replace(record(name, 1), **changes), own=record("own", 0), window=1, definitions=None
+    )
+
+
+def test_changes_are_told_once_in_order_and_the_end_is_final() -> None:
+    tasks: list[Callable[[], None]] = []
+    changes = Changes(tasks.append)
+    told: list[tuple[str, ...]] = []
+    peer = _peer()
+    assert changes.note(peer, "suspect", "before anybody listens")
+    assert not tasks
+    remove = changes.listen(lambda worker, *rest: told.append((worker.name, *rest)))
+    assert not changes.note(peer, "suspect", "again")
+    assert changes.note(peer, "alive", "one")
+    assert changes.note(peer, "suspect", "two")
+    assert changes.note(peer, "dead", "three")
+    assert not changes.note(peer, "alive", "late")
+    assert not changes.note(peer, "left", "late")
+    assert told == []  # not on the thread that notes it
+    assert len(tasks) == 1  # and one at a time
+    tasks.pop()()
+    assert told == [
+        ("p1", "suspect", "alive", "one"),
+        ("p1", "alive", "suspect", "two"),
+        ("p1", "suspect", "dead", "three"),
+    ]
+    assert changes.note(_peer("p2"), "left", "four")
+    remove()
+    remove()
+    tasks.pop()()
+    assert len(told) == 3
+    assert changes.note(_peer("p3"), "left", "five")
+    assert not tasks
+
+
+@pytest.mark.prints("a listener for changes of members raised.*ValueError: of a user")
+def test_listeners_may_raise_listen_remove_and_note() -> None:
+    tasks: list[Callable[[], None]] = []
+    changes = Changes(tasks.append)
+    told: list[str] = []
+    other = _peer("p2")
+
+    def first(*change: Any) -> None:
+        told.append(f"first {change[0].name}")
+        remove_second()
+        if change[0].name == "p1":
+            assert changes.note(other, "dead", "said by a listener")
+            changes.listen(lambda *_: told.append(f"third {_[0].name}"))
+        raise ValueError("of a user")
+
+    changes.listen(first)
+    remove_second = changes.listen(lambda *_: told.append("second"))
+    changes.note(_peer(), "dead", "")
+    while tasks:
+        tasks.pop(0)()
+    # The third one listens since after the second change had been noted.
+    assert told == ["first p1", "first p2"]
+    changes.note(_peer("p3"), "left", "")
+    tasks.pop()()
+    assert told[2:] == ["first p3", "third p3"]
+
+
+def test_changes_from_many_threads_are_told_once_each() -> None:
+    tasks: list[Callable[[], None]] = []
+    changes = Changes(tasks.append)
+    told: list[tuple[str, str, str]] = []
+    changes.listen(lambda worker, old, new, reason: told.append((worker.name, old, new)))
+    peers = [_peer(f"p{i}") for i in range(50)]
+    start = threading.Barrier(4)
+
+    def note(state: str) -> None:
+        start.wait()
+        for peer in peers:
+            changes.note(peer, state, "")
+
+    threads = [threading.Thread(target=note, args=(s,)) for s in ("suspect", "dead", "left", "dead")]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    while tasks:
+        tasks.pop(0)()
+    for peer in peers:
+        mine = [(old, new) for name, old, new in told if name == peer.name]
+        assert mine[0][0] == "alive"
+        assert [new for _, new in mine[:-1]] == [old for old, _ in mine[1:]]
+        assert mine[-1][1] in ("dead", "left")
+        assert 1 <= len(mine) <= 2
+
+
+# -- agents -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _stranger(agent: Agent, **changes: Any) -> Iterator[tuple[Stranger, Peer]]:
+    """Connect a worker that says nothing by itself; give it, and how the agent sees it."""
+    with contextlib.closing(Stranger(agent)) as stranger:
+        stranger.record = dataclasses.replace(stranger.record, **changes)
+        stranger.shake_hands()
+        stranger.introduce()
+        _until(lambda: any(peer.name == "stranger" for peer in agent.peers()))
+        yield stranger, next(peer for peer in agent.peers() if peer.name == "stranger")
+
+
+def _call(agent: Agent, peer: Peer, argument: Any = None) -> Future[Any]:
+    future: Future[Any] = Future()
+    agent.call(peer, print, (argument,), {}, 0, future=future)
+    return future
+
+
+def test_idle_workers_hear_of_each_other() -> None:
+    with agents(2, heartbeat=0.02) as (a0, a1):
+        assert a0.call(a0.peer("a1"), abs, (-1,), {}, 0).result() == 1
+        conn = a0.peer("a1").conn
+        assert conn is not None
+        for _ in range(3):
+            before = conn.heard
+            _until(lambda before=before: conn.heard > before)
+        assert state_of(a0.peer("a1")) == state_of(a1.peer("a0")) == "alive"
+
+
+def test_nobody_is_woken_where_nobody_is_connected() -> None:
+    with agents(1, heartbeat=0.01) as (agent,):
+        assert agent.call(agent.self_peer, abs, (-1,), {}, 0).result() == 1
+        _until(lambda: not agent.upkeep.pulse.active)
+
+
+class _Told:
+    """A listener that can be waited for."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.changes: list[tuple[str, str]] = []
+        self.came = threading.Semaphore(0)
+        agent.upkeep.changes.listen(self)
+
+    def __call__(self, worker: Any, old: str, new: str, reason: str) -> None:
+        self.changes.append((old, new))
+        self.came.release()
+
+
+def test_a_silent_peer_of_another_host_dies_and_calls_say_whether_they_may_have_run() -> None:
+    with agents(1, heartbeat=0.2) as (agent,), _stranger(agent, host="elsewhere") as (_, peer):
+        told = _Told(agent)
+        sent = _call(agent, peer)
+        # It reads nothing: what does not fit into the sockets stays here. Those of TCP grow to some 10 MB.
+        stuck = [_call(agent, peer, b"x" * 50_000) for _ in range(400 if OVER_TLS else 40)]
+        with pytest.raises(PeerDiedError, match="silent") as caught:
+            sent.wait()
+        assert caught.value.maybe_executed is True
+        errors = [each.exception() for each in stuck]
+        assert {type(error) for error in errors} == {PeerDiedError}
+        assert errors[-1].maybe_executed is False  # type: ignore[union-attr]
+        with pytest.raises(PeerDiedError) as caught:
+            _call(agent, peer)
+        assert caught.value.maybe_executed is False
+        for _ in range(2):
+            told.came.acquire()
+        assert told.changes == [("alive", "suspect"), ("suspect", "dead")]
+
+
+def test_a_busy_peer_of_this_host_is_suspect_until_it_answers() -> None:
+    """Its process is this one, which runs."""
+    with agents(1, heartbeat=0.05) as (agent,):
+        told = _Told(agent)
+        with _stranger(agent) as (stranger, peer):
+            call = _call(agent, peer)
+            told.came.acquire()
+            assert state_of(peer) == "suspect"
+            _until(lambda: peer.liveness.silent > 0.05 * 10)  # twice what makes it lost
+            assert told.changes == [("alive", "suspect")]
+            assert not call.done()
+            answering = threading.Thread(target=_answer_pings, args=(stranger,))
+            answering.start()
+            told.came.acquire()
+            assert told.changes[1] == ("suspect", "alive")
+            stranger.sock.shutdown(socket.SHUT_RDWR)
+            answering.join()
+        with pytest.raises(PeerDiedError):
+            call.wait()
+
+
+def _answer_pings(stranger: Stranger) -> None:
+    while found := stranger.frames():
+        for frame in found:
+            if frame.kind == PING:
+                try:
+                    stranger.sock.sendall(pack_frame(PONG, frame.id))
+                except OSError:
+                    return
+
+
+def test_heartbeats_are_answered_while_every_thread_is_in_user_code() -> None:
+    gate = threading.Event()
+    try:
+        with agents(2, max_threads=3) as (a0, a1):
+            held = [_hold(a0, a1, gate) for _ in range(4)]
+            _until(lambda: len(a1.pool.idle) <= 1)
+            with _stranger(a1) as (stranger, _):
+                for number in range(1, 6):
+                    stranger.sock.sendall(pack_frame(PING, number))
+                    assert [frame.kind for frame in stranger.frames()] == [PONG]
+                assert not any(each.done() for each in held)
+            gate.set()
+            for each in held:
+                assert each.wait()
+    finally:
+        gate.set()
+
+
+_gates: list[threading.Event] = []
+
+
+def _wait_for_gate() -> bool:
+    return _gates[0].wait()
+
+
+def _hold(a0: Agent, a1: Agent, gate: threading.Event) -> Future[Any]:
+    _gates[:] = [gate]
+    future: Future[Any] = Future()
+    a0.call(a0.peer("a1"), _wait_for_gate, (), {}, 0, future=future)
+    a0.flush()
+    return future

@@ -1,0 +1,415 @@
+"""The soft limit of descriptors: raised for those who are in contact with many, and left alone otherwise.
+
+Where the hard limit is reached, those who are in contact stay so, others wait at the door, and it is said why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actorrpc import rpc
+from actorrpc.agent import acceptor, connector
+from actorrpc.errors import LimitError
+from actorrpc.transport import fd_limits
+from actorrpc.transport.fd_limits import SPARE, make_room
+from actorrpc.wire.frames import PING, PONG, pack_frame
+from actorrpc.wire.handshake import Dialler, Purpose
+from actorrpc.wire.identity import WorkerRecord
+from tests import certificates
+from tests.agent.agents import Stranger, agents
+from tests.ranks import rpc_group, run_group
+
+
+def _limits() -> tuple[int, int]:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+@pytest.fixture
+def soft() -> Iterator[int]:
+    before = _limits()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    yield 512
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_it_is_left_alone_until_it_is_near(soft: int) -> None:
+    assert make_room(soft // 2)
+    assert _limits()[0] == soft
+    assert make_room(soft // 2 + 1)
+    assert _limits()[0] == 2 * soft
+
+
+def test_it_stays_within_the_hard_limit(soft: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft + 10))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
+    assert not make_room(soft - 1)
+    assert asked == [(soft + 10, soft + 10)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
+    assert not make_room(soft - 1)
+    assert make_room(0)
+    assert len(asked) == 1
+
+
+@pytest.mark.prints(r"the limit of \d+ cannot be raised: not allowed to raise maximum limit")
+def test_where_it_cannot_be_raised_that_is_said_and_no_error(
+    soft: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    assert not make_room(soft - 1)
+    assert "cannot be raised" in caplog.text
+
+
+_called = threading.Event()
+
+
+def _call() -> int:
+    _called.set()
+    return 1
+
+
+def _one_to_all(rank: int, world_size: int) -> tuple[int, int] | None:
+    if rank:
+        assert _called.wait(50)  # so that nobody comes to the first one by itself
+        return None
+    few = len(os.listdir("/proc/self/fd")) + 16
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, _limits()[1]))
+    for other in range(1, world_size):
+        assert rpc.rpc_sync(f"worker{other}", _call) == 1
+    return few, _limits()[0]
+
+
+def test_a_worker_that_is_in_contact_with_many_has_room_for_them() -> None:
+    few, after = rpc_group(_one_to_all, 12)[0]
+    assert after > few
+
+
+# -- many at once ------------------------------------------------------------------------------------------
+
+
+class _Pair:
+    """What two ranks tell each other, through a directory."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory)
+        self._pause = threading.Event()
+
+    def say(self, what: str, data: bytes = b"") -> None:
+        made = self._directory / f"{what}.new"
+        made.write_bytes(data)
+        made.rename(self._directory / what)
+
+    def wait(self, what: str) -> None:
+        while not (self._directory / what).exists():
+            self._pause.wait(0.01)
+
+    def hear(self, what: str) -> bytes:
+        self.wait(what)
+        return (self._directory / what).read_bytes()
+
+
+_plain = pytest.mark.skipif(certificates.OVER_TLS, reason="its strangers speak no TLS")
+
+
+class _To:
+    """The agent of another process, as strangers look at it."""
+
+    def __init__(self, record: WorkerRecord) -> None:
+        self.record = record
+        self.links: Any = None
+
+
+def _strangers(to: _To, count: int, name: str = "s") -> list[Stranger]:
+    return [Stranger(to, name=f"{name}{number}", attach=os.urandom(16)) for number in range(count)]  # type: ignore[arg-type]
+
+
+def _answers(stranger: Stranger) -> bool:
+    stranger.sock.sendall(pack_frame(PING))
+    return any(frame.kind == PONG for frame in stranger.frames())
+
+
+def _open() -> int:
+    return len(os.listdir("/proc/self/fd")) - 1
+
+
+def _serve_many(rank: int, _size: int, directory: str, count: int) -> int:
+    pair = _Pair(directory)
+    if rank:
+        to = _To(WorkerRecord.from_bytes(pair.hear("there")))
+        found = _strangers(to, count)  # all are at the door before the first has said anything
+        for each in found:
+            each.shake_hands()
+            each.introduce()
+        assert all(map(_answers, found))
+        for each in found:
+            each.close()
+        pair.say("done")
+        return 0
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))
+    with agents(1) as (agent,):
+        pair.say("there", agent.record.to_bytes())
+        pair.hear("done")
+        assert len(agent.peers()) >= count
+    return _limits()[0]
+
+
+@_plain
+def test_many_come_at_once_near_a_tiny_limit(tmp_path: Path) -> None:
+    # More than one step of raising it late would have had room for.
+    assert 64 < run_group(_serve_many, 2, str(tmp_path), 64)[0] <= 4096
+
+
+# -- the hard limit ------------------------------------------------------------------------------------------
+
+
+class _Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _come(rank: int, _size: int, directory: str) -> list[str]:
+    pair = _Pair(directory)
+    if rank:
+        to = _To(WorkerRecord.from_bytes(pair.hear("there")))
+        inside = _strangers(to, 6)
+        for each in inside:
+            each.shake_hands()
+            each.introduce()
+        for each in inside:
+            assert _answers(each)
+        pair.say("six")
+        pair.hear("limited")
+        waiting = _strangers(to, 12, "late")
+        pair.hear("full")
+        for each in inside:  # those who were there before work as ever
+            assert _answers(each)
+        for number, each in enumerate(waiting):  # each that has gone makes place for another one
+            each.shake_hands()
+            each.introduce()
+            assert _answers(each), number
+            each.close()
+        assert all(map(_answers, inside))
+        for each in inside:
+            each.close()
+        pair.say("done")
+        return []
+    said = _Said()
+    logging.getLogger("actorrpc.links").addHandler(said)
+    with agents(1, handshake_timeout=60.0) as (agent,), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(acceptor, "_PATIENCE_S", float("inf"))
+        pair.say("there", agent.record.to_bytes())
+        pair.hear("six")
+        limit = _open() + SPARE + 8
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        agent.links.guests._scarce = True  # it was raised before, and is lower now: only tests do that
+        pair.say("limited")
+        pause = threading.Event()
+        while not said.lines:
+            pause.wait(0.01)
+        pair.say("full")
+        pair.hear("done")
+        assert _open() <= limit
+    return said.lines
+
+
+@_plain
+def test_at_the_hard_limit_others_wait_and_those_who_are_in_stay(tmp_path: Path) -> None:
+    lines = run_group(_come, 2, str(tmp_path))[0]
+    assert "accepts no more connections until some have ended" in lines[0]
+    assert "RLIMIT_NOFILE" in lines[0]
+    assert "ulimit -Hn" in lines[0]
+    assert len(lines) <= 5  # not with each try
+
+
+class _Door:
+    """A listener behind which there is no descriptor for anybody."""
+
+    def __init__(self) -> None:
+        self.tries = 0
+
+    def accept(self) -> Any:
+        self.tries += 1
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+@pytest.mark.prints("'a0' accepts no more connections until some have ended")
+def test_however_many_knock_it_is_tried_again_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    due: list[Callable[[], Any]] = []
+    with agents(1) as (agent,):
+        door: Any = _Door()
+        agent.links.guests._listeners.append(door)
+        monkeypatch.setattr(agent.clock, "after", lambda _delay, run: due.append(run))
+        monkeypatch.setattr(agent, "submit", lambda task: task())
+        for _ in range(5):
+            agent.links.guests._accept(door)
+        assert (door.tries, len(due)) == (5, 1)
+        due.pop()()
+        assert (door.tries, len(due)) == (6, 1)
+        agent.links.guests._listeners.remove(door)
+        monkeypatch.undo()
+
+
+def _hog() -> list[int]:
+    """Take all descriptors that there are."""
+    found = []
+    with contextlib.suppress(OSError):
+        while True:
+            found.append(os.open(os.devnull, os.O_RDONLY))
+    return found
+
+
+def _call_one_that_is_full(rank: int, _size: int, directory: str) -> int:
+    pair = _Pair(directory)
+    with agents(1) as (agent,):
+        if not rank:
+            logging.getLogger("actorrpc.links").addHandler(_Said())
+            pair.say("there", agent.record.to_bytes())
+            limit = _open() + SPARE + 8
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+            taken = _hog()
+            os.close(taken.pop())
+            pair.say("full")
+            taken += _hog()
+            pair.wait("refused")
+            for fd in taken:
+                os.close(fd)
+            pair.say("free")
+            pair.hear("done")
+            return _open()
+        to = agent.adopt(WorkerRecord.from_bytes(pair.hear("there")))
+        pair.hear("full")
+        for _ in range(2):
+            with pytest.raises(
+                LimitError, match=r"call here: worker 'a0' refused.*ulimit -n.*nothing was sent"
+            ):
+                agent.call(to, os.getpid, (), {}, 40.0, label="here")
+        assert to.state == "alive"
+        pair.say("refused")
+        pair.hear("free")
+        assert agent.call(to, os.getpid, (), {}, 40.0).result() == to.record.pid
+        pair.say("done")
+        return 0
+
+
+@_plain
+@pytest.mark.limit(30)
+def test_who_calls_a_worker_without_descriptors_hears_it_and_can_call_again(tmp_path: Path) -> None:
+    run_group(_call_one_that_is_full, 2, str(tmp_path))
+
+
+@_plain
+@pytest.mark.limit(15)
+@pytest.mark.prints("'a1' accepts no more connections until some have ended")
+def test_who_is_at_the_door_in_vain_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor, "_PATIENCE_S", 0.0)
+    with agents(2) as (first, second):
+        with monkeypatch.context() as patch:
+            patch.setattr(fd_limits, "has_room", lambda _: False)
+            second.links.guests._scarce = True
+            with pytest.raises(LimitError, match="'a1' refused worker 'a0': it may open no more descriptors"):
+                first.call(first.peer("a1"), os.getpid, (), {}, 60.0)
+        pause = threading.Event()
+        while second.links.guests._resting:  # until then it sends away who else comes
+            pause.wait(0.01)
+        assert first.peer("a1").state == "alive"
+        assert first.call(first.peer("a1"), os.getpid, (), {}, 10.0).result() == os.getpid()
+
+
+@pytest.mark.limit(15)
+def test_a_guest_for_whose_connection_there_is_no_descriptor_hears_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    eventfd = os.eventfd
+
+    def none(*given: Any, **__: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():  # who dials has enough
+            return eventfd(*given)
+        raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+
+    with agents(2) as (first, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "eventfd", none)
+            with pytest.raises(
+                LimitError, match=r"'a1' refused worker 'a0': no process of its host.*fs.file-max"
+            ):
+                first.call(first.peer("a1"), os.getpid, (), {}, 60.0)
+        assert first.call(first.peer("a1"), os.getpid, (), {}, 10.0).result() == os.getpid()
+
+
+def test_a_tensor_lane_for_which_there_was_no_descriptor_is_opened_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with agents(2) as (first, _):
+        to = first.peer("a1")
+        dial = first.links.dial
+
+        def none(peer: Any, family: Any, address: Any, purpose: Any, *more: Any) -> Any:
+            if purpose is Purpose.LANE:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return dial(peer, family, address, purpose, *more)
+
+        large = torch.ones(1 << 20)
+        monkeypatch.setattr(first.links, "dial", none)
+        assert first.call(to, torch.numel, (large,), {}, 10.0).result() == 1 << 20
+        if not to.conn.local:
+            pytest.skip("these connections have no shared memory")
+        monkeypatch.setattr(first.links, "dial", dial)
+        assert first.call(to, torch.numel, (large,), {}, 10.0).result() == 1 << 20
+        assert to.conn.lender is None  # it is not tried with each tensor
+        to.conn.lane_after = 0.0
+        assert first.call(to, torch.numel, (large,), {}, 10.0).result() == 1 << 20
+        assert to.conn.lender is not None
+
+
+def test_who_cannot_dial_says_which_limit_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    eventfd = os.eventfd
+
+    def none(*given: Any, **__: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():  # whoever accepts has enough
+            return eventfd(*given)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with agents(2) as (first, second):
+        with monkeypatch.context() as patch:
+            patch.setattr(connector.socket, "socket", none)
+            with pytest.raises(LimitError, match=r"call here: .*'a1'.*nothing was sent.*RLIMIT_NOFILE"):
+                first.call(first.peer("a1"), os.getpid, (), {}, 10.0, label="here")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "eventfd", none)
+            with pytest.raises(LimitError, match="RLIMIT_NOFILE"):
+                first.call(first.peer("a1"), os.getpid, (), {}, 10.0)
+        assert first.peer("a1").state == "alive"
+        assert first.call(first.peer("a1"), os.getpid, (), {}, 10.0).result() == os.getpid()
+        assert len(second.peers()) == 1
+
+
+def test_who_is_hung_up_on_does_not_take_the_other_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that has no descriptor left for a connection closes it: it lives."""
+
+    def none(*_: object, **__: object) -> Any:
+        raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake")
+
+    with agents(2, connect_timeout=0.05) as (first, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(Dialler, "feed", none)
+            with pytest.raises(Exception, match="cannot be reached"):
+                first.call(first.peer("a1"), os.getpid, (), {}, 10.0)
+        assert first.peer("a1").state == "alive"

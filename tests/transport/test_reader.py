@@ -1,0 +1,92 @@
+"""Answering: whichever way a thread goes on after an answer, every call is served, and nobody is left waiting."""
+
+from __future__ import annotations
+
+import operator
+import select
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from actorrpc.config import Settings
+from actorrpc.futures import Future, wait_all
+from actorrpc.transport import reader
+from actorrpc.transport.connection import Connection
+from actorrpc.wire.frames import REPLY, pack_frame
+from tests.agent.agents import agents
+
+
+@pytest.mark.parametrize("pays", [-1.0, 2.0], ids=["always read at once", "never"])
+def test_calls_are_served_whichever_way_answers_are_sent(
+    pays: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_PAYS", pays)
+    with agents(3) as (a0, a1, a2):
+
+        def calls(caller: Any, sums: list[int]) -> None:
+            for number in range(150):
+                sums.append(caller.call(caller.peer("a1"), operator.add, (number, 1), {}, 20.0).result())
+
+        sums: list[list[int]] = [[] for _ in range(4)]
+        threads = [
+            threading.Thread(target=calls, args=(caller, mine))
+            for caller, mine in zip((a0, a0, a2, a2), sums, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sums == [list(range(1, 151))] * 4
+
+        many: list[Future[Any]] = [Future() for _ in range(500)]
+        for number, future in enumerate(many):
+            a0.call(a0.peer("a1"), operator.neg, (number,), {}, 20.0, future=future)
+        assert wait_all(many, 20) == [-number for number in range(500)]
+        assert a1.peer("a0").state == "alive"
+
+
+def test_a_request_that_is_there_at_once_is_read_by_the_thread_that_answered() -> None:
+    with agents(2) as (a0, a1):
+        assert a0.call(a0.peer("a1"), operator.add, (1, 1), {}, 20.0).result() == 2
+        conn = a1.peer("a0").conn
+        assert conn is not None
+        with conn.read_lock:  # nobody else reads meanwhile
+            later: Future[int] = Future()
+            a0.call(a0.peer("a1"), operator.add, (2, 2), {}, 20.0, future=later)
+            a0.flush()
+        frames = conn.answering._turn_around()
+        if frames:  # otherwise a pool thread was faster
+            assert conn.answering._hit
+            a1.deliver(conn, frames, False)
+            a1.pool.kick()
+        assert later.wait(20) == 4
+
+
+@pytest.mark.limit(20)
+@pytest.mark.parametrize("attends", [False, True], ids=["answers", "attends"])
+def test_what_has_come_does_not_wait_until_the_other_end_reads(attends: bool) -> None:
+    here, there = socket.socketpair()
+    left: list[Any] = []
+    with select.epoll() as epoll:
+        conn = Connection(
+            here,
+            epoll=epoll,
+            events=cast(Any, SimpleNamespace(submit=left.append, closed=lambda *_: None)),
+            settings=Settings(),
+            attach=b"",
+            local=True,
+        )
+        conn.outbox.append(pack_frame(REPLY, 1, bytes(1 << 22)))  # more than the kernel takes
+        there.sendall(pack_frame(REPLY, 2, b"to somebody else"))
+        guest = cast(Any, SimpleNamespace(attends=None, called=lambda: False))
+        frames = conn.answering.attend(guest) if attends else conn.answering._turn_around()
+        assert frames is not None
+        assert [frame.body for frame in frames] == [b"to somebody else"]
+        assert left == [conn.flush_waiting]  # the rest is sent by a thread that may wait
+        assert not conn.broken
+        conn.close()
+        conn.reap()
+    there.close()

@@ -1,0 +1,1003 @@
+"""The tensor lane: data is intact while anybody sees it, memory is used again, nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import gc
+import json
+import mmap
+import os
+import resource
+import signal
+import socket
+import struct
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actorrpc.errors import LimitError, ProtocolError
+from actorrpc.transport import shared_memory
+from actorrpc.transport.buffers import Span, copy, sealed_memfd
+from actorrpc.transport.shared_memory import Borrower, Lender, Placement
+
+KIB = 1 << 10
+SEGMENT = 256 * KIB  # the smallest
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def span(data: bytes | bytearray) -> Span:
+    keep = bytearray(data)
+    return Span(ctypes.addressof((ctypes.c_char * 0).from_buffer(keep)), len(data), keep)
+
+
+@dataclass
+class Lane:
+    """Both ends in one process, and what the connection between them does."""
+
+    lender: Lender
+    borrower: Borrower
+    ours: socket.socket
+    theirs: socket.socket
+    clock: Clock = field(default_factory=Clock)
+
+    @classmethod
+    def open(
+        cls, *, limit: int = 64 << 20, threshold: int = 1, kind: int = socket.SOCK_STREAM, sndbuf: int = 0
+    ) -> Lane:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        if sndbuf:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sndbuf)
+        clock = Clock()
+        lender = Lender(ours, limit_bytes=limit, threshold=threshold, clock=clock)
+        return cls(lender, Borrower(theirs), ours, theirs, clock)
+
+    def send(self, *data: bytes) -> list[memoryview]:
+        placement = self.lender.place([span(each) for each in data])
+        assert placement is not None
+        return self.receive(placement)
+
+    def receive(self, placement: Placement) -> list[memoryview]:
+        again = Placement.unpack(placement.pack())
+        assert again == placement
+        return self.borrower.views(again.segment_id, again.loan, again.offsets, again.sizes)
+
+    def settle(self) -> None:
+        """Exchange what the connection would."""
+        self.lender.reclaim(self.borrower.drain_freed())
+        self.borrower.retire(self.lender.drain_retired())
+
+    def close(self) -> None:
+        self.lender.close()
+        self.borrower.close()
+
+
+@pytest.fixture
+def lane() -> Iterator[Lane]:
+    lane = Lane.open()
+    yield lane
+    lane.close()
+
+
+@contextlib.contextmanager
+def full() -> Iterator[None]:
+    """Have this process get no further descriptor."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:actorrpc")
+
+
+def address_of(view: memoryview) -> int:
+    return ctypes.addressof((ctypes.c_char * 0).from_buffer(view))
+
+
+# -- the ordinary way ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
+def test_buffers_arrive_whole_aligned_and_writable(kind: int) -> None:
+    lane = Lane.open(kind=kind)
+    data = [os.urandom(n) for n in (1, 0, 64, 100_000, 65, 3 << 20)]
+    views = lane.send(*data)
+    assert [bytes(view) for view in views] == data
+    assert all(not view.readonly and view.format == "B" for view in views)
+    assert all(address_of(view) % 64 == 0 for view in views if len(view))
+    lane.close()
+
+
+def test_the_copy_is_made_when_place_returns(lane: Lane) -> None:
+    source = bytearray(b"old" * 100_000)
+    placement = lane.lender.place([Span(address_of(memoryview(source)), len(source), source)])
+    assert placement is not None
+    source[:] = b"new" * 100_000
+    assert bytes(lane.receive(placement)[0]) == b"old" * 100_000
+
+
+def test_the_threshold_counts_all_buffers_together() -> None:
+    lane = Lane.open(threshold=1000)
+    assert lane.lender.place([span(b"a" * 999)]) is None
+    assert lane.lender.place([]) is None
+    assert lane.lender.place([span(b"a" * 100) for _ in range(10)]) is not None
+    lane.close()
+
+
+def test_a_segment_is_used_again_when_all_views_are_dead(lane: Lane) -> None:
+    first, second = lane.send(b"a" * 100_000, b"b" * 100_000)
+    address = address_of(first)
+    tensor = torch.frombuffer(first, dtype=torch.uint8)[5:6]
+    array_ = np.frombuffer(second, dtype=np.uint8)[1:]
+    del first
+    lane.settle()
+    assert not lane.borrower.freed
+    del second, tensor
+    gc.collect()
+    assert lane.borrower.drain_freed() == []
+    assert bytes(array_[:2]) == b"bb"
+    del array_
+    assert lane.borrower.freed
+    assert lane.borrower.lent == 1
+    lane.settle()
+    assert lane.borrower.lent == 0
+    assert not lane.borrower.freed
+    views = lane.send(b"c" * 200_000)
+    assert address_of(views[0]) == address
+    assert lane.lender.stats().segments == 1
+    assert mappings() == 2
+
+
+def test_a_placement_without_readers_is_handed_back(lane: Lane) -> None:
+    placement = lane.lender.place([span(b"a" * 1000)])
+    assert placement is not None
+    assert lane.borrower.views(placement.segment_id, placement.loan, (), ()) == []
+    assert lane.borrower.drain_freed() == [(placement.segment_id, placement.loan)]
+
+
+def test_reference_cycles_hand_back_too(lane: Lane) -> None:
+    cycle: list[Any] = [torch.frombuffer(lane.send(b"a" * 1000)[0], dtype=torch.uint8)]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert len(lane.borrower.drain_freed()) == 1
+
+
+def test_the_last_reader_may_be_an_autograd_graph_or_another_thread(lane: Lane) -> None:
+    loss = torch.frombuffer(lane.send(bytes(4000))[0], dtype=torch.float32).requires_grad_().exp().sum()
+    assert not lane.borrower.freed
+    loss.backward()
+    holder = [loss]
+    del loss
+    thread = threading.Thread(target=holder.clear)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert len(lane.borrower.drain_freed()) == 1
+
+
+def test_a_hand_back_that_comes_twice_frees_nothing_that_was_lent_again(lane: Lane) -> None:
+    views = lane.send(b"a" * 1000)
+    views.clear()
+    freed = lane.borrower.drain_freed()
+    lane.lender.reclaim(freed)
+    views = lane.send(b"b" * 1000)
+    lane.lender.reclaim(freed)
+    lane.lender.reclaim([(77, 1), (1, 0), (1, 1 << 60)])
+    other = lane.send(b"c" * 1000)
+    assert bytes(views[0]) == b"b" * 1000
+    assert bytes(other[0]) == b"c" * 1000
+    assert lane.lender.stats().lent_bytes == 2 * SEGMENT
+
+
+def test_a_placement_that_was_not_sent_is_free_again(lane: Lane) -> None:
+    for _ in range(3):
+        placement = lane.lender.place([span(b"a" * 1000)])
+        assert placement is not None
+        lane.lender.reclaim_unsent(placement)
+        lane.lender.reclaim_unsent(placement)
+    assert lane.lender.stats().segments == 1
+    assert lane.lender.stats().lent_bytes == 0
+    assert bytes(lane.send(b"b" * 1000)[0]) == b"b" * 1000
+
+
+def test_memory_warm_and_up_to_twice_too_large_comes_before_new_memory(lane: Lane) -> None:
+    lane.send(b"a" * (1 << 20)).clear()
+    lane.settle()
+    views = lane.send(b"b" * 600_000)
+    assert lane.lender.stats().segments == 1
+    views += lane.send(b"c" * 1000)
+    assert lane.lender.stats().segments == 2
+
+
+def test_no_descriptor_is_kept_for_a_segment(lane: Lane) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    views = [lane.send(b"a" * SEGMENT) for _ in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert mappings() == 40
+    del views
+
+
+def test_an_interrupted_copy_leaves_the_segment_free(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(address: int, source: Span) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_memory, "copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lane.lender.place([span(b"a" * 1000)])
+    stats = lane.lender.stats()
+    assert (stats.segments, stats.lent_bytes) == (1, 0)
+    assert bytes(lane.send(b"b" * 1000)[0]) == b"b" * 1000
+
+
+# -- limits ---------------------------------------------------------------------------------------------
+
+
+def test_no_more_is_lent_than_the_limit() -> None:
+    lane = Lane.open(limit=4 * SEGMENT)
+    assert lane.lender.place([span(b"a" * (4 * SEGMENT + 1))]) is None
+    views = [lane.send(b"a" * SEGMENT) for _ in range(4)]
+    assert lane.lender.place([span(b"a" * 1000)]) is None
+    assert lane.lender.stats().refused == 1
+    views.pop()
+    lane.settle()
+    views.append(lane.send(b"b" * 1000))
+    assert lane.lender.stats().lent_bytes == 4 * SEGMENT
+    lane.close()
+
+
+def test_idle_segments_make_room_for_a_larger_one() -> None:
+    lane = Lane.open(limit=4 * SEGMENT)
+    views = [lane.send(b"a" * SEGMENT) for _ in range(4)]
+    views.clear()
+    lane.settle()
+    views.append(lane.send(b"b" * 3 * SEGMENT))
+    lane.settle()
+    stats = lane.lender.stats()
+    assert (stats.segments, stats.lent_bytes, stats.free_bytes) == (2, 3 * SEGMENT, SEGMENT)
+    assert mappings() == 4
+    views.clear()
+    lane.settle()
+    views.append(lane.send(b"c" * SEGMENT))
+    views.append(lane.send(b"c" * SEGMENT))  # only one is left that fits, much too large
+    assert lane.lender.stats().segments == 2
+    assert mappings() == 4
+    lane.close()
+
+
+def test_the_number_of_segments_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_MAX_SEGMENTS", 3)
+    lane = Lane.open()
+    views = [lane.send(b"a") for _ in range(3)]
+    assert lane.lender.place([span(b"a")]) is None
+    views.clear()
+    lane.settle()
+    views = [lane.send(b"a" * (1 << 20)) for _ in range(3)]
+    assert lane.lender.stats().segments == 3
+    lane.close()
+
+
+def test_idle_segments_are_retired_oldest_first() -> None:
+    lane = Lane.open(limit=8 * SEGMENT)
+    views = [lane.send(b"a" * SEGMENT) for _ in range(6)]
+    del views[:3]
+    lane.settle()
+    lane.clock.now += 10
+    del views[:]
+    lane.settle()  # more than half of the limit is free, and some of it was for more than 3 s
+    assert lane.lender.stats().segments == 4
+    assert mappings() == 2 * 4
+    lane.clock.now += 29
+    lane.send(b"a" * SEGMENT).clear()
+    lane.settle()
+    lane.clock.now += 2
+    lane.lender.trim()
+    lane.settle()
+    assert lane.lender.stats().segments == 1
+    assert mappings() == 2
+    assert bytes(lane.send(b"b")[0]) == b"b"
+    lane.close()
+
+
+def test_retiring_a_segment_that_was_never_used_drops_its_descriptor(lane: Lane) -> None:
+    placement = lane.lender.place([span(b"a" * SEGMENT)])
+    assert placement is not None
+    lane.lender.reclaim_unsent(placement)
+    lane.clock.now += 100
+    lane.lender.trim()
+    lane.settle()
+    assert mappings() == 0
+    with pytest.raises(BlockingIOError):
+        lane.theirs.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    lane.borrower.retire([1, 2, 3])
+
+
+def test_a_segment_retired_under_a_live_view_stays_mapped_until_it_dies(lane: Lane) -> None:
+    tensor = torch.frombuffer(lane.send(b"a" * 1000)[0], dtype=torch.uint8)
+    lane.borrower.retire([1])
+    assert mappings() == 2
+    assert bool((tensor == 97).all())
+    del tensor
+    assert mappings() == 1
+    assert lane.borrower.drain_freed() == [(1, 1)]
+
+
+# -- falling back -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
+def test_a_full_descriptor_socket_sends_tensors_over_the_other(kind: int) -> None:
+    lane = Lane.open(kind=kind, sndbuf=4608)
+    placements = []
+    while placement := lane.lender.place([span(b"a" * 1000)]):
+        placements.append(placement)
+    assert len(placements) > 1
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        lane.clock.now += 1
+        assert lane.lender.place([span(b"a" * 1000)]) is None
+    assert lane.lender.stats().segments == len(placements)
+    assert len(os.listdir("/proc/self/fd")) == before
+    views = [lane.receive(placement) for placement in placements]
+    lane.clock.now += 1
+    views.append(lane.send(b"b" * 1000))
+    assert {bytes(view) for each in views for view in each} == {b"a" * 1000, b"b" * 1000}
+    lane.close()
+
+
+def test_no_memory_sends_tensors_over_the_socket(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    for where, name in ((os, "ftruncate"), (shared_memory, "reserve")):
+        for error in (OSError(errno.ENOSPC, "No space left on device"), MemoryError()):
+            with monkeypatch.context() as patched:
+                patched.setattr(where, name, Mock(side_effect=error))
+                assert lane.lender.place([span(b"b" * 1000)]) is None
+            lane.clock.now += 2
+            assert lane.lender.stats().segments == 0
+    assert lane.send(b"d" * 1000) == [b"d" * 1000]
+
+
+def test_a_closed_descriptor_socket_sends_tensors_over_the_other(lane: Lane) -> None:
+    lane.theirs.close()
+    assert lane.lender.place([span(b"a" * 1000)]) is None
+    assert lane.lender.stats().segments == 0
+
+
+def test_no_memfd_sends_tensors_over_the_socket(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def refuse(*args: object) -> int:
+        calls.append(args)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    kept = lane.send(b"a" * 1000)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "memfd_create", refuse)
+        assert lane.lender.place([span(b"b" * 1000)]) is None
+        assert lane.lender.place([span(b"b" * 1000)]) is None
+        assert len(calls) == 1  # it does not try each time
+        kept.clear()
+        lane.settle()
+        kept = lane.send(b"c" * 1000)  # what is there serves on
+    lane.clock.now += 2
+    assert bytes(lane.send(b"d" * 1000)[0]) == b"d" * 1000
+
+
+def test_a_kernel_that_does_not_know_the_noexec_seal(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = os.memfd_create
+
+    def older(name: str, flags: int) -> int:
+        if flags & 8:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return create(name, flags)
+
+    monkeypatch.setattr(os, "memfd_create", older)
+    lane = Lane.open()
+    assert bytes(lane.send(b"a" * 1000)[0]) == b"a" * 1000
+    lane.close()
+
+
+def test_a_finaliser_inside_a_section_falls_back(lane: Lane) -> None:
+    results: list[object] = []
+
+    class Clockwork:
+        """A clock that does what a finaliser might do at this point of the section."""
+
+        def __call__(self) -> float:
+            results.append(lane.lender.place([span(b"a" * 1000)]))
+            lane.lender.reclaim([(1, 1)])
+            return 0.0
+
+    lane.lender._clock = Clockwork()
+    placement = lane.lender.place([span(b"b" * 1000)])
+    assert results
+    assert set(results) == {None}
+    assert placement is not None
+    assert bytes(lane.receive(placement)[0]) == b"b" * 1000
+    lane.lender._clock = lane.clock
+
+
+# -- a peer that means harm ----------------------------------------------------------------------------------
+
+
+def announce(sock: socket.socket, data: bytes, fds: list[int]) -> None:
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+    sock.sendmsg([data], rights)
+    for fd in fds:
+        os.close(fd)
+
+
+def memfd(size: int, seals: int) -> int:
+    fd = os.memfd_create("actorrpc-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def plain_file() -> int:
+    return os.open(__file__, os.O_RDONLY | os.O_CLOEXEC)
+
+
+BOTH = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+GOOD = struct.pack("<QQ", 1, SEGMENT)
+HOSTILE: dict[str, tuple[bytes, Callable[[], list[int]]]] = {
+    "unsealed": (GOOD, lambda: [memfd(SEGMENT, 0)]),
+    "may shrink": (GOOD, lambda: [memfd(SEGMENT, fcntl.F_SEAL_GROW)]),
+    "shorter than announced": (GOOD, lambda: [memfd(SEGMENT // 2, BOTH)]),
+    "longer than announced": (GOOD, lambda: [memfd(2 * SEGMENT, BOTH)]),
+    "sealed against writing": (GOOD, lambda: [memfd(SEGMENT, BOTH | fcntl.F_SEAL_WRITE)]),
+    "a file": (GOOD, lambda: [plain_file()]),
+    "a pipe": (GOOD, lambda: list(os.pipe2(os.O_CLOEXEC))[:1]),
+    "no descriptor": (GOOD, list),
+    "two descriptors": (GOOD, lambda: [sealed_memfd(SEGMENT), sealed_memfd(SEGMENT)]),
+    "short message": (GOOD[:9], lambda: [sealed_memfd(SEGMENT)]),
+    "no size class": (struct.pack("<QQ", 1, SEGMENT + 4096), lambda: [memfd(SEGMENT + 4096, BOTH)]),
+    "too small": (struct.pack("<QQ", 1, 4096), lambda: [sealed_memfd(4096)]),
+    "no size at all": (struct.pack("<QQ", 1, 0), lambda: [memfd(0, BOTH)]),
+    "huge": (struct.pack("<QQ", 1, (1 << 64) - 1), lambda: [sealed_memfd(SEGMENT)]),
+    "more than may be lent": (struct.pack("<QQ", 1, 1 << 43), lambda: [sealed_memfd(1 << 43)]),
+}
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_announcement_is_refused(case: str, kind: int) -> None:
+    lane = Lane.open(kind=kind)
+    data, make = HOSTILE[case]
+    # "a pipe" leaves its other end with us: close whatever appeared.
+    before = set(os.listdir("/proc/self/fd"))
+    fds = make()
+    announce(lane.ours, data, fds)
+    with pytest.raises(ProtocolError):
+        lane.borrower.views(1, 1, (0,), (10,))
+    for name in set(os.listdir("/proc/self/fd")) - before:
+        try:
+            assert case == "a pipe" or not os.readlink(f"/proc/self/fd/{name}").startswith(("/memfd", "pipe"))
+            os.close(int(name))
+        except OSError:
+            pass  # the descriptor of the listing itself
+    assert mappings() == 0
+    lane.close()
+
+
+def test_an_announcement_without_a_descriptor_for_it_waits_for_one(lane: Lane) -> None:
+    for _ in range(2):
+        placement = lane.lender.place([span(b"a" * (3 << 20))])
+        assert placement is not None
+        with (
+            full(),
+            pytest.raises(LimitError, match=r"3 MiB of shared memory cannot be taken here: .*RLIMIT_NOFILE"),
+        ):
+            lane.receive(placement)
+        lane.settle()
+        assert lane.lender.stats().lent_bytes == 0
+    assert lane.send(b"b" * (3 << 20)) == [b"b" * (3 << 20)]
+    assert lane.lender.stats().segments == 1
+
+
+def test_a_segment_that_is_retired_before_it_could_be_taken_is_not_kept(lane: Lane) -> None:
+    announce(lane.ours, GOOD, [sealed_memfd(SEGMENT)])
+    announce(lane.ours, struct.pack("<QQ", 2, SEGMENT), [sealed_memfd(SEGMENT)])
+    with full():
+        lane.borrower.retire([1])
+    lane.borrower.views(2, 1, (0,), (10,))
+    assert mappings() == 1
+
+
+def test_a_segment_announced_twice_is_refused(lane: Lane) -> None:
+    announce(lane.ours, GOOD, [sealed_memfd(SEGMENT)])
+    announce(lane.ours, GOOD, [sealed_memfd(SEGMENT)])
+    lane.borrower.views(1, 1, (0,), (10,))
+    with pytest.raises(ProtocolError):
+        lane.borrower.views(2, 1, (0,), (10,))
+
+
+def test_the_number_of_segments_a_peer_may_lend_is_limited() -> None:
+    lane = Lane.open()
+    lane.borrower = Borrower(lane.theirs, max_segments=2)
+    views = [lane.send(b"a" * 1000) for _ in range(2)]
+    with pytest.raises(ProtocolError):
+        lane.send(b"a" * 1000)
+    del views
+    lane.close()
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sizes"),
+    [
+        ((0,), (SEGMENT + 1,)),
+        ((SEGMENT,), (1,)),
+        ((SEGMENT + 1,), (0,)),
+        ((-1,), (1,)),
+        ((1,), (-1,)),
+        ((0, 0), (1,)),
+        ((1 << 63,), (1 << 63,)),
+        ((0,) * 20_000, (1,) * 20_000),
+    ],
+)
+def test_a_placement_outside_of_its_segment_is_refused(
+    lane: Lane, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    placement = lane.lender.place([span(b"a" * 1000)])
+    assert placement is not None
+    with pytest.raises(ProtocolError):
+        lane.borrower.views(placement.segment_id, placement.loan, offsets, sizes)
+    assert bytes(lane.receive(placement)[0]) == b"a" * 1000
+
+
+def test_a_segment_that_is_lent_cannot_be_lent_again(lane: Lane) -> None:
+    view = lane.send(b"a" * 1000)
+    for loan in (1, 2, 0, -5):
+        with pytest.raises(ProtocolError):
+            lane.borrower.views(1, loan, (0,), (10,))
+    view.clear()
+    with pytest.raises(ProtocolError):  # dead, but not handed back
+        lane.borrower.views(1, 2, (0,), (10,))
+    lane.settle()
+    assert bytes(lane.send(b"b" * 1000)[0]) == b"b" * 1000
+
+
+def test_a_segment_that_was_never_announced_is_an_error_after_a_bounded_wait(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "_ANNOUNCEMENT_WAIT", 0.01)
+    with pytest.raises(ProtocolError, match="never announced"):
+        lane.borrower.views(9, 1, (0,), (10,))
+    lane.ours.close()
+    with pytest.raises(ProtocolError, match="closed"):
+        lane.borrower.views(9, 1, (0,), (10,))
+
+
+def test_a_late_announcement_is_waited_for(lane: Lane) -> None:
+    found: list[list[memoryview]] = []
+    thread = threading.Thread(target=lambda: found.append(lane.borrower.views(1, 1, (0,), (4,))))
+    thread.start()
+    placement = lane.lender.place([span(b"late")])
+    thread.join(30)
+    assert placement is not None
+    assert [[bytes(view) for view in views] for views in found] == [[b"late"]]
+    found.clear()
+
+
+def test_closing_wakes_who_waits_for_an_announcement(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_ANNOUNCEMENT_WAIT", 50.0)
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            lane.borrower.views(1, 1, (0,), (4,))
+        except ProtocolError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    lane.close()
+    thread.join(30)
+    assert len(errors) == 1
+
+
+def test_a_hand_back_that_is_guessed_early_frees_nothing_that_is_being_filled(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guesses = [(segment, loan) for segment in range(1, 4) for loan in range(1, 4)]
+
+    def interrupted(address: int, source: Span) -> None:
+        lane.lender.reclaim(guesses)
+        lane.clock.now += 1000
+        lane.lender.trim()
+        copy(address, source)
+
+    monkeypatch.setattr(shared_memory, "copy", interrupted)
+    assert bytes(lane.send(b"a" * 1000)[0]) == b"a" * 1000
+
+
+@given(st.binary(max_size=100))
+def test_any_bytes_as_placement(data: bytes) -> None:
+    try:
+        placement = Placement.unpack(data)
+    except ProtocolError:
+        return
+    assert placement.pack() == data
+
+
+def test_a_placement_larger_than_any_segment_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        Placement.unpack(struct.pack("<QQI2Q", 1, 1, 2, 1 << 63, 1 << 63))
+
+
+# -- the end -----------------------------------------------------------------------------------------------
+
+
+def test_views_outlive_the_lane() -> None:
+    lane = Lane.open()
+    tensor = torch.frombuffer(lane.send(b"a" * 100_000)[0], dtype=torch.uint8)
+    lane.close()
+    lane.close()
+    assert mappings() == 1
+    assert bool((tensor == 97).all())
+    tensor.fill_(5)
+    del lane
+    gc.collect()
+    assert int(tensor.sum()) == 500_000
+    del tensor
+    gc.collect()
+    assert mappings() == 0
+
+
+def test_a_closed_lane_refuses_quietly() -> None:
+    lane = Lane.open()
+    kept = lane.send(b"a" * 1000)
+    lane.close()
+    assert lane.lender.place([span(b"a" * 1000)]) is None
+    lane.lender.reclaim([(1, 1)])
+    lane.lender.trim()
+    assert lane.lender.drain_retired() == []
+    with pytest.raises(ProtocolError):
+        lane.borrower.views(1, 2, (0,), (10,))
+    kept.clear()
+    assert lane.borrower.drain_freed() == []
+    lane.borrower.retire([1, 2])
+
+
+# -- two processes -----------------------------------------------------------------------------------------
+
+
+def in_child(work: Callable[[], bool]) -> int:
+    """Fork; in the child run ``work`` and end. Returns the child's process id."""
+    pid = os.fork()
+    if pid == 0:
+        code = 2
+        try:
+            code = 0 if work() else 1
+        finally:
+            os._exit(code)
+    return pid
+
+
+def exit_code(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_two_processes_exchange_tensors() -> None:
+    lane = Lane.open(limit=8 << 20, kind=socket.SOCK_SEQPACKET)
+    near, far = socket.socketpair()  # stands for the main connection
+    rounds = 50
+
+    def receive() -> bool:
+        near.close()
+        lane.borrower = Borrower(lane.theirs)  # a borrower belongs to the process that made it
+        kept = []
+        for number in range(rounds):
+            placement = Placement.unpack(far.recv(4096))
+            views = lane.receive(placement)
+            tensor = torch.frombuffer(views[0], dtype=torch.uint8)
+            del views
+            if int(tensor[0]) != number or int(tensor[-1]) != number:
+                return False
+            kept.append((number, tensor))
+            del tensor
+            if len(kept) > 3:
+                kept.pop(number % 3)
+            if not all(bool((tensor == mark).all()) for mark, tensor in kept):
+                return False
+            far.send(json.dumps(lane.borrower.drain_freed()).encode())
+        return True
+
+    pid = in_child(receive)
+    far.close()
+    placed = 0
+    for number in range(rounds):
+        placement = lane.lender.place([span(bytes([number]) * 300_000)])
+        assert placement is not None
+        near.send(placement.pack())
+        lane.lender.reclaim([(segment, loan) for segment, loan in json.loads(near.recv(4096))])
+        placed += 1
+    assert exit_code(pid) == 0
+    assert placed == rounds
+    assert lane.lender.stats().segments <= 5
+    near.close()
+    lane.close()
+
+
+@pytest.mark.parametrize("victim", ["lender", "borrower"])
+def test_nothing_is_left_of_a_killed_process(victim: str) -> None:
+    lane = Lane.open()
+    near, far = socket.socketpair()
+    files = set(os.listdir("/dev/shm"))
+
+    def work() -> bool:
+        if victim == "lender":
+            placement = lane.lender.place([span(b"a" * 1000)])
+            assert placement is not None
+            far.send(placement.pack())
+        else:
+            views = lane.receive(Placement.unpack(far.recv(4096)))
+            far.send(bytes(views[0][:1]))
+        signal.pause()
+        return True
+
+    if victim == "borrower":
+        placement = lane.lender.place([span(b"a" * 1000)])
+        assert placement is not None
+        near.send(placement.pack())
+    pid = in_child(work)
+    try:
+        answer = near.recv(4096)
+        assert "memfd:actorrpc" in Path(f"/proc/{pid}/maps").read_text()
+        views = lane.receive(Placement.unpack(answer)) if victim == "lender" else []
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    assert exit_code(pid) == -signal.SIGKILL
+    assert all(bytes(view) == b"a" * 1000 for view in views)
+    views.clear()
+    lane.close()
+    near.close()
+    far.close()
+    assert set(os.listdir("/dev/shm")) == files
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            assert "memfd:actorrpc" not in os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:
+            pass  # the descriptor of the listing itself
+    assert mappings() == 0
+
+
+def fork_as_the_agent_does(lane: Lane, work: Callable[[], bool]) -> int:
+    """Fork with the hooks that the agent registers."""
+
+    def child() -> bool:
+        lane.lender.abandon()
+        lane.borrower.abandon()
+        return work()
+
+    lane.borrower.before_fork()
+    try:
+        return in_child(child)
+    finally:
+        lane.borrower.after_fork_in_parent()
+
+
+def test_a_forked_child_owns_nothing_and_keeps_its_tensors(lane: Lane) -> None:
+    tensor = torch.frombuffer(lane.send(b"a" * 1000)[0], dtype=torch.uint8)
+    dropped = lane.send(b"b" * 1000)
+    free = lane.send(b"c" * 1000)
+    free.clear()
+    lane.settle()
+
+    def work() -> bool:
+        whole = bool((tensor == 97).all())
+        dropped.clear()
+        gc.collect()
+        owns_nothing = (
+            lane.ours.fileno() == lane.theirs.fileno() == -1
+            and not lane.borrower.freed
+            and lane.borrower.drain_freed() == []
+            and lane.lender.place([span(b"x" * 1000)]) is None
+            and mappings() == 1
+        )
+        return whole and owns_nothing and bool((tensor == 97).all())
+
+    assert exit_code(fork_as_the_agent_does(lane, work)) == 0
+    assert bool((tensor == 97).all())
+    assert lane.borrower.drain_freed() == []
+    dropped.clear()
+    lane.settle()
+    assert bytes(lane.send(b"d" * 1000)[0]) == b"d" * 1000
+
+
+def test_what_a_child_inherited_is_not_overwritten_while_the_child_lives(lane: Lane) -> None:
+    near, far = socket.socketpair()
+    held = [torch.frombuffer(lane.send(b"a" * 1000)[0], dtype=torch.uint8)]
+
+    def work() -> bool:
+        near.close()
+        far.recv(1)
+        return bool((held[0] == 97).all())
+
+    pid = fork_as_the_agent_does(lane, work)
+    far.close()
+    held.clear()
+    for _ in range(3):
+        lane.settle()
+        assert bytes(lane.send(b"b" * 1000)[0]) == b"b" * 1000
+    assert lane.lender.stats().lent_bytes >= SEGMENT
+    near.send(b"!")
+    assert exit_code(pid) == 0
+    near.close()
+    lane.settle()
+    lane.settle()
+    assert lane.lender.stats().lent_bytes == 0
+
+
+def test_many_forks_under_one_long_loan_keep_no_descriptors(lane: Lane) -> None:
+    held = lane.send(b"a" * 1000)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        assert exit_code(fork_as_the_agent_does(lane, lambda: True)) == 0
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    held.clear()
+    assert lane.borrower.drain_freed() == [(1, 1)]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_two_children_that_inherited_one_loan(lane: Lane) -> None:
+    held = [torch.frombuffer(lane.send(b"a" * 1000)[0], dtype=torch.uint8)]
+    pairs = [socket.socketpair() for _ in range(2)]
+
+    def waiter(far: socket.socket) -> Callable[[], bool]:
+        def work() -> bool:
+            for near, _ in pairs:
+                near.close()
+            far.recv(1)
+            return bool((held[0] == 97).all())
+
+        return work
+
+    pids = [fork_as_the_agent_does(lane, waiter(far)) for _, far in pairs]
+    held.clear()
+    gc.collect()
+    for index, (near, far) in enumerate(pairs):
+        assert lane.borrower.drain_freed() == []
+        near.send(b"!")
+        assert exit_code(pids[index]) == 0
+        near.close()
+        far.close()
+    assert lane.borrower.drain_freed() == [(1, 1)]
+
+
+def test_nothing_is_handed_back_during_a_fork(lane: Lane) -> None:
+    views = lane.send(b"a" * 1000)
+    lane.borrower.before_fork()
+    views.clear()
+    assert lane.borrower.drain_freed() == []
+    lane.borrower.after_fork_in_parent()  # there was no child
+    lane.settle()
+    lane.settle()
+    assert lane.lender.stats().lent_bytes == 0
+    lane.borrower.after_fork_in_parent()  # unpaired: as with a fork before the first segment
+
+
+# -- any order -----------------------------------------------------------------------------------------------
+
+
+EVENTS = ["send", "send", "send", "drop", "drop", "settle", "twice", "unsent", "idle", "part"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(EVENTS),
+            st.integers(0, 1 << 20),
+        ),
+        max_size=40,
+    )
+)
+def test_any_order_of_events(steps: list[tuple[str, int]]) -> None:
+    limit = 2 << 20
+    lane = Lane.open(limit=limit, threshold=1000)
+    live: list[tuple[list[memoryview], list[bytes]]] = []
+    history: list[tuple[int, int]] = []
+    for number, (event, value) in enumerate(steps):
+        if event in ("send", "unsent"):
+            total = value % 900_000
+            sizes = [total // 3, total - total // 3]
+            data = [bytes([number]) * size for size in sizes]
+            placement = lane.lender.place([span(each) for each in data])
+            if placement is None:
+                assert total < 1000 or lane.lender.stats().lent_bytes + sum(sizes) + 200_000 > limit // 2
+            elif event == "unsent":
+                lane.lender.reclaim_unsent(placement)
+            else:
+                live.append((lane.receive(placement), data))
+        elif event == "drop" and live:
+            live.pop(value % len(live))
+        elif event == "part" and live:
+            views, data = live[value % len(live)]
+            del views[1:], data[1:]
+        elif event == "settle":
+            freed = lane.borrower.drain_freed()
+            history += freed
+            lane.lender.reclaim(freed)
+            lane.borrower.retire(lane.lender.drain_retired())
+        elif event == "twice":
+            lane.lender.reclaim(history)
+        elif event == "idle":
+            lane.clock.now += value % 60
+            lane.lender.trim()
+        for views, data in live:
+            assert [bytes(view) for view in views] == data
+        views = []
+        stats = lane.lender.stats()
+        assert stats.lent_bytes + stats.free_bytes <= limit
+        assert stats.lent_bytes >= sum(len(each) for _, data in live for each in data)
+    live.clear()
+    lane.settle()
+    assert lane.lender.stats().lent_bytes == 0
+    assert mappings() <= 2 * lane.lender.stats().segments
+    lane.close()
+    assert mappings() == 0
+
+
+def test_many_threads_place_and_read(lane: Lane) -> None:
+    errors: list[str] = []
+
+    def work(mark: int) -> None:
+        kept: list[tuple[list[memoryview], bytes]] = []
+        for step in range(60):
+            data = bytes([mark]) * (1000 + 40_000 * (step % 8))
+            placement = lane.lender.place([span(data)])
+            if placement is None:
+                errors.append("refused")
+                return
+            kept.append((lane.receive(placement), data))
+            if len(kept) > 3:
+                del kept[step % 4]
+            lane.settle()
+            if any(bytes(views[0]) != expected for views, expected in kept):
+                errors.append(f"thread {mark}, step {step}")
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50)
+    assert errors == []
+    lane.settle()
+    assert lane.lender.stats().lent_bytes == 0
+    assert lane.lender.stats().segments < 40
+
+
+def test_lane_memory_is_shared_and_not_copied(lane: Lane) -> None:
+    views = lane.send(b"a" * 4096)
+    # The borrower's mapping is not the lender's, yet of the same file.
+    assert mappings() == 2
+    views[0][:1] = b"z"
+    lender_side = next(iter(lane.lender._segments.values()))
+    assert ctypes.string_at(lender_side.address, 1) == b"z"
+    assert isinstance(lender_side.memory, mmap.mmap)

@@ -1,0 +1,517 @@
+"""TLS between workers: what is wrong with certificates is said at the start, and with right ones all goes on as without."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import random
+import select
+import signal
+import socket
+import ssl
+import stat
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import actorrpc.rpc as rpc
+from actorrpc import _time, testing
+from actorrpc.config import Settings
+from actorrpc.errors import ConfigError, PeerDiedError, RpcError, WrongTypeError
+from actorrpc.group import group
+from actorrpc.rpc import api
+from actorrpc.testing import certificates as making
+from actorrpc.testing.certificates import temporary_certificates
+from actorrpc.transport import tls
+from actorrpc.transport.tls import Tls, TlsSocket
+from tests.agent.agents import agents
+from tests.agent.test_resumption import NIGHTLY, begin, behind, call
+from tests.certificates import files, foreign
+from tests.ranks import Died, rpc_group, run_group
+
+# -- the socket -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[TlsSocket, TlsSocket]]:
+    """Return both ends of a TLS connection."""
+    with _pair(files().options) as ends:
+        yield ends
+
+
+@contextlib.contextmanager
+def _pair(options: dict[str, Any]) -> Iterator[tuple[TlsSocket, TlsSocket]]:
+    loaded = Tls.load(Settings(**options))
+    assert loaded is not None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dialled = socket.create_connection(listener.getsockname())
+        accepted = loaded.accept(listener.accept()[0])
+    found: list[TlsSocket] = []
+    thread = threading.Thread(target=lambda: found.append(loaded.dial(dialled, _time.now() + 30)))
+    thread.start()
+    accepted.shake_until(_time.now() + 30)
+    thread.join()
+    assert found[0].version() == "TLSv1.3"
+    assert found[0].binding == accepted.binding != b""
+    yield found[0], accepted
+    found[0].close()
+    accepted.close()
+
+
+def _readable(sock: TlsSocket, wait_ms: int = 0) -> bool:
+    poller = select.poll()
+    poller.register(sock.fileno(), select.POLLIN)
+    return bool(poller.poll(wait_ms))
+
+
+def test_what_was_decrypted_and_not_taken_is_readable(pair: tuple[TlsSocket, TlsSocket]) -> None:
+    """Nothing is left in the kernel: whoever polls must be told all the same."""
+    one, other = pair
+    one.sendall(bytes(range(200)) * 50)
+    assert _readable(other, 30_000)
+    buffer = memoryview(bytearray(4_000))
+    assert other.recv_into(buffer) == 4_000
+    with pytest.raises(BlockingIOError):
+        socket.socket.recv(other._ssl, 1, socket.MSG_PEEK)
+    assert _readable(other)
+    assert other.recvmsg_into([buffer[:3_000], buffer[3_000:]]) == (4_000,)
+    assert _readable(other)
+    assert other.recv_into(buffer) == 2_000
+    assert not _readable(other)
+    with pytest.raises(BlockingIOError):
+        other.recv_into(buffer)
+
+
+def test_every_byte_arrives_in_order_however_it_is_cut(pair: tuple[TlsSocket, TlsSocket]) -> None:
+    one, other = pair
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+    dice = random.Random(3)
+    data = dice.randbytes(3_000_000)
+    got = bytearray()
+
+    def read() -> None:
+        cuts = random.Random(4)
+        while len(got) < len(data):
+            sizes = [cuts.choice((1, 40, 5_000, 100_000)) for _ in range(cuts.randrange(1, 4))]
+            buffers = [memoryview(bytearray(size)) for size in sizes]
+            assert _readable(other, 30_000)
+            try:
+                (count,) = other.recvmsg_into(buffers)
+            except BlockingIOError:
+                continue
+            assert count
+            got.extend(b"".join(buffers)[:count])
+
+    thread = threading.Thread(target=read)
+    rest: list[memoryview] = []
+    left, blocked = memoryview(data), 0
+    while left or rest:
+        if not rest:
+            for _ in range(dice.randrange(1, 5)):
+                size = dice.choice((1, 40, 16_384, 16_385, 300_000))
+                rest.append(left[:size])
+                left = left[size:]
+        try:
+            count = one.sendmsg(rest) if len(rest) > 1 else one.send(bytes(rest[0]))
+        except BlockingIOError:
+            blocked += 1
+            if not thread.is_alive():
+                thread.start()
+            poller = select.poll()
+            poller.register(one.wire(), select.POLLOUT)
+            assert poller.poll(30_000)
+            continue
+        while rest and count >= len(rest[0]):
+            count -= len(rest.pop(0))
+        if count:
+            rest[0] = rest[0][count:]
+    assert blocked
+    thread.join()
+    assert bytes(got) == data
+
+
+def test_what_came_before_damage_counts(pair: tuple[TlsSocket, TlsSocket]) -> None:
+    one, other = pair
+    one.sendall(b"good" * 5_000)  # two records
+    socket.socket.send(one._ssl, b"\x17\x03\x03\x00\x20" + bytes(32))
+    data = b""
+    while len(data) < 20_000:
+        assert _readable(other, 30_000)
+        data += other.recv(100_000)
+    assert data == b"good" * 5_000
+    assert _readable(other, 30_000)
+    with pytest.raises(ssl.SSLError):
+        other.recv(100_000)
+
+
+def _take_leave(sock: TlsSocket) -> None:
+    """Say TLS's own farewell."""
+    with sock._lock, pytest.raises(ssl.SSLError):  # the answer is not there yet
+        sock._ssl._sslobj.shutdown()
+
+
+def test_what_comes_behind_the_farewell_of_tls_is_not_waited_for(pair: tuple[TlsSocket, TlsSocket]) -> None:
+    one, other = pair
+    one.sendall(b"last")
+    _take_leave(one)
+    socket.socket.send(one._ssl, b"more of something" * 100)
+    assert _readable(other, 30_000)
+    buffer = memoryview(bytearray(100))
+    assert other.recv_into(buffer) == 4
+    for _ in range(3):
+        assert _readable(other, 30_000)
+        assert other.recv_into(buffer) == 0
+    other.sendall(b"still")  # only one direction has ended
+
+
+def test_what_was_closed_says_so_as_a_socket_does(pair: tuple[TlsSocket, TlsSocket]) -> None:
+    """Also to a thread that comes just after, as with guests whose time is over."""
+    for sock in pair:
+        sock.close()
+        sock.close()
+        attempts: list[Callable[[], object]] = [
+            sock.shake,
+            lambda sock=sock: sock.recv(10),
+            lambda sock=sock: sock.send(b"a"),
+            lambda sock=sock: sock.sendmsg((memoryview(b"a"),)),
+        ]
+        for attempt in attempts:
+            with pytest.raises(OSError, match="closed"):
+                attempt()
+
+
+def test_closing_waits_for_an_attempt_and_in_a_forked_child_for_nobody(
+    pair: tuple[TlsSocket, TlsSocket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = pair
+    monkeypatch.setattr(tls, "_CLOSE_S", 30.0)
+    begun = threading.Event()
+
+    def close() -> None:
+        begun.set()
+        one.close()
+
+    with one._lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            one.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        thread = threading.Thread(target=close)
+        thread.start()
+        assert begun.wait(30)
+        # The child has said nothing: what comes is what was sent here.
+        assert one._ssl.write(b"here") == 4
+    assert _readable(other, 30_000)
+    assert other.recv(10) == b"here"
+    thread.join()
+    assert one.wire() == -1
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.9])
+def test_a_cut_in_the_handshake_is_no_word_about_certificates(part: float) -> None:
+    """The line has failed, not the other side: whoever dials tries again."""
+    loaded = Tls.load(Settings(**files().options))
+    assert loaded is not None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dialled = socket.create_connection(listener.getsockname())
+        there = listener.accept()[0]
+    here, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = loaded._server.wrap_bio(here, back, server_side=True)
+
+    def answer() -> None:
+        with there:
+            while not here.pending:
+                here.write(there.recv(1 << 16))
+                with pytest.raises(ssl.SSLWantReadError):
+                    server.do_handshake()
+                if back.pending:
+                    flight = back.read()
+                    there.sendall(flight[: int(len(flight) * part)])
+                    return
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(ConnectionResetError):
+        loaded.dial(dialled, _time.now() + 30)
+    thread.join()
+
+
+def _write_into_nothing(rank: int, world_size: int, options: dict[str, Any]) -> str:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    with _pair(options) as (one, other):
+        other.close()
+        try:
+            while True:
+                one.send(bytes(100))
+        except BlockingIOError:
+            return "the kernel took it all"
+        except ConnectionError:
+            # The first has found the connection reset; this one writes to it nevertheless.
+            with pytest.raises(ConnectionError):
+                one.sendmsg((memoryview(bytes(100)),))
+            assert not signal.sigpending()
+            assert signal.SIGPIPE not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            return "refused"
+
+
+def test_a_broken_pipe_is_an_error_and_no_signal() -> None:
+    assert run_group(_write_into_nothing, 1, files().options) == ["refused"]
+
+
+def test_waiting_has_an_end(pair: tuple[TlsSocket, TlsSocket]) -> None:
+    one, other = pair
+    one.settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        one.recv(10)
+    one.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        one.recv(10)
+    other.shutdown(socket.SHUT_RDWR)
+    one.settimeout(30)
+    assert one.recv(10) == b""
+
+
+# -- workers ----------------------------------------------------------------------------------------------
+
+
+def test_large_messages_take_several_connections_and_come_back_whole() -> None:
+    each = {**files().options, "stripe_threshold": 1 << 20}
+    with behind(each=(each, each)) as ((a0, _), _):
+        value = torch.arange(3_000_000)
+        assert call(a0, operator.add, 1, 2) == 3
+        assert torch.equal(call(a0, torch.neg, value), -value)
+        conn = a0.peer("a1").conn
+        assert conn is not None
+        assert len(conn.stripes) == 1
+        assert all(isinstance(found.sock, TlsSocket) for found in (conn, *conn.stripes))
+        assert [call(a0, operator.add, number, 1) for number in range(50)] == list(range(1, 51))
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("kind", ["reset", "cut"])
+@pytest.mark.parametrize("seed", range(20 if NIGHTLY else 1))
+def test_calls_survive_what_ends_the_connection(kind: str, seed: int) -> None:
+    disturbance = getattr(testing, kind)(after=(6_000, 60_000), part=0.5, times=4)
+    each = files().options
+    with behind(disturbance, seed=seed, each=(each, each)) as ((a0, a1), proxies):
+        for number in range(60):
+            data = torch.full((4_000,), number)
+            assert torch.equal(call(a0 if number % 2 else a1, torch.neg, data), -data)
+        assert sum(proxy.struck.total() for proxy in proxies)
+        assert sum(proxy.connections for proxy in proxies) > 1
+
+
+def test_damage_is_found_and_what_follows_goes_over_another_socket() -> None:
+    each = files().options
+    with behind(each=(each, each)) as ((a0, _), proxies):
+        for number in range(5):
+            assert call(a0, operator.add, number, 1) == number + 1
+            conn = a0.peer("a1").conn
+            assert conn is not None
+            with conn.write_lock:
+                sock = conn.sock
+                assert isinstance(sock, TlsSocket)
+                socket.socket.send(sock._ssl, b"\x17\x03\x03\x00\x20" + bytes(32))
+            data = torch.full((50_000,), number)
+            assert torch.equal(call(a0, torch.neg, data), -data)
+            assert a0.peer("a1").conn is conn
+            assert conn.lapses > number
+        assert sum(proxy.connections for proxy in proxies) > 5
+
+
+def test_the_farewell_of_tls_is_not_ours() -> None:
+    """Only a goodbye of the protocol is one: the end of TLS, said or cut off, is that of a socket."""
+    gate = threading.Event()
+    _gates.append(gate)
+    each = files().options
+    with behind(each=(each, each)) as ((a0, a1), proxies):
+        assert call(a0, operator.add, 1, 2) == 3
+        conn, there = a0.peer("a1").conn, a1.peer("a0").conn
+        assert conn is not None
+        assert there is not None
+        waiting = begin(a0, _wait_for_gate)
+        with there.write_lock:
+            assert isinstance(there.sock, TlsSocket)
+            _take_leave(there.sock)
+        assert call(a0, operator.add, 2, 2) == 4
+        gate.set()
+        assert waiting.result(60) == "open"
+        assert a0.peer("a1").conn is conn
+        assert conn.lapses
+        assert sum(proxy.connections for proxy in proxies) > 1
+
+
+def _wait_for_gate() -> str:
+    assert _gates[-1].wait(30)
+    return "open"
+
+
+def test_a_unix_socket_stays_what_it_is() -> None:
+    with agents(2, transport="auto", **files().options) as (a0, _):
+        if a0.record.unix_path is None:
+            pytest.skip("this run is forced over TCP")
+        assert call(a0, operator.add, 1, 2) == 3
+        assert not isinstance(a0.peer("a1").conn.sock, TlsSocket)
+
+
+def test_ctrl_c_ends_a_wait() -> None:
+    gate = threading.Event()
+    with behind(each=(files().options, files().options)) as ((a0, _), _):
+        assert call(a0, operator.add, 1, 2) == 3
+        _gates.append(gate)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                call(a0, _interrupting, os.getpid())
+        finally:
+            gate.set()
+        assert call(a0, operator.add, 1, 2) == 3
+
+
+_gates: list[threading.Event] = []
+
+
+def _interrupting(pid: int) -> None:
+    os.kill(pid, signal.SIGINT)
+    assert _gates[-1].wait(30)
+
+
+def _all_of_it(rank: int, world_size: int) -> Any:
+    agent = api._require().agent
+    assert agent.links.tls is not None
+    if rank == 2:
+        rpc.rpc_async("worker0", os.getpid)  # a connection whose end others see
+    if rank:
+        return None
+    assert [rpc.rpc_sync(f"worker{n}", operator.mul, (n, 7)) for n in range(world_size)] == [0, 7, 14]
+    there = rpc.remote("worker1", torch.ones, (300_000,))
+    assert rpc.rpc_sync("worker2", torch.sum, (there.to_here(),)).item() == 300_000
+    assert all(isinstance(peer.conn.sock, TlsSocket) for peer in agent.peers() if peer.conn is not None)
+    del there
+    with pytest.raises(PeerDiedError):
+        rpc.rpc_sync("worker2", os.kill, (rpc.rpc_sync("worker2", os.getpid), signal.SIGKILL))
+    assert rpc.rpc_sync("worker1", operator.add, (1, 1)) == 2
+    return "done"
+
+
+def test_a_group_of_processes_one_of_which_dies() -> None:
+    options = {"transport": "tcp", **files().options}
+    assert rpc_group(_all_of_it, 3, options=options, may_die=[2]) == ["done", None, Died(-signal.SIGKILL)]
+
+
+# -- the start ----------------------------------------------------------------------------------------------
+
+
+def _wrong(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
+    good = files().options
+    expired = temporary_certificates(tmp_path, name="expired", days=-1, authority=files())
+    junk = tmp_path / "junk.pem"
+    junk.write_text("no certificate")
+    junk.chmod(0o600)
+    open_key = tmp_path / "open.key"
+    open_key.write_bytes(Path(files().key).read_bytes())
+    open_key.chmod(0o640)
+    return {
+        "no key": ({"tls_key": None}, "ACTORRPC_TLS_KEY is not set"),
+        "no certificate": ({"tls_cert": ""}, "ACTORRPC_TLS_CERT is not set"),
+        "only a CA": (
+            {"tls_cert": None, "tls_key": None},
+            "ACTORRPC_TLS_CERT and ACTORRPC_TLS_KEY is not set",
+        ),
+        "no such certificate": ({"tls_cert": "/nowhere/at.pem"}, "ACTORRPC_TLS_CERT.*No such file"),
+        "no such key": ({"tls_key": "/nowhere/at.key"}, "ACTORRPC_TLS_KEY.*No such file"),
+        "no such CA": ({"tls_ca": "/nowhere/ca.pem"}, "ACTORRPC_TLS_CA.*No such file"),
+        "a directory": ({"tls_cert": str(tmp_path)}, "ACTORRPC_TLS_CERT.*directory"),
+        "no certificate in it": ({"tls_cert": str(junk)}, "ACTORRPC_TLS_CERT"),
+        "no key in it": ({"tls_key": str(junk)}, "ACTORRPC_TLS_KEY"),
+        "no CA in it": ({"tls_ca": str(junk)}, "ACTORRPC_TLS_CA"),
+        "a key that others can read": ({"tls_key": str(open_key)}, "chmod 600"),
+        "the key of another": ({"tls_key": foreign().key}, "key values mismatch"),
+        "of another CA": ({"tls_ca": foreign().ca}, "signed by that CA"),
+        "expired": ({"tls_cert": expired.cert, "tls_key": expired.key}, "expired"),
+        "an old version": ({"tls_min_version": "1.1"}, "'1.2' or '1.3'"),
+    } | {"nothing": (dict.fromkeys(good), "")}
+
+
+_CASES = """
+no key, no certificate, only a CA, no such certificate, no such key, no such CA, a directory, no certificate in it, no key in it,
+no CA in it, a key that others can read, the key of another, of another CA, expired, an old version, nothing
+"""
+
+
+@pytest.mark.parametrize("case", [case.strip() for case in _CASES.split(",")])
+def test_the_matrix_of_starts(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong is said before a store is asked or anything listens."""
+    for variable in files().environment:
+        monkeypatch.delenv(variable, raising=False)
+    change, words = _wrong(tmp_path)[case]
+    given = {**files().options, **change}
+    if not words:
+        assert Tls.load(Settings(**given)) is None
+        return
+
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("this must not be come to")
+
+    monkeypatch.setattr(group, "_listen_tcp", never)
+    monkeypatch.setattr(group, "_listen_unix", never)
+    monkeypatch.setattr(api, "open_store", never)
+    with pytest.raises(ConfigError, match=words):
+        rpc.init_rpc(
+            "a",
+            rank=0,
+            world_size=1,
+            rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/store", **given),
+        )
+    for name, value in given.items():
+        if value:
+            monkeypatch.setenv(f"ACTORRPC_{name.upper()}", value)
+    with pytest.raises(ConfigError, match=words):
+        rpc.init_rpc("a", rank=0, world_size=1)
+
+
+def test_options_have_types() -> None:
+    with pytest.raises(WrongTypeError, match="tls_cert"):
+        rpc.RpcBackendOptions(tls_cert=3)  # type: ignore[arg-type]
+    # Where only Unix sockets are used, no files are read.
+    assert Tls.load(Settings(transport="unix", tls_cert="a", tls_key="b", tls_ca="c")) is None
+    with pytest.raises(ConfigError, match="is not set"):
+        Tls.load(Settings(transport="unix", tls_cert="a"))
+
+
+# -- making them ----------------------------------------------------------------------------------------------
+
+
+def test_the_command_makes_what_workers_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in files().environment:
+        monkeypatch.delenv(variable, raising=False)
+    assert making.main([str(tmp_path / "a b"), "--days", "1"]) == 0
+    shown = subprocess.run(
+        ["sh", "-c", f"{capsys.readouterr().out}\nenv"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    given = dict(line.split("=", 1) for line in shown if line.startswith("ACTORRPC_TLS_"))
+    assert len(given) == 3
+    assert Tls.load(
+        Settings(**{name.removeprefix("ACTORRPC_").lower(): path for name, path in given.items()})
+    )
+    assert stat.S_IMODE(os.stat(tmp_path / "a b").st_mode) == 0o700
+    for name in ("worker.key", "ca.key"):
+        assert stat.S_IMODE(os.stat(tmp_path / "a b" / name).st_mode) == 0o600
+
+
+def test_without_cryptography_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(making, "_missing", ImportError("no module"))
+    with pytest.raises(ConfigError, match=r"actorrpc\[tls\]"):
+        temporary_certificates(tmp_path)
+    with pytest.raises(RpcError):
+        temporary_certificates(tmp_path, name="a/b")

@@ -1,0 +1,547 @@
+"""Mutual authentication: it completes only between two that hold the key, whatever is done to the bytes."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import pickle
+import random
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from actorrpc.errors import AuthenticationError, ConfigError, LimitError, ProtocolError, VersionError
+from actorrpc.wire import handshake, identity
+from actorrpc.wire.handshake import MAX_MESSAGE, Acceptor, Dialler, Purpose, Refusal, Session
+
+KEY = hashlib.sha256(b"the key").digest()
+OTHER = hashlib.sha256(b"another key").digest()
+INC_A, INC_B, INC_C = "a" * 32, "b" * 32, "c" * 32
+
+
+@pytest.fixture(autouse=True)
+def _no_pickle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing in a handshake may unpickle."""
+
+    def forbidden(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a handshake reached pickle")
+
+    with monkeypatch.context() as patch:
+        for name in ("loads", "load", "Unpickler"):
+            patch.setattr(pickle, name, forbidden)
+        yield
+
+
+def dialler(**changes: Any) -> Dialler:
+    return Dialler(**{"name": "alice", "incarnation": INC_A, "key": KEY, **changes})
+
+
+def acceptor(**changes: Any) -> Acceptor:
+    return Acceptor(**{"name": "bob", "incarnation": INC_B, "key": KEY, **changes})
+
+
+def run(one: Dialler, two: Acceptor, piece: int = MAX_MESSAGE) -> None:
+    """Carry bytes between the two, some at a time, until there are none."""
+    to_two, to_one = one.start(), b""
+    while to_two or to_one:
+        assert len(to_two) <= MAX_MESSAGE >= len(to_one)
+        sent, to_two = to_two[:piece], to_two[piece:]
+        if sent:
+            to_one += two.feed(sent)
+        sent, to_one = to_one[:piece], to_one[piece:]
+        if sent:
+            to_two += one.feed(sent)
+
+
+def messages(one: Dialler, two: Acceptor) -> list[bytes]:
+    hello = one.start()
+    challenge = two.feed(hello)
+    auth = one.feed(challenge)
+    welcome = two.feed(auth)
+    return [hello, challenge, auth, welcome]
+
+
+@pytest.mark.parametrize("piece", [1, 2, 7, 100, MAX_MESSAGE])
+@pytest.mark.parametrize("names", [("alice", "bob"), ("a", "b"), ("x" * 127, "y" * 127)])
+def test_two_that_hold_the_key_agree(piece: int, names: tuple[str, str]) -> None:
+    token = bytes(range(16))
+    one = dialler(
+        name=names[0], peer_name=names[1], peer_incarnation=INC_B, purpose=Purpose.BULK, attach=token
+    )
+    two = acceptor(name=names[1])
+    assert not one.done
+    run(one, two, piece)
+    assert one.done
+    assert two.done
+    mine, theirs = one.result, two.result
+    assert (mine.peer_name, mine.peer_incarnation) == (names[1], INC_B)
+    assert (theirs.peer_name, theirs.peer_incarnation) == (names[0], INC_A)
+    assert mine.purpose is theirs.purpose is Purpose.BULK
+    assert mine.attach == theirs.attach == token
+    assert mine.version == theirs.version == handshake.VERSIONS[1]
+    assert mine.key == theirs.key
+    assert len(mine.key) == 32
+    assert mine.leftover == theirs.leftover == b""
+
+
+def test_each_connection_has_a_key_and_a_token_of_its_own() -> None:
+    sessions = []
+    for _ in range(20):
+        one, two = dialler(), acceptor()
+        run(one, two)
+        sessions.append(one.result)
+        assert two.result.attach == one.result.attach
+    assert len({session.key for session in sessions}) == len({session.attach for session in sessions}) == 20
+    assert KEY not in {session.key for session in sessions}
+
+
+def test_what_follows_the_welcome_is_left_over() -> None:
+    one, two = dialler(), acceptor()
+    auth = one.feed(two.feed(one.start()))
+    welcome = two.feed(auth)
+    assert one.feed(welcome[:5]) == b""
+    assert one.feed(welcome[5:] + b"x" * 10_000) == b""
+    assert one.result.leftover == b"x" * 10_000
+    with pytest.raises(ProtocolError, match="over"):
+        one.feed(b"more")
+
+
+def test_the_secrets_are_not_shown() -> None:
+    one, two = dialler(), acceptor()
+    run(one, two)
+    for shown in (repr(one), repr(two), repr(one.result), str(two.result)):
+        assert repr(KEY)[2:-1] not in shown
+        assert repr(one.result.key)[2:-1] not in shown
+        assert one.result.key.hex() not in shown
+
+
+def test_a_result_is_there_only_at_the_end() -> None:
+    one = dialler()
+    with pytest.raises(ProtocolError):
+        _ = one.result
+    with pytest.raises(ProtocolError):
+        one.feed(b"x")
+    one.start()
+    with pytest.raises(ProtocolError):
+        one.start()
+    with pytest.raises(ProtocolError, match="closed the connection"):
+        one.feed_eof()
+
+
+# -- the wrong key ---------------------------------------------------------------------------------
+
+
+def test_a_dialler_without_the_key_learns_nothing() -> None:
+    one, two = dialler(key=OTHER), acceptor()
+    auth = one.feed(two.feed(one.start()))
+    with pytest.raises(AuthenticationError, match=r"'alice'.*'bob'.*ACTORRPC_KEY"):
+        two.feed(auth)
+    assert not two.done
+    with pytest.raises(AuthenticationError, match=r"refused worker 'alice'.*ACTORRPC_KEY"):
+        one.feed(two.farewell)
+    assert one.refused is Refusal.KEY
+    for side in (one, two):
+        with pytest.raises(AuthenticationError):  # it stays so
+            side.feed(b"x")
+
+
+def test_an_acceptor_without_the_key_is_found_out() -> None:
+    one, two = dialler(), acceptor()
+    auth = one.feed(two.feed(one.start()))
+    welcome = bytearray(two.feed(auth))
+    welcome[-1] ^= 1
+    with pytest.raises(AuthenticationError, match="'bob' did not prove to worker 'alice'"):
+        one.feed(bytes(welcome))
+    assert not one.done
+
+
+@pytest.mark.parametrize("binding", [(b"x", b"y"), (b"", b"y"), (b"x", b"")])
+def test_another_channel_is_refused(binding: tuple[bytes, bytes]) -> None:
+    with pytest.raises(AuthenticationError):
+        run(dialler(binding=binding[0]), acceptor(binding=binding[1]))
+    run(dialler(binding=binding[0]), acceptor(binding=binding[0]))
+
+
+def test_no_key_needs_a_word() -> None:
+    for make in (dialler, acceptor):
+        with pytest.raises(ConfigError, match="ACTORRPC_KEY"):
+            make(key=b"")
+        with pytest.raises(ConfigError):
+            make(key=b"short")
+        with pytest.raises(ConfigError):
+            make(key=b"short", insecure=True)
+    one, two = dialler(key=b"", insecure=True), acceptor(key=b"", insecure=True)
+    run(one, two)
+    assert one.result.key == two.result.key
+
+
+def test_one_key_is_not_enough() -> None:
+    one, two = dialler(key=b"", insecure=True), acceptor(insecure=True)
+    with pytest.raises(AuthenticationError, match="'bob' has a key and 'alice' has none"):
+        run(one, two)
+    with pytest.raises(AuthenticationError, match="it needs a key"):
+        one.feed(two.farewell)
+    one, two = dialler(insecure=True), acceptor(key=b"", insecure=True)
+    with pytest.raises(AuthenticationError, match="'alice' has a key and 'bob' has none"):
+        run(one, two)
+    # Even one that hides that it has none is found out by the dialler.
+    hello = dialler().start()
+    challenge = bytearray(acceptor().feed(hello))
+    one = dialler()
+    one.start()
+    challenge[handshake._HEAD + 3] = 1
+    with pytest.raises(AuthenticationError, match="has none"):
+        one.feed(bytes(challenge))
+
+
+# -- who is there ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        ({"peer_name": "carol"}, "dialled worker 'carol', but 'bob' answers"),
+        ({"peer_name": "bob", "peer_incarnation": INC_C}, "another run of it"),
+        ({"peer_incarnation": INC_C}, "wrong peer"),
+    ],
+)
+def test_another_worker_than_the_one_dialled_gets_no_proof(wanted: dict[str, str], says: str) -> None:
+    one, two = dialler(**wanted), acceptor()
+    challenge = two.feed(one.start())
+    with pytest.raises(AuthenticationError, match=says):
+        one.feed(challenge)
+    assert one.replaced is (wanted.get("peer_name") == "bob")
+
+
+def test_an_acceptor_may_turn_away_who_has_proved_himself() -> None:
+    asked: list[Session] = []
+
+    def admit(session: Session) -> tuple[Refusal, str] | None:
+        asked.append(session)
+        return Refusal.PEER, "alice has been declared dead"
+
+    one, two = dialler(), acceptor(admit=admit)
+    with pytest.raises(AuthenticationError, match="'bob' refused 'alice': alice has been declared dead"):
+        run(one, two)
+    assert [session.peer_name for session in asked] == ["alice"]
+    with pytest.raises(AuthenticationError, match="declared dead"):
+        one.feed(two.farewell)
+    two = acceptor(admit=admit)
+    with pytest.raises(AuthenticationError):
+        run(dialler(key=OTHER), two)
+    assert len(asked) == 1  # nobody without the key is asked about
+    one, two = dialler(), acceptor(admit=lambda session: None)
+    run(one, two)
+    assert two.done
+
+
+def test_too_busy_is_said_before_anything_else() -> None:
+    one = dialler(peer_name="bob")
+    one.start()
+    with pytest.raises(LimitError, match="worker 'bob' refused worker 'alice': too many guests \\?"):
+        one.feed(Acceptor.refuse(Refusal.BUSY, "too many guests \x1b"))
+    assert one.refused is Refusal.BUSY
+    assert len(Acceptor.refuse(Refusal.BUSY, "é" * 1000)) <= MAX_MESSAGE
+
+
+@pytest.mark.parametrize("text", [b"\x1b[31m", b"caf\xc3\xa9", b"a\nb"])
+def test_a_refusal_shows_nothing_but_text(text: bytes) -> None:
+    one = dialler()
+    one.start()
+    body = struct.pack("!BB", Refusal.KEY, len(text)) + text
+    with pytest.raises(ProtocolError) as caught:
+        one.feed(handshake._message(5, body))
+    assert text.decode("utf-8") not in str(caught.value)
+    assert one.refused is None
+
+
+def test_a_refusal_of_an_unknown_kind_is_an_error() -> None:
+    one = dialler()
+    one.start()
+    with pytest.raises(ProtocolError, match="unknown code 99"):
+        one.feed(handshake._message(5, b"\x63\x00"))
+
+
+# -- reflection, replay, other versions --------------------------------------------------------------
+
+
+def test_a_worker_does_not_talk_to_itself() -> None:
+    one, two = dialler(), acceptor(name="alice", incarnation=INC_A)
+    with pytest.raises(AuthenticationError, match="reflected"):
+        two.feed(one.start())
+    one = dialler()
+    hello = one.start()
+    with pytest.raises(ProtocolError):
+        one.feed(hello)
+
+
+def test_a_proof_is_of_one_role_only() -> None:
+    """What the dialler proves, sent back to it, is no proof of the acceptor's."""
+    one, two = dialler(), acceptor()
+    auth = one.feed(two.feed(one.start()))
+    reflected = handshake._message(handshake._WELCOME, auth[handshake._HEAD :])
+    with pytest.raises(AuthenticationError):
+        one.feed(reflected)
+    # A proof that a worker gave as acceptor is not one as dialler, either.
+    one, two = dialler(), acceptor()
+    welcome = messages(one, two)[3]
+    victim = acceptor()
+    victim.feed(dialler().start())
+    with pytest.raises(AuthenticationError):
+        victim.feed(handshake._message(handshake._AUTH, welcome[handshake._HEAD :]))
+
+
+def test_an_old_conversation_proves_nothing() -> None:
+    hello, challenge, auth, welcome = messages(dialler(), acceptor())
+    two = acceptor()
+    assert two.feed(hello) != challenge
+    with pytest.raises(AuthenticationError):
+        two.feed(auth)
+    one = dialler()
+    one.start()
+    assert one.feed(challenge) != auth
+    with pytest.raises(AuthenticationError):
+        one.feed(welcome)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "chosen"),
+    [
+        ((1, 1), (1, 1), 1),
+        ((1, 3), (2, 5), 3),
+        ((2, 5), (1, 3), 3),
+        ((1, 9), (4, 4), 4),
+        ((1, 255), (1, 255), 255),
+    ],
+)
+def test_the_highest_common_version_is_spoken(ours: Any, theirs: Any, chosen: int) -> None:
+    one, two = dialler(versions=ours), acceptor(versions=theirs)
+    run(one, two)
+    assert one.result.version == two.result.version == chosen
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [((1, 1), (2, 2)), ((3, 4), (1, 2))])
+def test_no_common_version_is_said_on_both_sides(ours: Any, theirs: Any) -> None:
+    one, two = dialler(versions=ours, peer_name="bob"), acceptor(versions=theirs)
+    with pytest.raises(VersionError, match="'bob' speaks versions"):
+        run(one, two)
+    with pytest.raises(VersionError, match=r"worker 'bob' refused worker 'alice'.*install the same version"):
+        one.feed(two.farewell)
+
+
+def test_nobody_in_between_can_choose_an_older_version() -> None:
+    at = handshake._HEAD
+    # in the HELLO: the dialler's highest version
+    one, two = dialler(versions=(1, 3)), acceptor(versions=(1, 3))
+    hello = bytearray(one.start())
+    hello[at + 1] = 1
+    challenge = two.feed(bytes(hello))
+    with pytest.raises(VersionError):
+        one.feed(challenge)
+    # and in the CHALLENGE as well: now only the proof tells
+    one, two = dialler(versions=(1, 3)), acceptor(versions=(1, 3))
+    hello = bytearray(one.start())
+    hello[at + 1] = 1
+    changed = bytearray(two.feed(bytes(hello)))
+    changed[at + 1] = changed[at + 2] = 1
+    auth = one.feed(bytes(changed))
+    with pytest.raises(AuthenticationError):
+        two.feed(auth)
+
+
+@pytest.mark.parametrize("versions", [(0, 1), (2, 1), (1, 256)])
+def test_versions_are_a_range(versions: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError):
+        dialler(versions=versions)
+
+
+def test_a_side_connection_needs_its_token() -> None:
+    with pytest.raises(ConfigError, match="LANE"):
+        dialler(purpose=Purpose.LANE)
+    with pytest.raises(ConfigError):
+        dialler(attach=b"short")
+    with pytest.raises(ConfigError):
+        dialler(purpose=9)
+    with pytest.raises(ConfigError):
+        dialler(incarnation="zz")
+
+
+# -- whatever else may come --------------------------------------------------------------------------
+
+
+def meddle(change: Any) -> tuple[Dialler, Acceptor]:
+    """Let ``change(index, message)`` alter what is sent; both sides must end in a typed error or agree."""
+    one, two = dialler(peer_name="bob"), acceptor()
+    try:
+        challenge = two.feed(change(0, one.start()))
+        auth = one.feed(change(1, challenge)) if challenge else b""
+        welcome = two.feed(change(2, auth)) if auth else b""
+        if welcome:
+            one.feed(change(3, welcome))
+    except (AuthenticationError, VersionError, ProtocolError):
+        pass
+    return one, two
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    lengths = [len(message) for message in messages(dialler(peer_name="bob"), acceptor())]
+    for index, length in enumerate(lengths):
+        for bit in range(length * 8):
+
+            def flip(at: int, message: bytes, index: int = index, bit: int = bit) -> bytes:
+                if at != index:
+                    return message
+                changed = bytearray(message)
+                changed[bit // 8] ^= 1 << bit % 8
+                return bytes(changed)
+
+            one, two = meddle(flip)
+            assert not one.done, (index, bit)
+            assert not two.done or index == 3, (index, bit)  # the acceptor has seen its proof by then
+
+
+def test_what_is_cut_short_completes_nothing() -> None:
+    for index in range(4):
+        for size in range(len(messages(dialler(peer_name="bob"), acceptor())[index])):
+            one, two = meddle(lambda at, message, i=index, n=size: message[:n] if at == i else message)
+            assert not one.done
+            assert not two.done or index == 3
+            for side in (one, two):
+                if not side.done:
+                    with pytest.raises(ProtocolError):
+                        side.feed_eof()
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_nothing_may_follow_before_its_turn(index: int) -> None:
+    one, two = meddle(lambda at, message: message + b"x" if at == index else message)
+    assert not one.done
+    assert not two.done
+
+
+def test_never_more_than_one_message_is_held() -> None:
+    for data in (b"x" * (1 << 20), b"aRPC" + b"\xff" * (1 << 20), b"aRPC\x01\xff" + b"\0" * (1 << 20)):
+        two = acceptor()
+        with pytest.raises(ProtocolError):
+            two.feed(data)
+        assert two.farewell == b""
+        assert len(two._buffer) <= MAX_MESSAGE
+    two = acceptor()
+    hello = dialler().start()
+    for byte in hello[:-1]:
+        two.feed(bytes([byte]))
+        assert len(two._buffer) <= MAX_MESSAGE
+
+
+def test_another_protocol_is_named_as_such() -> None:
+    for start in (b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"aRPX"):
+        with pytest.raises(ProtocolError, match="another program"):
+            acceptor().feed(start)
+
+
+def test_thousands_of_random_inputs_complete_nothing() -> None:
+    chance = random.Random(20250101)
+    hello = dialler().start()
+    for _ in range(3000):
+        side = acceptor()
+        if chance.random() < 0.5:
+            side.feed(hello)
+        data = bytearray(
+            chance.choice([hello, b"aRPC\x03\x20", b""]) + chance.randbytes(chance.randrange(300))
+        )
+        if data:
+            data[chance.randrange(len(data))] ^= chance.randrange(256)
+        try:
+            side.feed(bytes(data))
+        except (AuthenticationError, VersionError, ProtocolError):
+            pass
+        assert not side.done
+
+
+_HEADS = st.sampled_from([b"", b"aRPC", *(b"aRPC" + bytes([kind]) for kind in range(7))])
+
+
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(st.integers(0, 2), _HEADS, st.lists(st.binary(max_size=300), min_size=1, max_size=4))
+def test_no_bytes_complete_a_handshake_or_crash_it(stage: int, head: bytes, pieces: list[bytes]) -> None:
+    side: Dialler | Acceptor
+    if stage == 0:
+        side = acceptor()
+    elif stage == 1:
+        side = dialler()
+        side.start()
+    else:
+        side = acceptor()
+        side.feed(dialler().start())
+    pieces[0] = head + pieces[0]
+    answers = 0
+    for piece in pieces:
+        try:
+            answer = side.feed(piece)
+        except (AuthenticationError, VersionError, ProtocolError):
+            continue
+        answers += len(answer)
+        assert len(answer) <= MAX_MESSAGE
+    assert not side.done
+
+
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(
+    st.integers(0, 3),
+    st.lists(
+        st.tuples(st.integers(0, 255), st.integers(1, 255)), min_size=1, max_size=4, unique_by=lambda x: x[0]
+    ),
+    st.integers(1, 64),
+)
+def test_no_change_goes_unnoticed(index: int, changes: list[tuple[int, int]], piece: int) -> None:
+    def change(at: int, message: bytes) -> bytes:
+        if at != index:
+            return message
+        changed = bytearray(message)
+        places = {}
+        for place, by in changes:
+            places[place % len(changed)] = by
+        for place, by in places.items():
+            changed[place] ^= by
+        return bytes(changed)
+
+    one, two = meddle(change)
+    assert not one.done
+    assert not two.done or index == 3
+
+
+# -- what it is made of ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [handshake, identity])
+def test_nothing_that_can_unpickle_is_imported(module: Any) -> None:
+    seen: set[str] = set()
+    todo = [module.__name__]
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if not name.startswith("actorrpc"):
+            continue
+        path = importlib.import_module(name).__file__
+        assert path is not None
+        for node in ast.walk(ast.parse(Path(path).read_text())):
+            if isinstance(node, ast.Import):
+                todo += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                todo.append(node.module or "")
+    assert not {name.partition(".")[0] for name in seen} & {
+        "pickle",
+        "_pickle",
+        "cloudpickle",
+        "marshal",
+        "shelve",
+        "torch",
+    }

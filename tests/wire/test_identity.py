@@ -1,0 +1,200 @@
+"""Names, records and host identities of workers."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import string
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import msgpack
+import pytest
+
+from actorrpc.errors import ConfigError, RendezvousError
+from actorrpc.wire.identity import (
+    WorkerInfo,
+    WorkerRecord,
+    check_name,
+    host_identity,
+    main_identity,
+    new_incarnation,
+)
+from tests import output
+
+_NAMES = st.text(string.ascii_letters + string.digits + "-_:", min_size=1, max_size=127)
+_DEVICES = st.sampled_from(["cpu", "cuda:0", "cuda:15", "meta"])
+_RECORDS = st.builds(
+    WorkerRecord,
+    name=_NAMES,
+    rank=st.integers(-1, 2**31 - 1),
+    incarnation=st.binary(min_size=16, max_size=16).map(bytes.hex),
+    host=st.text(string.hexdigits, min_size=1, max_size=64),
+    unix_path=st.none()
+    | st.text(st.characters(blacklist_characters="\0", codec="utf-8"), min_size=1, max_size=108),
+    tcp=st.lists(
+        st.tuples(
+            st.text(st.characters(blacklist_characters="\0", codec="utf-8"), min_size=1, max_size=80),
+            st.integers(1, 65535),
+        ),
+        max_size=4,
+    ).map(tuple),
+    pid=st.integers(0, 2**31 - 1),
+    cuda_devices=st.integers(0, 16),
+    devices=st.lists(_DEVICES, max_size=3).map(tuple),
+    device_maps=st.lists(st.tuples(_NAMES, _DEVICES, _DEVICES), max_size=3).map(tuple),
+)
+
+
+def _record(**changes: Any) -> WorkerRecord:
+    return replace(WorkerRecord(name="a", rank=0, incarnation="0" * 32, host="h"), **changes)
+
+
+def test_worker_info_is_a_value_like_torchs() -> None:
+    info = WorkerInfo("worker1", 1)
+    assert repr(info) == str(info) == "WorkerInfo(id=1, name=worker1)"
+    assert info == WorkerInfo(name="worker1", id=1) != WorkerInfo("worker1", 2)
+    assert len({info, WorkerInfo("worker1", 1), WorkerInfo("worker2", 1)}) == 2
+    assert pickle.loads(pickle.dumps(info)) == info
+    with pytest.raises(FrozenInstanceError):
+        info.id = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["a", "a-b_c:d", "7", "x" * 127])
+def test_names_that_may_be(name: str) -> None:
+    assert check_name(name) == name
+
+
+@pytest.mark.parametrize("name", ["", " ", "abc*", "a.b", "a/b", "é", "a\n", "x" * 128, None, 3, b"a", "٣"])
+def test_names_that_may_not_be(name: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Worker name must match .*must be non-empty and shorter than 128"):
+        check_name(name)
+    with pytest.raises(RuntimeError):  # as torch
+        WorkerInfo(name, 0)
+
+
+@pytest.mark.parametrize("id", [None, "1", 1.0, True])
+def test_an_id_is_an_integer(id: Any) -> None:
+    with pytest.raises(ConfigError):
+        WorkerInfo("a", id)
+
+
+def test_the_error_shows_no_endless_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_name("x" * 10_000)
+    assert len(str(caught.value)) < 400
+
+
+@hypothesis.given(_RECORDS)
+def test_a_record_survives_the_way(record: WorkerRecord) -> None:
+    assert WorkerRecord.from_bytes(record.to_bytes()) == record
+    assert record.info == WorkerInfo(record.name, record.rank)
+
+
+@hypothesis.settings(max_examples=150)
+@hypothesis.given(st.binary(max_size=300))
+def test_nonsense_is_no_record(data: bytes) -> None:
+    with pytest.raises(RendezvousError):
+        WorkerRecord.from_bytes(data)
+
+
+_ANY = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@hypothesis.settings(max_examples=150)
+@hypothesis.given(_RECORDS, st.integers(0, 10), _ANY)
+def test_a_record_with_one_other_field_is_read_or_refused(
+    record: WorkerRecord, index: int, value: Any
+) -> None:
+    row = msgpack.unpackb(record.to_bytes())
+    row[index % len(row)] = value
+    try:
+        read = WorkerRecord.from_bytes(msgpack.packb(row))
+    except RendezvousError:
+        return
+    assert WorkerRecord.from_bytes(read.to_bytes()) == read
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rank": -2},
+        {"rank": True},
+        {"incarnation": "0" * 31},
+        {"incarnation": "G" * 32},
+        {"host": ""},
+        {"unix_path": ""},
+        {"unix_path": "a\0b"},
+        {"unix_path": "x" * 109},
+        {"tcp": [("a", 1)]},
+        {"tcp": (("a", 0),)},
+        {"tcp": (("", 1),)},
+        {"tcp": (("a", 1, 2),)},
+        {"tcp": (("a", 1),) * 65},
+        {"pid": -1},
+        {"main": "x" * 65},
+    ],
+)
+def test_a_record_is_checked_when_it_is_made(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        _record(**changes)
+
+
+def test_a_record_is_not_read_when_it_is_huge() -> None:
+    with pytest.raises(RendezvousError, match="bytes"):
+        WorkerRecord.from_bytes(b"\x99" * (1 << 20))
+
+
+def test_incarnations_differ() -> None:
+    made = {new_incarnation() for _ in range(100)}
+    assert len(made) == 100
+    assert all(_record(incarnation=each) for each in made)
+
+
+@pytest.mark.slow
+def test_the_host_identity_is_the_same_in_another_process() -> None:
+    command = "import actorrpc.wire.identity as i; print(i.host_identity())"
+    other = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=60
+    )
+    output.check(other.stderr)
+    assert other.stdout.strip() == host_identity()
+    assert _record(host=host_identity())
+
+
+def test_the_host_identity_differs_with_the_namespaces_and_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = host_identity()
+    stat = os.stat
+    for changed in ("net", "mnt", "pid"):
+        swapped = f"/proc/self/ns/{changed}"
+        monkeypatch.setattr(os, "stat", lambda path, swapped=swapped: stat("/" if path == swapped else path))
+        assert host_identity() != here
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert host_identity() != here
+
+
+def test_the_main_identity_goes_by_what_is_in_the_file(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = sys.modules["__main__"]
+    (tmp_path / "a.py").write_text("x = 1")
+    (tmp_path / "b.py").write_text("x = 1")
+    monkeypatch.setattr(main, "__file__", str(tmp_path / "a.py"), raising=False)
+    first = main_identity()
+    monkeypatch.setattr(main, "__file__", str(tmp_path / "b.py"))
+    assert main_identity() == first != ""
+    (tmp_path / "b.py").write_text("x = 2")
+    assert main_identity() not in ("", first)
+    monkeypatch.setattr(main, "__file__", str(tmp_path / "gone.py"))
+    assert main_identity() == ""
+    monkeypatch.delattr(main, "__file__")
+    assert main_identity() == ""

@@ -1,0 +1,408 @@
+"""Keys never show themselves, and nobody else's files are taken for ours."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import resource
+import socket
+import stat
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from actorrpc.cluster import join
+from actorrpc.errors import AuthenticationError, ConfigError
+from actorrpc.wire import keys
+from actorrpc.wire.keys import Key
+from tests import output
+
+TEXT = "correct horse battery staple"
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "run"
+    monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", str(path))
+    return path
+
+
+@pytest.fixture
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(timeout=60)
+    return process.pid
+
+
+def _name_of(pid: int, start: int, ending: str) -> str:
+    return f"{keys._pid_namespace()}-{pid}-{start}-{ending}"
+
+
+# -- the class -------------------------------------------------------------------------------------
+
+
+def test_a_key_does_not_show_itself() -> None:
+    key = Key.from_text(TEXT)
+    secret = key.reveal()
+    try:
+        raise ValueError(key)
+    except ValueError:
+        trace = traceback.format_exc()
+    for shown in (
+        repr(key),
+        str(key),
+        f"{key}",
+        f"{key!r:>30}",
+        f"{key:>10}",
+        trace,
+        repr([key, {1: key}]),
+    ):
+        assert secret.hex() not in shown
+        assert repr(secret)[2:-1] not in shown
+        assert TEXT not in shown
+    assert not hasattr(key, "__dict__")
+    for refused in (pickle.dumps, key.__getstate__, key.__reduce__):
+        with pytest.raises(TypeError, match="does not travel"):
+            refused(key) if refused is pickle.dumps else refused()  # type: ignore[call-arg]
+    assert copy.copy(key) is copy.deepcopy(key) is key
+
+
+def test_a_key_is_the_same_for_the_same_text_only() -> None:
+    key = Key.from_text(TEXT)
+    assert key == Key.from_text(f"  {TEXT}\n") == Key.from_text(TEXT.encode())
+    assert key != Key.from_text(TEXT + "!")
+    assert key != TEXT
+    assert len(key.reveal()) == 32
+    assert TEXT.encode() not in key.reveal()
+
+
+@pytest.mark.parametrize("secret", [b"", b"x" * 15, TEXT])
+def test_a_key_has_16_bytes(secret: bytes) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Key(secret)
+    assert TEXT not in str(caught.value)
+
+
+# -- given keys --------------------------------------------------------------------------------------
+
+
+def test_no_key_is_given() -> None:
+    assert keys.find_key({}) is None
+    assert keys.find_key({"ACTORRPC_KEY": "", "ACTORRPC_KEY_FILE": ""}) is None
+
+
+def test_a_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACTORRPC_KEY_FILE", raising=False)
+    monkeypatch.setenv("ACTORRPC_KEY", TEXT)
+    assert keys.find_key() == Key.from_text(TEXT)
+
+
+@pytest.mark.parametrize("text", ["s3cr3t", "               x", "x" * 15])
+def test_a_short_key_is_refused_without_being_shown(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(text)
+    path.chmod(0o600)
+    for given in ({"ACTORRPC_KEY": text}, {"ACTORRPC_KEY_FILE": str(path)}):
+        with pytest.raises(ConfigError, match="at least 16") as caught:
+            keys.find_key(given)
+        assert text.strip() == "x" or text not in str(caught.value)
+
+
+def test_a_key_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(TEXT + "\n")
+    path.chmod(0o600)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    assert keys.find_key({"ACTORRPC_KEY_FILE": str(path)}) == Key.from_text(TEXT)
+    assert keys.find_key({"ACTORRPC_KEY_FILE": str(link)}) == Key.from_text(TEXT)
+    with pytest.raises(ConfigError, match="both"):
+        keys.find_key({"ACTORRPC_KEY_FILE": str(path), "ACTORRPC_KEY": TEXT})
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644])
+def test_a_key_file_that_others_may_touch(mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(TEXT)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match="chmod 600") as caught:
+        keys.find_key({"ACTORRPC_KEY_FILE": str(path)})
+    assert TEXT not in str(caught.value)
+
+
+def test_a_key_file_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    (tmp_path / "large").write_bytes(b"x" * (1 << 17))
+    (tmp_path / "large").chmod(0o600)
+    for name, says in {
+        "gone": "No such file",
+        "pipe": "regular file",
+        ".": "regular file",
+        "large": "larger",
+    }.items():
+        with pytest.raises(ConfigError, match=says):
+            keys.find_key({"ACTORRPC_KEY_FILE": str(tmp_path / name)})
+    (tmp_path / "key").write_text(TEXT)
+    (tmp_path / "key").chmod(0o600)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    with pytest.raises(ConfigError, match="belongs to user"):
+        keys.find_key({"ACTORRPC_KEY_FILE": str(tmp_path / "key")})
+
+
+# -- the private directory -----------------------------------------------------------------------------
+
+
+def test_the_directory_is_made_for_us_alone(directory: Path) -> None:
+    assert keys.runtime_directory() == str(directory)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert keys.runtime_directory() == str(directory)
+
+
+def test_which_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "_default_directory", lambda: str(tmp_path / "default"))
+    session = tmp_path / "session"
+    assert keys.runtime_directory({}) == str(tmp_path / "default")
+    assert keys.runtime_directory({"XDG_RUNTIME_DIR": str(session)}) == str(tmp_path / "default")  # not there
+    session.mkdir()
+    assert keys.runtime_directory({"XDG_RUNTIME_DIR": str(session)}) == str(session / "actorrpc")
+    monkeypatch.chdir(tmp_path)
+    assert keys.runtime_directory({"XDG_RUNTIME_DIR": "session"}) == str(tmp_path / "default")  # not absolute
+    given = {"XDG_RUNTIME_DIR": str(session), "ACTORRPC_RUNTIME_DIR": "mine"}
+    assert keys.runtime_directory(given) == str(tmp_path / "mine")
+    monkeypatch.undo()
+    assert keys._default_directory() == f"/tmp/actorrpc-{os.getuid()}"
+
+
+def _open_to_others(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o755)
+
+
+def _a_link(path: Path) -> None:
+    other = path.parent / "other"
+    other.mkdir(mode=0o700)
+    path.symlink_to(other)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "says"),
+    [
+        (_open_to_others, "mode 0755, not 0700 .chmod 700"),
+        (_a_link, "symbolic link"),
+        (Path.touch, "not a directory"),
+        (lambda path: path.mkdir(mode=0o300), "mode 0300"),
+    ],
+)
+def test_a_directory_that_cannot_be_trusted(
+    directory: Path, prepare: Callable[[Path], None], says: str
+) -> None:
+    prepare(directory)
+    with pytest.raises(ConfigError, match=says) as caught:
+        keys.runtime_directory()
+    assert "set ACTORRPC_RUNTIME_DIR" in str(caught.value)
+
+
+def test_a_directory_of_someone_else(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    with pytest.raises(ConfigError, match="belongs to user"):
+        keys.runtime_directory()
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be made"):
+        keys.runtime_directory({"ACTORRPC_RUNTIME_DIR": str(tmp_path / "no" / "such")})
+
+
+# -- sockets and sweeping --------------------------------------------------------------------------------
+
+
+def test_socket_paths_are_short_unique_and_usable(directory: Path) -> None:
+    paths = {keys.socket_path() for _ in range(50)}
+    assert len(paths) == 50
+    path = paths.pop()
+    assert os.path.dirname(path) == str(directory) or len(str(directory)) > 50
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        assert not keys.is_stale(path)
+    os.unlink(path)
+
+
+def test_a_directory_that_is_too_long_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = tmp_path / "s"
+    monkeypatch.setattr(keys, "_default_directory", lambda: str(short))
+    long = tmp_path / ("x" * 90)
+    long.mkdir(mode=0o700)
+    path = keys.socket_path(str(long))
+    assert os.path.dirname(path) == str(short)
+    assert stat.S_IMODE(short.stat().st_mode) == 0o700
+
+
+def test_sweeping_takes_what_the_dead_have_left_and_nothing_else(directory: Path, dead_pid: int) -> None:
+    folder = Path(keys.runtime_directory())
+    own = keys.process_start(os.getpid())
+    assert own is not None
+    stale = [
+        folder / _name_of(dead_pid, 1, "0123abcd.sock"),
+        folder / _name_of(dead_pid, 1, "0123456789abcdef.key"),
+        folder / _name_of(os.getpid(), own + 1, "0123abcd.sock"),  # the number was given to another since
+    ]
+    kept = [
+        folder / _name_of(os.getpid(), own, "0123abcd.sock"),
+        folder / f"1-{dead_pid}-1-0123abcd.sock",  # another PID namespace: who knows
+        folder / "notes.txt",
+        folder / _name_of(dead_pid, 1, "0123abcd.txt"),
+        Path(keys.create_key_file()),
+    ]
+    for path in stale + kept:
+        path.touch()
+    assert keys.sweep() == len(stale)
+    assert not [path for path in stale if path.exists()]
+    assert not [path for path in kept if not path.exists()]
+    assert keys.sweep() == 0
+    assert [keys.is_stale(str(path)) for path in stale] == [True] * 3
+    assert not any(keys.is_stale(str(path)) for path in kept)
+
+
+def test_when_a_process_was_started(dead_pid: int) -> None:
+    assert keys.process_start(os.getpid()) == keys.process_start(os.getpid())
+    assert keys.process_start(dead_pid) is None
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    try:
+        started, own = keys.process_start(process.pid), keys.process_start(os.getpid())
+        assert started is not None
+        assert own is not None
+        assert started >= own
+    finally:
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert keys.process_start(process.pid) is None  # a zombie
+        process.communicate(timeout=60)
+
+
+# -- key files -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_made_key_is_read_by_the_others_of_this_user(directory: Path) -> None:
+    umask = os.umask(0o777)
+    try:
+        directory.mkdir()
+        directory.chmod(0o700)
+        path = keys.create_key_file()
+    finally:
+        os.umask(umask)
+    found = os.lstat(path)
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    assert os.path.dirname(path) == str(directory)
+    key = keys.read_key_file(path)
+    assert key == keys.read_key_file(path)
+    assert key != keys.read_key_file(keys.create_key_file())
+    assert Path(path).read_bytes() not in key.reveal()
+    command = f"from actorrpc.wire import keys; print(keys.read_key_file({path!r}).reveal().hex())"
+    other = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=60
+    )
+    output.check(other.stderr)
+    assert other.stdout.strip() == key.reveal().hex()
+    keys.remove_file(path)
+    keys.remove_file(path)
+    with pytest.raises(AuthenticationError, match="is gone"):
+        keys.read_key_file(path)
+
+
+@pytest.mark.parametrize("room", [0, 10])
+def test_a_key_file_on_a_full_disk_is_an_error_and_not_half_a_key(directory: Path, room: int) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    keys.runtime_directory()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"cannot write a key file into .*run': File too large"):
+            keys.create_key_file()
+        with pytest.raises(ConfigError, match=r"cannot write a key file into .*run': File too large"):
+            join.write_secret("secret" * 6, 4711)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(directory.iterdir()) == []
+
+
+def test_a_path_from_the_store_leads_nowhere_else(directory: Path, tmp_path: Path) -> None:
+    good = Path(keys.create_key_file())
+    outside = tmp_path / good.name
+    outside.write_bytes(b"x" * 32)
+    outside.chmod(0o600)
+    (directory / "sub").mkdir()
+    (directory / "plain").write_bytes(b"x" * 32)
+    (directory / "plain").chmod(0o600)
+    for path in (
+        str(outside),
+        f"{directory}/../{good.name}",
+        f"{directory}/sub/../{good.name}",
+        f"{directory}//{good.name}",
+        f"{directory}/plain",
+        f"{directory}/",
+        "/etc/passwd",
+        "",
+        good.name,
+        f"{good}\0",
+        "x" * 100_000,
+    ):
+        with pytest.raises(AuthenticationError, match="no key file in our runtime directory") as caught:
+            keys.read_key_file(path)
+        assert len(str(caught.value)) < 800
+
+
+def test_a_key_file_that_was_changed_is_refused(directory: Path, tmp_path: Path) -> None:
+    link = Path(keys.create_key_file())
+    link.unlink()
+    (tmp_path / "elsewhere").write_bytes(b"x" * 32)
+    (tmp_path / "elsewhere").chmod(0o600)
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(AuthenticationError, match="cannot read"):
+        keys.read_key_file(str(link))
+    for name, data, mode in (
+        ("open", b"x" * 32, 0o644),
+        ("short", b"x" * 31, 0o600),
+        ("long", b"x" * 33, 0o600),
+    ):
+        path = Path(keys.create_key_file())
+        path.write_bytes(data)
+        path.chmod(mode)
+        with pytest.raises(AuthenticationError, match="others" if name == "open" else "damaged"):
+            keys.read_key_file(str(path))
+    pipe = Path(keys.create_key_file())
+    pipe.unlink()
+    os.mkfifo(pipe, 0o600)
+    with pytest.raises(AuthenticationError, match="regular file"):
+        keys.read_key_file(str(pipe))
+
+
+def test_a_linked_key_outlives_its_maker(directory: Path) -> None:
+    path = keys.create_key_file()
+    key = keys.read_key_file(path)
+    maker = Path(path).rename(directory / _name_of(2**22 + 5, 1, path[-20:]))  # of a process that has ended
+    link = keys.link_key_file(str(maker))
+    assert link is not None
+    assert keys.link_key_file(str(maker)) == link
+    assert keys.sweep() == 1
+    assert not maker.exists()
+    assert keys.read_key_file(str(maker)) == key  # where the store says it is
+    assert keys.link_key_file(str(maker)) is None or Path(link).exists()
+    keys.remove_file(link)
+    with pytest.raises(AuthenticationError, match="is gone"):
+        keys.read_key_file(str(maker))
+    assert keys.link_key_file(str(maker)) is None
+    with pytest.raises(AuthenticationError):
+        keys.link_key_file("/etc/passwd")
+
+
+def test_the_digest_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"")
+    assert keys.file_digest(str(tmp_path / "a")).startswith("e3b0c442")
+    assert keys.file_digest(str(tmp_path / "gone")) == ""
+    assert keys.boot_id() == keys.boot_id() != ""
