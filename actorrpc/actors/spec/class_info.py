@@ -327,8 +327,9 @@ def method(function: Any = None, /, **options: Any) -> Any:
     """Say how a method of an actor is called unless its caller says otherwise; the method itself stays what it is.
 
     ``@method(num_returns=2)`` over a ``def`` in the class; the options are those of ``handle.method.options(...)``:
-    see :class:`~actorrpc.actors.spec.options.CallOptions`. One more is said here only: ``@method(thread=True)`` has a plain method
-    of an actor that also has ``async def`` methods run on a thread beside the actor's event loop, which it blocks otherwise.
+    see :class:`~actorrpc.actors.spec.options.CallOptions`. One more is said here only: ``@method(thread=True)`` has a plain
+    method of an actor that also has ``async def`` methods run on a thread beside the actor's event loop, which it blocks
+    otherwise.
 
     Raises:
         ConfigError: an option is unknown, or its value is wrong.
