@@ -5,11 +5,9 @@ a chain that bites its tail, a recursion a thousand deep. Looks like what Python
 because the standard formatter takes longer than all the rest of a failing call. It reads source lines
 through ``linecache`` and nothing else.
 
-The parts of an exception, read and set past its class.
-
-A user's class may define properties of these names, a ``__getattribute__`` that raises, or refuse every assignment (a frozen
-dataclass does): what is asked of any exception goes through the descriptors of ``BaseException``. Nothing here raises, and
-nothing here runs code of the user's.
+The parts of an exception are read and set past its class. A user's class may define properties of these names, a
+``__getattribute__`` that raises, or refuse every assignment (a frozen dataclass does): what is asked of any exception goes
+through the descriptors of ``BaseException``. Nothing here raises, and nothing here runs code of the user's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The time that everything here goes by: what is due, and how long a wait may take.
 
-Call these as ``moments.now()`` and so on, through the module: a virtual clock (:mod:`actorrpc.testing`) puts other functions
+Call these as ``_time.now()`` and so on, through the module: a virtual clock (:mod:`actorrpc.testing`) puts other functions
 in their place. Starting and watching of other processes goes by ``time.monotonic`` itself, since those live in real time.
 
 Whoever waits for a deadline says so to one of the functions below, in a loop that looks at :func:`now` again after each:

@@ -1,6 +1,6 @@
 """Actors: objects that live in another process and are called from anywhere, Ray's way and torch's.
 
-Importing this puts the actor layer on top of every group that is joined from now on (``wiring.py``).
+Importing this puts the actor layer on top of every group that is joined from now on (``startup.py``).
 """
 
 from __future__ import annotations

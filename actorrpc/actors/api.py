@@ -1,8 +1,7 @@
-"""``remote``: torch's function and Ray's decorator under one name. The first argument decides.
+"""The functions of ``actorrpc`` for actors: making, finding, ending, watching and listing them, and what runs inside of one.
 
-Functions on actors: finding, ending, watching and listing them, and what runs inside of one.
-
-Those of handles are also methods of a handle, as far as its class has none of the same name. All are thread-safe.
+``remote`` is torch's function and Ray's decorator under one name: the first argument decides. Functions of handles are also
+methods of a handle, as far as its class has none of the same name. All are thread-safe.
 """
 
 from __future__ import annotations

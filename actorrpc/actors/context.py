@@ -1,6 +1,6 @@
 """The runtime: what the actor layer has in force in this process, in one place.
 
-``wiring.py`` fills it when the process joins a group and empties it when it leaves. Rooms find each other here,
+``startup.py`` fills it when the process joins a group and empties it when it leaves. Rooms find each other here,
 so that none has to import the others.
 """
 

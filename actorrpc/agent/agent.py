@@ -110,7 +110,7 @@ class Agent:
         self.pack_forks: Callable[[list[Any]], bytes] = lambda sent: b""
         self._closing = False
         self.closed_down = False
-        #: when those who end gracefully are to be done, by ``moments.now()``; whoever ends all of it says so
+        #: when those who end gracefully are to be done, by ``_time.now()``; whoever ends all of it says so
         self.leave_by = float("inf")
         self.links = Links(self, key)
         self.inbox = Inbox(self)

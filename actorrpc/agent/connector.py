@@ -1,23 +1,21 @@
-"""Links: how connections come about. Listening, dialling, and the handshake before anything else.
+"""How connections come about, and how one that breaks goes on: listening, dialling, the handshake before anything else.
 
-Whoever comes in is a guest until it has proved that it knows the key: :mod:`actorrpc.agent.acceptor`. Dialling happens on
+A process that dials in is a guest until it has proved that it knows the key: :mod:`actorrpc.agent.acceptor`. Dialling happens on
 the thread that makes the first call to a peer, within that call's deadline, under the peer's ``dial_lock``.
 
 Besides the main connection there are two kinds of side connections, each tied to its main one by a random
 token: a descriptors-only Unix socket per direction for shared memory, and stripes for very large messages
 between hosts.
 
-``_lock`` guards the tables here; nothing is called under it.
+:class:`Links`: ``_lock`` guards its tables; nothing is called under it.
 
-Resumption: a TCP connection that breaks goes on over another socket, within a grace time.
-
-The side that had dialled dials again, for as long as the grace time lasts; the other side waits for it. Either one finds
-out at once where the peer's process is gone: nobody listens at its address any more. Until the connection goes on, what is
-to be sent waits in its outbox, under the deadlines of the calls; when it does not, its end is the peer's.
-
-Attempts run on pool threads, and several for one connection may be under way at both ends. Nothing is guarded here: the
-latest counts, by the number that each draws. :meth:`Connection.standstill`, before a side tells how far it has come, puts an
-end to all earlier ones, and :meth:`Connection.resume` is a single step under the connection's locks.
+:class:`Resumption`: a TCP connection that breaks goes on over another socket, within a grace time. The side that had dialled
+dials again, for as long as the grace time lasts; the other side waits for it. Either one finds out at once where the peer's
+process is gone: nobody listens at its address any more. Until the connection goes on, the messages to be sent wait in its outbox,
+under the deadlines of the calls; when it does not, its end is the peer's. Attempts run on pool threads, and several for one
+connection may be under way at both ends. Nothing is guarded there: the latest counts, by the number that each draws.
+:meth:`Connection.standstill`, before a side tells how far it has come, puts an end to all earlier ones, and
+:meth:`Connection.resume` is a single step under the connection's locks.
 """
 
 from __future__ import annotations

@@ -1,18 +1,9 @@
-"""Points: named moments in the life of a worker that are not messages, at which tests have it die, stop or fail.
+"""What sees calls and messages pass without the agent knowing of it. An agent without hooks pays a look at one name for each.
 
-In a process without such a test it costs a look at one name of this module; none of these points is on the path of a call.
-The points of messages need no code here: those who want them stand at the agent's gate (``core.gates``) and wrap
-executions and handlers.
-
-Interceptors and recorders: what rides along with calls without the agent knowing of it.
-
-Traces, profiling and the like put fields into the headers of calls and answers, and wrap executions. A recorder takes note
-of the tensors in messages: distributed autograd. Where there is none, a call carries no header and pays nothing.
-
-The gate: what sees every message of an agent before it leaves, and may keep it.
-
-There is none in most agents, and then it costs a look at one attribute. It is there for tests that lose and hold up
-messages on purpose (``actorrpc.testing``).
+:class:`Interceptor` puts fields into the headers of calls and answers, and wraps executions: traces, profiling. A
+:class:`Recorder` notes the tensors in messages: distributed autograd. A :class:`Gate` sees every message before it leaves, and
+may keep it: tests lose and hold up messages on purpose (``actorrpc.testing``). *Points* are named moments in the life of a worker
+that are not messages, at which tests have it die, stop or fail; none of them is on the path of a call.
 """
 
 from __future__ import annotations

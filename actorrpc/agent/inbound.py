@@ -1,14 +1,13 @@
-"""The inbox: what becomes of the frames that a connection has read.
+"""What becomes of the frames that a connection has read.
 
 ``control`` runs under the connection's read lock, on whichever thread reads; it is short, runs no user code and never
 unpickles. ``deliver`` runs after the lock was released: it ends the calls that were answered and queues the requests. On
 the thread of a caller that waits, it runs nothing that belongs to others.
 
-Repeats: a request that comes a second time is not executed a second time, and an answer's references are taken up once.
-
-A connection delivers each byte once, also when another socket takes its place, so none comes twice unless something is
-broken: a peer, or the code that resumes. What it would do then cannot be taken back, so every request's number is looked
-up before anything of it runs.
+A request that comes a second time is not executed a second time, and the references in an answer are taken up once
+(:class:`Begun`). A connection delivers each byte once, also when another socket takes its place, so none comes twice unless
+something is broken: a peer, or the code that resumes. What it would do then cannot be taken back, so the number of every request
+is looked up before anything of it runs.
 """
 
 from __future__ import annotations

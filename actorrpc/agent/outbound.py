@@ -1,9 +1,4 @@
-"""Posts: requests that nobody waits for and that have no answer.
-
-For protocols that hear of their failures in another way: an answer costs a worker as much as half of the request. A post
-is executed like any call, on a pool thread, in no order with others; what it raises is logged there.
-
-Messages: a call, a value or an error, on its way between objects and frames.
+"""Calls, values and errors on their way between objects and frames; requests without an answer.
 
 A message is one frame with the pickled body; the memory of tensors and other large buffers goes beside it, in
 one of three ways that the frame's flags name:
@@ -14,6 +9,10 @@ one of three ways that the frame's flags name:
 
 In every case the memory has been copied, here or by the kernel, when :func:`send` returns: changing a tensor
 after that changes nothing for the peer.
+
+:func:`post` sends a request that nobody waits for and that has no answer, for protocols that hear of their failures in another
+way: an answer costs a worker as much as half of the request. It is executed like any call, on a pool thread, in no order with
+others; what it raises is logged there.
 """
 
 from __future__ import annotations

@@ -1,25 +1,19 @@
-"""The roster: which peer a name, a rank or a WorkerInfo means, and who has ended.
+"""The other workers: one of them (:class:`Peer`), the table of all (:class:`Roster`), and what becomes of them.
 
-Whoever has ended stays for a while: calls to it fail and say why, and what it sent last can still be opened. The last
-``KEPT`` of them are kept, without what only a living peer needs once ``_SETTLED_S`` have passed. Of the last
-``_REMEMBERED`` it is known that they have ended, and why: no record of them, however it comes, makes them live again.
+**Peer**: its connections, and the calls that are in flight both ways. ``pending`` maps call numbers to calls made to the peer
+that are not over; taking a call out of it (``dict.pop``, atomic) is the right to end it. ``running`` maps the peer's numbers to
+its calls that are being executed here. ``dial_lock`` guards the making of connections and is held while dialling; no other lock
+is held when it is taken. ``_credit`` guards ``charged`` and is a leaf. Nothing calls out under either.
 
-Any thread may ask. ``_lock`` guards the tables and the end of a peer; nothing is called under it.
+**Roster**: which peer a name, a rank or a WorkerInfo means, and who has ended. Who has ended stays for a while: calls to it
+fail and say why, and what it sent last can still be opened. The last ``KEPT`` of them are kept, without what only a living peer
+needs once ``_SETTLED_S`` have passed. Of the last ``_REMEMBERED`` it is known that they have ended, and why: no record of them,
+however it comes, makes them live again. Any thread may ask. ``_lock`` guards the tables and the end of a peer; nothing is
+called under it.
 
-Changes: what becomes of the other workers, told in order to those who want to know.
-
-A worker is ``alive``, ``suspect`` (silent, but not known to be dead), ``dead`` or ``left``; the last two are final.
-Changes are noted by whoever finds out, on any thread, and told by one pool thread at a time: each once, in the order in
-which they were noted, with no lock held. ``_lock`` guards the states, the queue and the listeners; it is a leaf.
-
-One other worker, as this one sees it: its connections, and the calls that are in flight both ways.
-
-``pending`` maps call numbers to calls made to the peer that are not over; taking a call out of it
-(``dict.pop``, atomic) is the right to end it. ``running`` maps the peer's numbers to its calls that are being
-executed here.
-
-``dial_lock`` guards the making of connections and is held while dialling; no other lock is held when it is
-taken. ``_credit`` guards ``charged`` and is a leaf. Nothing calls out under either.
+**Changes**: a worker is ``alive``, ``suspect`` (silent, but not known to be dead), ``dead`` or ``left``; the last two are
+final. The thread that finds out notes a change, and one pool thread at a time tells the listeners: each change once, in the
+order in which they were noted, with no lock held. ``_lock`` guards the states, the queue and the listeners; it is a leaf.
 """
 
 from __future__ import annotations

@@ -8,12 +8,8 @@ from one part only, as they mostly are, that part *runs* as a local pass does, a
 
 All runs on the thread that calls, user code (hooks, custom Functions) included; no lock is held here.
 
-The ``.grad`` of leaves, one user at a time.
-
-Hooks of a leaf run on a gradient only while the engine puts it into ``.grad``, and a local optimizer takes it from
-there: both are done with the slot borrowed, and what was in it is put back.
-
-Where the history of a tensor begins that has arrived here, and where that of one ends that leaves.
+The ``.grad`` of a leaf has one user at a time. Hooks of a leaf run on a gradient only while the engine puts it into ``.grad``,
+and a local optimizer takes it from there: both are done with the slot borrowed, and what was in it is put back.
 
 A received message is one node of torch's graph, whose outputs are those of its tensors that require grad. A backward pass
 takes the gradients that come to it, and sends them to whoever sent the message.

@@ -6,7 +6,7 @@ that runs a stratum uses. No user code runs under that lock.
 
 Nothing that a pass has found counts before its verdict: until then sums and results are in the part only.
 
-Sums of gradients that are the same to the last bit, whenever their parts come. Not thread-safe.
+:class:`Sum` adds gradients up to the same last bit, in whatever order they come. Not thread-safe.
 """
 
 from __future__ import annotations

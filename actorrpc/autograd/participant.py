@@ -4,7 +4,7 @@ Any thread may call, any number at once. The engine runs on the calling thread, 
 called under ``Context.lock`` that could wait or run user code. Messages are asked and told without waiting: what comes of
 them arrives in callbacks.
 
-The roots of a backward pass: checked before anything is asked of anybody, with torch's words.
+The roots of a pass are checked before anything is asked of anybody, with torch's words.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
 """Recording: which autograd context a message belongs to, and what of the graph crosses with it.
 
-A tag travels in the header of each call that is made in a context: ``(context,)``, or ``(context, message, indices,
-news)`` where some of the message's tensors require grad; indices count its plain tensors, and news is what ``hearsay.py``
-is about. The sender keeps the edges of these tensors; at the receiver they become the outputs of one node, which stands
-for the message. The same goes for answers. What is kept to be opened later (a snapshot) has the tag ``(context, message,
-indices, rank, incarnation)``, which says who keeps it.
+A tag travels in the header of each call that is made in a context: ``(context,)``, or ``(context, message, indices, news)``
+where some of the message's tensors require grad; indices count its plain tensors, and news is told below. The sender keeps the
+edges of these tensors; at the receiver they become the outputs of one node, which stands for the message. The same goes for
+answers. What is kept to be opened later (a snapshot) has the tag ``(context, message, indices, rank, incarnation)``, which says
+who keeps it.
 
 The current context is that of the block ``with context()`` that the code is in, or that of the call it was called by.
 Both follow coroutines; neither follows into threads that users start.
 
-Where messages lead to, told along with the messages.
-
-A backward pass has to know which messages the gradients of a message lead to on the worker that sent it. It could ask
-when it begins, one round trip for each hop; so each message says where it leads to, and what its receiver may not know yet
-of the messages that it leads to. What is not told (graphs that are large, results that are kept to be opened later) is
-asked for by the pass that wants to know.
+**News: where messages lead to.** A backward pass has to know which messages the gradients of a message lead to on the worker
+that sent it. It could ask when it begins, one round trip for each hop; so each message says where it leads to, and what its
+receiver may not know yet of the messages that it leads to. What is not told (graphs that are large, results that are kept to be
+opened later) is asked for by the pass that wants to know.
 
 In a tag this is a flat list: a message, what it leads to (message and receipt, in turns), the next message, and so on.
 The worker of a message is in its upper bits; the lives of workers other than these two come at the end. All of it runs

@@ -7,9 +7,8 @@
 releases on the thread that has it. The engine's own lock may be taken under it, never the other way round; no user code
 runs under it, and nobody waits.
 
-Who is in the cluster: the driver's list. Thread-safe; ``_lock`` guards all of it and is a leaf.
-
-The lock is re-entrant, as the collector may run a finaliser on the thread that has it.
+:class:`Directory` is the driver's list of who is in the cluster. Thread-safe; its ``_lock`` guards all of it and is a leaf,
+re-entrant as the collector may run a finaliser on the thread that has it.
 """
 
 from __future__ import annotations

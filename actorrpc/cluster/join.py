@@ -6,15 +6,13 @@ it enters, and is a member as any other. All of it within one time-out; what fai
 
 ``python -m actorrpc.worker`` is :func:`serve` on a command line; :func:`serve_order` is for processes that an engine starts.
 
-Addresses of drivers, and the keys that go with them: how they are written, read and found.
+**Addresses and keys.** A driver that was given no key and listens on this host's loopback only makes one, and writes it into a
+file that only this user can read; whoever joins on the same host finds it by the port. Nothing here waits for anyone. Thread-
+safe.
 
-A driver that was given no key and listens on this host's loopback only makes one, and writes it into a file that only
-this user can read; whoever joins on the same host finds it by the port. Nothing here waits for anyone. Thread-safe.
-
-The meeting of the ranks of one launch: where rank 0 listens, and by which key.
-
-They meet in a store of torch's: torchrun's own, or one that rank 0 serves. Rank 0 puts its address there, never the key.
-On one host the key goes through a file that only this user can read; on several, each must be given it.
+**Launches.** The ranks of one launch learn where rank 0 listens, and by which key. They meet in a store of torch's: torchrun's
+own, or one that rank 0 serves. Rank 0 puts its address there, never the key. On one host the key goes through a file that only
+this user can read; on several, each must be given it.
 """
 
 from __future__ import annotations

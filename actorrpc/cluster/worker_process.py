@@ -1,11 +1,8 @@
-"""A member: a process that is in a cluster and is not its driver, from the moment that it has a name and a rank to its end.
-
-Forked processes (``child.py``) and those that joined over the network (``joining.py``) are the same from here on. No lock.
-
-A worker process of the cluster, from its fork to its exit.
+"""A process that is in a cluster and is not its driver, from its fork, or from the moment that it has joined, to its exit.
 
 :func:`main` runs on the main thread of a process that was forked a moment ago. It dresses the process (seeds, variables,
-directory), joins the group, and waits for the end. The user's ``__main__`` is not imported here.
+directory), joins the group, and waits for the end. The user's ``__main__`` is not imported here. From :func:`enter` on, forked
+processes and those that joined over the network (``join.py``) are the same. No lock.
 """
 
 from __future__ import annotations

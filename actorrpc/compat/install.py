@@ -3,8 +3,6 @@
 What stands in torch's place are modules of this package, the same objects under torch's names. It makes no difference
 whether torch's own were imported before; but a name that a program has bound before (``from torch.distributed.rpc import
 RRef``) stays bound to torch's: install first, or use ``python -m actorrpc.compat``.
-
-The environment in which interpreters find actorrpc in the place of torch's RPC.
 """
 
 from __future__ import annotations

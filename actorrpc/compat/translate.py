@@ -1,6 +1,7 @@
-"""Futures of calls as torch's are: what their callbacks raise is a RuntimeError, and a failure ends a wait for all at once.
+"""Futures and errors of calls as torch's are, for programs that look for torch's words.
 
-torch's words in errors, for those who look for them: put in front of our own, which say more.
+What callbacks of futures raise is a RuntimeError, and a failure ends a wait for all at once. torch's words in errors are put in
+front of our own, which say more.
 
 All functions change an error that is about to be raised, in place: its class and fields stay as they are.
 """

@@ -1,21 +1,17 @@
-"""Reach: which members of the group this worker can reach, where it has to wait for them.
-
-To be told of a worker's end, a connection to it is needed: :meth:`Reach.connect_all` makes those that are missing, on pool
-threads, all at once. A member is *out of reach* while it is suspect, or while connections to it do not come about although
-nothing says that it is dead. Whoever is that for ``PATIENCE_S`` is given up by those who wait for it at shutdown: what a
-worker does that cannot be asked is no reason to wait for ever. It is taken back when it comes back.
-
-The dicts are used by single, atomic steps; nothing is locked, and nothing here waits but what runs on the pool.
-
-The group: how this process joins one, waits for the others at its end, and leaves.
+"""How this process joins a group, waits for the others at its end, and leaves.
 
 Joining binds the sockets, agrees on the key and the table of workers, and starts the agent: through torch's store
 (:func:`join`), or through a directory that one of the workers keeps (:func:`enter`, the embedded cluster).
 Leaving a fixed group gracefully is a barrier: every worker asks the first live one (by name) to say when all have
 arrived. It serves calls meanwhile, for as long as others work. A worker that dies counts as arrived; if the
 first one dies, the next takes over. One that is suspect, or to which no connection comes about, is waited for as long as
-anybody else is; after that for some seconds (``reach.py``). So every wait ends, and nobody takes a bad connection for a
+anybody else is; after that for some seconds (:class:`Reach`). So every wait ends, and nobody takes a bad connection for a
 death: two workers that see different ones of a group alive would wait for different things.
+
+To be told of a worker's end, a connection to it is needed: :meth:`Reach.connect_all` makes those that are missing, on pool
+threads, all at once. A member is *out of reach* while it is suspect, or while connections to it do not come about although
+nothing says that it is dead. When it has been that for ``PATIENCE_S``, the members that wait for it at shutdown give it up; it is
+taken back when it comes back. The dicts of :class:`Reach` are used by single, atomic steps; nothing is locked.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What ``init_rpc`` was not told, taken from what a launcher has said. Thread-safe; keeps nothing.
-
-Launchers: which rank of how many this process is, as torchrun, Slurm or MPI say it in its environment.
+"""Which rank of how many this process is, as a launcher says it, and what ``init_rpc`` takes of that.
 
 torchrun's variables (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``) are also what the Kubernetes operators set.
 Slurm and MPI are read natively where those are missing. Pure reading: nothing is opened, and nothing is kept. Thread-safe.

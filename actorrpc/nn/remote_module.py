@@ -4,7 +4,7 @@ It is an ``nn.Module`` itself, so that it can be a part of a local one, but it h
 its own: what torch's machinery asks of the parts of a model (``state_dict``, ``train``, ``to``, ``apply``) is passed on
 to the owner, where :mod:`actorrpc.rpc.modules` does it. Nothing here is recorded for autograd: calls are, by the RPC layer.
 
-Places of modules: a worker and one of its devices, in torch's way to write them. Pure.
+A place is a worker and one of its devices, in torch's way to write them.
 """
 
 from __future__ import annotations

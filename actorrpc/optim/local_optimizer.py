@@ -4,11 +4,10 @@ It is kept by the RRef that its DistributedOptimizer has of it, and goes when th
 on threads of the pool: each has the parameters for itself while it works, so that there is never one at work in
 another's middle. What its user's code raises goes to the caller.
 
-The gradients of some parameters of this worker: in an autograd context, or in ``.grad``.
-
-The one place where optimizers reach into contexts. While gradients are lent the ``.grad`` of the parameters belongs to
-the borrower, so that optimizers of overlapping sets of parameters wait for each other, and others do not. Never called
-with a lock held: waits are bounded by the call that this runs in.
+Gradients are lent (:func:`lent`) from an autograd context, or from ``.grad``: the one place where optimizers reach into
+contexts. While gradients are lent the ``.grad`` of the parameters belongs to the borrower, so that optimizers of overlapping
+sets of parameters wait for each other, and others do not. Never called with a lock held: waits are bounded by the call that
+this runs in.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """DistributedOptimizer: one optimizer for parameters on several workers.
 
-Each worker with parameters has a local optimizer (``resident.py``); this is the side of the one who trains. Every
+Each worker with parameters has a local optimizer (``local_optimizer.py``); this is the side of the one who trains. Every
 operation is one call to each worker, all at once, or two where the second needs all answers of the first. Calls that
 concern a context carry its id, so that every worker knows it; no tensor in them requires grad.
 
 ``_lock`` guards the table of workers and the stand-in of the hyper-parameters. It is held while changes of
 hyper-parameters are sent, so that all workers get them in one order, and over the code of schedulers, which decide on
 them; re-entrant, because functions given to a scheduler may look at the optimizer. Steps do not take it.
-
-Failures of several workers at once, in one error.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """What users give as parameters, put in order: by group, and within a group by the worker that has them.
 
-The hyper-parameters of a DistributedOptimizer, as its user sees and sets them.
-
-Every worker has all groups, also those of which no parameter is there, with the same values. The process that has the
-DistributedOptimizer keeps a copy, in a stand-in for torch's optimizer: learning rate schedulers work on that, and what
-has changed is sent to all workers.
+Of the hyper-parameters, every worker has all groups, also those of which no parameter is there, with the same values. The
+process that has the DistributedOptimizer keeps a copy, in a stand-in for torch's optimizer: learning rate schedulers work on
+that, and what has changed is sent to all workers.
 """
 
 from __future__ import annotations

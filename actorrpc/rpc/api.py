@@ -1,6 +1,4 @@
-"""Members: who is in the group, how they are, and word of every change of that.
-
-The functions of ``torch.distributed.rpc``: joining a group, calling, and leaving.
+"""The functions of ``torch.distributed.rpc``: joining a group, calling, and leaving; and who is in the group, and how they are.
 
 One agent per process. All functions are thread-safe; ``init_rpc`` and ``shutdown`` are meant for one thread.
 """

@@ -1,13 +1,11 @@
-"""``async_execution``: functions whose answer is the value of a future.
+"""What users mark functions with: ``async_execution``, and what a data-only worker lets its peers do.
 
-This module only marks functions; the executor acts on the mark.
-
-What a data-only worker lets its peers do: :func:`exposed`, :func:`allow` and :class:`Named`, for users.
+``async_execution`` only marks a function whose answer is the value of a future; the executor acts on the mark.
 
 A group is joined with ``data_only=True`` (or ``ACTORRPC_DATA_ONLY=1``); from then on its peers may send data and call
-exposed functions, by ``rpc_sync``, ``rpc_async`` and ``remote``, and fetch what ``remote`` has made. Methods of what
-an RRef refers to, functions by value, actors and distributed autograd are refused: all of these let a peer choose
-what runs. This module also lets in what these calls and ``shutdown`` themselves need.
+exposed functions (:func:`exposed`, :func:`allow`, :class:`Named`), by ``rpc_sync``, ``rpc_async`` and ``remote``, and fetch what
+``remote`` has made. Methods of what an RRef refers to, functions by value, actors and distributed autograd are refused: all of
+these let a peer choose what runs. This module also lets in what these calls and ``shutdown`` themselves need.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """RRefs: references to values that live on a worker, counted across all of them.
 
-:class:`RRef` is what users hold. The protocol (who knows of which fork, when a value may go) is the state
-machine in ``forks.py``, and ``references.py`` connects that to the agent. What runs on the owner of a value is here,
+:class:`RRef` is what users hold. The protocol (who knows of which fork, when a value may go) is the state machine in
+``refcount/protocol.py``, and ``refcount/runtime.py`` connects that to the agent. What runs on the owner of a value is here,
 too: making it, fetching it, and calling its methods.
 
 ``RRef.__del__`` only puts the end of a handle into a queue: deletes leave in batches, from the pool.

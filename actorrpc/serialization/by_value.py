@@ -8,8 +8,7 @@ A class is read when it is first sent to anybody: attributes set on it later do 
 
 Runs on whichever thread encodes or decodes. Never does I/O, and never loads or pickles under a lock.
 
-What goes by value though it could be imported: the main module, those that are registered so, what is of them.
-
+Some things go by value though they could be imported: the main module, modules that are registered so, and what lies in them.
 ``cloudpickle.register_pickle_by_value(module)`` says that others do not have a module, nor what lies in it. Most
 messages have nothing of such modules, and the fast pickler writes them: it shows each object here before it would
 write a name, and stops at the first that has to go by value. So a message is read once, however long its bytes and

@@ -9,10 +9,9 @@ a message has them.
 Runs on whichever thread calls, any number of them; within reducers messages may nest. Pure: does no I/O, and
 an error leaves nothing half sent. Nothing from a peer may come here before the peer has proved who it is.
 
-Holes: long bytes and texts leave a pickle, travel beside it, and come back into it.
-
-The C pickler hands long payloads to its file as the very objects that they are; :func:`punch` leaves them out of the
-body, and :class:`Pieces` reads body and payloads as the one stream that they were. No I/O; used by one thread at a time.
+Long bytes and texts leave the pickle, travel beside it, and come back into it. The C pickler hands long payloads to its file as
+the very objects that they are; :func:`punch` leaves them out of the body, and :class:`Pieces` reads body and payloads as the
+one stream that they were. No I/O; used by one thread at a time.
 """
 
 from __future__ import annotations

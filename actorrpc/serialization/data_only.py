@@ -1,19 +1,15 @@
-"""The machine of the data-only mode: it opens a message, and can make data and nothing else.
+"""The data-only mode: what peers send is opened by a machine that can make data and nothing else.
 
-It reads the part of pickle's protocol 5 that the codec writes; what a name in it stands for is for
-:mod:`actorrpc.serialization.data_only` to say. Python's own unpickler is not used. Lengths are compared with what is there
-before anything is made of them. Any thread may open messages; each has a machine of its own. No I/O, no locks.
+A table has the names that a message may contain: values (dtypes, exposed functions), and makers, each of which checks
+its arguments before it makes one kind of data. Nothing is imported, no attribute of anything is looked up, and a function that
+is named is never called while a message is opened: only the worker calls it, as the function of a request. Any other name is
+refused with :class:`~actorrpc.errors.RefusedError` before anything is done with it.
 
-The data-only mode: what peers send is opened by a machine that can make data and nothing else.
+The machine reads the part of pickle's protocol 5 that the codec writes. Python's own unpickler is not used. Lengths are compared
+with what is there before anything is made of them.
 
-Here are the names that a message may contain: values (dtypes, exposed functions), and makers, each of which checks
-its arguments before it makes one kind of data. The machine itself is in :mod:`actorrpc.serialization.data_only`. Nothing is
-imported, no attribute of anything is looked up, and a function that is named is never called while a message is
-opened: only the worker calls it, as the function of a request. Any other name is refused with
-:class:`~actorrpc.errors.RefusedError` before anything is done with it.
-
-The tables are filled when modules are imported (:func:`exposed`, :func:`allow`) and read by whichever thread opens a
-message; each step is one atomic operation of a dictionary. No I/O, no locks.
+The tables are filled when modules are imported (:func:`exposed`, :func:`allow`) and read by the threads that open messages, each
+of which has a machine of its own; each step is one atomic operation of a dictionary. No I/O, no locks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Wiring: gives a process that joins a group its faults, and takes them off at the end.
-
-Options of a worker that has faults from its start.
-
-``ACTORRPC_FAULT``: faults of a worker that is started, written as text.
-"""
+"""Faults of a worker from its start: by the variable ``ACTORRPC_FAULT``, or by its options."""
 
 from __future__ import annotations
 

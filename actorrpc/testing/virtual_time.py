@@ -192,7 +192,7 @@ class VirtualTime:
             else:
                 self._doze(lock, due)
 
-    # -- those who wait (see moments.py) -----------------------------------------------------------------
+    # -- those who wait (see _time.py) -----------------------------------------------------------------
 
     def _doze(self, lock: threading.Lock, until: float, idle: bool = False) -> bool:
         if math.isnan(until):

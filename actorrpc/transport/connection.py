@@ -22,9 +22,7 @@ may wait for what has to be read. Neither is ever held while user code, or code 
 user code for long, is called on purpose. The functions that read, write and arm are marked
 uninterruptible: Ctrl-C waits for their end, and any other exception in one of them closes the connection.
 
-What a connection tells the rest of the agent, and asks of it: interfaces only.
-
-The agent's inbox implements :class:`Events`; tests put in their own.
+**The agent.** A connection knows it by :class:`Events` only, which the agent's inbox implements; tests put in their own.
 """
 
 from __future__ import annotations

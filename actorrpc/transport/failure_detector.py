@@ -52,7 +52,7 @@ class Liveness:
     Attributes:
         heard: when the last byte came, as of the last look.
         silent: seconds of silence as of the last look.
-        suspect: whether the others were told that it is suspect. Guarded by those who tell (``changes.py``).
+        suspect: whether the others were told that it is suspect. Guarded by those who tell (``agent/peers.py``).
         direct: whether nothing lies between the connection and the peer's process; None: not known yet.
     """
 

@@ -1,20 +1,17 @@
-"""Answering: what the thread that has executed a call does with its connection after that.
+"""Who reads a connection: the thread that waits for a reply, and the one that has just sent an answer.
 
-It sends the answer, and may find the next request before any other thread is woken for it: at once, where both ends
-share a processor (the caller has run while the answer was being sent), or by spinning for a moment where they do not.
-Which of the two pays is measured, for each connection.
+The rules of reading are those of ``connection.py``: release the read lock, then arm; the thread that held the lock always arms.
 
-Whether to spin before sleeping: measured, not believed.
+**A thread that waits for a reply** (:class:`Waiting`) reads for itself, and may spin for a moment first.
 
-Spinning helps where the two ends of a connection run on different processors, and hurts where they share one
-or where the machine has more to do than processors. So each place that waits keeps a running mean of its
-waits with and without spinning, uses the shorter, and tries the other one now and then (the rarer, the worse
-it has proved). One thread of a process may spin at a time, and none while more threads are runnable than
-there are processors.
+**A thread that has executed a call** (:class:`Answering`) sends the answer, and may find the next request before the kernel
+wakes another thread for it: at once, where both ends share a processor (the caller has run while the answer was being sent), or
+by spinning for a moment where they do not. Which of the two pays is measured, for each connection.
 
-Waiting: how the thread that made a call reads its own reply, and whether it spins for it first.
-
-The rules of reading are those of ``connection.py``: release the read lock, then arm; whoever held the lock always arms.
+**Spinning** (:class:`Spin`) helps where the two ends of a connection run on different processors, and hurts where they share
+one or where the machine has more to do than processors. So each place that waits keeps a running mean of its waits with and
+without spinning, uses the shorter, and tries the other one now and then (the rarer, the worse it has proved). One thread of a
+process may spin at a time, and none while more threads are runnable than there are processors.
 """
 
 from __future__ import annotations

@@ -4,11 +4,9 @@ Ray's way is ``handle.method.remote(...)``, torch's ``handle.rpc_sync().method(.
 mailbox. Everything a class defines wins over what a handle has by itself: that is found last, and each part of it is
 also a function of the package.
 
-Actors whose class is an nn.Module: what is called on their handles directly, and what runs in the actor then.
-
-``handle.state_dict()`` calls the method in the actor and waits, as if the handle were the module: the RPC floor's
-:mod:`~actorrpc.rpc.modules` says what comes back in place of what cannot travel. With ``remote`` all of these are ordinary
-methods. What a class defines itself is what is called, whatever its name.
+Where the class is an nn.Module, ``handle.state_dict()`` calls the method in the actor and waits, as if the handle were the
+module: the RPC floor's :mod:`~actorrpc.rpc.modules` says what comes back in place of what cannot travel. With ``remote`` all of
+these are ordinary methods. What a class defines itself is what is called, whatever its name.
 """
 
 from __future__ import annotations

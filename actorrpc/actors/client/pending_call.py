@@ -6,7 +6,7 @@ again, or when it is known what has become of the actor.
 
 No lock guards a :class:`Trip`: who may send, cancel or expire it is decided by deleting a slot, one atomic step.
 
-Plans: how the calls of one method are made, prepared once so that a call costs little.
+A :class:`Plan` says how the calls of one method are made; it is prepared once, so that a call costs little.
 """
 
 from __future__ import annotations

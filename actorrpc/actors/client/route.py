@@ -6,8 +6,6 @@ and keeps its calls in order.
 
 :meth:`Route.call` is on the path of every call: where the actor is known to live and nothing special was asked for, it
 takes no lock and costs a fraction of what sending the call does.
-
-Outcomes: what ``remote(...)`` gives for a call, by how many values it is to return.
 """
 
 from __future__ import annotations

@@ -6,11 +6,7 @@
     score = get(group.evaluate.choose(batch))       # one member, the least busy
 
 A call goes straight to each member, so that what one caller asks of the group is done by each member in that
-caller's order. A large argument for more than 8 members is passed on from worker to worker (``fanout.py``).
-
-Calls to groups: a method of all members of a group, and what becomes of their results.
-
-``groups.py`` has the groups themselves; this is what is behind ``group.method``.
+caller's order. A large argument for more than 8 members is passed on from worker to worker (``broadcast.py``).
 """
 
 from __future__ import annotations

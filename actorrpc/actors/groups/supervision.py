@@ -8,7 +8,7 @@ When a child dies, the group makes it again, alone or with others (``strategy``)
 had; handles stay what they are. When there are too many deaths, the group gives up: all of its children end, and whoever
 is above it is told.
 
-What decides is in ``siblings.py``, what carries it out in ``families.py``; here is what users see of it.
+What decides is in ``supervision/strategies.py``, what carries it out in ``supervision/groups.py``; here is what users see of it.
 """
 
 from __future__ import annotations

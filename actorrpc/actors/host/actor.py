@@ -1,7 +1,4 @@
-"""A resident: an actor where it lives. Its instance, its mailbox, its threads, and its end.
-
-What an actor's worker tells its supervisor: that it has ended by itself.
-"""
+"""A resident: an actor where it lives. Its instance, its mailbox, its threads, and its end."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A ``get()`` on the loop's thread blocks the loop, and with it all coroutines of 
 ends: plain methods that the loop would run, and that descend from the call that waits (or are what it waits for), run
 within the wait; a coroutine of this very loop that it waits for can never go on, and ends with DeadlockError. Circles
 that lead through other loops of the actor, or through other actors, are found as those of serial actors are (see
-``deadlocks.py``).
+``deadlock_detector.py``).
 
 The loop's thread alone does all of it; other threads call :meth:`LoopStation.wake`, and look at what is said to be
 open to them. No lock: what others look at changes by single atomic steps.

@@ -1,7 +1,4 @@
-"""What workers tell each other of an actor: how to make it, where it is, and how handles travel.
-
-How an actor ends itself from within.
-"""
+"""What workers tell each other of an actor: how to make it, where it is, how handles travel; how it ends itself."""
 
 from __future__ import annotations
 

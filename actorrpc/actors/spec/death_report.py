@@ -1,6 +1,4 @@
-"""What becomes of actors: words that supervisors and callers use between each other.
-
-Processes for actors: what is asked of whoever starts them, and what is known of one that has ended.
+"""How actors die, in the words that supervisors, callers and those who start processes use between each other.
 
 A :class:`Spawner` is put into the runtime by a floor above (the embedded cluster); actors only know these words.
 """

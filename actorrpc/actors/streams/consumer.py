@@ -2,7 +2,7 @@
 
 :class:`_Consumer` does the work: it follows the call, pulls, and keeps what has come. Calls under way hold it, but not
 the :class:`ObjectRefGenerator` that users hold: when that is dropped, the stream is closed. How streams work is written
-in ``streams.py``.
+in ``producer.py``.
 """
 
 from __future__ import annotations

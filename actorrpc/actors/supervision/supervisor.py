@@ -4,7 +4,7 @@ Everything it does is a reaction: to a call, to the answer of a worker, to the e
 thread: what takes time goes on in the callback of a future, or by the clock. Each incarnation has a
 ``resident_id`` of its own, and news of one that is not the present one are old news.
 
-``lock`` guards the table, every :class:`Supervised` in it, and their families (``families.py``). Nothing is called out
+``lock`` guards the table, every :class:`Supervised` in it, and their families (``groups.py``). Nothing is called out
 under it; it is re-entrant, as the collector may run there. ``Anchor.__del__`` only appends to ``_dropped``, whose single
 steps are atomic.
 """

@@ -4,7 +4,7 @@ The driver's :class:`~actorrpc.cluster.driver.Cluster` numbers the workers, keep
 go; it asks one engine for processes. Calls never pass through an engine: workers reach each other over their own
 connections. So an engine needs to know very little:
 
-* the embedded engine (``processes.py``) forks workers on this machine;
+* the embedded engine (``local.py``) forks workers on this machine;
 * one on top of a scheduler derives from :class:`LaunchedEngine` and says how a worker is launched and stopped. The process
   that it launches calls :func:`actorrpc.cluster.join.serve_order` with ``order.environment()`` in its environment, and is a
   worker from then on, exactly as one that somebody has started by hand with ``python -m actorrpc.worker --join``.

@@ -4,9 +4,9 @@ It has one thread, and nothing but the driver talks to it, over an inherited soc
 each ended. When the driver is gone, however it ended, it kills them all, removes what they leave, and ends. If it is
 killed itself, the kernel kills its children (PR_SET_PDEATHSIG).
 
-Messages of the driver: ``{"do": "fork", "id": ..., ...}`` with two descriptors (the child's stdout and stderr; the rest is
-for ``child.py``), ``{"do": "kill", "pid": ...}``. Of the server: ``{"is": "ready"}``, ``{"is": "forked", "id", "pid"}``,
-``{"is": "failed", "id", "why"}``, ``{"is": "ended", "id", "pid", "code", "signal", "memory", "uptime"}``.
+Messages of the driver: ``{"do": "fork", "id": ..., ...}`` with two descriptors (the child's stdout and stderr; the rest is for
+``cluster/worker_process.py``), ``{"do": "kill", "pid": ...}``. Of the server: ``{"is": "ready"}``, ``{"is": "forked", "id",
+"pid"}``, ``{"is": "failed", "id", "why"}``, ``{"is": "ended", "id", "pid", "code", "signal", "memory", "uptime"}``.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ thread; futures are completed on the pool. The functions at the end are called b
 ``_lock`` guards the tables and each process's state. It is re-entrant, because the collector may run a finaliser that
 spawns or releases on the thread that has it. Starting the fork server and the short sends to it happen under it, no
 user code, and no wait for a worker.
-
-What the driver knows of one worker process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The RRefs of one agent: between the protocol's state machine and the agent.
 
-The table (``forks.py``) says what to send; this room sends it, tells the table of deaths, and puts forks into the
+The table (``protocol.py``) says what to send; this room sends it, tells the table of deaths, and puts forks into the
 header of every message that carries an RRef, where they are seen even if the message is never opened. Handles end
 in ``__del__``, which only puts them into a queue: deletes leave in batches, from the pool. Thread-safe.
 """

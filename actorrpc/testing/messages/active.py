@@ -1,6 +1,6 @@
 """Which faults are in force in this process: the place where those who start them and the agent's gate find each other.
 
-Which workers and functions the arguments of faults and kill points mean.
+Here is also which workers and functions the arguments of faults and kill points mean.
 """
 
 from __future__ import annotations

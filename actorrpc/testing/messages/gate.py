@@ -1,12 +1,12 @@
 """The gate that faults stand at: it sees every message of an agent before it leaves, and asks the faults about it.
 
-Only an agent for which a fault is in force has one. What a message is, is in ``message_types.py``; what waits, in
-``held.py``; here is how each kind of message is lost, and how it is sent later.
+Only an agent for which a fault is in force has one. What a message is, is in ``types.py``;
+here is how each kind of message is lost, and how it is sent later.
 
 ``_lock`` guards the lists of faults and rooms; the locks of rooms and faults are leaves, not taken under it. Messages are
 sent, and parcels rolled back, with no lock held.
 
-Messages that are held up: they wait here, and leave one after the other when their time has come.
+Messages that are held up wait in a :class:`WaitingRoom`, and leave one after the other when their time has come.
 """
 
 from __future__ import annotations

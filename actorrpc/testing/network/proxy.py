@@ -9,12 +9,10 @@
 
 It needs no root: it is a relay in user space, with one thread of its own. Several may run in one process.
 
-One connection through a fault proxy: two streams, each read by one task and written by another.
-
-All of it runs on the proxy's thread, in its event loop; nothing here is thread-safe. What is read goes through the
-disturbances into a bounded queue, with the time at which it is due; what strikes a connection goes through the queue as
-well, so that it comes behind the bytes that were to pass before it. File descriptors that come over a Unix socket travel
-along.
+A connection through it is a :class:`Relay`: two streams, each read by one task and written by another. All of it runs on the
+proxy's thread, in its event loop; nothing here is thread-safe. What is read goes through the disturbances into a bounded queue,
+with the time at which it is due; what strikes a connection goes through the queue as well, so that it comes behind the bytes
+that were to pass before it. File descriptors that come over a Unix socket travel along.
 """
 
 from __future__ import annotations
