@@ -30,6 +30,7 @@ from actorrpc.actors import (
     as_completed,
     call,
     cancel,
+    collective,
     collective_group,
     current_actor,
     current_rank,
@@ -49,7 +50,6 @@ from actorrpc.actors import (
     supervise,
     wait,
 )
-from actorrpc.actors.collectives import collective
 from actorrpc.cluster import drain, init, scale
 from actorrpc.errors import (
     ActorDiedError,

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+import actorrpc
+
 _PACKAGE = Path(__file__).resolve().parent.parent / "actorrpc"
 _PUBLIC = [
     "actorrpc",
@@ -110,3 +112,10 @@ def test_every_module_says_what_it_is_and_what_it_offers(path: str) -> None:
         if isinstance(target, ast.Name)
     }
     assert "__all__" in targets or path == "__main__.py", f"actorrpc/{path} has no __all__"
+
+
+def test_the_modules_among_the_names_of_the_package() -> None:
+    """No more than these: a module of a like name is easily imported in the place of a function."""
+    modules = {name for name in actorrpc.__all__ if isinstance(getattr(actorrpc, name), ModuleType)}
+    packages = {"actors", "autograd", "cluster", "nn", "optim", "rpc", "testing"}
+    assert modules == packages | {"errors", "functions"}  # the last one is torch's
