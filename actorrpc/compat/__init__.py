@@ -5,6 +5,6 @@ variable ``ACTORRPC_DROP_IN=1`` do so for a program that does not ask for it. Al
 beyond the documented API (private names, wording of errors) lives in this package, none of it in the rest of actorrpc.
 """
 
-from actorrpc.compat.install import install, is_installed, uninstall
+from actorrpc.compat.take_over import install, is_installed, uninstall
 
 __all__ = ["install", "is_installed", "uninstall"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-from actorrpc.compat.install import drop_in
+from actorrpc.compat.take_over import drop_in
 
 __all__ = ["main"]
 

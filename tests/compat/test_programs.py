@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from actorrpc.compat import install
+from actorrpc.compat import take_over
 from tests.announced import TORCH_RPC
 from tests.output import check
 
@@ -76,7 +76,7 @@ def test_the_variable_alone_where_actorrpc_is_installed(tmp_path: Path) -> None:
 
 def test_another_sitecustomize_is_run(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('the other one')")
-    variables = install.drop_in({"PYTHONPATH": str(tmp_path)})
+    variables = take_over.drop_in({"PYTHONPATH": str(tmp_path)})
     done = run("-c", "import sys; print('torch' in sys.modules, 'actorrpc' in sys.modules)", **variables)
     assert done.stdout.splitlines() == ["the other one", "False False"], done.stderr
 
@@ -108,7 +108,7 @@ def test_nothing_to_run_is_refused() -> None:
 
 def test_the_environment_and_back() -> None:
     before = {"PYTHONPATH": os.pathsep.join(["a", "b"])}
-    inside = install.drop_in(before)
+    inside = take_over.drop_in(before)
     assert inside == {"ACTORRPC_DROP_IN": "1", "PYTHONPATH": os.pathsep.join([str(SITE), "a", "b"])}
-    assert install.drop_in(inside) == inside
-    assert install.without_drop_in(inside) == {"ACTORRPC_DROP_IN": "0", **before}
+    assert take_over.drop_in(inside) == inside
+    assert take_over.without_drop_in(inside) == {"ACTORRPC_DROP_IN": "0", **before}

@@ -42,7 +42,7 @@ def _compat() -> str:
 def _install(_torch: ModuleType) -> None:
     if importlib.util.find_spec("actorrpc") is None:
         sys.path.append(os.path.dirname(os.path.dirname(_compat())))
-    importlib.import_module("actorrpc.compat.install").install()
+    importlib.import_module("actorrpc.compat.take_over").install()
 
 
 def _hidden() -> None:
