@@ -30,7 +30,7 @@ __all__ = [
     "WAITING",
     "ConcurrentFuture",
     "Future",
-    "Station",
+    "NestedRunner",
     "bystander",
     "collect_all",
     "forked",
@@ -52,7 +52,7 @@ _base_wait = torch._C.Future.wait
 _base_set_unwrap = torch._C.Future._set_unwrap_func
 
 
-class Station(Protocol):
+class NestedRunner(Protocol):
     """What a thread of an actor does besides waiting: calls that descend from the one that waits run meanwhile.
 
     The thread that waits calls all of it; ``stir`` may be called by any thread.
@@ -81,18 +81,18 @@ class Station(Protocol):
 class _Waiting(threading.local):
     """This thread's station, if it belongs to an actor."""
 
-    station: Station | None = None
+    station: NestedRunner | None = None
 
 
 WAITING = _Waiting()
 
 
-def stand_by(station: Station | None) -> None:
+def stand_by(station: NestedRunner | None) -> None:
     """Have a station hear of the waits of all threads that have none of their own."""
     _Waiting.station = station
 
 
-def bystander() -> Station | None:
+def bystander() -> NestedRunner | None:
     """Return the station that hears of the waits of threads that have none of their own."""
     return _Waiting.station
 

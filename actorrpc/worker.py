@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_name(found.name)
         if not found.timeout > 0:
             raise ConfigError("--timeout must be a number of seconds > 0")
-        means = join.Means(
+        means = join.JoinedResources(
             num_cpus=found.num_cpus,
             num_gpus=found.num_gpus,
             resources=_amounts(found.resources),

@@ -2,8 +2,8 @@
 
 * the table of a fixed group, and a peer for each worker that there is contact with: bytes (``tracemalloc``);
 * the barrier at the end of a fixed group, as the one worker runs it that all others ask: seconds of processor time;
-* heartbeats of a worker and those that it is connected to, by :class:`actorrpc.transport.failure_detector.Liveness`, in virtual
-  time;
+* heartbeats of a worker and those that it is connected to, by
+  :class:`actorrpc.transport.failure_detector.FailureDetector`, in virtual time;
 * what torch's ``TCPStore`` serves a second on this machine: as fast as some clients in this process can ask.
 """
 
@@ -20,11 +20,11 @@ from typing import Any, Final
 
 from torch.distributed import TCPStore
 
-from actorrpc.agent.peers import Roster
+from actorrpc.agent.peers import PeerTable
 from actorrpc.config import Settings
 from actorrpc.group.group import _Barrier
 from actorrpc.group.rendezvous import _pack, _read_outcome, _read_table
-from actorrpc.transport.failure_detector import Liveness
+from actorrpc.transport.failure_detector import FailureDetector
 from benchmarks.scale_meeting import made_up
 
 __all__ = ["barrier", "heartbeats", "memory", "store_rates"]
@@ -42,7 +42,7 @@ def memory(workers: int) -> dict[str, float]:
         table = _read_table(_read_outcome(packed)[1], own)
         gc.collect()
         of_table = tracemalloc.get_traced_memory()[0]
-        roster = Roster(
+        roster = PeerTable(
             own,
             window=1 << 20,
             resolve=lambda to: table.get(str(to)),
@@ -91,7 +91,7 @@ def heartbeats(contacts: int, seed: int, *, beats: int = 20) -> dict[str, float]
     beat, misses = settings.heartbeat, settings.heartbeat_misses
     draw = random.Random(seed)
     # For each contact: what the hub knows of it, and what it knows of the hub.
-    there = [(Liveness(), Liveness()) for _ in range(contacts)]
+    there = [(FailureDetector(), FailureDetector()) for _ in range(contacts)]
     heard = [[first := draw.uniform(-beat, 0.0), first] for _ in range(contacts)]
     due = [(0.0, -1), *((draw.uniform(0.0, beat), contact) for contact in range(contacts))]
     heapq.heapify(due)

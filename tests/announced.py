@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ODD_TENSORS", "OUTSIDE_OF_A_CONTEXT", "PROFILER", "TORCH_RPC"]
+__all__ = ["BETWEEN_STEPS", "ODD_TENSORS", "OUTSIDE_OF_A_CONTEXT", "PROFILER", "TORCH_RPC"]
 
 # torch.distributed.rpc itself: a line and a traceback for each function that raises.
 TORCH_RPC: Final = (
@@ -27,3 +27,5 @@ ODD_TENSORS: Final = (
     "UserWarning: The PyTorch API of nested tensors is in prototype stage",
     "UserWarning: TypedStorage is deprecated",
 )
+# Python's own word for a socket that is closed as Ctrl-C comes between its creation and its caller's next step.
+BETWEEN_STEPS: Final = r"ResourceWarning: unclosed <socket\.socket fd=\d+, family=1, type=1, proto=0>"

@@ -16,7 +16,7 @@ from actorrpc.actors.client.actor_class import ActorClass
 from actorrpc.actors.client.handle import ActorHandle, as_handle, call, kill, offer, route_to
 from actorrpc.actors.client.supervisor_client import call_quietly, gather_states, peer_of
 from actorrpc.actors.context import runtime
-from actorrpc.actors.host.registry import ResidentState, states
+from actorrpc.actors.host.registry import HostedActorState, states
 from actorrpc.actors.library.tasks import RemoteFunction, TaskFuture
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.spec.actor_spec import ActorExit
@@ -118,7 +118,7 @@ def list_actors(timeout: float = 10.0) -> list[ActorInfo]:
         key = WorkerKey(record.rank, record.incarnation)
         asked.append(call_quietly(agent, partial(peer_of, agent, key), states, (), timeout))
     known: list[ActorState] = _answer(gather_states(in_force), until)
-    lives: dict[int, ResidentState] = {}
+    lives: dict[int, HostedActorState] = {}
     for future in asked:
         lives.update((each.resident_id, each) for each in _answer(future, until))
     rows = [_row(each, lives.get(each.resident_id)) for each in known if each.class_name != TASKS]
@@ -135,7 +135,7 @@ def _answer(future: Future[Any], until: float) -> list[Any]:
 _SHOWN: Final = {"PENDING_CREATION": "PENDING", "ENDING": "ALIVE"}
 
 
-def _row(known: ActorState, life: ResidentState | None) -> ActorInfo:
+def _row(known: ActorState, life: HostedActorState | None) -> ActorInfo:
     return ActorInfo(
         actor_id=known.actor_id,
         class_name=known.class_name,

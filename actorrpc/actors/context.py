@@ -15,8 +15,8 @@ from actorrpc.errors import NotInitializedError
 if TYPE_CHECKING:
     from actorrpc.actors.client.route import Routes
     from actorrpc.actors.collectives.member import Members
-    from actorrpc.actors.collectives.rendezvous import Meetings
-    from actorrpc.actors.host.registry import Residents
+    from actorrpc.actors.collectives.rendezvous import Generations
+    from actorrpc.actors.host.registry import ActorRegistry
     from actorrpc.actors.spec.death_report import Spawner
     from actorrpc.actors.streams.producer import Streams
     from actorrpc.actors.supervision.names import Names
@@ -57,12 +57,12 @@ class Runtime:
     def __init__(self, agent: Agent, references: References) -> None:
         self.agent = agent
         self.references = references
-        self.residents: Residents
+        self.residents: ActorRegistry
         self.routes: Routes
         self.supervisor: Supervisor
         self.names: Names
         self.streams: Streams
-        self.meetings: Meetings
+        self.meetings: Generations
         self.members: Members
         self.spawner: Spawner | None = None
 

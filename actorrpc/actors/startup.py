@@ -8,9 +8,9 @@ from collections.abc import Callable
 from actorrpc import _time
 from actorrpc.actors.client.route import Routes
 from actorrpc.actors.collectives import member
-from actorrpc.actors.collectives.rendezvous import Meetings
+from actorrpc.actors.collectives.rendezvous import Generations
 from actorrpc.actors.context import Runtime, set_runtime
-from actorrpc.actors.host.registry import Residents
+from actorrpc.actors.host.registry import ActorRegistry
 from actorrpc.actors.library import tasks
 from actorrpc.actors.streams.producer import Streams
 from actorrpc.actors.supervision.names import Names
@@ -28,10 +28,10 @@ def start(agent: Agent, references: References) -> Callable[[bool], None]:
     made = Runtime(agent, references)
     made.names = Names(made, api.namespace())
     made.streams = Streams(agent)
-    made.residents = Residents(made)
+    made.residents = ActorRegistry(made)
     made.streams.poke = made.residents.deadlocks.poke
     made.routes = Routes(made)
-    made.meetings = Meetings(made, member.cut)
+    made.meetings = Generations(made, member.cut)
     made.members = member.Members(made)
     made.supervisor = Supervisor(made)
     set_runtime(made)

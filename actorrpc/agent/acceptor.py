@@ -1,4 +1,4 @@
-"""Guests: connections that were accepted and have proved nothing yet.
+"""Connections that were accepted and have proved nothing yet.
 
 Listening sockets are served by the pool. A guest has little time and may send nothing but the handshake's fixed
 messages; its bytes never reach the frame reader. There are few places for guests, and whoever comes gets one: where
@@ -48,7 +48,7 @@ from actorrpc.wire.keys import remove_file
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
 
-__all__ = ["FAILURES_PER_S", "Guest", "Guests", "no_room"]
+__all__ = ["FAILURES_PER_S", "Admission", "PendingConnection", "no_room"]
 
 FAILURES_PER_S: Final = 3
 _MAX_ADDRESSES: Final = 1024  # whose failures are remembered; they are for one second
@@ -61,7 +61,7 @@ _GIVE: Final = "set ACTORRPC_TLS_CERT, ACTORRPC_TLS_KEY and ACTORRPC_TLS_CA for 
 _log = logging.getLogger("actorrpc.links")
 
 
-class Guest:
+class PendingConnection:
     """An accepted socket that has proved nothing yet."""
 
     __slots__ = ("_gone", "acceptor", "address", "fd", "local", "over", "sock", "timer", "turn")
@@ -94,7 +94,7 @@ class Guest:
                 self.turn.release()
 
 
-class Guests:
+class Admission:
     """Accepts connections for one agent and shakes hands. Thread-safe.
 
     Args:
@@ -105,7 +105,7 @@ class Guests:
     """
 
     def __init__(
-        self, agent: Agent, key: bytes, admit: Callable[[Guest, bytes], None], tls: Tls | None
+        self, agent: Agent, key: bytes, admit: Callable[[PendingConnection, bytes], None], tls: Tls | None
     ) -> None:
         self._agent = agent
         self._key = key
@@ -113,7 +113,7 @@ class Guests:
         self._tls = tls
         self._lock = threading.Lock()
         self._listeners: list[socket.socket] = []
-        self._guests: dict[int, Guest] = {}  # by descriptor, the oldest first
+        self._guests: dict[int, PendingConnection] = {}  # by descriptor, the oldest first
         self._failures: dict[str, list[float]] = {}
         self._closed = False
         self._scarce = False  # the hard limit of descriptors is near
@@ -217,7 +217,7 @@ class Guests:
 
     def _enter(self, sock: socket.socket, address: str, local: bool) -> None:
         agent = self._agent
-        guest = Guest(sock, address, local, self._acceptor(local))
+        guest = PendingConnection(sock, address, local, self._acceptor(local))
         guest.timer = agent.clock.after(
             agent.settings.handshake_timeout, partial(agent.submit, partial(self._dismiss, guest))
         )
@@ -258,7 +258,7 @@ class Guests:
             seals=self._agent.settings.frame_integrity and self._tls is None and not local,
         )
 
-    def _least(self) -> Guest:
+    def _least(self) -> PendingConnection:
         """Return the guest whose place is given to the next one. Under the lock."""
         counts = Counter(guest.address for guest in self._guests.values())
         most = max(counts.values())
@@ -267,7 +267,7 @@ class Guests:
 
     # -- the handshake ---------------------------------------------------------------------------------
 
-    def _serve(self, guest: Guest) -> None:
+    def _serve(self, guest: PendingConnection) -> None:
         """Take the next step of a guest's handshake. One thread at a time: the descriptor is one-shot."""
         try:
             with guest.turn:
@@ -285,7 +285,7 @@ class Guests:
             elif not isinstance(error, OSError):
                 raise
 
-    def _step(self, guest: Guest) -> bytes | None:
+    def _step(self, guest: PendingConnection) -> bytes | None:
         """Take it; returns what is to be sent to a guest that has proved the key, and has left its place."""
         try:
             if self._tls is not None and not guest.local and not self._secured(guest, self._tls):
@@ -313,7 +313,7 @@ class Guests:
             self._dismiss(guest)
         return None
 
-    def _secured(self, guest: Guest, tls: Tls) -> bool:
+    def _secured(self, guest: PendingConnection, tls: Tls) -> bool:
         """Go on with TLS's handshake; say whether the guest's own can go on."""
         sock = guest.sock
         if isinstance(sock, socket.socket):
@@ -335,13 +335,13 @@ class Guests:
             guest.acceptor = self._acceptor(False, sock.binding)
         return True
 
-    def _turn_away(self, guest: Guest, why: str, own: str) -> None:
+    def _turn_away(self, guest: PendingConnection, why: str, own: str) -> None:
         """Refuse a guest that begins in a way that this worker does not speak; it hears it in the plain one."""
         host, port = guest.sock.getsockname()[:2]
         guest.acceptor.farewell = Acceptor.refuse(Refusal.PROTOCOL, f"{host}:{port} {own}")
         raise ProtocolError(f"it {why}, and this worker {own}")
 
-    def _fail(self, guest: Guest, error: ssl.SSLError) -> None:
+    def _fail(self, guest: PendingConnection, error: ssl.SSLError) -> None:
         """Give up a guest whose TLS has failed; it was told by an alert."""
         if not self._failed_often(guest.address):
             self._tell(
@@ -354,14 +354,14 @@ class Guests:
             pass
         self._listen_to(guest)
 
-    def _listen_to(self, guest: Guest) -> None:
+    def _listen_to(self, guest: PendingConnection) -> None:
         if self._is_here(guest):
             try:
                 self._agent.pool.epoll.modify(guest.fd, select.EPOLLIN | select.EPOLLONESHOT)
             except (OSError, ValueError):  # dismissed just now
                 pass
 
-    def _refuse(self, guest: Guest, error: ProtocolError) -> None:
+    def _refuse(self, guest: PendingConnection, error: ProtocolError) -> None:
         if not guest.local and self._failed_often(guest.address):
             self._tell(f"a connection from {guest.address} was refused: {error}", guest.address)
             if not isinstance(error, AuthenticationError):
@@ -414,7 +414,7 @@ class Guests:
             )
 
     def _failed_often(self, address: str) -> bool:
-        """Take note of a failure; say whether the address has had its answers of this second."""
+        """Record a failure; say whether the address has had its answers of this second."""
         now = _time.now()
         with self._lock:
             times = [when for when in self._failures.pop(address, ()) if now - when < 1.0]
@@ -426,14 +426,14 @@ class Guests:
             self._failures[address] = times
         return often
 
-    def _dismiss(self, guest: Guest) -> None:
+    def _dismiss(self, guest: PendingConnection) -> None:
         if self._leave(guest):
             guest.close()
 
-    def _is_here(self, guest: Guest) -> bool:
+    def _is_here(self, guest: PendingConnection) -> bool:
         return self._guests.get(guest.fd) is guest
 
-    def _leave(self, guest: Guest) -> bool:
+    def _leave(self, guest: PendingConnection) -> bool:
         with self._lock:
             if not self._is_here(guest):
                 return False
@@ -441,7 +441,7 @@ class Guests:
         self._see_off(guest)
         return True
 
-    def _see_off(self, guest: Guest) -> None:
+    def _see_off(self, guest: PendingConnection) -> None:
         guest.timer.cancel()
         self._agent.pool.forget(guest.fd)
 

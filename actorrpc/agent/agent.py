@@ -25,13 +25,13 @@ import msgpack
 from actorrpc import _time
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, Call, Execution
-from actorrpc.agent.connector import Links
+from actorrpc.agent.connector import Connector
 from actorrpc.agent.executor import Executor
-from actorrpc.agent.hooks import Gate, Interceptor, NoRecorder, Recorder, recorded
+from actorrpc.agent.hooks import Interceptor, MessageFilter, NoRecorder, Recorder, recorded
 from actorrpc.agent.inbound import Inbox
-from actorrpc.agent.mail import Letter, NoMail, PostOffice
-from actorrpc.agent.peers import MAX_PENDING, Peer, Roster
-from actorrpc.agent.scheduler import Upkeep
+from actorrpc.agent.mail import ActorHeader, MailRouter, NullRouter
+from actorrpc.agent.peers import MAX_PENDING, Peer, PeerTable
+from actorrpc.agent.scheduler import Scheduler
 from actorrpc.agent.threads import Pool
 from actorrpc.agent.timers import Clock
 from actorrpc.config import Settings
@@ -99,22 +99,22 @@ class Agent:
         self.buffers = BufferPool(settings.recycle_bytes, excess=self._let_memory_go)
         self.interceptors: list[Interceptor] = []
         self.recorder: Recorder = NoRecorder()
-        self.gate: Gate | None = None
+        self.gate: MessageFilter | None = None
         self.on_notice: dict[str, Callable[[Peer, bytes], None]] = {}
         self.on_peer_end: list[Callable[[Peer], None]] = []
-        self.post: PostOffice = NoMail(self)
+        self.post: MailRouter = NullRouter(self)
         self.confirm: Callable[[list[Any], Execution], None] = lambda received, execution: None
-        self.roll_back: Callable[[outbound.Parcel], None] = lambda parcel: None
-        self.on_forks: Callable[[outbound.Parcel, bytes], None] = lambda parcel, forks: None
+        self.roll_back: Callable[[outbound.MessageContext], None] = lambda parcel: None
+        self.on_forks: Callable[[outbound.MessageContext, bytes], None] = lambda parcel, forks: None
         self.refuse_forks: Callable[[Peer, bytes], None] = lambda peer, forks: None
         self.pack_forks: Callable[[list[Any]], bytes] = lambda sent: b""
         self._closing = False
         self.closed_down = False
         #: when those who end gracefully are to be done, by ``_time.now()``; whoever ends all of it says so
         self.leave_by = float("inf")
-        self.links = Links(self, key)
+        self.links = Connector(self, key)
         self.inbox = Inbox(self)
-        self.upkeep = Upkeep(self)
+        self.upkeep = Scheduler(self)
         # Straight to where they live: these are on the path of every call.
         self.submit = self.pool.submit
         self.deliver = self.inbox.deliver
@@ -122,7 +122,7 @@ class Agent:
         self.flush = self.upkeep.flush
         self.members = members
         self._lock = threading.Lock()
-        self.roster = Roster(
+        self.roster = PeerTable(
             record,
             window=settings.window,
             resolve=resolve,
@@ -151,7 +151,7 @@ class Agent:
 
     # -- calling -----------------------------------------------------------------------------------------
 
-    def encode(self, obj: Any, parcel: outbound.Parcel, *, answer: bool = False) -> codec.Encoded:
+    def encode(self, obj: Any, parcel: outbound.MessageContext, *, answer: bool = False) -> codec.Encoded:
         """Pack an object for the parcel's peer; an answer's tensors arrive where the peer's device map says."""
         peer = parcel.peer
         return codec.encode(
@@ -173,7 +173,7 @@ class Agent:
         future: Future[Any] | None = None,
         keep: Any = None,
         label: str | None = None,
-        letter: Letter | None = None,
+        letter: ActorHeader | None = None,
     ) -> Call:
         """Make a call; it is on its way, or in the outbox, when this returns.
 
@@ -204,7 +204,7 @@ class Agent:
             label = getattr(function, "__qualname__", None) or repr(function)
         if peer.state != "alive":
             peer.check_alive(f"cannot call {label}")
-        parcel = outbound.Parcel(peer)
+        parcel = outbound.MessageContext(peer)
         header: dict[str, Any] | None = None
         encoded: codec.Encoded | bytes
         if current is not None and len(current.path) > 1:
@@ -269,7 +269,11 @@ class Agent:
 
     @uninterruptible
     def _dispatch(
-        self, call: Call, encoded: codec.Encoded | bytes, header: dict[str, Any] | None, letter: Letter | None
+        self,
+        call: Call,
+        encoded: codec.Encoded | bytes,
+        header: dict[str, Any] | None,
+        letter: ActorHeader | None,
     ) -> None:
         peer = call.peer
         extra, flags = b"", 0
@@ -409,7 +413,7 @@ class Agent:
             conn.flush()
         return True
 
-    def announce(self, parcel: outbound.Parcel, header: dict[str, Any] | None) -> dict[str, Any]:
+    def announce(self, parcel: outbound.MessageContext, header: dict[str, Any] | None) -> dict[str, Any]:
         """Name the references that a message carries in its header, where they can be seen without opening it."""
         header = {} if header is None else header
         assert parcel.sent is not None

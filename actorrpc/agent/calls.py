@@ -26,9 +26,9 @@ from actorrpc.wire.frames import CANCEL, pack_frame
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
-    from actorrpc.agent.mail import Letter
+    from actorrpc.agent.mail import ActorHeader
     from actorrpc.agent.peers import Peer
-    from actorrpc.futures import Future, Station
+    from actorrpc.futures import Future, NestedRunner
     from actorrpc.transport.connection import Connection
     from actorrpc.wire.frames import Frame
 
@@ -87,7 +87,7 @@ class Execution:
         self.what: Any = None
 
     def cancel(self, stop: bool = False) -> None:
-        """Take note that the caller gave up, and give up the calls that this one waits for.
+        """Record that the caller gave up, and give up the calls that this one waits for.
 
         Args:
             stop: the caller has cancelled it, and wants what runs to be interrupted where that can be; otherwise
@@ -163,7 +163,7 @@ class Call:
         self.polling: Connection | None = None
         self.stirred = False
         self.stopping = False  # the caller has cancelled it, and waits for the callee to have ended it
-        self.letter: Letter | None = None
+        self.letter: ActorHeader | None = None
         self.lock: threading.Lock | None = None
         self.reply: Frame | None = None
         self.error: BaseException | None = None
@@ -213,7 +213,7 @@ class Call:
                 station.end_wait()
         return self._wait(bounded, None)
 
-    def _wait(self, bounded: float | None, station: Station | None) -> bool:
+    def _wait(self, bounded: float | None, station: NestedRunner | None) -> bool:
         agent = self.agent
         conn = self.conn
         reads = conn is not None

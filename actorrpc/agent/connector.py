@@ -7,7 +7,7 @@ Besides the main connection there are two kinds of side connections, each tied t
 token: a descriptors-only Unix socket per direction for shared memory, and stripes for very large messages
 between hosts.
 
-:class:`Links`: ``_lock`` guards its tables; nothing is called under it.
+:class:`Connector`: ``_lock`` guards its tables; nothing is called under it.
 
 :class:`Resumption`: a TCP connection that breaks goes on over another socket, within a grace time. The side that had dialled
 dials again, for as long as the grace time lasts; the other side waits for it. Either one finds out at once where the peer's
@@ -36,7 +36,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from actorrpc import _time
-from actorrpc.agent.acceptor import Guest, Guests, no_room
+from actorrpc.agent.acceptor import Admission, PendingConnection, no_room
 from actorrpc.errors import (
     AuthenticationError,
     LimitError,
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.peers import Peer
 
-__all__ = ["Links", "Resumption"]
+__all__ = ["Connector", "Resumption"]
 
 _log = logging.getLogger("actorrpc.links")
 _ATTEMPT_S: Final = 2.0  # for dialling, shaking hands and saying how far each side has come
@@ -82,7 +82,7 @@ class Resumption:
         links: dials, and knows the connections.
     """
 
-    def __init__(self, agent: Agent, links: Links) -> None:
+    def __init__(self, agent: Agent, links: Connector) -> None:
         self._agent = agent
         self._links = links
 
@@ -275,7 +275,7 @@ _LANE_AGAIN_S: Final = 10.0  # a tensor lane that could not be opened is tried a
 _GONE: Final = (errno.ECONNREFUSED, errno.ENOENT)
 
 
-class Links:
+class Connector:
     """Makes and accepts the connections of one agent. Thread-safe."""
 
     def __init__(self, agent: Agent, key: Key | None) -> None:
@@ -288,7 +288,7 @@ class Links:
         self._lock = (
             threading.RLock()
         )  # re-entrant: a signal handler may make a call while the main thread has it
-        self.guests = Guests(agent, self._key, self._admit, self.tls)
+        self.guests = Admission(agent, self._key, self._admit, self.tls)
         self._mains: dict[bytes, Connection] = {}
         self._introducing: dict[Connection, Session] = {}
         self._ready: dict[tuple[Connection, int], threading.Lock] = {}
@@ -297,7 +297,7 @@ class Links:
 
     # -- those who come in -----------------------------------------------------------------------------
 
-    def _admit(self, guest: Guest, answer: bytes) -> None:
+    def _admit(self, guest: PendingConnection, answer: bytes) -> None:
         session = guest.acceptor.result
         sock = guest.sock
         if session.purpose is Purpose.MAIN:
@@ -429,7 +429,7 @@ class Links:
             self._introducing.pop(conn, None)
         for stripe in list(conn.stripes):
             stripe.close()
-            if self._agent.closed_down:  # then nobody else sees to it any more
+            if self._agent.closed_down:  # then nobody else closes it any more
                 self._agent.pool.forget(stripe.fd)
                 stripe.reap()
         if conn.main is not None and conn in conn.main.stripes:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Here", "here", "set_here"]
+__all__ = ["WorkerContext", "here", "set_here"]
 
 
-class Here:
+class WorkerContext:
     """One of several workers of this process: what the floors have in force for it, each its own.
 
     Attributes:
@@ -29,16 +29,16 @@ class Here:
         self.actors: Any = None
 
 
-_find: Callable[[], Here | None] | None = None
+_find: Callable[[], WorkerContext | None] | None = None
 
 
-def set_here(find: Callable[[], Here | None] | None) -> None:
+def set_here(find: Callable[[], WorkerContext | None] | None) -> None:
     """Name what tells which worker the calling thread acts for; None: this process is one worker, or none."""
     global _find
     _find = find
 
 
-def here() -> Here | None:
+def here() -> WorkerContext | None:
     """Return the worker that the calling thread acts for, where this process has several."""
     find = _find
     return None if find is None else find()

@@ -183,7 +183,7 @@ class Executor:
             function, args, kwargs = outbound.open_plain(frame.body, execution.peer)
             execution.what = function
         else:
-            parcel = outbound.Parcel(execution.peer, None if frame.flags & POST else execution)
+            parcel = outbound.MessageContext(execution.peer, None if frame.flags & POST else execution)
             header = execution.header = unpack_extra(frame.extra) if frame.extra else {}
             if "w" in header:
                 execution.path = path_of(header, frame.chain)
@@ -257,7 +257,7 @@ class Executor:
         ):
             conn.outbox.append(pack_frame(REPLY, id, _dumps(value, 5)))
             return
-        parcel = outbound.Parcel(execution.peer)
+        parcel = outbound.MessageContext(execution.peer)
         try:
             header = answer_header(agent.interceptors, execution) if agent.interceptors else None
             encoded = agent.encode(value, parcel, answer=True)
@@ -265,7 +265,7 @@ class Executor:
                 kept = keep(value, encoded.nbytes)
                 if kept is not value:
                     agent.roll_back(parcel)
-                    parcel = outbound.Parcel(execution.peer)
+                    parcel = outbound.MessageContext(execution.peer)
                     encoded = agent.encode(kept, parcel, answer=True)
             if encoded.grad:
                 header = recorded(agent.recorder, header, encoded.tensors, execution.peer)
@@ -341,7 +341,7 @@ class Executor:
         encoded: codec.Encoded | outbound.Plain,
         header: dict[str, Any] | None,
         execution: Execution | None = None,
-        parcel: outbound.Parcel | None = None,
+        parcel: outbound.MessageContext | None = None,
     ) -> bool:
         agent = self._agent
         gate = agent.gate

@@ -1,9 +1,9 @@
 """What sees calls and messages pass without the agent knowing of it. An agent without hooks pays a look at one name for each.
 
 :class:`Interceptor` puts fields into the headers of calls and answers, and wraps executions: traces, profiling. A
-:class:`Recorder` notes the tensors in messages: distributed autograd. A :class:`Gate` sees every message before it leaves, and
-may keep it: tests lose and hold up messages on purpose (``actorrpc.testing``). *Points* are named moments in the life of a worker
-that are not messages, at which tests have it die, stop or fail; none of them is on the path of a call.
+:class:`Recorder` notes the tensors in messages: distributed autograd. A :class:`MessageFilter` sees every message before it
+leaves, and may keep it: tests lose and hold up messages on purpose (``actorrpc.testing``). *Points* are named moments in the
+life of a worker that are not messages, at which tests have it die, stop or fail; none of them is on the path of a call.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     from actorrpc.agent.calls import Call, Execution
-    from actorrpc.agent.mail import Letter
-    from actorrpc.agent.outbound import Parcel, Plain
+    from actorrpc.agent.mail import ActorHeader
+    from actorrpc.agent.outbound import MessageContext, Plain
     from actorrpc.agent.peers import Peer
     from actorrpc.serialization.codec import Encoded
 
@@ -24,8 +24,8 @@ __all__ = [
     "RIDERS",
     "TAG",
     "Bystander",
-    "Gate",
     "Interceptor",
+    "MessageFilter",
     "NoRecorder",
     "Recorder",
     "answer_header",
@@ -97,7 +97,7 @@ RIDERS: Final[dict[str, Interceptor]] = {}
 
 
 class Recorder(Protocol):
-    """Takes note of the tensors in messages, to follow them from worker to worker. One per agent. Thread-safe."""
+    """Records the tensors in messages, to follow them from worker to worker. One per agent. Thread-safe."""
 
     @property
     def live(self) -> bool:
@@ -182,10 +182,10 @@ def intercepted(
     return call
 
 
-class Gate(Protocol):
+class MessageFilter(Protocol):
     """Decides of messages that are packed and about to leave. Called on the thread that sends; thread-safe.
 
-    Where a method returns False the gate has taken the message over: it sends it later, or ends what waits for it.
+    Where a method returns False the gate has taken the message over: it sends it later, or ends the call that waits for it.
     """
 
     def request(
@@ -195,8 +195,8 @@ class Gate(Protocol):
         args: tuple[Any, ...],
         encoded: Encoded | bytes,
         header: dict[str, Any] | None,
-        letter: Letter | None,
-        parcel: Parcel,
+        letter: ActorHeader | None,
+        parcel: MessageContext,
     ) -> bool:
         """Say whether a call leaves now. It is in no table yet."""
 
@@ -208,7 +208,7 @@ class Gate(Protocol):
         encoded: Encoded,
         header: dict[str, Any] | None,
         chain: int,
-        parcel: Parcel,
+        parcel: MessageContext,
     ) -> bool:
         """Say whether a post leaves now.
 
@@ -224,12 +224,12 @@ class Gate(Protocol):
         encoded: Encoded | Plain,
         header: dict[str, Any] | None,
         execution: Execution | None,
-        parcel: Parcel | None,
+        parcel: MessageContext | None,
     ) -> bool:
         """Say whether the answer to a call leaves now. ``conn`` is None for one of this worker to itself."""
 
     def notice(self, peer: Peer, name: str, body: bytes) -> bool:
-        """Send a notice, or see to it otherwise; return what :meth:`Agent.notify` is to return."""
+        """Send a notice, or keep it; return what :meth:`Agent.notify` is to return."""
 
 
 POINTS: Final[Mapping[str, str]] = {

@@ -5,9 +5,9 @@ unpickles. ``deliver`` runs after the lock was released: it ends the calls that 
 the thread of a caller that waits, it runs nothing that belongs to others.
 
 A request that comes a second time is not executed a second time, and the references in an answer are taken up once
-(:class:`Begun`). A connection delivers each byte once, also when another socket takes its place, so none comes twice unless
-something is broken: a peer, or the code that resumes. What it would do then cannot be taken back, so the number of every request
-is looked up before anything of it runs.
+(:class:`DuplicateFilter`). A connection delivers each byte once, also when another socket takes its place, so none comes twice
+unless something is broken: a peer, or the code that resumes. What it would do then cannot be taken back, so the number of every
+request is looked up before anything of it runs.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from actorrpc.agent.peers import Cancellable, Peer
     from actorrpc.transport.connection import Connection
 
-__all__ = ["KEPT", "Begun", "Inbox"]
+__all__ = ["KEPT", "DuplicateFilter", "Inbox"]
 
 KEPT: Final = 4096  # numbers; between one and two times as many are remembered
 
 
-class Begun:
+class DuplicateFilter:
     """The numbers of one peer's requests, or answers, that have been taken up lately. Thread-safe, without a lock.
 
     Each step is atomic by itself. Where two threads find the younger half full at once, one of them alone moves it.
@@ -290,11 +290,11 @@ class Inbox:
         call.keep = None
         if frame.kind == frames.FAILURE:
             if frame.extra:
-                self.arrived(outbound.Parcel(call.peer), unpack_extra(frame.extra))
+                self.arrived(outbound.MessageContext(call.peer), unpack_extra(frame.extra))
             raise exceptions.load(frame.body, loads=codec.loads)
         if not frame.flags and not frame.extra and not self._agent.interceptors:
             return outbound.open_plain(frame.body, call.peer)
-        parcel = outbound.Parcel(call.peer)
+        parcel = outbound.MessageContext(call.peer)
         header = unpack_extra(frame.extra) if frame.extra else {}
         self.arrived(parcel, header)
         value = outbound.open_body(call.conn, frame, header, parcel, self._agent.recorder)
@@ -323,7 +323,7 @@ class Inbox:
         return False
 
     def cancelled(self, peer: Peer, id: int, stop: bool = True) -> None:
-        """Take note that a caller has given a call up; ``stop``: what runs for it is to be interrupted."""
+        """Record that a caller has given a call up; ``stop``: what runs for it is to be interrupted."""
         execution = peer.running.get(id)
         if execution is not None:
             # Cancelling nested calls completes futures, which may run callbacks: not under the read lock.
@@ -346,7 +346,7 @@ class Inbox:
             receipt, work.receipt = work.receipt, None
             self._agent.notify(work.peer, RECEIPT, receipt)
 
-    def arrived(self, parcel: outbound.Parcel, header: dict[str, Any]) -> None:
+    def arrived(self, parcel: outbound.MessageContext, header: dict[str, Any]) -> None:
         """Take up the references that a message carries, before it is opened, and the receipt for others."""
         forks = header.get("f")
         if isinstance(forks, bytes):
@@ -375,11 +375,11 @@ class Inbox:
         self._agent.pool.submit(task)
 
     def suspended(self, conn: Connection, error: BaseException) -> None:
-        """Take note that a connection's socket is broken: another one may take its place."""
+        """Record that a connection's socket is broken: another one may take its place."""
         self._agent.links.resumption.begin(conn, error)
 
     def closed(self, conn: Connection, error: BaseException | None) -> None:
-        """Take note that a connection is closed; see to it on a pool thread."""
+        """Record that a connection is closed; a pool thread takes it down."""
         if isinstance(error, (ProtocolError, MemoryError)):
             _log.error(
                 "the connection to %s was closed: %s", conn.peer.name if conn.peer else "a stranger", error

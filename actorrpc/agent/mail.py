@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
     from actorrpc.transport.connection import Connection
 
-__all__ = ["Letter", "NoMail", "PostOffice"]
+__all__ = ["ActorHeader", "MailRouter", "NullRouter"]
 
 _packb: Final = msgpack.packb
 
 
-class Letter:
+class ActorHeader:
     """The header of letters that are all alike, packed once. Never changed.
 
     Args:
@@ -40,7 +40,7 @@ class Letter:
         self.packed: bytes = _packb(header)
 
 
-class PostOffice(Protocol):
+class MailRouter(Protocol):
     """Where letters go. Called under a connection's read lock: short, no user code, never unpickles."""
 
     def take(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
@@ -53,7 +53,7 @@ class PostOffice(Protocol):
         """Give up the place of a letter whose rest will not come."""
 
 
-class NoMail:
+class NullRouter:
     """The post office of a worker that has no mailboxes: its pool refuses letters."""
 
     def __init__(self, agent: Agent) -> None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Assembly",
-    "Parcel",
+    "MessageContext",
     "Plain",
     "abort_stream",
     "begin_stream",
@@ -67,7 +67,7 @@ _loads: Any = pickle.loads
 _STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
 
 
-class Parcel:
+class MessageContext:
     """What travels with one message, seen by the reducers of upper floors while it is packed or opened.
 
     Attributes:
@@ -123,7 +123,7 @@ class Assembly:
         return self.buffers[index][offset : offset + length]
 
     def arrived(self, position: int, length: int) -> bool:
-        """Take note of a chunk that is complete; say whether it was the last."""
+        """Record a chunk that is complete; say whether it was the last."""
         with self._lock:
             if position in self._came:
                 return False  # it came twice, with the same bytes
@@ -350,11 +350,11 @@ def open_plain(body: bytes, peer: Peer) -> Any:
         except Exception as error:
             # Not a second time: users' code may have run. Damaged bytes make pickle raise nearly anything.
             raise codec.not_rebuilt(error, f"a message of {peer.name!r}") from error
-    return codec.decode(body, (), definitions=peer.definitions, context=Parcel(peer))
+    return codec.decode(body, (), definitions=peer.definitions, context=MessageContext(peer))
 
 
 def open_body(
-    conn: Connection | None, frame: Frame, header: dict[str, Any], parcel: Parcel, recorder: Recorder
+    conn: Connection | None, frame: Frame, header: dict[str, Any], parcel: MessageContext, recorder: Recorder
 ) -> Any:
     """Return the object that a message carries; the recorder sees its tensors, where the sender's has.
 
@@ -436,7 +436,7 @@ def post(
     if peer.state != "alive":
         peer.check_alive(f"cannot call {label}")
     current = CURRENT.get()
-    parcel = Parcel(peer)
+    parcel = MessageContext(peer)
     header: dict[str, Any] | None = None
     if current is not None and len(current.path) > 1:
         header = {"w": current.path[:-1]}

@@ -1,18 +1,18 @@
-"""The other workers: one of them (:class:`Peer`), the table of all (:class:`Roster`), and what becomes of them.
+"""The other workers: one of them (:class:`Peer`), the table of all (:class:`PeerTable`), and what becomes of them.
 
 **Peer**: its connections, and the calls that are in flight both ways. ``pending`` maps call numbers to calls made to the peer
 that are not over; taking a call out of it (``dict.pop``, atomic) is the right to end it. ``running`` maps the peer's numbers to
 its calls that are being executed here. ``dial_lock`` guards the making of connections and is held while dialling; no other lock
 is held when it is taken. ``_credit`` guards ``charged`` and is a leaf. Nothing calls out under either.
 
-**Roster**: which peer a name, a rank or a WorkerInfo means, and who has ended. Who has ended stays for a while: calls to it
+**PeerTable**: which peer a name, a rank or a WorkerInfo means, and who has ended. Who has ended stays for a while: calls to it
 fail and say why, and what it sent last can still be opened. The last ``KEPT`` of them are kept, without what only a living peer
 needs once ``_SETTLED_S`` have passed. Of the last ``_REMEMBERED`` it is known that they have ended, and why: no record of them,
 however it comes, makes them live again. Any thread may ask. ``_lock`` guards the tables and the end of a peer; nothing is
 called under it.
 
-**Changes**: a worker is ``alive``, ``suspect`` (silent, but not known to be dead), ``dead`` or ``left``; the last two are
-final. The thread that finds out notes a change, and one pool thread at a time tells the listeners: each change once, in the
+**MembershipEvents**: a worker is ``alive``, ``suspect`` (silent, but not known to be dead), ``dead`` or ``left``; the last two
+are final. The thread that finds out notes a change, and one pool thread at a time tells the listeners: each change once, in the
 order in which they were noted, with no lock held. ``_lock`` guards the states, the queue and the listeners; it is a leaf.
 """
 
@@ -26,17 +26,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from actorrpc import _time
-from actorrpc.agent.inbound import Begun
+from actorrpc.agent.inbound import DuplicateFilter
 from actorrpc.errors import BackpressureError, PeerDiedError, UnknownWorkerError, WrongTypeError
 from actorrpc.serialization import codec
-from actorrpc.transport.failure_detector import Liveness
+from actorrpc.transport.failure_detector import FailureDetector
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
 from actorrpc.wire.identity import WorkerInfo, WorkerRecord
 
 if TYPE_CHECKING:
     from actorrpc.transport.connection import Connection
 
-__all__ = ["KEPT", "Cancellable", "Changes", "Listener", "Peer", "Roster", "state_of"]
+__all__ = ["KEPT", "Cancellable", "Listener", "MembershipEvents", "Peer", "PeerTable", "state_of"]
 
 _log = logging.getLogger("actorrpc.members")
 
@@ -51,7 +51,7 @@ def state_of(peer: Peer) -> str:
     return "suspect" if peer.state == "alive" and peer.liveness.suspect else peer.state
 
 
-class Changes:
+class MembershipEvents:
     """Tells listeners of changes. Thread-safe.
 
     Args:
@@ -79,7 +79,7 @@ class Changes:
         return remove
 
     def note(self, peer: Peer, state: str, reason: str) -> bool:
-        """Take note of a peer's state; say whether that is news. What comes after its end is not."""
+        """Record a peer's state; say whether that is news. What comes after its end is not."""
         with self._lock:
             ended = peer.ending
             old = ended or ("suspect" if peer.liveness.suspect else "alive")
@@ -142,15 +142,15 @@ class Peer:
         self.pending: dict[int, Any] = {}
         self.running: dict[int, Cancellable] = {}
         self.cancelled: dict[int, None] = {}
-        self.begun = Begun()
-        self.answered = Begun()
+        self.begun = DuplicateFilter()
+        self.answered = DuplicateFilter()
         self.ids = itertools.count(1)
         self.streams = itertools.count(1)
         self.known: set[bytes] = set()
         self.definitions = definitions
         self.dial_lock = threading.Lock()
         self.scan_at = float("inf")
-        self.liveness = Liveness()
+        self.liveness = FailureDetector()
         #: the final state that was made known (``changes.py``), behind ``state``, which is what calls go by
         self.ending = ""
         # Device here -> device there, for what is sent to this peer: for answers, the caller's map comes first, reversed.
@@ -242,7 +242,7 @@ class Peer:
         """Let go of what only a living peer needs, and what it sent last no more."""
         self.known = set()
         self.cancelled = {}
-        self.begun, self.answered = Begun(), Begun()
+        self.begun, self.answered = DuplicateFilter(), DuplicateFilter()
         self.definitions = None
         self.device_map = self.answer_map = None
 
@@ -278,7 +278,7 @@ _SETTLED_S: Final = 30.0  # what a peer sent last is opened long before
 _NOT_RANKS: Final = frozenset({bool, float, complex})
 
 
-class _End(NamedTuple):
+class _EndOfPeer(NamedTuple):
     """What is remembered of a peer that is forgotten otherwise."""
 
     name: str
@@ -287,7 +287,7 @@ class _End(NamedTuple):
     cause: str
 
 
-class Roster:
+class PeerTable:
     """The peers of one agent. Thread-safe.
 
     Args:
@@ -318,7 +318,7 @@ class Roster:
         self._settled = (
             0  # how many of them, from the oldest on, have been relieved of what they need no more
         )
-        self._ends: dict[str, _End] = {}
+        self._ends: dict[str, _EndOfPeer] = {}
         self.own = self._new(own)
 
     def _new(self, record: WorkerRecord) -> Peer:
@@ -407,7 +407,7 @@ class Roster:
     # -- the end of one --------------------------------------------------------------------------------
 
     def end(self, peer: Peer, state: str, cause: str) -> bool:
-        """Take note that a peer has ended, once; say whether that is news."""
+        """Record that a peer has ended, once; say whether that is news."""
         now = _time.now()
         with self._lock:
             if peer.state != "alive":
@@ -415,7 +415,7 @@ class Roster:
             peer.state = state
             peer.cause = cause
             if peer is not self.own:
-                self._ends[peer.record.incarnation] = _End(peer.name, peer.rank, state, cause)
+                self._ends[peer.record.incarnation] = _EndOfPeer(peer.name, peer.rank, state, cause)
                 self._ended.append((now, peer))
             forgotten, settled = self._age(now)
         for each in settled:

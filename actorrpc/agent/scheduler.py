@@ -1,4 +1,4 @@
-"""Upkeep: what an agent does when time has passed.
+"""What an agent does when time has passed.
 
 Corked writes leave, credit goes out, silent peers are asked for a sign of life, shared memory that has died goes back
 to its lender, and memory that is kept for reuse is given back to the system. All of it runs on ticks that stop when there
@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
-from actorrpc.agent.peers import Changes
+from actorrpc.agent.peers import MembershipEvents
 from actorrpc.agent.timers import Tick
 from actorrpc.transport.failure_detector import is_direct, process_state
 from actorrpc.wire import frames
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
     from actorrpc.transport.connection import Connection
 
-__all__ = ["Upkeep"]
+__all__ = ["Scheduler"]
 
 INFINITE: Final = float("inf")
 _EXPECTED_S: Final = 2e-3  # rarely: a tick in the middle of every few calls costs more than it is worth
@@ -34,7 +34,7 @@ _HAND_BACK_S: Final = 0.05
 _TRIM_S: Final = 30.0
 
 
-class Upkeep:
+class Scheduler:
     """The ticks of one agent. Thread-safe; pokes are cheap enough for the path of every call."""
 
     def __init__(self, agent: Agent) -> None:
@@ -46,7 +46,7 @@ class Upkeep:
         self._expected = Tick(clock, _EXPECTED_S, self._listen)
         self._laden: dict[Connection, None] = {}
         self._soon = Tick(clock, _SOON_S, self._send_laden)
-        self.changes = Changes(agent.pool.submit)
+        self.changes = MembershipEvents(agent.pool.submit)
         agent.on_peer_end.append(self._ended)
         self.pulse = Tick(clock, settings.heartbeat, self._beat)
         self._hand_back = Tick(clock, _HAND_BACK_S, self._hand_back_lanes)
@@ -117,7 +117,7 @@ class Upkeep:
         return False
 
     def keep_trim(self) -> None:
-        """See to it that memory kept for reuse is given back to the system when it is not used any more."""
+        """Have memory kept for reuse given back to the system when it is not used any more."""
         self._trimming.poke()
 
     def _trim(self) -> bool:

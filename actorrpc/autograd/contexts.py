@@ -28,8 +28,8 @@ from actorrpc.errors import RpcError
 from actorrpc.rpc.refcount.messages import WorkerKey
 
 if TYPE_CHECKING:
-    from actorrpc.autograd.graph import Reach
-    from actorrpc.autograd.local_pass import Pass
+    from actorrpc.autograd.graph import ReachableGraph
+    from actorrpc.autograd.local_pass import LocalPass
     from actorrpc.autograd.messages import Sink
 
 __all__ = ["Context", "Contexts", "Node", "Receipt"]
@@ -89,9 +89,9 @@ class Context:
         self.receipts: dict[Node, Receipt] = {}
         self.peers: set[WorkerKey] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self.passes: dict[int, Pass] = {}
+        self.passes: dict[int, LocalPass] = {}
         self.ended: OrderedDict[int, str | None] = OrderedDict()
-        self.reaches: dict[int, Reach] = {}
+        self.reaches: dict[int, ReachableGraph] = {}
         self.sinks: dict[tuple[WorkerKey, int], Sequence[Sink]] = {}
         self.told: dict[WorkerKey, set[int]] = {}
         self.maker: WorkerKey | None = None

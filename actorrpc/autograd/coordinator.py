@@ -13,8 +13,8 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from actorrpc.autograd.errors import blame, late, timed_out
-from actorrpc.autograd.graph import Reach
-from actorrpc.autograd.local_pass import Pass, Terms
+from actorrpc.autograd.graph import ReachableGraph
+from actorrpc.autograd.local_pass import LocalPass, Terms
 from actorrpc.autograd.messages import Contribution, Discover, Gradient, Message, Run, Settle, Sink, Stratum
 from actorrpc.autograd.planner import ROOTS, Send, make_plan, unknown
 from actorrpc.errors import ProtocolError, RpcError, RpcTimeoutError
@@ -24,10 +24,10 @@ from actorrpc.rpc.refcount.messages import WorkerKey
 if TYPE_CHECKING:
     from actorrpc.autograd.participant import Participant
 
-__all__ = ["Origin"]
+__all__ = ["Coordinator"]
 
 
-class Origin:
+class Coordinator:
     """One pass that begins here. Used by one thread at a time.
 
     Args:
@@ -41,7 +41,7 @@ class Origin:
     def __init__(
         self,
         participant: Participant,
-        part: Pass,
+        part: LocalPass,
         terms: Terms,
         edges: tuple[GradientEdge, ...],
         gradients: tuple[torch.Tensor, ...],
@@ -195,7 +195,7 @@ class Origin:
             yield [future]
 
     def _discover(
-        self, answers: dict[Send, Sequence[Sink]], reach: Reach
+        self, answers: dict[Send, Sequence[Sink]], reach: ReachableGraph
     ) -> Generator[list[Future[Any]], None, None]:
         """Ask where messages lead to, from the roots on, until all are known."""
         context, participant = self._context, self._participant

@@ -33,8 +33,8 @@ from actorrpc.errors import RpcTimeoutError
 
 __all__ = [
     "ANCHOR",
-    "Reach",
-    "Received",
+    "ReachableGraph",
+    "RecvFunction",
     "Tensors",
     "accumulate",
     "add",
@@ -99,7 +99,7 @@ def borrowed(
             _changed.notify_all()
 
 
-class Received(torch.autograd.Function):
+class RecvFunction(torch.autograd.Function):
     """Makes tensors that have arrived the outputs of one node. They are hidden from it in a list, so that they stay the
     same objects, are views of nothing, and may be changed in place.
 
@@ -127,7 +127,7 @@ class Received(torch.autograd.Function):
 #: The leaf that all these nodes hang from: a walk that gets to it has passed through one.
 ANCHOR: Final = torch.empty(0, requires_grad=True)
 # What Function.apply calls at last, without its questions about torch.func, which never sees these tensors.
-_apply: Final[Callable[..., tuple[torch.Tensor, ...]]] = super(torch.autograd.Function, Received).apply
+_apply: Final[Callable[..., tuple[torch.Tensor, ...]]] = super(torch.autograd.Function, RecvFunction).apply
 
 
 def receive(tensors: Sequence[torch.Tensor]) -> Any:
@@ -144,7 +144,7 @@ def receive(tensors: Sequence[torch.Tensor]) -> Any:
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
     """Return where the gradient of a tensor goes. torch's own function takes a view of leaves and of what nodes written in
-    Python give (:class:`Received` is one): sparse tensors have none."""
+    Python give (:class:`RecvFunction` is one): sparse tensors have none."""
     if tensor.layout is torch.strided:
         return get_gradient_edge(tensor)
     token: Any = tensor.clone().grad_fn  # keeps nodes alive that are written in Python
@@ -163,7 +163,7 @@ _ACCUMULATE: Final[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=Tr
 # -- where edges lead -------------------------------------------------------------------------------------------------
 
 
-class Reach(NamedTuple):
+class ReachableGraph(NamedTuple):
     """What a backward pass comes to from some edges: each node once, in the order of the walk.
 
     Attributes:
@@ -175,7 +175,7 @@ class Reach(NamedTuple):
     leaves: tuple[Node, ...]
 
 
-def reach(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> Reach:
+def reach(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> ReachableGraph:
     """Walk from edges to where their gradients end on this worker.
 
     Args:
@@ -191,7 +191,7 @@ def reach(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> Re
 
 def reach_if_small(
     edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt], most: int
-) -> Reach | None:
+) -> ReachableGraph | None:
     """Walk as :func:`reach` does; None where that is a way of more than ``most`` nodes, or leads elsewhere."""
     try:
         ends = _walk(edges, receipts, set(), most)
@@ -200,12 +200,12 @@ def reach_if_small(
     return None if ends is None else _reach(ends, receipts)
 
 
-def _reach(ends: list[Node], receipts: Mapping[Node, Receipt]) -> Reach:
+def _reach(ends: list[Node], receipts: Mapping[Node, Receipt]) -> ReachableGraph:
     leaves: list[Node] = []
     found: list[Node] = []
     for node in ends:
         (found if node in receipts else leaves).append(node)
-    return Reach(tuple(found), tuple(leaves))
+    return ReachableGraph(tuple(found), tuple(leaves))
 
 
 def nodes(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> set[Node]:

@@ -21,14 +21,14 @@ from torch.autograd.graph import GradientEdge
 from actorrpc import _time
 from actorrpc.autograd import graph
 from actorrpc.autograd.contexts import Context, Node, Receipt
-from actorrpc.autograd.graph import Reach, Tensors
+from actorrpc.autograd.graph import ReachableGraph, Tensors
 from actorrpc.autograd.messages import Contribution, Gradient, Gradients, Stratum
 from actorrpc.autograd.planner import ROOTS
 from actorrpc.errors import ProtocolError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.rpc.refcount.messages import WorkerKey
 
-__all__ = ["FINISH", "Pass", "Sum", "Terms", "edges_of", "reach_of", "remember"]
+__all__ = ["FINISH", "LocalPass", "Sum", "Terms", "edges_of", "reach_of", "remember"]
 
 
 class Sum:
@@ -112,7 +112,7 @@ def edges_of(context: Context, message: int) -> tuple[GradientEdge, ...]:
     return edges
 
 
-def reach_of(context: Context, message: int) -> Reach:
+def reach_of(context: Context, message: int) -> ReachableGraph:
     """Return where the gradients of a message that was sent from here lead to; remembered, as graphs do not change.
 
     Raises:
@@ -164,7 +164,7 @@ class Terms:
         return left
 
 
-class Pass:
+class LocalPass:
     """A worker's part of one backward pass.
 
     Attributes:
@@ -214,7 +214,7 @@ class Pass:
         self._busy = False
         # Used only by the thread that begins the part, and then by the one that is busy.
         self._edges: dict[int, tuple[GradientEdge, ...]] = {}
-        self._reaches: dict[int, Reach] = {}
+        self._reaches: dict[int, ReachableGraph] = {}
         self._receipts: dict[Node, Receipt] = {}
         self._leaves: dict[Node, None] = {}
         self._sums: dict[Node, Sum] = {}
@@ -223,7 +223,7 @@ class Pass:
 
     # -- beginning: on one thread, without the lock --------------------------------------------------------------
 
-    def root(self, edges: tuple[GradientEdge, ...]) -> Reach:
+    def root(self, edges: tuple[GradientEdge, ...]) -> ReachableGraph:
         """Take in the roots, where the pass begins here; their gradients arrive as those of message ``ROOTS``.
 
         Raises:
@@ -300,7 +300,7 @@ class Pass:
             self._missing = dict.fromkeys(messages)
             self._replay()
 
-    def _know(self, message: int) -> Reach:
+    def _know(self, message: int) -> ReachableGraph:
         context = self.context
         if message not in self._edges:
             self._edges[message] = edges_of(context, message)
@@ -321,13 +321,13 @@ class Pass:
             found = self._sums[node] = Sum()
         found.expect(key)
 
-    def _reached(self, stratum: Stratum) -> Reach:
+    def _reached(self, stratum: Stratum) -> ReachableGraph:
         reaches = [self._reaches[message] for message in stratum.messages]
         if len(reaches) == 1:
             return reaches[0]
         receipts = dict.fromkeys(node for each in reaches for node in each.receipts)
         leaves = dict.fromkeys(node for each in reaches for node in each.leaves)
-        return Reach(tuple(receipts), tuple(leaves))
+        return ReachableGraph(tuple(receipts), tuple(leaves))
 
     def _shared(self, strata: Sequence[Stratum]) -> set[int]:
         """Return the strata that pass through nodes that later ones pass through as well."""

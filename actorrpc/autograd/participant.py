@@ -22,10 +22,10 @@ from torch.autograd.graph import GradientEdge
 from actorrpc import _time
 from actorrpc._exception_text import line_of
 from actorrpc.autograd.contexts import Context, Contexts
-from actorrpc.autograd.coordinator import Origin
+from actorrpc.autograd.coordinator import Coordinator
 from actorrpc.autograd.errors import blame, died, late, timed_out
-from actorrpc.autograd.graph import Reach
-from actorrpc.autograd.local_pass import FINISH, Pass, Terms, reach_of, remember
+from actorrpc.autograd.graph import ReachableGraph
+from actorrpc.autograd.local_pass import FINISH, LocalPass, Terms, reach_of, remember
 from actorrpc.autograd.messages import (
     Discover,
     Gradient,
@@ -136,13 +136,13 @@ class Participant:
         transport: the way to the other workers.
 
     Attributes:
-        watch: works off the strata in the place of ``Pass.work``, for profiles; None where nobody wants to know.
+        watch: works off the strata in the place of ``LocalPass.work``, for profiles; None where nobody wants to know.
     """
 
     def __init__(self, contexts: Contexts, transport: Transport) -> None:
         self.contexts = contexts
         self.transport = transport
-        self.watch: Callable[[Pass, int], Iterable[tuple[WorkerKey, Gradient]]] | None = None
+        self.watch: Callable[[LocalPass, int], Iterable[tuple[WorkerKey, Gradient]]] | None = None
         self.me = contexts.me
         # A restarted worker must not begin passes under numbers of its former life.
         first = int.from_bytes(os.urandom(3), "big") << 20
@@ -176,7 +176,7 @@ class Participant:
         mode: str = "smart",
         timeout: float = 0.0,
         create_graph: bool = False,
-    ) -> Origin:
+    ) -> Coordinator:
         """Return a backward pass that can be run; nothing has been asked of anybody yet. See ``api.backward``.
 
         Raises:
@@ -191,13 +191,13 @@ class Participant:
             raise ValueError(f'accumulate must be "context" or "grad", not {accumulate!r}')
         edges, given = check_roots(roots, gradients)
         terms = Terms(bool(retain_graph), bool(create_graph), accumulate, timeout, mode == "fast")
-        part = Pass(context, next(self._ids), self.me)
+        part = LocalPass(context, next(self._ids), self.me)
         part.begun = True
         with context.lock:
             if context.released:
                 raise RpcError(f"{context} was released")
             context.passes[part.id] = part
-        return Origin(self, part, terms, edges, given)
+        return Coordinator(self, part, terms, edges, given)
 
     def gradients(self, context_id: int, timeout: float) -> dict[torch.Tensor, torch.Tensor]:
         """Return what passes have left in a context for the leaves of this worker.
@@ -259,7 +259,7 @@ class Participant:
             return None if part is None else self._verdict_on(part)
 
     @staticmethod
-    def _verdict_on(part: Pass) -> Future[None]:
+    def _verdict_on(part: LocalPass) -> Future[None]:
         """Return, under the lock of the context, what is completed after the verdict."""
         if part.decided is None:
             part.decided = Future()
@@ -274,7 +274,7 @@ class Participant:
         """
         return self.sinks_of(context, reach_of(context, message))
 
-    def sinks_of(self, context: Context, reach: Reach) -> tuple[Sink, ...]:
+    def sinks_of(self, context: Context, reach: ReachableGraph) -> tuple[Sink, ...]:
         """Return the receipts of a walk.
 
         Raises:
@@ -288,7 +288,7 @@ class Participant:
             found.append(Sink(receipt.worker, receipt.message, receipt.number))
         return tuple(found)
 
-    def _join(self, context: Context, id: int, origin: WorkerKey | None) -> Pass | None:
+    def _join(self, context: Context, id: int, origin: WorkerKey | None) -> LocalPass | None:
         """Return, under the lock of the context, its pass of this number; None if it is over."""
         part = context.passes.get(id)
         if part is None:
@@ -296,7 +296,7 @@ class Participant:
                 raise RpcError(f"{context} was released")
             if id in context.ended:
                 return None
-            part = context.passes[id] = Pass(context, id, origin)
+            part = context.passes[id] = LocalPass(context, id, origin)
         if origin is not None:
             part.origin = origin
         return None if part.over else part
@@ -378,14 +378,14 @@ class Participant:
                 return self.reports(part)
             return self.answer_of(part)
 
-    def answer_of(self, part: Pass) -> Future[Any]:
+    def answer_of(self, part: LocalPass) -> Future[Any]:
         """Return, under the lock of the context, what is completed when the part comes to its end."""
         if part.answer is None:
             part.answer = Future()
             part.answer.label = f"a part of a backward pass of {part.context}"
         return part.answer
 
-    def reports(self, part: Pass) -> dict[WorkerKey, tuple[int, tuple[int, ...]]]:
+    def reports(self, part: LocalPass) -> dict[WorkerKey, tuple[int, tuple[int, ...]]]:
         """Return, under the lock of the context, what this worker knows of all parts of a fast pass."""
         return {**part.reports, self.me: part.report()}
 
@@ -419,13 +419,13 @@ class Participant:
 
     # -- the part ------------------------------------------------------------------------------------------------
 
-    def advance(self, part: Pass) -> None:
+    def advance(self, part: LocalPass) -> None:
         """Work off what is there, unless another thread is at it; never raises."""
         while self.step(part):
             pass
         self._settle(part)
 
-    def step(self, part: Pass, direct: dict[WorkerKey, list[Gradient]] | None = None) -> bool:
+    def step(self, part: LocalPass, direct: dict[WorkerKey, list[Gradient]] | None = None) -> bool:
         """Work off one stratum, or finish the leaves, if that can be done now; say whether it was. Never raises.
 
         Args:
@@ -441,7 +441,7 @@ class Participant:
             if index == FINISH:
                 part.finish()
             else:
-                for to, gradient in (self.watch or Pass.work)(part, index):
+                for to, gradient in (self.watch or LocalPass.work)(part, index):
                     if to == self.me:
                         with lock:
                             part.arrive(to, gradient.receipt, gradient.message, gradient.gradients)
@@ -456,7 +456,7 @@ class Participant:
             part.put(index, done)
         return True
 
-    def _send(self, part: Pass, to: WorkerKey, gradient: Gradient) -> None:
+    def _send(self, part: LocalPass, to: WorkerKey, gradient: Gradient) -> None:
         terms = part.terms
         assert terms is not None
         left = terms.left()
@@ -476,7 +476,7 @@ class Participant:
             part.asks.add(future)
         future.add_done_callback(partial(self._answered, part, to))
 
-    def _answered(self, part: Pass, to: WorkerKey, future: Future[Any]) -> None:
+    def _answered(self, part: LocalPass, to: WorkerKey, future: Future[Any]) -> None:
         """Note that a gradient has been worked off, or what went wrong with it."""
         lock = part.context.lock
         try:
@@ -496,7 +496,7 @@ class Participant:
                         part.reports[key] = report
         self._settle(part)
 
-    def _settle(self, part: Pass) -> None:
+    def _settle(self, part: LocalPass) -> None:
         """Answer whoever waits for this part, if it has come to its end."""
         with part.context.lock:
             answer = part.answer
@@ -508,7 +508,7 @@ class Participant:
 
     # -- its end -------------------------------------------------------------------------------------------------
 
-    def fail(self, part: Pass, error: BaseException) -> None:
+    def fail(self, part: LocalPass, error: BaseException) -> None:
         """End a part with an error, which goes to whoever waits for it; the verdict follows."""
         with part.context.lock:
             if part.over or part.error is not None:
@@ -520,7 +520,7 @@ class Participant:
             ask.cancel()
         _complete(answer, None, error)
 
-    def decide(self, part: Pass, commit: bool) -> bool:
+    def decide(self, part: LocalPass, commit: bool) -> bool:
         """End a pass on this worker, and on those that hear of it from here; the first verdict counts.
 
         Returns whether what was found counts: it does not if the part has failed meanwhile.
@@ -592,7 +592,7 @@ class Participant:
             if context.origin == key.rank and context.maker in (None, key) and key.rank != self.me.rank:
                 self._release(context.id, key, error)
 
-    def _bereave(self, part: Pass, key: WorkerKey, error: BaseException) -> None:
+    def _bereave(self, part: LocalPass, key: WorkerKey, error: BaseException) -> None:
         with part.context.lock:
             if part.origin == self.me:
                 concerned, orphaned = key in part.told or key in part.reports, False

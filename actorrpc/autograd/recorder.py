@@ -86,7 +86,7 @@ def tell(context: Context, me: WorkerKey, message: int, peer: WorkerKey) -> list
 
 
 def hear(context: Context, me: WorkerKey, sender: WorkerKey, news: Sequence[Any]) -> None:
-    """Take note of what a message tells.
+    """Record what a message tells.
 
     Raises:
         ProtocolError: it makes no sense.

@@ -3,7 +3,7 @@
 ``with actorrpc.init(): ...`` is all that most programs need of it.
 """
 
-from actorrpc.cluster.api import Context, drain, init, scale
-from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, Node, Order
+from actorrpc.cluster.api import ClusterContext, drain, init, scale
+from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, LaunchRequest, Node
 
-__all__ = ["Context", "Engine", "LaunchedEngine", "Node", "Order", "drain", "init", "scale"]
+__all__ = ["ClusterContext", "Engine", "LaunchRequest", "LaunchedEngine", "Node", "drain", "init", "scale"]

@@ -28,11 +28,11 @@ from actorrpc.cluster import driver_rpc
 from actorrpc.cluster import join as join_module
 from actorrpc.cluster.driver import Cluster, Directory, Reception
 from actorrpc.cluster.driver_rpc import set_cluster
-from actorrpc.cluster.join import Means, join
+from actorrpc.cluster.join import JoinedResources, join
 from actorrpc.cluster.provisioners import registry
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, Node
 from actorrpc.cluster.provisioners.local import LocalCluster
-from actorrpc.cluster.scheduler import Holder
+from actorrpc.cluster.scheduler import ResourceHolder
 from actorrpc.cluster.worker_process import Member
 from actorrpc.config import Settings
 from actorrpc.errors import (
@@ -53,7 +53,7 @@ from actorrpc.wire import keys
 from actorrpc.wire.identity import check_name
 from actorrpc.wire.keys import Key
 
-__all__ = ["Context", "drain", "init", "scale"]
+__all__ = ["ClusterContext", "drain", "init", "scale"]
 
 _log = logging.getLogger("actorrpc.cluster")
 _GRACE_S: Final = 5.0  # how long a graceful end may take, where no time-out is given
@@ -98,7 +98,7 @@ _OF_RAY: Final = {
 }
 
 
-class Context:
+class ClusterContext:
     """What :func:`init` returns; as a context manager it shuts the cluster down, or leaves it, at its end.
 
     Attributes:
@@ -117,7 +117,7 @@ class Context:
         """End the cluster, or leave it, as :func:`actorrpc.shutdown` does."""
         api.shutdown(graceful, timeout)
 
-    def __enter__(self) -> Context:
+    def __enter__(self) -> ClusterContext:
         return self
 
     def __exit__(
@@ -149,7 +149,7 @@ def init(
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
     join_timeout: float = 30.0,
     **settings: Any,
-) -> Context:
+) -> ClusterContext:
     """Start a cluster: this process becomes its driver. Or join the one at ``address``, or the one of a launcher.
 
     Without arguments, that is the embedded local cluster. It returns at once: the process that workers are forked from
@@ -190,7 +190,9 @@ def init(
         RpcError: a cluster or group is in force in this process already: actors can be used at once.
         OSError: the process that workers are forked from cannot be started.
     """
-    means = Means(num_cpus=num_cpus, num_gpus=num_gpus, resources=resources or {}, labels=labels or {})
+    means = JoinedResources(
+        num_cpus=num_cpus, num_gpus=num_gpus, resources=resources or {}, labels=labels or {}
+    )
     if address is not None and isinstance(address, str) and address.startswith("ray"):
         if engine not in (None, "ray"):
             raise ConfigError(f"address={address!r} is for engine='ray', not {engine!r}")
@@ -204,7 +206,7 @@ def init(
             raise ConfigError("address= joins a cluster: leave listen= and engine= to its driver")
         _known(settings)
         member = join(address, name=name, means=means, timeout=join_timeout, settings=settings)
-        return Context(member.agent.name, api.namespace(), owned=True, address=address)
+        return ClusterContext(member.agent.name, api.namespace(), owned=True, address=address)
     launched = join_module.of_environment() if listen is None and engine is None else None
     if launched is not None and launched.size > 1:
         return _launched(
@@ -253,23 +255,23 @@ def init(
         raise
 
 
-def _found_running(running: str, ignore: bool) -> Context:
+def _found_running(running: str, ignore: bool) -> ClusterContext:
     if not ignore:
         raise RpcError(
             f"init() has nothing to do: this process is {running} already, and actors can be used at once. Call "
             "shutdown() first to start anew, or init(ignore_reinit_error=True) where either will do"
         )
-    return Context(api.get_worker_info().name, api.namespace(), owned=False)
+    return ClusterContext(api.get_worker_info().name, api.namespace(), owned=False)
 
 
 def _launched(
     launched: join_module.Launch,
     spmd: bool,
-    means: Means,
+    means: JoinedResources,
     timeout: float,
     settings: dict[str, Any],
     given: dict[str, Any],
-) -> Context:
+) -> ClusterContext:
     """Make one cluster of the processes of a launcher."""
     meeting = join_module.meet(launched, timeout)
     if launched.rank == 0:
@@ -299,7 +301,7 @@ def _launched(
     _known(settings)
     member, where = _join_rank_0(launched, meeting, means, timeout, settings, given["name"], serves=not spmd)
     if spmd:
-        return Context(member.agent.name, api.namespace(), owned=True, address=where)
+        return ClusterContext(member.agent.name, api.namespace(), owned=True, address=where)
     try:
         member.wait()
     finally:
@@ -315,7 +317,7 @@ def _launched(
 def _join_rank_0(
     launched: join_module.Launch,
     meeting: join_module.LaunchMeeting,
-    means: Means,
+    means: JoinedResources,
     timeout: float,
     settings: dict[str, Any],
     name: str | None,
@@ -348,7 +350,7 @@ def _join_rank_0(
 def _drive(
     listen: str | None,
     given: Engine | None,
-    means: Means,
+    means: JoinedResources,
     *,
     namespace: str | None,
     log_to_driver: bool,
@@ -359,7 +361,7 @@ def _drive(
     secret: str = "",
     seats_first: bool = False,
     waits: bool = False,
-) -> Context:
+) -> ClusterContext:
     """Make this process the driver of a cluster."""
     name = "driver" if name is None else name
     if given is not None and listen is None:
@@ -431,12 +433,12 @@ def _drive(
         elif isinstance(given, LaunchedEngine):
             given.attach(agent)
 
-        def nodes() -> list[Holder]:
+        def nodes() -> list[ResourceHolder]:
             if local is None:
                 assert given is not None
-                return [Holder.of_node(each, unbooked=_all(each)) for each in given.nodes()]
+                return [ResourceHolder.of_node(each, unbooked=_all(each)) for each in given.nodes()]
             own = dataclasses.replace(local.nodes()[0], resources=means.resources, labels=means.labels)
-            holder = Holder.of_node(own, 0, ("CPU", "GPU"))
+            holder = ResourceHolder.of_node(own, 0, ("CPU", "GPU"))
             holder.hosts |= {host} if host else frozenset()
             return [holder]
 
@@ -497,7 +499,7 @@ def _drive(
     except BaseException:
         api.shutdown(graceful=False)
         raise
-    return Context(name, namespace, owned=True, address=cluster.reception.address)
+    return ClusterContext(name, namespace, owned=True, address=cluster.reception.address)
 
 
 def _all(node: Node) -> tuple[str, ...]:

@@ -22,13 +22,13 @@ from functools import partial
 from typing import Any, Final
 
 from actorrpc import _time
-from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec, Seat
+from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec, SharedSlot
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import user_code
 from actorrpc.cluster.exit import leave, leave_when_idle
-from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, Order
-from actorrpc.cluster.scheduler import Book, Holder, lacking, needs_of, totals_of
+from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, LaunchRequest
+from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable, lacking, needs_of, totals_of
 from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcError, ShutdownError
 from actorrpc.futures import Future
 from actorrpc.transport.signals import uninterruptible
@@ -147,7 +147,7 @@ class Cluster:
         engine: Engine,
         reception: Reception,
         *,
-        nodes: Callable[[], list[Holder]],
+        nodes: Callable[[], list[ResourceHolder]],
         seats_first: bool = False,
     ) -> None:
         self.agent = agent
@@ -157,7 +157,7 @@ class Cluster:
         self._nodes = nodes
         self.seats_first = seats_first
         self._lock = threading.RLock()
-        self.book = Book()
+        self.book = ResourceTable()
         self._joined: dict[str, WorkerRecord] = {}
         self._reserved: dict[str, float] = {}
         self._scaled: set[str] = set()
@@ -209,12 +209,12 @@ class Cluster:
 
     def _start(self, spec: ProcessSpec, creator: str) -> Future[WorkerInfo]:
         if self._is_local:
-            return self.engine.start(Order(name="", address="", spec=spec), creator)
+            return self.engine.start(LaunchRequest(name="", address="", spec=spec), creator)
         with self._lock:
             self._count += 1
             label = _NOT_IN_NAMES.sub("_", spec.label)[: MAX_NAME - 24] or "worker"
             name = f"{label}-{self.engine.name}-{self._count}"
-        order = Order(
+        order = LaunchRequest(
             name=name,
             address=self.reception.address,
             spec=spec,
@@ -248,7 +248,7 @@ class Cluster:
             wish.timer = self.agent.clock.after(wait, late)
         return False
 
-    def _choose(self, spec: ProcessSpec) -> Holder | None:
+    def _choose(self, spec: ProcessSpec) -> ResourceHolder | None:
         """Return who is to hold this. Under the lock.
 
         Not a worker that is known to be dead: those who look after its actors may hear of its end before this cluster does,
@@ -276,7 +276,7 @@ class Cluster:
                 node.bookings = before.bookings
             self.book.nodes.append(node)
 
-    def _seat(self, wish: _Wish, holder: Holder) -> None:
+    def _seat(self, wish: _Wish, holder: ResourceHolder) -> None:
         """Give a wish its place. Under the lock."""
         spec = wish.spec
         if wish in self._wishes:
@@ -308,7 +308,7 @@ class Cluster:
     def _take_seat(self, future: Future[WorkerInfo], spec: ProcessSpec, rank: int, booking: int) -> None:
         record = self.directory.resolve(rank)
         if record is not None:
-            self._complete(future, Seat(record.name, rank, booking))
+            self._complete(future, SharedSlot(record.name, rank, booking))
         elif future._claim():
             error = PeerDiedError(
                 f"{spec.label!r} was to be put into worker {rank}, which has ended: create it again, elsewhere",
@@ -367,7 +367,7 @@ class Cluster:
         return self.engine.owns(worker)
 
     def leaving(self, worker: str) -> None:
-        """Take note that a worker has begun to leave by itself."""
+        """Record that a worker has begun to leave by itself."""
         with self._lock:
             holder = self.book.workers.get(worker)
             if holder is not None:
@@ -469,7 +469,7 @@ class Cluster:
             self._joined[record.name] = record
             self.directory.add(record)
             if not owned:
-                self.book.workers[record.name] = Holder(
+                self.book.workers[record.name] = ResourceHolder(
                     name=record.name,
                     rank=record.rank,
                     hosts=frozenset(str(each) for each in facts["hosts"]),
@@ -557,7 +557,7 @@ class Cluster:
                     own = node.hosts if node is not None and known is None else frozenset()
                     labels = {**(node.labels if node is not None and known is None else {}), **spec.labels}
                     self._scaled.add(record.name)
-                    self.book.workers[record.name] = Holder(
+                    self.book.workers[record.name] = ResourceHolder(
                         name=record.name,
                         rank=record.rank,
                         hosts=own | frozenset(host for host, _ in record.tcp),

@@ -54,7 +54,7 @@ from actorrpc.errors import (
 from actorrpc.group import group
 from actorrpc.group.group import is_loopback
 from actorrpc.group.launchers import VARIABLES, Launch, of_environment
-from actorrpc.group.store import Meeting, poll
+from actorrpc.group.store import StoreMeeting, poll
 from actorrpc.rpc import api
 from actorrpc.transport.tls import Stream, Tls, explain
 from actorrpc.wire import keys
@@ -71,9 +71,9 @@ from actorrpc.wire.keys import Key
 
 __all__ = [
     "VARIABLES",
+    "JoinedResources",
     "Launch",
     "LaunchMeeting",
-    "Means",
     "find_key",
     "join",
     "meet",
@@ -321,7 +321,7 @@ def meet(launched: Launch, timeout: float) -> LaunchMeeting:
     """
     deadline = _time.now() + timeout
     serves = launched.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = Meeting(
+    store = StoreMeeting(
         url="env://",
         kind="tcp",
         rank=launched.rank,
@@ -344,7 +344,7 @@ _OWN: Final = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
+class JoinedResources:
     """What a worker has, for placement.
 
     Attributes:
@@ -504,7 +504,7 @@ def join(
     address: str,
     *,
     name: str | None = None,
-    means: Means | None = None,
+    means: JoinedResources | None = None,
     key: Key | None = None,
     timeout: float = _TIMEOUT_S,
     settings: Mapping[str, Any] | None = None,
@@ -561,7 +561,7 @@ def join(
         sys.path.append(place)
     directory = RemoteDirectory(driver)
     shown = made.advertise or found.own
-    facts = (means or Means()).facts(sorted({socket.gethostname(), shown, found.own}))
+    facts = (means or JoinedResources()).facts(sorted({socket.gethostname(), shown, found.own}))
     entered = group.enter(own_name, answer["rank"], directory, settings=made, key=found_key, serves=serves)
     try:
         return enter(
@@ -601,7 +601,7 @@ def serve(
     address: str,
     *,
     name: str | None = None,
-    means: Means | None = None,
+    means: JoinedResources | None = None,
     timeout: float = _TIMEOUT_S,
     signals: bool = True,
 ) -> int:
@@ -644,7 +644,9 @@ def serve(
     return 0
 
 
-def serve_order(*, means: Means | None = None, timeout: float = _TIMEOUT_S, signals: bool = False) -> int:
+def serve_order(
+    *, means: JoinedResources | None = None, timeout: float = _TIMEOUT_S, signals: bool = False
+) -> int:
     """Be the worker that an engine has ordered: its address, name and key are in the environment (``Order.environment``).
 
     Returns:

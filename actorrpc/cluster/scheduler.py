@@ -13,7 +13,7 @@ from typing import Final
 from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.cluster.provisioners.base import Node
 
-__all__ = ["Book", "Holder", "lacking", "needs_of"]
+__all__ = ["ResourceHolder", "ResourceTable", "lacking", "needs_of"]
 
 _SLACK: Final = 1e-6
 _SHOWN: Final = 8
@@ -35,13 +35,13 @@ def totals_of(num_cpus: float, num_gpus: float, resources: Mapping[str, float]) 
 
 
 @dataclass(slots=True)
-class Holder:
+class ResourceHolder:
     """A worker that takes several actors, or a machine on which an engine starts processes.
 
     Attributes:
         hosts: the names and addresses under which ``host=`` finds it.
         totals: what it has; ``used`` what of that is booked.
-        unbooked: of what nothing is booked here, since somebody else sees to it.
+        unbooked: of what nothing is booked here, since somebody else books it.
         bookings: what each actor in it has booked.
         starts: it is an engine's machine: actors get processes of their own there.
         draining: nothing new is placed there.
@@ -58,7 +58,7 @@ class Holder:
     bookings: dict[int, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
-    def of_node(cls, node: Node, rank: int = -1, unbooked: Iterable[str] = ()) -> Holder:
+    def of_node(cls, node: Node, rank: int = -1, unbooked: Iterable[str] = ()) -> ResourceHolder:
         """Return the holder that stands for an engine's machine."""
         return cls(
             name="",
@@ -104,22 +104,22 @@ class Holder:
         )
 
 
-class Book:
+class ResourceTable:
     """All holders of a cluster. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.nodes: list[Holder] = []
-        self.workers: dict[str, Holder] = {}
+        self.nodes: list[ResourceHolder] = []
+        self.workers: dict[str, ResourceHolder] = {}
 
-    def all(self) -> list[Holder]:
+    def all(self) -> list[ResourceHolder]:
         """Return all of them, machines first."""
         return [*self.nodes, *self.workers.values()]
 
-    def candidates(self, spec: ProcessSpec) -> list[Holder]:
+    def candidates(self, spec: ProcessSpec) -> list[ResourceHolder]:
         """Return who could ever hold this."""
         return [each for each in self.all() if not each.draining and each.suits(spec)]
 
-    def choose(self, spec: ProcessSpec, seats_first: bool) -> Holder | None:
+    def choose(self, spec: ProcessSpec, seats_first: bool) -> ResourceHolder | None:
         """Return who is to hold this; None where nobody has room.
 
         Args:
@@ -137,7 +137,7 @@ class Book:
         return any(each.bookings.pop(booking, None) is not None for each in self.all())
 
 
-def lacking(spec: ProcessSpec, book: Book) -> str:
+def lacking(spec: ProcessSpec, book: ResourceTable) -> str:
     """Say in words what is wished for and what there is."""
     wishes = [f"{name} {amount:g}" for name, amount in needs_of(spec).items()]
     if spec.rank is not None:

@@ -77,7 +77,7 @@ def by_value() -> None:
             _register(str(module.__name__))  # what cloudpickle goes by
 
 
-class _Watch(MetaPathFinder):
+class _ModuleWatch(MetaPathFinder):
     """Finds nothing, but sees what is imported: what is beside the script travels by value."""
 
     def find_spec(
@@ -98,7 +98,7 @@ class _Watch(MetaPathFinder):
         return None
 
 
-_watch: Final = _Watch()
+_watch: Final = _ModuleWatch()
 
 
 def watch() -> None:

@@ -22,7 +22,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from actorrpc.actors import context as context_module
-from actorrpc.actors.host.actor import Resident
+from actorrpc.actors.host.actor import HostedActor
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.peers import Peer
@@ -50,7 +50,7 @@ def main(job: dict[str, Any]) -> NoReturn:
         atexit._clear()
         atexit.register(logging.shutdown)
         atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
-        Resident.on_shown = logs.Labels().change
+        HostedActor.on_shown = logs.Labels().change
         _work(job)
         code = 0
     except KeyboardInterrupt:

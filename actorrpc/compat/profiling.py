@@ -29,7 +29,7 @@ from torch._C._autograd import DeviceType
 from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import FunctionEvent
 
-from actorrpc.autograd.local_pass import Pass
+from actorrpc.autograd.local_pass import LocalPass
 from actorrpc.autograd.messages import Gradient
 from actorrpc.autograd.participant import Participant
 from actorrpc.autograd.startup import participant
@@ -37,9 +37,9 @@ from actorrpc.compat.translate import Future
 from actorrpc.rpc.profiling import (
     Collector,
     Profiled,
+    ProfiledSpan,
+    ProfilerSettings,
     Row,
-    Settings,
-    Span,
     collect,
     collected,
     collector,
@@ -49,7 +49,7 @@ from actorrpc.rpc.profiling import (
 )
 from actorrpc.rpc.refcount.messages import WorkerKey
 
-__all__ = ["ProfiledFuture", "patches", "profiled_pass"]
+__all__ = ["TorchProfiledFuture", "patches", "profiled_pass"]
 
 _NAME: Final = "torch::distributed::autograd::"
 _lock = threading.Lock()  # guards _wanted; nothing is called under it
@@ -89,7 +89,7 @@ def _forget(worker: Participant, context_id: int, found: Collector) -> None:
             worker.watch = None
 
 
-def _work(node: int, part: Pass, index: int) -> Iterator[tuple[WorkerKey, Gradient]]:
+def _work(node: int, part: LocalPass, index: int) -> Iterator[tuple[WorkerKey, Gradient]]:
     """Work off a stratum on the worker of rank ``node``, and note what there was."""
     began = time.time_ns()
     complete = part.work(index)
@@ -101,7 +101,7 @@ def _work(node: int, part: Pass, index: int) -> Iterator[tuple[WorkerKey, Gradie
         _note(node, part, "RecvRpcBackward", began)
 
 
-def _note(node: int, part: Pass, name: str, began: int) -> None:
+def _note(node: int, part: LocalPass, name: str, began: int) -> None:
     ended = time.time_ns()
     for found in list(_wanted.get(part.context.id, ())):
         start, end = began - found.began, ended - found.began
@@ -114,14 +114,14 @@ _legacy: Final[Any] = profiler_legacy
 _COLLECTOR: Final = "_actorrpc_collector"  # the attribute of a modern profile
 
 
-class ProfiledFuture(Profiled, Future[Any]):
+class TorchProfiledFuture(Profiled, Future[Any]):
     """The future of a call that is profiled."""
 
     __slots__ = ("span",)
 
     def __init__(self, *, devices: Any = None) -> None:
         super().__init__(devices=devices)
-        self.span: Span | None = None
+        self.span: ProfiledSpan | None = None
 
 
 class _Records(list[Any]):
@@ -135,7 +135,7 @@ class _Records(list[Any]):
 def _begin(profile: Any) -> Collector:
     """Have this thread's calls collect for a profile that has just begun."""
     found = Collector(
-        Settings(
+        ProfilerSettings(
             profile.record_shapes,
             profile.profile_memory,
             profile.with_stack,

@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 import torch.futures
 
-from actorrpc.autograd.graph import Received
+from actorrpc.autograd.graph import RecvFunction
 from actorrpc.compat import autograd, profiling, rpc, translate
 from actorrpc.compat.imports import after_import, alias, forget
 from actorrpc.compat.nn import remote_module
@@ -119,7 +119,7 @@ def install() -> None:
         _put(torch.distributed, "rpc", rpc)
         _put(torch.distributed, "autograd", autograd)
         # Under this name graphs show the node that stands for a message.
-        _put(Received._backward_cls, "__name__", "torch::distributed::autograd::RecvRpcBackward")
+        _put(RecvFunction._backward_cls, "__name__", "torch::distributed::autograd::RecvRpcBackward")
         # torch's cannot see that one of ours has failed before all are complete.
         _put(torch.futures, "collect_all", translate.collect_all)
         _put(torch.futures, "wait_all", translate.wait_all)

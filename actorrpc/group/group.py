@@ -5,13 +5,13 @@ Joining binds the sockets, agrees on the key and the table of workers, and start
 Leaving a fixed group gracefully is a barrier: every worker asks the first live one (by name) to say when all have
 arrived. It serves calls meanwhile, for as long as others work. A worker that dies counts as arrived; if the
 first one dies, the next takes over. One that is suspect, or to which no connection comes about, is waited for as long as
-anybody else is; after that for some seconds (:class:`Reach`). So every wait ends, and nobody takes a bad connection for a
+anybody else is; after that for some seconds (:class:`Reachability`). So every wait ends, and nobody takes a bad connection for a
 death: two workers that see different ones of a group alive would wait for different things.
 
-To be told of a worker's end, a connection to it is needed: :meth:`Reach.connect_all` makes those that are missing, on pool
+To be told of a worker's end, a connection to it is needed: :meth:`Reachability.connect_all` makes those that are missing, on pool
 threads, all at once. A member is *out of reach* while it is suspect, or while connections to it do not come about although
 nothing says that it is dead. When it has been that for ``PATIENCE_S``, the members that wait for it at shutdown give it up; it is
-taken back when it comes back. The dicts of :class:`Reach` are used by single, atomic steps; nothing is locked.
+taken back when it comes back. The dicts of :class:`Reachability` are used by single, atomic steps; nothing is locked.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from actorrpc.wire.keys import Key
 __all__ = [
     "DIAL_S",
     "PATIENCE_S",
-    "Directory",
     "Group",
+    "MemberDirectory",
     "Membership",
-    "Reach",
+    "Reachability",
     "close_forsaken",
     "enter",
     "is_loopback",
@@ -152,7 +152,7 @@ class Membership(Protocol):
         """Let go of what others might still have needed."""
 
 
-class Directory(Membership, Protocol):
+class MemberDirectory(Membership, Protocol):
     """A membership that also says who is there."""
 
     def resolve(self, to: str | int) -> WorkerRecord | None:
@@ -182,7 +182,7 @@ class Group:
         self._everyone = frozenset(self._table)
         self._in_order = sorted(self._table)
         self.barrier = _Barrier(self._names)
-        self.reach = Reach(agent)
+        self.reach = Reachability(agent)
         agent.on_peer_end.append(self._ended)
 
     def _names(self) -> Set[str]:
@@ -546,7 +546,7 @@ def join(
 def enter(
     name: str,
     rank: int,
-    directory: Directory,
+    directory: MemberDirectory,
     *,
     settings: Settings,
     key: Key,
@@ -594,7 +594,7 @@ PATIENCE_S: Final = 10.0
 """How long somebody may be out of reach, in seconds, before others cease to wait for it."""
 
 
-class Reach:
+class Reachability:
     """What is known of the ways to the members. Thread-safe."""
 
     def __init__(self, agent: Agent, now: Callable[[], float] = time.monotonic) -> None:
@@ -605,7 +605,7 @@ class Reach:
         self._dialling: dict[str, None] = {}
 
     def failed(self, peer: Peer, error: RpcError) -> None:
-        """Take note that no connection to a peer came about."""
+        """Record that no connection to a peer came about."""
         if peer.state == "alive":
             self._failed[peer.name] = str(error)
 

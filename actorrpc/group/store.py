@@ -26,11 +26,11 @@ from actorrpc import _time
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.errors import ConfigError, RendezvousError
 
-__all__ = ["Meeting", "first_line", "open_store", "poll"]
+__all__ = ["StoreMeeting", "first_line", "open_store", "poll"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class StoreMeeting:
     """Where a group meets, and as whom this worker comes: what an ``init_method`` says.
 
     Attributes:
@@ -51,7 +51,7 @@ class Meeting:
     libuv: bool = True
 
     @classmethod
-    def parse(cls, init_method: str, rank: int | None = None, world_size: int | None = None) -> Meeting:
+    def parse(cls, init_method: str, rank: int | None = None, world_size: int | None = None) -> StoreMeeting:
         """Read ``env://``, ``tcp://host:port`` or ``file:///path``, with or without ``?rank=&world_size=``.
 
         Raises:
@@ -177,7 +177,7 @@ def open_store(
         ConfigError: what was given makes no sense.
         RendezvousError: the store cannot be reached within ``timeout`` seconds.
     """
-    meeting = Meeting.parse(init_method, rank, world_size)
+    meeting = StoreMeeting.parse(init_method, rank, world_size)
     return meeting.open(timeout), meeting.rank, meeting.world_size
 
 

@@ -18,13 +18,13 @@ from torch import nn
 from torch.distributed.remote_device import _remote_device
 from torch.utils.hooks import RemovableHandle
 
-from actorrpc.agent.outbound import Parcel
+from actorrpc.agent.outbound import MessageContext
 from actorrpc.errors import ConfigError, RRefError, SerializationError, WrongTypeError
 from actorrpc.futures import Future
 from actorrpc.rpc import api, modules
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import codec
-from actorrpc.serialization.local_refs import Holder
+from actorrpc.serialization.local_refs import LocalReferences
 from actorrpc.wire.identity import WorkerInfo
 
 __all__ = ["RemoteModule", "device_of", "place_of"]
@@ -508,7 +508,7 @@ _TRAVELS: Final = frozenset({"on", "device", "module_rref", "_what"})
 
 
 def _reduce(remote: RemoteModule) -> Any:
-    if not isinstance(codec.current_encoding(), (Parcel, Holder)):
+    if not isinstance(codec.current_encoding(), (MessageContext, LocalReferences)):
         remote.__getstate__()
     for name in remote.__dict__.keys() - _STAYS - _TRAVELS:
         warnings.warn(

@@ -76,7 +76,7 @@ _SETTLE_S = 30.0  # how long shutdown waits for the last references, once every 
 on_start: list[Callable[[Agent, References], Callable[[bool], None]]] = []
 
 
-class _State:
+class _GroupState:
     """What is in force in this process."""
 
     __slots__ = ("agent", "ends", "group", "namespace", "references", "stop", "timeout", "what")
@@ -105,13 +105,13 @@ class _State:
                 raise
 
 
-_state: _State | None = None
+_state: _GroupState | None = None
 _before = 0.0
 # Guards joining and leaving; never held while waiting for other workers.
 _lock = threading.Lock()
 
 
-def _require() -> _State:
+def _require() -> _GroupState:
     state = _state
     if state is None:  # never set in a fork: _after_fork sees to that
         several = here()
@@ -245,10 +245,10 @@ def install(
         if is_initialized():
             raise RuntimeError(f"RPC is already initialized: this process is {_require().what}")
         group: Group | None = None
-        state: _State | None = None
+        state: _GroupState | None = None
         try:
             group = make()
-            state = _State(group, timeout, what, namespace)
+            state = _GroupState(group, timeout, what, namespace)
             settings = group.agent.settings
             if settings.switch_interval is None:
                 # A worker that is busy in Python would answer after several of the interpreter's 5 ms turns.
@@ -277,7 +277,7 @@ def install(
 
 
 @uninterruptible
-def _close(state: _State) -> None:
+def _close(state: _GroupState) -> None:
     """End everything at once, what has been ended already excepted. Under ``_lock``. Takes some seconds at most."""
     global _state
     if _state is state:
@@ -360,7 +360,7 @@ def let_go_of_all() -> None:
     references.carry_out(references.table.delete_all_users())
 
 
-def _end_together(state: _State, until: float, let_go: Callable[[], None]) -> Sequence[object]:
+def _end_together(state: _GroupState, until: float, let_go: Callable[[], None]) -> Sequence[object]:
     def left() -> float:
         return 0.0 if until == float("inf") else max(0.001, until - _time.now())
 
@@ -419,7 +419,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 def _prepare(
     to: Any, func: Any, args: Any, kwargs: Any, timeout: Any
-) -> tuple[_State, Any, tuple[Any, ...], dict[str, Any], float]:
+) -> tuple[_GroupState, Any, tuple[Any, ...], dict[str, Any], float]:
     state = _require()
     if not callable(func):
         raise TypeError("function should be callable.")

@@ -167,7 +167,7 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _note_place(module: nn.Module) -> str | None:
-    """Take note of where a module is now; return that, or None for one without tensors."""
+    """Record where a module is now; return that, or None for one without tensors."""
     tensor: torch.Tensor | None = next(iter(module.parameters()), None)
     if tensor is None:
         tensor = next(iter(module.buffers()), None)

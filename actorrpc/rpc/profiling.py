@@ -40,9 +40,9 @@ __all__ = [
     "Collector",
     "Profiled",
     "ProfiledFuture",
+    "ProfiledSpan",
+    "ProfilerSettings",
     "Row",
-    "Settings",
-    "Span",
     "calling",
     "collect",
     "collected",
@@ -100,7 +100,7 @@ class Row(NamedTuple):
     flops: int = 0
 
 
-class Settings(NamedTuple):
+class ProfilerSettings(NamedTuple):
     """What a profile records besides times; travels with calls."""
 
     shapes: bool = False
@@ -123,7 +123,7 @@ class Collector:
             are within that range.
     """
 
-    settings: Settings
+    settings: ProfilerSettings
     native: bool = True
     began: int = field(default_factory=time.time_ns)
     rows: list[Row] = field(default_factory=list)
@@ -141,13 +141,13 @@ class _Here(threading.local):
     """What goes on in this thread."""
 
     collector: Collector | None = None
-    calling: Span | None = None  # the range of the call that is being made
+    calling: ProfiledSpan | None = None  # the range of the call that is being made
     readers: list[_Reader] | None = None  # of the execution that is observed
 
 
 _here = _Here()
-_open: Final[dict[Span, None]] = {}  # ranges that are not over
-_asked: Final[dict[int, Span]] = {}  # whose rows are awaited, by number
+_open: Final[dict[ProfiledSpan, None]] = {}  # ranges that are not over
+_asked: Final[dict[int, ProfiledSpan]] = {}  # whose rows are awaited, by number
 
 
 def collect(found: Collector) -> None:
@@ -172,7 +172,7 @@ def collected() -> Collector | None:
 # -- ranges of calls ----------------------------------------------------------------------------------------
 
 
-class Span:
+class ProfiledSpan:
     """The range of one call in the profile of the thread that makes it. Thread-safe.
 
     Args:
@@ -318,8 +318,8 @@ class calling:
         self._node = peer.rank
 
     @uninterruptible
-    def __enter__(self) -> Span:
-        self._span = Span(self._key, self._node)
+    def __enter__(self) -> ProfiledSpan:
+        self._span = ProfiledSpan(self._key, self._node)
         self._before, _here.calling = _here.calling, self._span
         _ride(self._agent, 1)
         return self._span
@@ -338,7 +338,7 @@ class Profiled:
     """Has futures of a class end the range ``span`` when they complete, before whoever waits for them goes on."""
 
     __slots__ = ()
-    span: Span | None
+    span: ProfiledSpan | None
 
     def _finish(
         self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
@@ -437,7 +437,7 @@ class _Host(_Rider):
         number, key, *settings = execution.header[_FIELD]
         if settings:
             later = getattr(function, ASYNC_MARK, None) is not None
-            return lambda: _record(call, number, Settings(*settings), later)
+            return lambda: _record(call, number, ProfilerSettings(*settings), later)
         return lambda: _mark(call, key)
 
 
@@ -451,7 +451,7 @@ def _mark(call: Callable[[], Any], key: str) -> Any:
         return call()
 
 
-def _record(call: Callable[[], Any], number: int, settings: Settings, later: bool) -> Any:
+def _record(call: Callable[[], Any], number: int, settings: ProfilerSettings, later: bool) -> Any:
     """Run a call and put what it did into its answer. ``later``: what it returns is a future of the answer."""
     mine = Collector(settings, native=False)
     collect(mine)
@@ -487,7 +487,7 @@ def _record(call: Callable[[], Any], number: int, settings: Settings, later: boo
 # -- profiles of executions --------------------------------------------------------------------------------
 
 
-def observe(call: Callable[[], T], settings: Settings, reader: _Reader) -> T:
+def observe(call: Callable[[], T], settings: ProfilerSettings, reader: _Reader) -> T:
     """Run a call under a profiler and return what it returns; the reader gets the events, even if the call raises.
 
     Where this thread is being observed already, the reader gets all of that, when it is over. Where a profile of the

@@ -20,7 +20,7 @@ from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import here
 from actorrpc.agent.executor import ASYNC_MARK, Later, future_of
-from actorrpc.agent.outbound import Parcel
+from actorrpc.agent.outbound import MessageContext
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import (
     NotInitializedError,
@@ -35,7 +35,7 @@ from actorrpc.rpc.refcount.messages import ForkData, ForkId, RRefId
 from actorrpc.rpc.refcount.protocol import Handle, Outcome
 from actorrpc.rpc.refcount.runtime import References
 from actorrpc.serialization import codec, exceptions, tensors
-from actorrpc.serialization.local_refs import Holder
+from actorrpc.serialization.local_refs import LocalReferences
 from actorrpc.wire.identity import WorkerInfo
 
 __all__ = [
@@ -212,7 +212,7 @@ def _backward(rref_id: RRefId, context_id: int, retain_graph: bool) -> None:
 def _rebuild(index: int) -> Any:
     """Stand for an RRef in a message: its fork came in the header."""
     parcel = codec.current_decoding()
-    if not isinstance(parcel, Parcel) or parcel.received is None:
+    if not isinstance(parcel, MessageContext) or parcel.received is None:
         raise RRefError("an RRef can only be unpickled by RPC")
     return parcel.received[1 + index]
 
@@ -445,9 +445,9 @@ def reduce(rref: RRef[Any]) -> tuple[Any, ...]:
         RRefError: no message is being packed, or the reference is of no use any more.
     """
     parcel = codec.current_encoding()
-    if isinstance(parcel, Holder):
+    if isinstance(parcel, LocalReferences):
         return parcel.hold(rref)
-    if not isinstance(parcel, Parcel):
+    if not isinstance(parcel, MessageContext):
         return rref.__reduce__()  # type: ignore[no-any-return]
     rref._check()
     references = rref._references

@@ -42,14 +42,14 @@ from actorrpc.serialization.by_value import (
     refuse,
 )
 from actorrpc.serialization.diagnostics import describe, path_to
-from actorrpc.serialization.tensors import ENTRY, INLINE_BYTES, Outgoing, Span, arrive, message
+from actorrpc.serialization.tensors import ENTRY, INLINE_BYTES, Outgoing, TensorSpan, arrive, message
 
 __all__ = [
     "HOLE",
     "DefinitionStore",
     "Encoded",
     "Pieces",
-    "Span",
+    "TensorSpan",
     "UnknownDefinitionError",
     "current_decoding",
     "current_encoding",
@@ -69,7 +69,7 @@ HOLE: Final = struct.Struct("<QQ")  # position in the pickle as sent, length of 
 _HEADERS: Final = {0x42: 4, 0x58: 4, 0x8E: 8, 0x8D: 8, 0x96: 8}  # opcode before long bytes -> width of length
 
 
-def punch(chunks: list[Any], spans: list[Span], inline: bool) -> tuple[bytes, tuple[bytes, ...]]:
+def punch(chunks: list[Any], spans: list[TensorSpan], inline: bool) -> tuple[bytes, tuple[bytes, ...]]:
     """Join what the pickler wrote, leaving long bytes and texts out: they become spans.
 
     A chunk is taken for such a payload if the one before ends with an opcode that announces its length. To be
@@ -83,7 +83,7 @@ def punch(chunks: list[Any], spans: list[Span], inline: bool) -> tuple[bytes, tu
         size = len(chunk) if isinstance(chunk, bytes) else memoryview(chunk).nbytes
         if size >= _LONG and not inline and _announces(before, size):
             holes.append(HOLE.pack(position, size))
-            spans.append(Span.of(chunk))
+            spans.append(TensorSpan.of(chunk))
             before = b""
         else:
             pieces.append(chunk)
@@ -186,7 +186,7 @@ class Encoded:
 
     def __init__(self, context: object, device_map: Mapping[str, str] | None, inline: bool) -> None:
         self.body = b""
-        self.spans: Sequence[Span] = ()
+        self.spans: Sequence[TensorSpan] = ()
         self.definitions = _NOTHING
         self.context = context
         # -- only while encoding
@@ -567,10 +567,10 @@ def _with_table(
     body: bytes, chunks: list[Any], encoded: Encoded, named: Mapping[bytes, bytes], max_buffers: int
 ) -> bytes:
     """Append the table of what lies outside of the pickle; fill ``encoded.spans``."""
-    spans: list[Span] = []
+    spans: list[TensorSpan] = []
     buffers = encoded.buffers or ()
     for raw in buffers:
-        spans.append(Span.of(raw))
+        spans.append(TensorSpan.of(raw))
     numbers: Sequence[int] = ()
     small = names = b""
     outgoing = encoded.outgoing

@@ -397,7 +397,7 @@ def _pack(*parts: object) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Remote:
+class _RemoteCause:
     cause: BaseException | None
     type_name: str
     traceback: str
@@ -529,14 +529,14 @@ def _class_of(error: BaseException) -> type[BaseException]:
     return cast(type[BaseException], _names_of(type(error)).get("_actorrpc_original", type(error)))
 
 
-def _remote_of(error: BaseException) -> _Remote | None:
+def _remote_of(error: BaseException) -> _RemoteCause | None:
     if type(error) is RemoteError:
         if "type_name" not in _dict_of(error):
             return None  # raised by hand
-        return _Remote(error.cause, error.type_name, error.traceback, error.worker)
+        return _RemoteCause(error.cause, error.type_name, error.traceback, error.worker)
     slot = _names_of(type(error)).get("_actorrpc_remote")
     try:
-        return cast(_Remote, slot.__get__(error)) if type(slot) is types.MemberDescriptorType else None
+        return cast(_RemoteCause, slot.__get__(error)) if type(slot) is types.MemberDescriptorType else None
     except AttributeError:
         return None  # a copy that the user's class made of itself
 
@@ -568,14 +568,14 @@ def load(data: bytes | memoryview, *, loads: Callable[[bytes], object]) -> BaseE
     try:
         name, message, text, worker, executed, *contents = _unpack(data)
         cause, notes = _rebuild(loads, *contents)
-        remote = _Remote(cause, name, text, worker, executed)
+        remote = _RemoteCause(cause, name, text, worker, executed)
         if cause is None:
             return _plain(remote, message, notes)
         raised = _combine(cause, remote)
         return _plain(remote, message, []) if raised is None else raised
     except BaseException as failure:
         return _plain(
-            _Remote(None, "", "", None), f"an exception that cannot be read: {line_of(failure)}", []
+            _RemoteCause(None, "", "", None), f"an exception that cannot be read: {line_of(failure)}", []
         )
 
 
@@ -613,10 +613,10 @@ def _rebuild(
 def _member(data: bytes, loads: Callable[[bytes], Any]) -> BaseException:
     name, message, text, worker, _, *contents = _unpack(data)
     made, notes = _rebuild(loads, *contents)
-    return _plain(_Remote(None, name, text, worker), message, notes) if made is None else made
+    return _plain(_RemoteCause(None, name, text, worker), message, notes) if made is None else made
 
 
-def _combine(cause: BaseException, remote: _Remote) -> BaseException | None:
+def _combine(cause: BaseException, remote: _RemoteCause) -> BaseException | None:
     raised_class = _raised_class(type(cause))
     if raised_class is None:
         return None
@@ -629,7 +629,7 @@ def _combine(cause: BaseException, remote: _Remote) -> BaseException | None:
         return None
 
 
-def _plain(remote: _Remote, message: str, notes: list[str]) -> RemoteError:
+def _plain(remote: _RemoteCause, message: str, notes: list[str]) -> RemoteError:
     label = shown(remote.type_name)
     raised = RemoteError(f"{label}: {message}" if label and message else label or message)
     raised.cause, raised.type_name = remote.cause, remote.type_name

@@ -1,6 +1,6 @@
 """Holders: what a copy of an object keeps as it is, because it cannot be copied.
 
-A reference (an RRef, an ObjectRef, the handle of an actor) in an object that is encoded for a :class:`Holder`
+A reference (an RRef, an ObjectRef, the handle of an actor) in an object that is encoded for a :class:`LocalReferences`
 does not become bytes: its reducer gives it to the holder, and every decoding takes the same reference from there.
 """
 
@@ -12,13 +12,13 @@ from typing import Any
 from actorrpc.errors import ProtocolError
 from actorrpc.serialization import codec
 
-__all__ = ["Holder", "take"]
+__all__ = ["LocalReferences", "take"]
 
 
-class Holder:
+class LocalReferences:
     """The context of an encoding that stays in this process: see :func:`codec.current_encoding`.
 
-    Reducers of references ask ``isinstance(codec.current_encoding(), Holder)`` and return what :meth:`hold` gives.
+    Reducers of references ask ``isinstance(codec.current_encoding(), LocalReferences)`` and return what :meth:`hold` gives.
     Used by one thread while encoding; after that only read.
 
     Attributes:
@@ -43,6 +43,6 @@ def take(index: int) -> Any:
         ProtocolError: nothing is being decoded that holds anything, or it does not hold as much.
     """
     holder = codec.current_decoding()
-    if not isinstance(holder, Holder) or not 0 <= index < len(holder.objects):
+    if not isinstance(holder, LocalReferences) or not 0 <= index < len(holder.objects):
         raise ProtocolError("a reference is missing from the copy of an object")
     return holder.objects[index]

@@ -1,7 +1,7 @@
 """Tensors outside of the pickle: which bytes of which storage travel, and how a tensor is built on them.
 
 A tensor is reduced to a few integers (storage, dtype, offset, sizes, strides); its bytes stay where they
-are until the message is written, as :class:`Span` objects. A storage travels once per message, and of it
+are until the message is written, as :class:`TensorSpan` objects. A storage travels once per message, and of it
 only the range that the message's tensors touch, so tensors that shared memory share it again on arrival.
 :func:`tensor` and its neighbours are named in pickles: their names and arguments are the wire format.
 
@@ -21,7 +21,16 @@ import torch
 
 from actorrpc.errors import ProtocolError, SerializationError
 
-__all__ = ["ENTRY", "INLINE_BYTES", "Outgoing", "Span", "arrive", "message", "settle", "tensor_reducers"]
+__all__ = [
+    "ENTRY",
+    "INLINE_BYTES",
+    "Outgoing",
+    "TensorSpan",
+    "arrive",
+    "message",
+    "settle",
+    "tensor_reducers",
+]
 
 INLINE_BYTES: Final = 4096  # storages up to this size ride in the body: a copy is cheaper than a section
 _WASTE: Final = 64 << 10  # so many unused bytes may travel for a lone tensor's strides to stay as they are
@@ -84,7 +93,7 @@ _copy_out = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_
 )
 
 
-class Span:
+class TensorSpan:
     """A range of memory that leaves as it is: ``keep`` keeps it alive as long as the span lives.
 
     The bytes are those at the time of reading: whoever sends later than it returns to the caller copies.
@@ -98,7 +107,7 @@ class Span:
         self.keep = keep
 
     @classmethod
-    def of(cls, data: Any) -> Span:
+    def of(cls, data: Any) -> TensorSpan:
         """Return the span of a contiguous buffer; it cannot be resized while the span lives."""
         view = memoryview(data)
         found = _PyBuffer()
@@ -114,7 +123,7 @@ class Span:
         return view
 
     def __repr__(self) -> str:
-        return f"Span({self.nbytes} bytes)"
+        return f"TensorSpan({self.nbytes} bytes)"
 
 
 # -- going out ----------------------------------------------------------------------------------
@@ -200,7 +209,7 @@ class Outgoing:
             )
         return target
 
-    def finish(self, spans: list[Span], inline: bool) -> tuple[list[int], bytes, bytes]:
+    def finish(self, spans: list[TensorSpan], inline: bool) -> tuple[list[int], bytes, bytes]:
         """Append to ``spans`` what travels by itself; return the table's numbers, inline bytes, device names.
 
         Raises:
@@ -229,7 +238,7 @@ class Outgoing:
                 kind |= _IN_BODY
                 small.append(_copy_out(address, size))
             else:
-                spans.append(Span(address, size, keep))
+                spans.append(TensorSpan(address, size, keep))
             if device:
                 kind |= _PLACED
                 names += bytes((len(device),)) + device.encode()

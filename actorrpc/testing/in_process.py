@@ -37,7 +37,7 @@ from typing import Any, Final, Literal, TypeVar
 from actorrpc.actors import context as actor_runtime
 from actorrpc.actors import startup as actor_wiring
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.context import Here, set_here
+from actorrpc.agent.context import WorkerContext, set_here
 from actorrpc.agent.peers import Peer
 from actorrpc.config import Settings
 from actorrpc.errors import ConfigError, UnknownWorkerError, WrongTypeError
@@ -118,7 +118,7 @@ class ClusterWorker:
         self.name = name
         self.rank = rank
         self._cluster = cluster
-        self._here = Here()
+        self._here = WorkerContext()
 
     @property
     def info(self) -> WorkerInfo:
@@ -285,7 +285,7 @@ class InProcessCluster:
         self.close()
 
     def close(self) -> None:
-        """End all workers; what waits ends with ShutdownError. Gives the real time back. Idempotent."""
+        """End all workers; waits end with ShutdownError. Gives the real time back. Idempotent."""
         if self._state == "open":
             self._stack.close()
         self._state = "closed"
@@ -301,7 +301,7 @@ class InProcessCluster:
         self._members.records[worker.name] = self._members.records[worker.rank] = agent.record
         agent.links.addresses = partial(self._addresses, worker.name)  # type: ignore[method-assign]
         here = worker._here
-        here.state = api._State(group, self._timeout, f"{worker.name!r} of an in-process cluster", "")
+        here.state = api._GroupState(group, self._timeout, f"{worker.name!r} of an in-process cluster", "")
         here.references = here.state.references
         stack.callback(self._end, worker)
         with worker:
@@ -319,7 +319,7 @@ class InProcessCluster:
         finally:
             _acting.set(())
 
-    def _find_here(self) -> Here | None:
+    def _find_here(self) -> WorkerContext | None:
         acting = _acting.get()
         return (acting[-1] if acting else self.workers[0])._here
 

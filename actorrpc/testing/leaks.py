@@ -32,7 +32,7 @@ from actorrpc.autograd.startup import contexts
 from actorrpc.rpc import api
 from actorrpc.testing import processes
 
-__all__ = ["WAIT", "Holdings", "Leaks", "Snapshot", "find_leaks", "settle"]
+__all__ = ["WAIT", "Holdings", "LeakSnapshot", "Leaks", "find_leaks", "settle"]
 
 WAIT = 5.0
 # Opened once and kept, by libraries, on first use.
@@ -179,7 +179,7 @@ def _held_elsewhere(path: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class LeakSnapshot:
     """What exists at one moment."""
 
     threads: dict[Hashable, str]
@@ -190,7 +190,7 @@ class Snapshot:
     whole_session: bool
 
     @classmethod
-    def take(cls, *, whole_session: bool = True) -> Snapshot:
+    def take(cls, *, whole_session: bool = True) -> LeakSnapshot:
         """Look around now: in the whole session, or only at this process and its descendants."""
         if whole_session:
             found, files = processes.of_session(), _files()
@@ -223,9 +223,9 @@ class Leaks:
         return "\n".join(f"  {line}" for line in lines)
 
 
-def find_leaks(before: Snapshot) -> Leaks:
+def find_leaks(before: LeakSnapshot) -> Leaks:
     """Compare now with before, once."""
-    now = Snapshot.take(whole_session=before.whole_session)
+    now = LeakSnapshot.take(whole_session=before.whole_session)
     helpers = processes.helper_pids()
     files = sorted(now.files - before.files)
     return Leaks(
@@ -237,7 +237,7 @@ def find_leaks(before: Snapshot) -> Leaks:
     )
 
 
-def settle(before: Snapshot, wait: float = WAIT) -> Leaks:
+def settle(before: LeakSnapshot, wait: float = WAIT) -> Leaks:
     """Compare now with before until nothing is left over, or the wait is over; return what is left."""
     leaks = find_leaks(before)
     if not leaks:

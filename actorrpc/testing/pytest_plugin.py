@@ -97,7 +97,7 @@ def _limit(item: pytest.Item) -> float:
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
     """Limit the time of the set-up."""
     watchdog = item.config.stash[WATCHDOG]
-    if "no_leaks" not in getattr(item, "fixturenames", ()):  # which sees to it itself
+    if "no_leaks" not in getattr(item, "fixturenames", ()):  # which looks for itself
         watchdog.keep(processes.of_session())
     with watchdog.guard(_limit(item)):
         return (yield)
@@ -140,7 +140,7 @@ def charge(found: leaks.Leaks) -> NoReturn:
 @pytest.fixture(scope="module")
 def no_leaks_in_module(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail if the fixtures of a module leave anything; what a test left was that test's failure already."""
-    before = leaks.Snapshot.take()
+    before = leaks.LeakSnapshot.take()
     yield
     if not request.node.stash.get(_LEFT, False):
         found = leaks.settle(before, request.config.getoption("--leak-wait"))
@@ -156,7 +156,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     worker before and after, RRefs, autograd contexts and calls. A test that has failed is not charged, as its traceback
     keeps its variables alive: what it left is shown.
     """
-    before = leaks.Snapshot.take()
+    before = leaks.LeakSnapshot.take()
     request.config.stash[WATCHDOG].keep(before.processes)
     yield
     raised = request.node.stash.get(_RAISED, False)

@@ -56,7 +56,7 @@ class Watchdog:
         self._thread.start()
 
     def keep(self, before: set[processes.ProcessId]) -> None:
-        """Take note of the processes that do not belong to the test that runs next."""
+        """Record the processes that do not belong to the test that runs next."""
         self._before = before
 
     @contextlib.contextmanager

@@ -33,7 +33,7 @@ __all__ = [
     "BufferStats",
     "ForkGuard",
     "Loans",
-    "Span",
+    "MemorySpan",
     "copy",
     "is_sealed",
     "reserve",
@@ -339,7 +339,7 @@ def _close(fd: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class MemorySpan:
     """Memory about to be sent: where it is and what keeps it there."""
 
     address: int
@@ -358,7 +358,7 @@ class Span:
         return memoryview(window).cast("B")[: self.nbytes].toreadonly()
 
 
-def copy(address: int, span: Span) -> None:
+def copy(address: int, span: MemorySpan) -> None:
     """Copy ``span`` to ``address``, without the GIL unless the copy is short."""
     if span.nbytes > _COPY_WITH_GIL:
         ctypes.memmove(address, span.address, span.nbytes)

@@ -44,7 +44,7 @@ from actorrpc.config import Settings
 from actorrpc.errors import ProtocolError
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import untouched
-from actorrpc.transport.reader import ARMED, AT_ONCE_S, DISARMED, Answering, Waiting
+from actorrpc.transport.reader import ARMED, AT_ONCE_S, DISARMED, ReplyWaiter, ServerTurn
 from actorrpc.transport.session import Replay
 from actorrpc.transport.signals import holding, uninterruptible
 from actorrpc.transport.tls import Stream, TlsSocket
@@ -82,10 +82,10 @@ class Events(Protocol):
         """Take the other frames, after the read lock was released; say whether any was not a reply."""
 
     def closed(self, connection: Connection, error: BaseException | None) -> None:
-        """Take note of the end; called once, from any thread."""
+        """Record the end; called once, from any thread."""
 
     def suspended(self, connection: Connection, error: BaseException) -> None:
-        """Take note that a connection's socket is broken and another is wanted. Called under its locks."""
+        """Record that a connection's socket is broken and another is wanted. Called under its locks."""
 
     def submit(self, task: Any) -> None:
         """Run ``task()`` on a pool thread."""
@@ -168,8 +168,8 @@ class Connection:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = self.poller()
         self._writer_poller: select.poll | None = None
-        self.answering = Answering(self)
-        self.waiting = Waiting(self)
+        self.answering = ServerTurn(self)
+        self.waiting = ReplyWaiter(self)
         self.chunks = ChunkSender(self)
         self.send_chunks = self.chunks.send
         #: disarmed although nobody reads: whoever made a call is about to wait for it, or the clock listens again soon
@@ -233,7 +233,7 @@ class Connection:
         """Stop listening for a moment, because the reply to what is sent now is read by the thread that sends it.
 
         Otherwise that reply wakes a pool thread, which has nothing to do with it. Returns False where somebody reads.
-        Whoever calls this sees to it that :meth:`listen` is called soon.
+        The caller has :meth:`listen` called soon.
         """
         if self.expecting or not self.read_lock.acquire(False):
             return False

@@ -1,4 +1,4 @@
-"""Liveness: what the silence of a peer means, and what its host can say about it.
+"""What the silence of a peer means, and what its host can say about it.
 
 Silence is measured from the last byte that came. After one heartbeat of it the peer is asked for a sign of life; after
 two it is *suspect*; after ``misses`` of them, less half a one, it is *lost*: found within ``heartbeat * misses`` seconds.
@@ -6,7 +6,7 @@ What becomes of a lost peer is decided elsewhere: where its process can be asked
 that holds the GIL, an overloaded machine) and stays suspect; where it cannot, or is stopped or a zombie, it is dead.
 
 Time in which this process itself did not run (stopped, or busy as above) counts for nobody's silence.
-:class:`Liveness` is used by the clock's thread only and knows no clock: it is told the time. The functions read
+:class:`FailureDetector` is used by the clock's thread only and knows no clock: it is told the time. The functions read
 ``/proc`` and may be called anywhere.
 """
 
@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 from actorrpc.config import Settings
 from actorrpc.transport.tls import Stream, TlsSocket
 
-__all__ = ["Liveness", "Look", "holds_back", "is_direct", "process_state", "set_up_tcp"]
+__all__ = ["FailureDetector", "Look", "holds_back", "is_direct", "process_state", "set_up_tcp"]
 
 _ASK: Final = 0.75  # of a heartbeat: those who are due soon are asked along with those who are due
 _PID: Final = struct.Struct("=i")  # what the kernel's credentials of a peer begin with
@@ -46,7 +46,7 @@ class Look(NamedTuple):
     wait: float
 
 
-class Liveness:
+class FailureDetector:
     """When a peer was heard and asked last. Not thread-safe.
 
     Attributes:
@@ -112,7 +112,7 @@ def set_up_tcp(sock: Stream, settings: Settings) -> None:
     """Have the kernel send small messages at once, and give up on another host that does not acknowledge anything.
 
     That takes as long as for a silent peer. It also ends connections whose peer reads nothing for so long; between
-    processes of one host, where this one may be merely busy, that is left to :class:`Liveness`.
+    processes of one host, where this one may be merely busy, that is left to :class:`FailureDetector`.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if str(sock.getpeername()[0]).removeprefix("::ffff:").startswith(("127.", "::1")):

@@ -2,9 +2,9 @@
 
 The rules of reading are those of ``connection.py``: release the read lock, then arm; the thread that held the lock always arms.
 
-**A thread that waits for a reply** (:class:`Waiting`) reads for itself, and may spin for a moment first.
+**A thread that waits for a reply** (:class:`ReplyWaiter`) reads for itself, and may spin for a moment first.
 
-**A thread that has executed a call** (:class:`Answering`) sends the answer, and may find the next request before the kernel
+**A thread that has executed a call** (:class:`ServerTurn`) sends the answer, and may find the next request before the kernel
 wakes another thread for it: at once, where both ends share a processor (the caller has run while the answer was being sent), or
 by spinning for a moment where they do not. Which of the two pays is measured, for each connection.
 
@@ -31,7 +31,7 @@ from actorrpc.wire.frames import FAILURE, REQUEST, Frame
 if TYPE_CHECKING:
     from actorrpc.transport.connection import Connection
 
-__all__ = ["ARMED", "AT_ONCE_S", "DISARMED", "Answering", "Guest", "Spin", "Waiting", "spinner"]
+__all__ = ["ARMED", "AT_ONCE_S", "DISARMED", "ReplyWaiter", "ServerTurn", "ServingThread", "Spin", "spinner"]
 
 _LONG: Final = 2e-3  # waits are counted as at most this long: beyond it, spinning can make no difference
 _PROBE_MIN: Final = 64
@@ -66,7 +66,7 @@ class Spin:
         return not self._count & 7
 
     def note(self, spun: bool, waited: float) -> None:
-        """Take note of how long a wait took, in seconds, with or without spinning."""
+        """Record how long a wait took, in seconds, with or without spinning."""
         waited = min(waited, _LONG)
         if spun:
             self._on = waited if self._on < 0.0 else self._on + 0.125 * (waited - self._on)
@@ -136,7 +136,7 @@ _MOST_WITHIN: Final = 8  # waits of signal handlers that have interrupted each o
 _SLICE_MS: Final = 1000  # an upper bound for one sleep in poll, so that nothing depends on a single wake-up
 
 
-class Waiting:
+class ReplyWaiter:
     """The waits for replies, on one connection. Any thread may use it; one at a time reads."""
 
     __slots__ = ("_asleep", "_at_once", "_conn", "_spin")
@@ -300,7 +300,7 @@ DISARMED: Final = select.EPOLLONESHOT
 _PAYS: Final = 0.15  # how often the next request must have been there at once
 
 
-class Guest(Protocol):
+class ServingThread(Protocol):
     """A thread that attends a connection."""
 
     attends: Connection | None
@@ -309,7 +309,7 @@ class Guest(Protocol):
         """Say, once, whether there is something else for it to do."""
 
 
-class Answering:
+class ServerTurn:
     """The end of a call, for one connection. Any thread may use it; the measurements need no exactness."""
 
     __slots__ = ("_conn", "_hit", "_quick", "_replies", "_spin")
@@ -378,7 +378,7 @@ class Answering:
         return frames
 
     @uninterruptible
-    def attend(self, guest: Guest) -> list[Frame] | None:
+    def attend(self, guest: ServingThread) -> list[Frame] | None:
         """Send what is in the outbox, and wait for what comes over this connection; ``None``: somebody else reads it.
 
         For a thread that has nothing to do but to execute what its last caller sends next: it reads that itself,
@@ -415,7 +415,7 @@ class Answering:
         self._quick += 0.03 * (conn.sleep(frames) - self._quick)
 
     def _note(self, tries: int) -> None:
-        """Take note of what spinning has brought. What was there already says nothing about it."""
+        """Record what spinning has brought. What was there already says nothing about it."""
         if tries == 1:
             self._quick += 0.03 * (1 - self._quick)
         else:

@@ -34,7 +34,7 @@ from actorrpc.transport import fd_limits
 from actorrpc.transport.buffers import (
     ForkGuard,
     Loans,
-    Span,
+    MemorySpan,
     copy,
     is_sealed,
     reserve,
@@ -164,7 +164,7 @@ class Lender:
         self._no_new_before = 0.0
         self._placed = self._placed_bytes = self._refused = 0
 
-    def place(self, spans: Sequence[Span]) -> Placement | None:
+    def place(self, spans: Sequence[MemorySpan]) -> Placement | None:
         """Copy ``spans`` into one segment and say where; ``None`` means: send them over the socket.
 
         The copy is made when this returns. Thread-safe.

@@ -48,7 +48,7 @@ _main = threading.main_thread().ident
 _installed = False
 
 
-class _State:
+class _InterruptState:
     __slots__ = ("pending", "resend", "resent", "wake_fd")
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class _State:
         self.resend: Callable[[], None] | None = None
 
 
-state = _State()
+state = _InterruptState()
 
 
 def uninterruptible(function: F) -> F:

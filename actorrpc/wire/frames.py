@@ -239,7 +239,7 @@ class FrameReader:
         return [sink[self._sink_got :], self._view[:PREFIX_SIZE]]
 
     def fed(self, count: int) -> list[Frame]:
-        """Take note of ``count`` new bytes and return the frames that are now whole.
+        """Record ``count`` new bytes and return the frames that are now whole.
 
         Where ``more`` is true after that, handle them and call this again with 0: the rest waits for it.
 

@@ -148,7 +148,7 @@ class SealedReader(FrameReader):
         return [sink[self._sink_got :], self._view[: _HEAD_SIZE + TAG_SIZE]]
 
     def fed(self, count: int) -> list[Frame]:
-        """Take note of ``count`` new bytes and return the frames that are now whole, as :class:`FrameReader` does.
+        """Record ``count`` new bytes and return the frames that are now whole, as :class:`FrameReader` does.
 
         Raises:
             ProtocolError: bytes are not those that were sent, make no sense, or something is over a limit.

@@ -20,7 +20,7 @@ from actorrpc.actors.client.route import Route, Routes
 from actorrpc.actors.context import set_runtime
 from actorrpc.actors.host import registry as real_residents
 from actorrpc.actors.host.mailbox import Entry, Mailbox
-from actorrpc.actors.spec.actor_spec import ResidentGoneError
+from actorrpc.actors.spec.actor_spec import HostedActorGoneError
 from actorrpc.actors.spec.class_info import ClassInfo
 from actorrpc.actors.spec.death_report import DeathReport
 from actorrpc.actors.spec.options import ActorOptions, CallOptions
@@ -333,7 +333,7 @@ class Resident:
         self.worker.residents_here.pop(self.spec.resident_id, None)
         for entry in self.mailbox.close()[0]:
             _, _, _, answer = entry.payload
-            answer(None, ResidentGoneError(self.spec.resident_id, "ended"), False)
+            answer(None, HostedActorGoneError(self.spec.resident_id, "ended"), False)
 
 
 class Worker:
@@ -368,7 +368,7 @@ class Worker:
             return
         resident = self.residents_here.get(header["a"])
         if resident is None:
-            gone = ResidentGoneError(header["a"])
+            gone = HostedActorGoneError(header["a"])
             self.world.tasks.append((self, partial(answer, None, gone, False)))
             return
         resident.post(caller, header, args, answer, id)
@@ -413,7 +413,7 @@ class Worker:
     def _give_up(self, resident_id: int, how: str, why: str) -> Future[None]:
         """End an actor that is about to be constructed."""
         over: Future[None] = Future()
-        self.making.pop(resident_id)(None, ResidentGoneError(resident_id, why), False)
+        self.making.pop(resident_id)(None, HostedActorGoneError(resident_id, why), False)
         over.set_result(None)
         return over
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from actorrpc.agent.inbound import KEPT, Begun
+from actorrpc.agent.inbound import KEPT, DuplicateFilter
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def hasty() -> Iterator[None]:
 
 
 def test_each_number_is_taken_up_once() -> None:
-    begun = Begun()
+    begun = DuplicateFilter()
     for number in range(3 * KEPT):
         assert begun.first(number)
         assert not begun.first(number)
@@ -46,7 +46,7 @@ class _Switching(dict[int, object]):
 
 def test_one_that_is_put_in_while_the_halves_move_is_no_repeat() -> None:
     put_in, moved = threading.Event(), threading.Event()
-    begun = Begun()
+    begun = DuplicateFilter()
     begun._younger = _Switching(put_in, moved)
     found: list[bool] = []
     thread = threading.Thread(target=lambda: found.append(begun.first(-1)))
@@ -63,7 +63,7 @@ def test_one_that_is_put_in_while_the_halves_move_is_no_repeat() -> None:
 
 @pytest.mark.usefixtures("hasty")
 def test_threads_that_take_up_different_ones_do_not_hinder_each_other() -> None:
-    begun = Begun()
+    begun = DuplicateFilter()
     refused: list[int] = []
 
     def take(first: int) -> None:

@@ -13,7 +13,7 @@ from actorrpc.agent import outbound
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT, FRAME_BIT, Execution
 from actorrpc.agent.executor import path_of
-from actorrpc.agent.mail import Letter
+from actorrpc.agent.mail import ActorHeader
 from actorrpc.errors import ProtocolError, RpcError
 from actorrpc.futures import Future
 from actorrpc.transport.writer import ChunkSender
@@ -40,7 +40,7 @@ class Office:
 
     def _open(self, conn: Any, peer: Any, frame: Frame) -> None:
         header = unpack_extra(frame.extra)
-        parcel = outbound.Parcel(peer)
+        parcel = outbound.MessageContext(peer)
         args, _ = outbound.open_body(conn, frame, header, parcel, self.agent.recorder)
 
         self.agent.executor.answer(
@@ -62,7 +62,7 @@ class Office:
 def _send(agent: Agent, to: str, name: str, *args: Any, timeout: float = 10.0) -> tuple[Any, Future[Any]]:
     future: Future[Any] = Future()
     call = agent.call(
-        agent.peer(to), None, args, {}, timeout, future=future, label=name, letter=Letter({"m": name})
+        agent.peer(to), None, args, {}, timeout, future=future, label=name, letter=ActorHeader({"m": name})
     )
     return call, future
 

@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from actorrpc.agent import peers as module
-from actorrpc.agent.peers import KEPT, Peer, Roster
+from actorrpc.agent.peers import KEPT, Peer, PeerTable
 from actorrpc.errors import PeerDiedError, UnknownWorkerError, WrongTypeError
 from actorrpc.wire.identity import WorkerRecord, new_incarnation
 
@@ -23,7 +23,7 @@ class _World:
     def __init__(self) -> None:
         self.there: dict[str | int, WorkerRecord] = {}
         self.replaced: list[Peer] = []
-        self.roster = Roster(
+        self.roster = PeerTable(
             _record(0, "me"),
             window=1 << 20,
             resolve=self.there.get,

@@ -173,7 +173,7 @@ class _Thread:
         self.start = lambda: steps.spawn(target, name)
 
 
-class _Guest(threads_module.Station):
+class _Guest(threads_module.ActorThread):
     """The thread of an actor: sleeps where its last caller's next message comes, and is called for orders."""
 
     def __init__(self, world: _World) -> None:

@@ -87,8 +87,8 @@ def test_a_walk_ends_at_receipts_and_leaves() -> None:
     assert {node.variable for node in reach.leaves} == {a, b}
     assert len(reach.leaves) == 2
     assert graph.reach(_edges(x * 2), receipts).leaves == ()
-    assert graph.reach(_edges(a), receipts) == graph.Reach((), (get_gradient_edge(a).node,))
-    assert graph.reach(_edges(x), receipts) == graph.Reach(tuple(receipts), ())
+    assert graph.reach(_edges(a), receipts) == graph.ReachableGraph((), (get_gradient_edge(a).node,))
+    assert graph.reach(_edges(x), receipts) == graph.ReachableGraph(tuple(receipts), ())
 
 
 def test_a_walk_finds_the_received_tensor_after_it_was_changed_in_place() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actorrpc.autograd import graph
 from actorrpc.autograd.contexts import Context, Contexts
-from actorrpc.autograd.local_pass import FINISH, Pass, Terms
+from actorrpc.autograd.local_pass import FINISH, LocalPass, Terms
 from actorrpc.autograd.messages import (
     Contribution,
     Discover,
@@ -435,9 +435,9 @@ def test_fast_sums_do_not_depend_on_the_order_of_arrival() -> None:
 # -- early, late, twice ----------------------------------------------------------------------------------------------
 
 
-def _part(group: Group, rank: int, *edges: int) -> tuple[Pass, list[int]]:
+def _part(group: Group, rank: int, *edges: int) -> tuple[LocalPass, list[int]]:
     context = group.known(rank)
-    part = Pass(context, 77, group.worker(0).me)
+    part = LocalPass(context, 77, group.worker(0).me)
     return part, sorted(context.sends)
 
 

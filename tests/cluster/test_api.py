@@ -16,8 +16,9 @@ import actorrpc
 from actorrpc import rpc
 from actorrpc.actors import context as context_module
 from actorrpc.actors.spec.death_report import ProcessSpec
-from actorrpc.cluster import Context, driver_rpc, init
+from actorrpc.cluster import ClusterContext, driver_rpc, init
 from actorrpc.errors import ConfigError, NotInitializedError, PlacementError, RpcError, ShutdownError
+from tests.announced import BETWEEN_STEPS
 from tests.cluster import remotes
 from tests.cluster.drive import cluster, script, until, workers
 from tests.layers import rest_is_slow
@@ -73,7 +74,7 @@ def test_init_again_says_what_is_there() -> None:
         ):
             init()
         with init(ignore_reinit_error=True) as again:
-            assert isinstance(again, Context)
+            assert isinstance(again, ClusterContext)
             assert again.namespace == context.namespace
         assert rpc.is_initialized()  # the inner one has not ended what it found
         with pytest.raises(RuntimeError, match="already initialized"):
@@ -320,8 +321,6 @@ with init():
 """
 
 
-# Python's own word for a socket that is closed as Ctrl-C comes between its creation and its caller's next step.
-_BETWEEN = r"ResourceWarning: unclosed <socket\.socket fd=\d+, family=1, type=1, proto=0>"
 _ALWAYS = ["install,enter", "_launch,spawn", "_wait_gone"]
 _NIGHTLY = ["start", "_park", "_close_down", "close"]
 
@@ -334,7 +333,7 @@ def test_ctrl_c_at_any_time_leaves_no_mess(tmp_path: Path, inside: str) -> None:
     with script(tmp_path, _INTERRUPTED, inside) as process:
         code, _, err = _finish(process)
     assert code == 0, err
-    check(err, _BETWEEN)
+    check(err, BETWEEN_STEPS)
 
 
 @actorrpc.remote

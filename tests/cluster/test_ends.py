@@ -17,7 +17,7 @@ import actorrpc
 from actorrpc import _time
 from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.agent.agent import Agent
-from actorrpc.cluster import LaunchedEngine, Node, Order, api, init, join
+from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, api, init, join
 from actorrpc.cluster.driver import Cluster, Directory, Reception
 from actorrpc.cluster.join import Launch, LaunchMeeting
 from actorrpc.cluster.provisioners.ray import RayEngine
@@ -199,7 +199,7 @@ class _Launches(LaunchedEngine):
     def nodes(self) -> list[Node]:
         return []
 
-    def launch(self, order: Order) -> None:
+    def launch(self, order: LaunchRequest) -> None:
         self.said.append(f"launch {order.name}")
         self.during()
 
@@ -212,7 +212,7 @@ class _Launches(LaunchedEngine):
 
     def begin(self, name: str) -> Future[Any]:
         """Start a worker."""
-        return self.start(Order(name=name, address="", spec=ProcessSpec(label=name)))
+        return self.start(LaunchRequest(name=name, address="", spec=ProcessSpec(label=name)))
 
 
 def test_ctrl_c_while_one_is_stopped_stops_the_others_first() -> None:

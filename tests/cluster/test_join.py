@@ -18,7 +18,7 @@ import torch
 import actorrpc
 from actorrpc import autograd, rpc
 from actorrpc import worker as command
-from actorrpc.cluster import Context, init, join
+from actorrpc.cluster import ClusterContext, init, join
 from actorrpc.errors import (
     ActorDiedError,
     AuthenticationError,
@@ -51,7 +51,7 @@ class Place:
 
 
 @pytest.fixture
-def driver() -> Iterator[Context]:
+def driver() -> Iterator[ClusterContext]:
     with init(listen="tcp://127.0.0.1:0", num_cpus=2) as context:
         yield context
 
@@ -60,7 +60,7 @@ def driver() -> Iterator[Context]:
 
 
 @pytest.mark.limit(90)
-def test_a_worker_joins_works_and_leaves_at_a_signal(driver: Context) -> None:
+def test_a_worker_joins_works_and_leaves_at_a_signal(driver: ClusterContext) -> None:
     with joiner(driver.address, "--name", "gpu7", "--labels", "zone=a,kind=test") as process:
         # The actor waits for the worker that suits it: nobody else does.
         handle = Place.options(labels={"zone": "a"}, placement_timeout=80).remote()
@@ -171,7 +171,7 @@ assert not rpc.is_initialized()
 
 @pytest.mark.limit(90)
 @pytest.mark.skipif(os.environ.get("ACTORRPC_NIGHTLY") != "1", reason="ACTORRPC_NIGHTLY is not 1")
-def test_a_program_joins_as_a_client_and_leaves_alone(driver: Context) -> None:
+def test_a_program_joins_as_a_client_and_leaves_alone(driver: ClusterContext) -> None:
     with subprocess.Popen(
         [
             sys.executable,

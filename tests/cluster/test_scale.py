@@ -12,7 +12,7 @@ import pytest
 
 import actorrpc
 from actorrpc import rpc
-from actorrpc.cluster import Context, drain, init, scale
+from actorrpc.cluster import ClusterContext, drain, init, scale
 from actorrpc.errors import (
     ActorDiedError,
     ActorUnavailableError,
@@ -32,7 +32,7 @@ def _test_leaves_nothing() -> None:
 
 
 @pytest.fixture(scope="module")
-def driver() -> Iterator[Context]:
+def driver() -> Iterator[ClusterContext]:
     with init(num_cpus=4) as context:
         yield context
 
@@ -75,7 +75,7 @@ class Plain:
 
 
 @pytest.mark.slow
-def test_a_drained_worker_hands_its_actors_over(driver: Context) -> None:
+def test_a_drained_worker_hands_its_actors_over(driver: ClusterContext) -> None:
     first, second = scale(2)
     assert is_there(first)
     assert is_there(second)
@@ -105,7 +105,7 @@ def test_a_drained_worker_hands_its_actors_over(driver: Context) -> None:
 
 
 @pytest.mark.prints("supervision group 'fixed': it has given up")
-def test_what_does_not_move_ends_or_begins_anew(driver: Context) -> None:
+def test_what_does_not_move_ends_or_begins_anew(driver: ClusterContext) -> None:
     worker, other = scale(2, labels={"pool": "a"})
     loose, once = _on(worker, Plain, max_restarts=1), _on(worker, Plain)
     pinned = Plain.options(worker=worker, max_restarts=1).remote()
@@ -152,7 +152,7 @@ def _where(handle: Any) -> str:
             actorrpc.get(actorrpc.ready(handle))
 
 
-def test_calls_go_on_while_an_actor_moves(driver: Context) -> None:
+def test_calls_go_on_while_an_actor_moves(driver: ClusterContext) -> None:
     (worker,) = scale(1)
     handle = Counter.options(worker=worker).remote(0)
     assert actorrpc.get(handle.add.remote()) == 1
@@ -176,7 +176,7 @@ def test_calls_go_on_while_an_actor_moves(driver: Context) -> None:
     assert seen == list(range(2, len(seen) + 2))  # none lost, none twice
 
 
-def test_what_cannot_be(driver: Context) -> None:
+def test_what_cannot_be(driver: ClusterContext) -> None:
     with pytest.raises(ConfigError, match="other workers"):
         drain("driver")
     with pytest.raises(UnknownWorkerError):

@@ -13,8 +13,8 @@ import actorrpc
 from actorrpc import rpc
 from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.agent.peers import Peer
-from actorrpc.cluster import Context, driver_rpc, init, scale
-from actorrpc.cluster.scheduler import Book, Holder, lacking
+from actorrpc.cluster import ClusterContext, driver_rpc, init, scale
+from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable, lacking
 from actorrpc.errors import ActorDiedError, ConfigError, PlacementError, UnplacedActorError
 from tests.cluster.drive import until
 from tests.cluster.joiners import is_there, joiner, output
@@ -47,18 +47,20 @@ def _booked(worker: str, what: str) -> float:
 # -- the book ------------------------------------------------------------------------------------------
 
 
-def _holder(name: str, rank: int, cpus: float = 2, gpus: float = 0, **labels: str) -> Holder:
+def _holder(name: str, rank: int, cpus: float = 2, gpus: float = 0, **labels: str) -> ResourceHolder:
     totals = {"CPU": cpus, "GPU": gpus, "disk": 1.0}
-    return Holder(name=name, rank=rank, hosts=frozenset({f"host-{name}"}), totals=totals, labels=labels)
+    return ResourceHolder(
+        name=name, rank=rank, hosts=frozenset({f"host-{name}"}), totals=totals, labels=labels
+    )
 
 
-def _book(*workers: Holder) -> Book:
-    book = Book()
+def _book(*workers: ResourceHolder) -> ResourceTable:
+    book = ResourceTable()
     book.workers = {each.name: each for each in workers}
     return book
 
 
-def _choose(book: Book, booking: int = 0, **wish: Any) -> str | None:
+def _choose(book: ResourceTable, booking: int = 0, **wish: Any) -> str | None:
     spec = ProcessSpec(label="Actor", **wish)
     found = book.choose(spec, True)
     if found is not None and booking:
@@ -106,7 +108,7 @@ def _test_leaves_nothing() -> None:
 
 
 @pytest.fixture(scope="module")
-def driver() -> Iterator[Context]:
+def driver() -> Iterator[ClusterContext]:
     with init(
         listen="tcp://127.0.0.1:0", num_cpus=2, resources={"disk": 1}, labels={"here": "yes"}
     ) as context:
@@ -114,7 +116,9 @@ def driver() -> Iterator[Context]:
 
 
 @pytest.mark.parametrize("wish", [{"num_cpus": 1000}, {"num_gpus": 1000}, {"resources": {"tape": 1}}])
-def test_what_nobody_has_is_refused_when_the_actor_is_made(driver: Context, wish: dict[str, Any]) -> None:
+def test_what_nobody_has_is_refused_when_the_actor_is_made(
+    driver: ClusterContext, wish: dict[str, Any]
+) -> None:
     with pytest.raises(PlacementError, match="'Place' needs") as caught:
         Place.options(**wish).remote()
     told = actorrpc.get(actorrpc.call(Place.remote(), _refusal, wish))
@@ -128,7 +132,7 @@ def _refusal(_: Any, wish: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
-def test_waiting_booking_and_leaving(driver: Context) -> None:
+def test_waiting_booking_and_leaving(driver: ClusterContext) -> None:
     def refused() -> str:
         with pytest.raises(PlacementError, match=r"'Place' needs GPU 1, label zone=a; there are ") as said:
             Place.options(num_gpus=1, labels={"zone": "a"}).remote()
@@ -181,7 +185,7 @@ def test_waiting_booking_and_leaving(driver: Context) -> None:
     until(lambda: not is_there("w1"))
 
 
-def test_the_drivers_own_process_and_that_of_an_actor(driver: Context) -> None:
+def test_the_drivers_own_process_and_that_of_an_actor(driver: ClusterContext) -> None:
     here = Place.options(worker="driver", resources={"disk": 1}).remote()
     assert actorrpc.get(here.where.remote()) == "driver"
     with pytest.raises(PlacementError, match=r"needs disk 1, worker 0; .*disk 0/1"):
@@ -218,13 +222,13 @@ def test_wrong_options(given: dict[str, Any], says: str) -> None:
         Place.options(**given)
 
 
-def test_contradictions(driver: Context) -> None:
+def test_contradictions(driver: ClusterContext) -> None:
     with pytest.raises(ConfigError, match="worker= says where"):
         Place.options(worker="driver", spread=True).remote()
 
 
 @pytest.mark.slow
-def test_a_worker_that_has_died_gets_nothing_even_before_the_books_say_so(driver: Context) -> None:
+def test_a_worker_that_has_died_gets_nothing_even_before_the_books_say_so(driver: ClusterContext) -> None:
     first, second = scale(2, labels={"zone": "x"})
     found = driver_rpc.current()
     assert found is not None

@@ -24,7 +24,7 @@ import torch
 from actorrpc import rpc
 from actorrpc.agent import inbound
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.mail import Letter
+from actorrpc.agent.mail import ActorHeader
 from actorrpc.futures import Future
 from actorrpc.testing import POINTS, kill_at
 from actorrpc.testing.messages.types import ANSWER, CONTROL, MESSAGES, NOTICES
@@ -158,7 +158,7 @@ def _talk(a: Agent, b: Agent) -> list[Any]:
     for number in range(6):
         future: Future[Any] = Future()
         body = torch.zeros(400_000 if number % 3 == 0 else 1)
-        a.call(a.peer(b.name), None, (body,), {}, 0.0, future=future, letter=Letter({"m": f"n{number}"}))
+        a.call(a.peer(b.name), None, (body,), {}, 0.0, future=future, letter=ActorHeader({"m": f"n{number}"}))
         came.append(future.wait())
     came.append(len(office.places))
     # Calls that are given up, some before they run and some meanwhile.

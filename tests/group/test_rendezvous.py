@@ -26,7 +26,7 @@ from actorrpc.errors import AuthenticationError, ConfigError, RendezvousError
 from actorrpc.group import rendezvous
 from actorrpc.group import store as store_module
 from actorrpc.group.rendezvous import Rendezvous, open_store
-from actorrpc.group.store import Meeting
+from actorrpc.group.store import StoreMeeting
 from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord, host_identity, new_incarnation
 from actorrpc.wire.keys import Key
@@ -543,7 +543,7 @@ def test_dynamic_groups_agree_when_all_come_at_once(connect: Callable[[], Any]) 
 
 
 def test_what_an_init_method_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    parse = Meeting.parse
+    parse = StoreMeeting.parse
     found = parse("tcp://h:5?rank=1&world_size=2")
     assert (found.kind, found.host, found.port, found.rank, found.world_size) == ("tcp", "h", 5, 1, 2)
     assert not found.hosts

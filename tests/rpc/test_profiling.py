@@ -346,11 +346,11 @@ def test_observing_a_call() -> None:
         read.append([event.name for event in events if event.name == "aten::neg"])
 
     def inner() -> int:
-        profiling.observe(lambda: torch.neg(torch.ones(1)), profiling.Settings(), reader)
+        profiling.observe(lambda: torch.neg(torch.ones(1)), profiling.ProfilerSettings(), reader)
         torch.neg(torch.ones(1))
         return 7
 
-    assert profiling.observe(inner, profiling.Settings(memory=True), reader) == 7
+    assert profiling.observe(inner, profiling.ProfilerSettings(memory=True), reader) == 7
     assert read == [["aten::neg"] * 2] * 2  # both see all of it, and no events of memory
     assert not profiling.profiled()
 
@@ -363,7 +363,7 @@ def test_observing_a_call_that_raises() -> None:
         raise LookupError("no")
 
     with pytest.raises(LookupError, match="no"):
-        profiling.observe(call, profiling.Settings(), read.extend)
+        profiling.observe(call, profiling.ProfilerSettings(), read.extend)
     assert "aten::neg" in [event.name for event in read]
     assert not profiling.profiled()
 
@@ -371,7 +371,7 @@ def test_observing_a_call_that_raises() -> None:
 def test_a_profile_of_the_programs_own_is_left_alone() -> None:
     read: list[Any] = []
     with profile("old") as found:
-        assert profiling.observe(lambda: 7, profiling.Settings(), read.extend) == 7
+        assert profiling.observe(lambda: 7, profiling.ProfilerSettings(), read.extend) == 7
         torch.neg(torch.ones(1))
     assert not read
     assert "aten::neg" in [event.name for event in found.function_events]
@@ -381,7 +381,7 @@ def test_no_range_where_ranges_are_on_a_stack(monkeypatch: pytest.MonkeyPatch) -
     """NVTX and ITT: a range that ends on another thread, or in another order, would confuse them."""
     monkeypatch.setattr(profiling, "_profiler_type", lambda: ActiveProfilerType.NVTX)
     with profile("old") as found:
-        span = profiling.Span("none")
+        span = profiling.ProfiledSpan("none")
         span.close()
     assert not [event for event in found.function_events if event.name == "none"]
     assert span not in profiling._open
@@ -389,7 +389,7 @@ def test_no_range_where_ranges_are_on_a_stack(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_range_ends_once() -> None:
     with profile("old") as found:
-        span = profiling.Span("once")
+        span = profiling.ProfiledSpan("once")
         threads = [threading.Thread(target=span.close) for _ in range(4)]
         for thread in threads:
             thread.start()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from actorrpc.errors import LimitError, ProtocolError, SerializationError
 from actorrpc.serialization import tensors as tensors_module
 from actorrpc.serialization.codec import DefinitionStore, decode, encode
-from actorrpc.serialization.tensors import Span
+from actorrpc.serialization.tensors import TensorSpan
 
 
 def trip(obj: Any, *, tensors: list[Any] | None = None, **options: Any) -> Any:
@@ -498,7 +498,7 @@ def test_span_views() -> None:
         pass
 
     data = Array(b"0123456789")
-    span = Span.of(memoryview(data)[2:5])
+    span = TensorSpan.of(memoryview(data)[2:5])
     assert bytes(span.view()) == b"234"
     assert span.view().readonly
     with pytest.raises(BufferError):
@@ -507,5 +507,5 @@ def test_span_views() -> None:
     del span, data
     gc.collect()
     assert ref() is None
-    assert bytes(Span.of(b"abc").view()) == b"abc"
-    assert "3 bytes" in repr(Span.of(b"abc"))
+    assert bytes(TensorSpan.of(b"abc").view()) == b"abc"
+    assert "3 bytes" in repr(TensorSpan.of(b"abc"))

@@ -342,7 +342,7 @@ def test_the_example_of_the_readme() -> None:
 def test_who_waits_where_time_stands_still_is_told(
     caplog: pytest.LogCaptureFixture, gate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(testing.clock, "_STUCK_S", 0.05)
+    monkeypatch.setattr(testing.virtual_time, "_STUCK_S", 0.05)
     with InProcessCluster() as cluster:
         call = cluster["worker0"].rpc_async("worker1", hold, (gate,), timeout=5.0)
         opener = threading.Timer(1.0, _gates[gate].set)

@@ -30,7 +30,7 @@ def references(rank: int, world_size: int) -> None:
     if rank:
         return
     assert rpc.rpc_sync("worker1", operator.add, (1, 2)) == 3
-    before = leaks.Snapshot.take(whole_session=False)
+    before = leaks.LeakSnapshot.take(whole_session=False)
     rref = rpc.remote("worker1", operator.add, (1, 2))
     assert rref.to_here() == 3
     rpc.rpc_sync("worker1", _keep, (rpc.RRef(7),))

@@ -23,7 +23,7 @@ from actorrpc.transport.buffers import (
     BufferPool,
     ForkGuard,
     Loans,
-    Span,
+    MemorySpan,
     copy,
     size_class,
     size_classes,
@@ -144,7 +144,7 @@ def test_sizes_of_one_class_share_one_type(pool: BufferPool) -> None:
     assert len(types) == 1
     source = bytearray(2000)
     address = address_of(memoryview(source))
-    assert len({type(Span(address, nbytes, source).view().obj) for nbytes in range(1793, 2000)}) == 1
+    assert len({type(MemorySpan(address, nbytes, source).view().obj) for nbytes in range(1793, 2000)}) == 1
 
 
 def test_an_idle_block_of_up_to_double_the_size_is_used_before_a_new_one(pool: BufferPool) -> None:
@@ -388,7 +388,7 @@ def test_a_span_shows_exactly_its_memory_and_keeps_it() -> None:
 
     owner = Owner()
     dead = weakref.ref(owner)
-    view = Span(owner.tensor.data_ptr() + 10, 70, owner).view()
+    view = MemorySpan(owner.tensor.data_ptr() + 10, 70, owner).view()
     del owner
     gc.collect()
     assert dead() is not None
@@ -401,15 +401,15 @@ def test_a_span_shows_exactly_its_memory_and_keeps_it() -> None:
     del part
     gc.collect()
     assert dead() is None
-    assert bytes(Span(0, 0, None).view()) == b""
-    assert Span(1, 2, "a") == Span(1, 2, "b")
+    assert bytes(MemorySpan(0, 0, None).view()) == b""
+    assert MemorySpan(1, 2, "a") == MemorySpan(1, 2, "b")
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, 128 << 10, (128 << 10) + 1, 1 << 20])
 def test_copy(nbytes: int) -> None:
     source = bytearray(os.urandom(nbytes + 1))
     target = bytearray(nbytes + 1)
-    copy(address_of(memoryview(target)), Span(address_of(memoryview(source)), nbytes, source))
+    copy(address_of(memoryview(target)), MemorySpan(address_of(memoryview(source)), nbytes, source))
     assert target[:nbytes] == source[:nbytes]
     assert target[nbytes] == 0
 
@@ -417,7 +417,7 @@ def test_copy(nbytes: int) -> None:
 def test_a_large_copy_lets_other_threads_run() -> None:
     size = 32 << 20
     source, target = bytearray(size), bytearray(size)
-    span = Span(address_of(memoryview(source)), size, source)
+    span = MemorySpan(address_of(memoryview(source)), size, source)
     address = address_of(memoryview(target))
     interval = sys.getswitchinterval()
     seen = False

@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.peers import Changes, Peer, state_of
+from actorrpc.agent.peers import MembershipEvents, Peer, state_of
 from actorrpc.config import Settings
 from actorrpc.errors import ConfigError, PeerDiedError
 from actorrpc.futures import Future
-from actorrpc.transport.failure_detector import Liveness, is_direct, process_state, set_up_tcp
+from actorrpc.transport.failure_detector import FailureDetector, is_direct, process_state, set_up_tcp
 from actorrpc.wire.frames import PING, PONG, pack_frame
 from tests.agent.agents import Stranger, agents, record
 from tests.certificates import OVER_TLS
@@ -48,7 +48,7 @@ def test_a_peer_that_falls_silent_is_lost_in_time_and_not_before(
     heartbeat: float, misses: int, round_trip: float, beats: float
 ) -> None:
     """It answers after `round_trip` heartbeats, until it hangs after `beats` of them."""
-    liveness = Liveness()
+    liveness = FailureDetector()
     hangs = beats * heartbeat
     now = heard = 0.0
     answer = float("inf")
@@ -72,7 +72,7 @@ def test_a_peer_that_falls_silent_is_lost_in_time_and_not_before(
 
 
 def test_it_recovers() -> None:
-    liveness = Liveness()
+    liveness = FailureDetector()
     assert liveness.look(0.0, 0.0, heartbeat=1.0, misses=5).state == "alive"
     assert liveness.look(2.5, 0.0, heartbeat=1.0, misses=5).state == "suspect"
     assert liveness.look(4.6, 0.0, heartbeat=1.0, misses=5).state == "lost"
@@ -82,7 +82,7 @@ def test_it_recovers() -> None:
 @pytest.mark.parametrize("heard", [0.0, 0.5])
 def test_time_in_which_this_process_stood_still_is_nobodys_silence(heard: float) -> None:
     """The look was due at 1 and comes at 60; whatever came meanwhile has not been read yet."""
-    liveness = Liveness()
+    liveness = FailureDetector()
     assert liveness.look(0.0, 0.0, heartbeat=1.0, misses=5).state == "alive"
     late = liveness.look(60.0, heard, heartbeat=1.0, misses=5, late=59.0)
     assert late.state == "alive"
@@ -93,7 +93,7 @@ def test_time_in_which_this_process_stood_still_is_nobodys_silence(heard: float)
 
 def test_one_who_sends_a_long_message_hears_something_meanwhile() -> None:
     """Bytes keep coming in, so it is not asked for a sign of life; but it wants one itself."""
-    liveness = Liveness()
+    liveness = FailureDetector()
     asked = [
         liveness.look(t / 4, t / 4, heartbeat=1.0, misses=5, receiving=True).ask for t in range(1, 41)
     ].count(True)
@@ -101,7 +101,7 @@ def test_one_who_sends_a_long_message_hears_something_meanwhile() -> None:
 
 
 def test_two_idle_workers_ask_each_other_once_in_a_heartbeat() -> None:
-    sides = [Liveness(), Liveness()]
+    sides = [FailureDetector(), FailureDetector()]
     heard, due, asked, looks = [0.0, 0.0], [1.0, 1.3], 0, 0
     while min(due) < 1000.0:
         me = due.index(min(due))
@@ -202,7 +202,7 @@ def _peer(name: str = "p1", **changes: Any) -> Peer:
 
 def test_changes_are_told_once_in_order_and_the_end_is_final() -> None:
     tasks: list[Callable[[], None]] = []
-    changes = Changes(tasks.append)
+    changes = MembershipEvents(tasks.append)
     told: list[tuple[str, ...]] = []
     peer = _peer()
     assert changes.note(peer, "suspect", "before anybody listens")
@@ -234,7 +234,7 @@ def test_changes_are_told_once_in_order_and_the_end_is_final() -> None:
 @pytest.mark.prints("a listener for changes of members raised.*ValueError: of a user")
 def test_listeners_may_raise_listen_remove_and_note() -> None:
     tasks: list[Callable[[], None]] = []
-    changes = Changes(tasks.append)
+    changes = MembershipEvents(tasks.append)
     told: list[str] = []
     other = _peer("p2")
 
@@ -260,7 +260,7 @@ def test_listeners_may_raise_listen_remove_and_note() -> None:
 
 def test_changes_from_many_threads_are_told_once_each() -> None:
     tasks: list[Callable[[], None]] = []
-    changes = Changes(tasks.append)
+    changes = MembershipEvents(tasks.append)
     told: list[tuple[str, str, str]] = []
     changes.listen(lambda worker, old, new, reason: told.append((worker.name, old, new)))
     peers = [_peer(f"p{i}") for i in range(50)]

@@ -12,6 +12,7 @@ import torch
 
 from actorrpc import rpc
 from actorrpc.transport import signals
+from tests.announced import BETWEEN_STEPS
 from tests.ranks import rpc_group
 
 
@@ -198,6 +199,7 @@ def _storm(rank: int, world_size: int, storm: int, large: bool) -> int | None:
 
 @pytest.mark.slow
 @pytest.mark.limit(120)
+@pytest.mark.prints(BETWEEN_STEPS)
 @pytest.mark.parametrize(
     ("storm", "options"), [(10_000, {}), (1_500, {"transport": "tcp", "lane": False})], ids=["unix", "tcp"]
 )

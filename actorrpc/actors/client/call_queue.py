@@ -23,9 +23,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc._exception_text import is_a, say
 from actorrpc.actors.client import death_errors
-from actorrpc.actors.client.pending_call import INFINITE, Limbo, Plan, ResultFuture, Trip
+from actorrpc.actors.client.pending_call import (
+    INFINITE,
+    AwaitingVerdict,
+    CallTemplate,
+    PendingCall,
+    ResultFuture,
+)
 from actorrpc.actors.client.supervisor_client import ask, peer_of
-from actorrpc.actors.spec.actor_spec import Card, Location, ResidentGoneError
+from actorrpc.actors.spec.actor_spec import Card, HostedActorGoneError, Location
 from actorrpc.actors.spec.death_report import Restarting
 from actorrpc.errors import (
     ActorDiedError,
@@ -49,7 +55,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.spec.options import CallOptions
     from actorrpc.agent.peers import Peer
 
-__all__ = ["Line"]
+__all__ = ["CallQueue"]
 
 _BARRIER_S: Final = 1.0  # how long new calls wait for the answers of a former incarnation
 _CROWD: Final = 64  # more calls than that wait: callers are held up while the queue is being sent
@@ -58,7 +64,7 @@ _HOLD_UP_S: Final = 1.0
 _FINAL: Final = (CancelledError, DeadlockError, RpcTimeoutError, ShutdownError)
 
 
-class Line:
+class CallQueue:
     """One process's calls to one actor. Thread-safe.
 
     Attributes:
@@ -88,18 +94,18 @@ class Line:
         )
         self.next_number = itertools.count().__next__
         self.flying: dict[int, ResultFuture] = {}
-        self.plans: dict[str, Plan] = {}
-        self.kept_plans: dict[str, Plan] = {}
+        self.plans: dict[str, CallTemplate] = {}
+        self.kept_plans: dict[str, CallTemplate] = {}
         self.barrier: set[int] | None = None
         self.death: ActorDiedError | None = None
         self.location = card.location
         self._peer: Peer | None = None
         self._hint = card.location is not None  # not looked at yet: that may ask the rendezvous store
         self._lock = threading.RLock()
-        self._drafts: dict[tuple[str, bool], Plan] = {}
+        self._drafts: dict[tuple[str, bool], CallTemplate] = {}
         self._queue: list[tuple[int, ResultFuture]] = []
         self._stale = 0  # entries of the queue that are over
-        self._failing: list[Limbo] = []
+        self._failing: list[AwaitingVerdict] = []
         self._waiters: list[Future[Location]] = []
         self._ready = False
         self._asking = False
@@ -124,7 +130,7 @@ class Line:
 
     # -- calls on their way out ------------------------------------------------------------------------
 
-    def plan_of(self, method: MethodInfo, options: CallOptions, refs: bool) -> Plan:
+    def plan_of(self, method: MethodInfo, options: CallOptions, refs: bool) -> CallTemplate:
         """Return how to make a call now; where ``peer`` is None, it has to wait."""
         if self._hint:
             self._take_hint()
@@ -135,12 +141,12 @@ class Line:
         if not ready:
             draft = self._drafts.get((name, refs))
             if draft is None or draft.options is not options:
-                draft = self._drafts[name, refs] = Plan(self, method, options, refs, None, None)
+                draft = self._drafts[name, refs] = CallTemplate(self, method, options, refs, None, None)
             return draft
         plan = plans.get(name)
         if plan is None or plan.options is not options:
             # If the actor is lost meanwhile, this is a table that nobody looks at any more.
-            plan = plans[name] = Plan(self, method, options, refs, location, peer)
+            plan = plans[name] = CallTemplate(self, method, options, refs, location, peer)
         return plan
 
     def _take_hint(self) -> None:
@@ -164,7 +170,7 @@ class Line:
     def launch(
         self,
         future: ResultFuture,
-        plan: Plan,
+        plan: CallTemplate,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         seconds: float,
@@ -234,7 +240,7 @@ class Line:
         elif refused:
             future.conclude(None, self.unavailable(plan, trip.may_have_run), self.agent.submit)
         elif crowd is not None and asyncio._get_running_loop() is None:
-            # One thread sends what waits, and would never catch up with many that add to it.
+            # One thread sends the queue, and would never catch up with many that add to it.
             try:
                 crowd.wait(_HOLD_UP_S)
             except RpcError:
@@ -246,13 +252,13 @@ class Line:
         verdict = self._verdict
         return verdict is not None and not verdict.moved and self._peer is None
 
-    def _arm(self, trip: Trip) -> None:
+    def _arm(self, trip: PendingCall) -> None:
         if trip.deadline != INFINITE and trip.timer is None:
             submit = self.agent.submit
             trip.timer = self.agent.clock.at(trip.deadline, lambda: submit(trip.expire))
 
     def swept(self) -> None:
-        """Take note that a call in the queue is over."""
+        """Record that a call in the queue is over."""
         with self._lock:
             self._stale += 1
             if self._stale > 32 and self._stale > len(self._queue) // 2:
@@ -273,7 +279,7 @@ class Line:
         kind = type(error)
         if kind is PeerDiedError:
             ran, lost = error.maybe_executed is not False, True  # type: ignore[attr-defined]
-        elif isinstance(error, ResidentGoneError):
+        elif isinstance(error, HostedActorGoneError):
             ran, lost = getattr(exceptions.original(error), "maybe_executed", False) is not False, True
         elif (
             plan.retried and plan.tries and future._trip is not None and self.is_retried(plan.retried, error)
@@ -289,11 +295,11 @@ class Line:
     @staticmethod
     def is_retried(retried: bool | tuple[type[BaseException], ...], error: BaseException) -> bool:
         """Say whether what a method has raised is a reason to call it again, where ``retry_exceptions`` is ``retried``."""
-        if not isinstance(error, RemoteError) or isinstance(error, (*_FINAL, ResidentGoneError)):
+        if not isinstance(error, RemoteError) or isinstance(error, (*_FINAL, HostedActorGoneError)):
             return False
         return retried is True or (retried is not False and is_a(error, retried))
 
-    def _take_back(self, future: ResultFuture, plan: Plan, ran: bool, lost: bool) -> None:
+    def _take_back(self, future: ResultFuture, plan: CallTemplate, ran: bool, lost: bool) -> None:
         """Put a call, whose future is claimed, back into the queue or among those that wait for the verdict."""
         trip = future._trip
         again = False
@@ -326,7 +332,7 @@ class Line:
             else:
                 again = False
                 ran = ran or (trip is not None and trip.may_have_run)
-                future._source = limbo = Limbo(future, plan, ran, self.agent.submit)
+                future._source = limbo = AwaitingVerdict(future, plan, ran, self.agent.submit)
                 self._failing.append(limbo)
                 if not self._asking or self._verdict is not None:
                     self.agent.submit(self._fail)
@@ -339,7 +345,7 @@ class Line:
         self.plans, self.kept_plans = {}, {}
 
     def doomed(self) -> None:
-        """Take note that somebody here has killed the actor: no further call goes to the incarnation that lived."""
+        """Record that somebody here has killed the actor: no further call goes to the incarnation that lived."""
         with self._lock:
             location = self.location
             if location is not None:
@@ -347,7 +353,7 @@ class Line:
                 self._lost(location.epoch, 1 << 63, "")
 
     def _lost(self, epoch: int, number: int, label: str) -> None:
-        """Take note that an incarnation is gone; the lock is held."""
+        """Record that an incarnation is gone; the lock is held."""
         location = self.location
         if self.death is not None or location is None or location.epoch > epoch:
             return  # known already
@@ -372,7 +378,7 @@ class Line:
         self._ask_soon()
 
     def passed(self, number: int) -> None:
-        """Take note that a call to a former incarnation is accounted for."""
+        """Record that a call to a former incarnation is accounted for."""
         with self._lock:
             barrier = self.barrier
             if barrier is not None:
@@ -388,10 +394,10 @@ class Line:
                 self.barrier = None
                 self._go()
 
-    # -- sending what waits --------------------------------------------------------------------------------
+    # -- sending the queue ---------------------------------------------------------------------------------
 
     def _go(self) -> None:
-        """Begin to send what waits, if it is time; the lock is held."""
+        """Begin to send the queue, if it is time; the lock is held."""
         if self._peer is None or self.barrier is not None or self._draining:
             return
         if self._queue:
@@ -421,7 +427,7 @@ class Line:
         if drained is not None:
             drained.set_result(None)
 
-    def _resend(self, future: ResultFuture, trip: Trip, location: Location, peer: Peer) -> None:
+    def _resend(self, future: ResultFuture, trip: PendingCall, location: Location, peer: Peer) -> None:
         draft = future._plan
         assert draft is not None
         try:
@@ -480,7 +486,7 @@ class Line:
         return answer
 
     def _ask_soon(self) -> None:
-        """See to it that the supervisor is asked; the lock is held."""
+        """Have the supervisor asked; the lock is held."""
         if not self._asking:
             self._asking = True
             self.agent.submit(partial(self._ask, False))
@@ -558,7 +564,7 @@ class Line:
             failing, self._failing = self._failing, []
         self._end(failing)
 
-    def _end(self, failing: list[Limbo]) -> None:
+    def _end(self, failing: list[AwaitingVerdict]) -> None:
         dead = self.death is not None
         for limbo in failing:
             plan, ran = limbo.plan, limbo.ran
@@ -575,7 +581,7 @@ class Line:
             if plan is None or trip is None or not plan.impatient or not trip.take():
                 kept.append(entry)
                 continue
-            future._source = limbo = Limbo(future, plan, trip.may_have_run, self.agent.submit)
+            future._source = limbo = AwaitingVerdict(future, plan, trip.may_have_run, self.agent.submit)
             self._failing.append(limbo)
         heapq.heapify(kept)
         self._queue = kept
@@ -585,7 +591,7 @@ class Line:
 
     def _give_up(
         self,
-        error_of: Callable[[Plan | None, bool | None], BaseException],
+        error_of: Callable[[CallTemplate | None, bool | None], BaseException],
         death: ActorDiedError | None = None,
     ) -> None:
         """End every call that waits."""
@@ -620,12 +626,14 @@ class Line:
             )
         )
 
-    def died(self, plan: Plan | None, *, maybe_executed: bool | None) -> ActorDiedError:
+    def died(self, plan: CallTemplate | None, *, maybe_executed: bool | None) -> ActorDiedError:
         """Return a fresh error that says how the actor died, and what became of a call."""
         assert self.death is not None
         return death_errors.died(self.title, self.death, plan, maybe_executed, self._oldest)
 
-    def unavailable(self, plan: Plan | None, ran: bool | None, why: str = "") -> ActorUnavailableError:
+    def unavailable(
+        self, plan: CallTemplate | None, ran: bool | None, why: str = ""
+    ) -> ActorUnavailableError:
         """Return the error of a call that is not made again; ``why``: by default what the supervisor has said."""
         if not why:
             why = "it is being restarted" if self.location is None else "it has been restarted"

@@ -11,7 +11,7 @@ from actorrpc.errors import (
 from actorrpc.serialization import exceptions
 
 if TYPE_CHECKING:
-    from actorrpc.actors.client.pending_call import Plan
+    from actorrpc.actors.client.pending_call import CallTemplate
     from actorrpc.actors.spec.death_report import Restarting
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def died(
-    title: str, death: ActorDiedError, plan: Plan | None, maybe_executed: bool | None, oldest: str
+    title: str, death: ActorDiedError, plan: CallTemplate | None, maybe_executed: bool | None, oldest: str
 ) -> ActorDiedError:
     """Return the error of a call, or of a question where ``plan`` is None, to an actor that is dead for good.
 
@@ -54,7 +54,12 @@ def died(
 
 
 def unavailable(
-    title: str, actor_id: int, verdict: Restarting | None, plan: Plan | None, ran: bool | None, why: str
+    title: str,
+    actor_id: int,
+    verdict: Restarting | None,
+    plan: CallTemplate | None,
+    ran: bool | None,
+    why: str,
 ) -> ActorUnavailableError:
     """Return the error of a call that an actor's death cut short which comes back to life, or is out of reach."""
     if verdict is not None:

@@ -29,7 +29,7 @@ from actorrpc.rpc import modules
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import codec
-from actorrpc.serialization.local_refs import Holder
+from actorrpc.serialization.local_refs import LocalReferences
 
 if TYPE_CHECKING:
     from actorrpc.actors.client.route import Route
@@ -458,7 +458,7 @@ class _Offered:
 
 def _reduce(handle: ActorHandle[Any]) -> tuple[Any, ...]:
     context = codec.current_encoding()
-    if isinstance(context, Holder):
+    if isinstance(context, LocalReferences):
         return context.hold(handle)
     card = _card(handle)
     if context is None and card.anchor is not None:

@@ -4,9 +4,9 @@ A :class:`ResultFuture` hears of its call's failure before anybody else does. Wh
 process died, it has moved), its line takes it over: the future is pending again, and ends when the call was made
 again, or when it is known what has become of the actor.
 
-No lock guards a :class:`Trip`: who may send, cancel or expire it is decided by deleting a slot, one atomic step.
+No lock guards a :class:`PendingCall`: who may send, cancel or expire it is decided by deleting a slot, one atomic step.
 
-A :class:`Plan` says how the calls of one method are made; it is prepared once, so that a call costs little.
+A :class:`CallTemplate` says how the calls of one method are made; it is prepared once, so that a call costs little.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
 from actorrpc.actors.host.envelope import GRACE_S
-from actorrpc.actors.refs.object_ref import Kept
+from actorrpc.actors.refs.object_ref import StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import Location
 from actorrpc.agent.calls import CURRENT, Call
-from actorrpc.agent.mail import Letter
+from actorrpc.agent.mail import ActorHeader
 from actorrpc.errors import BackpressureError, CancelledError, RpcTimeoutError, ShutdownError
 from actorrpc.futures import Future
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
 
 if TYPE_CHECKING:
-    from actorrpc.actors.client.call_queue import Line
+    from actorrpc.actors.client.call_queue import CallQueue
     from actorrpc.actors.client.route import Route
     from actorrpc.actors.spec.class_info import Kind, MethodInfo
     from actorrpc.actors.spec.options import CallOptions
     from actorrpc.agent.peers import Peer
     from actorrpc.agent.timers import Timer
 
-__all__ = ["Limbo", "Plan", "ResultFuture", "Trip"]
+__all__ = ["AwaitingVerdict", "CallTemplate", "PendingCall", "ResultFuture"]
 
 _GENERATORS: Final = ("generator", "async_generator")
 
 
-class Plan:
+class CallTemplate:
     """How calls of one method with the same options are made to one incarnation. Never changes.
 
     Attributes:
@@ -70,7 +70,7 @@ class Plan:
 
     def __init__(
         self,
-        line: Line,
+        line: CallQueue,
         method: MethodInfo,
         options: CallOptions,
         refs: bool,
@@ -97,12 +97,12 @@ class Plan:
             seconds = 0.0 if refs else line.runtime.references.default_timeout()
         self.seconds: float = max(0.0, seconds) if seconds != UNSET_RPC_TIMEOUT else 0.0
         self.plain = not tries and not line.restarts and line.max_pending < 0
-        self.letter: Letter | None = None
-        self.kept_letter: Letter | None = None
+        self.letter: ActorHeader | None = None
+        self.kept_letter: ActorHeader | None = None
         #: large results come with the reply
         self.inlines = False
-        self._fetching: Letter | None = None
-        self._there: Plan | None = None
+        self._fetching: ActorHeader | None = None
+        self._there: CallTemplate | None = None
         if location is None:
             return
         header: dict[str, Any] = {"a": location.resident_id, "m": method.name}
@@ -120,7 +120,7 @@ class Plan:
             header["o"] = 1
         self.letter = self.kept_letter = self._letter(header)
 
-    # -- object_ref.Taste ----------------------------------------------------------------------------
+    # -- object_ref.ResultPolicy ----------------------------------------------------------------------------
 
     def fetched(self) -> None:
         """Have large results come with the reply from now on: that is half the way, and one copy less."""
@@ -136,23 +136,23 @@ class Plan:
             self.inlines = False
             self.letter = self.kept_letter
 
-    def at(self, line: Line, location: Location, peer: Peer) -> Plan:
+    def at(self, line: CallQueue, location: Location, peer: Peer) -> CallTemplate:
         """Return the same for another incarnation."""
         there = self._there
         if there is None or there.epoch != location.epoch:
-            there = self._there = Plan(line, self.method, self.options, self.refs, location, peer)
+            there = self._there = CallTemplate(line, self.method, self.options, self.refs, location, peer)
         return there
 
-    def letter_for(self, unresolved: bool, place: tuple[int, int] | None = None) -> Letter | None:
+    def letter_for(self, unresolved: bool, place: tuple[int, int] | None = None) -> ActorHeader | None:
         """Return the letter's header.
 
         Args:
             unresolved: there are ObjectRefs to be fetched over there.
-            place: the call has been made before: see ``Trip.place``.
+            place: the call has been made before: see ``PendingCall.place``.
         """
         if place is not None and place[1] == self.epoch and self.letter is not None:
             held = self.letter_for(unresolved)
-            return held and Letter({**held.header, "n": place[0]})
+            return held and ActorHeader({**held.header, "n": place[0]})
         if not unresolved or self.letter is None:
             return self.letter
         if self._fetching is None:
@@ -160,10 +160,10 @@ class Plan:
             self._fetching = self._letter({**kept.header, "u": 1})
         return self._fetching
 
-    def _letter(self, header: dict[str, Any]) -> Letter:
+    def _letter(self, header: dict[str, Any]) -> ActorHeader:
         # Only for a time-out that the caller has asked for himself: an interrupted method may leave its state half changed.
         interrupts = self.options.interrupt and bool(self.options.timeout)
-        return Letter(header, interrupts=interrupts, late=_late(self.method.kind, interrupts))
+        return ActorHeader(header, interrupts=interrupts, late=_late(self.method.kind, interrupts))
 
 
 def _late(kind: Kind, interrupts: bool) -> str:
@@ -195,13 +195,13 @@ class ResultFuture(Future[Any]):
 
     _then_class = Future
 
-    def __init__(self, route: Route, plan: Plan, number: int) -> None:
+    def __init__(self, route: Route, plan: CallTemplate, number: int) -> None:
         _init(self)
         # Holds the anchor, so that the actor lives as long as the call is under way. Nothing is held after that.
         self._route: Route | None = route
-        self._plan: Plan | None = plan
+        self._plan: CallTemplate | None = plan
         self._number = number
-        self._trip: Trip | None = None
+        self._trip: PendingCall | None = None
 
     def _finish(
         self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
@@ -221,7 +221,7 @@ class ResultFuture(Future[Any]):
             plan = self._plan
             if plan is not None:
                 # A value that could have been kept remembers how it came: what becomes of it decides about the next.
-                if type(value) is Kept:
+                if type(value) is StoredResult:
                     value.taste = plan
                 if not plan.inlines:
                     self._plan = None
@@ -257,7 +257,7 @@ class ResultFuture(Future[Any]):
         return True
 
 
-class Trip:
+class PendingCall:
     """All that is needed to send a call, as of the moment when it was made. It is its future's source while it waits.
 
     Attributes:
@@ -417,13 +417,13 @@ class Trip:
         return ended
 
 
-class Limbo:
+class AwaitingVerdict:
     """The source of a future whose call has failed, while it is not known yet what has become of the actor."""
 
     __slots__ = ("future", "plan", "ran", "submit")
 
     def __init__(
-        self, future: ResultFuture, plan: Plan, ran: bool, submit: Callable[[Callable[[], Any]], Any]
+        self, future: ResultFuture, plan: CallTemplate, ran: bool, submit: Callable[[Callable[[], Any]], Any]
     ) -> None:
         self.future = future
         self.plan = plan

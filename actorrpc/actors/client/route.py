@@ -1,7 +1,7 @@
 """Routes: the caller's side of an actor. Every handle has one; calls go through it.
 
-There are at most two routes to an actor in a process: one that keeps the actor alive (it has the anchor) and one that
-does not (for handles got by name). Both share a :class:`~actorrpc.actors.client.call_queue.Line`, which knows where the actor is
+There are at most two routes to an actor in a process: one that keeps the actor alive (it has the anchor) and one that does not
+(for handles got by name). Both share a :class:`~actorrpc.actors.client.call_queue.CallQueue`, which knows where the actor is
 and keeps its calls in order.
 
 :meth:`Route.call` is on the path of every call: where the actor is known to live and nothing special was asked for, it
@@ -18,19 +18,19 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from actorrpc.actors.client.call_queue import Line
-from actorrpc.actors.client.pending_call import ResultFuture, Trip
+from actorrpc.actors.client.call_queue import CallQueue
+from actorrpc.actors.client.pending_call import PendingCall, ResultFuture
 from actorrpc.actors.client.supervisor_client import ask
 from actorrpc.actors.refs.arguments import has_refs, pack_arguments
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.spec.actor_spec import Card, Location, ResidentGoneError
+from actorrpc.actors.spec.actor_spec import Card, HostedActorGoneError, Location
 from actorrpc.actors.spec.class_info import MethodInfo
 from actorrpc.actors.spec.options import CallOptions
 from actorrpc.actors.streams.consumer import Again, ObjectRefGenerator
 from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import ActorDiedError, PeerDiedError, PendingCallsLimitExceeded, SerializationError
 from actorrpc.futures import Future
-from actorrpc.rpc.profiling import Span, modern, profiled
+from actorrpc.rpc.profiling import ProfiledSpan, modern, profiled
 from actorrpc.serialization import exceptions
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
     from actorrpc.rpc.rref import RRef
 
-__all__ = ["Explains", "Route", "Routes", "Whole", "shaped"]
+__all__ = ["Explains", "Route", "Routes", "SplitResults", "shaped"]
 
 
 class Explains(Protocol):
@@ -73,7 +73,7 @@ def shaped(
     return [ObjectRef(each, label=label) for each in _split(future, count)] if count else None
 
 
-class Whole:
+class SplitResults:
     """The source of futures that another future completes: progress on any of them is progress on that call."""
 
     __slots__ = ("behind",)
@@ -101,7 +101,7 @@ class Whole:
 def _split(future: Future[Any], count: int) -> list[Future[Any]]:
     """Return one future for each value that the call returns."""
     parts: list[Future[Any]] = [Future() for _ in range(count)]
-    source = Whole(future)
+    source = SplitResults(future)
     for at, part in enumerate(parts):
         part.label = f"value {at} of {future.label}"
         part._source = source
@@ -136,7 +136,7 @@ _INLINED: Final = 8  # calls under way whose large results may come with the rep
 
 def _has_died(error: BaseException) -> bool:
     """Say whether an error of a stream is the end of its actor's process."""
-    return type(error) is PeerDiedError or isinstance(error, ResidentGoneError)
+    return type(error) is PeerDiedError or isinstance(error, HostedActorGoneError)
 
 
 class Route:
@@ -151,7 +151,7 @@ class Route:
 
     __slots__ = ("__weakref__", "_card", "_line", "actor_id", "anchor", "info", "title")
 
-    def __init__(self, line: Line, card: Card) -> None:
+    def __init__(self, line: CallQueue, card: Card) -> None:
         self._line = line
         self._card = card
         self.anchor: RRef[Any] | None = card.anchor
@@ -188,7 +188,7 @@ class Route:
 
         Args:
             options: how; the same object for equal calls, which are the faster for it.
-            refs: a large result may stay with the actor: the future's value is then a ``Kept``.
+            refs: a large result may stay with the actor: the future's value is then a ``StoredResult``.
             timeout: seconds; None: that of the options, and if that is None, none for ``refs`` and the group's for
                 others; 0: none.
 
@@ -249,7 +249,7 @@ class Route:
         # Where the actor lives may not be known, and change before the call gets there: its name says it for the profile.
         line = self._line
         name = line.prefix + (options.name or method.name)
-        span = Span(f"actor#{name}({line.agent.name} -> {self.title})")
+        span = ProfiledSpan(f"actor#{name}({line.agent.name} -> {self.title})")
         try:
             future = self._call_carefully(method, options, args, kwargs, refs, timeout)
         except BaseException:
@@ -297,9 +297,9 @@ class Route:
         waits = plan.peer is None
         try:
             if waits or plan.tries or line.restarts:
-                held = Trip.hold(args, kwargs, cheaply=not waits and not plan.tries)
+                held = PendingCall.hold(args, kwargs, cheaply=not waits and not plan.tries)
                 if held is not None:
-                    Trip(future, held, unresolved, seconds, plan.tries)
+                    PendingCall(future, held, unresolved, seconds, plan.tries)
             if waits:
                 line.enqueue(future)
             else:
@@ -325,7 +325,7 @@ class Route:
         streams = method.streams or options.num_returns == "streaming"
         if not left or not streams:
             return None
-        held = Trip.hold(args, kwargs)
+        held = PendingCall.hold(args, kwargs)
         tries = itertools.count() if left < 0 else iter(range(left))
         line = self._line
 
@@ -357,7 +357,7 @@ class Route:
         if type(error) is PeerDiedError:
             # Not by the state of its worker: a connection may be known to be broken before the worker is known to be dead.
             lives = plan.peer is not None and plan.peer is not peer
-        elif isinstance(error, ResidentGoneError):
+        elif isinstance(error, HostedActorGoneError):
             gone = exceptions.original(error)
             lives = location is not None and location.resident_id != getattr(gone, "resident_id", None)
         else:
@@ -451,7 +451,7 @@ class Routes:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._lock = threading.RLock()
-        self._lines: weakref.WeakValueDictionary[int, Line] = weakref.WeakValueDictionary()
+        self._lines: weakref.WeakValueDictionary[int, CallQueue] = weakref.WeakValueDictionary()
         self._routes: weakref.WeakValueDictionary[tuple[int, bool], Route] = weakref.WeakValueDictionary()
 
     def of(self, card: Card) -> Route:
@@ -463,7 +463,7 @@ class Routes:
         with self._lock:
             line = self._lines.get(card.actor_id)
             if line is None:
-                line = self._lines[card.actor_id] = Line(self._runtime, card)
+                line = self._lines[card.actor_id] = CallQueue(self._runtime, card)
             route = self._routes.get(key)
             if route is None:
                 route = self._routes[key] = Route(line, card)

@@ -32,7 +32,7 @@ __all__ = [
     "peer_of",
 ]
 
-CREATE_S: Final = 60.0  # how long rank 0 may take to take note of a detached actor
+CREATE_S: Final = 60.0  # how long rank 0 may take to record a detached actor
 _STATES_S: Final = 5.0  # a worker that has not answered by then is left out of the list
 
 

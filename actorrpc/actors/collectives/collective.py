@@ -30,7 +30,7 @@ from actorrpc.actors.client.handle import ActorHandle, call
 from actorrpc.actors.client.supervisor_client import call_quietly, peer_of
 from actorrpc.actors.collectives import member, process_group
 from actorrpc.actors.collectives.member import Ticket, collective_group
-from actorrpc.actors.collectives.rendezvous import Meeting
+from actorrpc.actors.collectives.rendezvous import Generation
 from actorrpc.actors.context import runtime
 from actorrpc.actors.groups.group import ActorGroup, handles_of, route_of
 from actorrpc.actors.refs.object_ref import ObjectRef
@@ -157,7 +157,7 @@ class Collective:
         self.destroyed = False
         self._timeout_s = float(timeout)
         self._join_s = float(join_timeout)
-        self._meeting: Meeting | None = None
+        self._meeting: Generation | None = None
         self._making = threading.RLock()
         self.name = name if name is not None else f"collective-{id(self):x}"
 
@@ -317,7 +317,7 @@ class Collective:
             )
         return False
 
-    def _join(self, meeting: Meeting, rank: int, until: float) -> Future[Any]:
+    def _join(self, meeting: Generation, rank: int, until: float) -> Future[Any]:
         seconds = max(0.001, until - _time.now())
         ticket = Ticket(
             key=meeting.key,

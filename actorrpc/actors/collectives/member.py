@@ -25,7 +25,7 @@ from torch import nn
 from actorrpc.actors.client.supervisor_client import call_quietly, peer_of
 from actorrpc.actors.collectives import process_group as groups
 from actorrpc.actors.collectives import rendezvous as meetings
-from actorrpc.actors.collectives.rendezvous import Seat
+from actorrpc.actors.collectives.rendezvous import MemberSlot
 from actorrpc.actors.context import current, runtime
 from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import CollectiveError, ConfigError, RpcError
@@ -34,7 +34,7 @@ from actorrpc.rpc.refcount.messages import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
-    from actorrpc.actors.host.actor import Resident
+    from actorrpc.actors.host.actor import HostedActor
     from actorrpc.agent.peers import Peer
 
 __all__ = ["Members", "Ticket", "broadcast", "collective_group", "cut", "join", "leave", "nothing"]
@@ -100,7 +100,7 @@ class Members:
 
     # -- joining and leaving ---------------------------------------------------------------------------
 
-    def join(self, resident: Resident, ticket: Ticket) -> Seat:
+    def join(self, resident: HostedActor, ticket: Ticket) -> MemberSlot:
         """Take part in a generation; waits for the others.
 
         Raises:
@@ -111,7 +111,7 @@ class Members:
             if old.ticket.name == ticket.name:
                 self.remove(old, "it is being rebuilt")
         member = _Member(ticket, resident.id)
-        seat = Seat(self._runtime.references.me, resident.id)
+        seat = MemberSlot(self._runtime.references.me, resident.id)
         with self._lock:
             self._table[ticket.key, ticket.rank] = member
         try:
@@ -130,7 +130,7 @@ class Members:
             raise
         return seat
 
-    def _connect(self, member: _Member, seat: Seat) -> None:
+    def _connect(self, member: _Member, seat: MemberSlot) -> None:
         ticket, agent = member.ticket, self._agent
         peer = peer_of(agent, ticket.maker)
 
@@ -192,7 +192,7 @@ class Members:
         for member in list(self._table.values()):
             self.remove(member, "its worker has left")
 
-    def _resident_over(self, resident: Resident) -> None:
+    def _resident_over(self, resident: HostedActor) -> None:
         why = resident.why or "it ended"
 
         def go() -> None:
@@ -226,7 +226,7 @@ class Members:
         with self._lock:
             return [each for each in self._table.values() if each.resident_id == resident_id]
 
-    def group(self, resident: Resident, name: str | None) -> dist.ProcessGroup:
+    def group(self, resident: HostedActor, name: str | None) -> dist.ProcessGroup:
         """See :func:`collective_group`."""
         mine = self._of(resident.id)
         found = [each for each in mine if name is None or each.ticket.name == name]
@@ -312,12 +312,12 @@ def _caused(text: str, error: BaseException) -> CollectiveError:
 # -- called in the actor ------------------------------------------------------------------------------------
 
 
-def _resident(what: str) -> Resident:
+def _resident(what: str) -> HostedActor:
     execution = CURRENT.get()
     resident = None if execution is None else execution.actor
     if resident is None or resident.spec is None:
         raise CollectiveError(f"{what} is for the code of an actor, and no actor runs here")
-    return cast("Resident", resident)
+    return cast("HostedActor", resident)
 
 
 def collective_group(name: str | None = None) -> dist.ProcessGroup:
@@ -343,7 +343,7 @@ def collective_group(name: str | None = None) -> dist.ProcessGroup:
     return runtime().members.group(_resident("collective_group()"), name)
 
 
-def join(instance: Any, ticket: Ticket) -> Seat:
+def join(instance: Any, ticket: Ticket) -> MemberSlot:
     """Join a collective. Called through the mailbox of the actor."""
     del instance
     return runtime().members.join(_resident("join"), ticket)

@@ -1,4 +1,4 @@
-"""Meetings: one generation of a collective, at the worker that made it.
+"""One generation of a collective, at the worker that made it.
 
 Members come here to tell each other their addresses, and torch's backends to exchange what they need to connect. A meeting
 also hears of the end of a member, from the member's process or from the end of that process, and breaks then: whoever
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
     from actorrpc.agent.peers import Peer
 
-__all__ = ["Meeting", "Meetings", "Seat", "ask", "gone"]
+__all__ = ["Generation", "Generations", "MemberSlot", "ask", "gone"]
 
 _GONE: Final = "it has been destroyed, or rebuilt"
 _NEWS_S: Final = 0.5  # by when the end of a member is known here after others have noticed it
 _TELL_S: Final = 10.0  # how long a worker may take to hear that a meeting is broken
 
 
-class Seat(NamedTuple):
+class MemberSlot(NamedTuple):
     """Where a member is: the incarnation of an actor, and that of its worker."""
 
     worker: WorkerKey
@@ -44,7 +44,7 @@ class Seat(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Meeting:
+class Generation:
     """One generation of a collective. The table's lock guards it; :attr:`why` may be read without.
 
     Attributes:
@@ -58,7 +58,7 @@ class Meeting:
     key: int
     title: str
     size: int
-    seats: dict[int, Seat]
+    seats: dict[int, MemberSlot]
     values: dict[str, bytes]
     told: dict[int, Any]
     waiting: list[tuple[Sequence[str], Future[list[bytes]]]]
@@ -72,7 +72,7 @@ class Meeting:
         return CollectiveError(f"{self.title} is broken: {self.why}", actor=self.title)
 
 
-class Meetings:
+class Generations:
     """The meetings of one process. Thread-safe.
 
     Args:
@@ -83,17 +83,17 @@ class Meetings:
         self._agent = runtime.agent
         self._cut = cut
         self._lock = threading.RLock()
-        self._table: dict[int, Meeting] = {}
+        self._table: dict[int, Generation] = {}
         self._agent.on_peer_end.append(self._peer_ended)
 
-    def open(self, title: str, size: int) -> Meeting:
+    def open(self, title: str, size: int) -> Generation:
         """Begin a meeting."""
-        meeting = Meeting(secrets.randbits(63), title, size, {}, {}, {}, [], [], [])
+        meeting = Generation(secrets.randbits(63), title, size, {}, {}, {}, [], [], [])
         with self._lock:
             self._table[meeting.key] = meeting
         return meeting
 
-    def close(self, meeting: Meeting, why: str = _GONE) -> None:
+    def close(self, meeting: Generation, why: str = _GONE) -> None:
         """End a meeting for good: it breaks if it has not, and is forgotten."""
         self.break_up(meeting, why)
         with self._lock:
@@ -104,7 +104,7 @@ class Meetings:
         for meeting in list(self._table.values()):
             self.close(meeting, "the worker that made it has left")
 
-    def break_up(self, meeting: Meeting, why: str, *, but: int = -1, known: bool = True) -> None:
+    def break_up(self, meeting: Generation, why: str, *, but: int = -1, known: bool = True) -> None:
         """Break a meeting, once: fail whoever waits, and tell the members, except rank ``but``, which knows."""
         with self._lock:
             first = not meeting.why
@@ -130,7 +130,7 @@ class Meetings:
             if rank != but:
                 self._agent.submit(partial(self._tell, meeting, rank, seat))
 
-    def _tell(self, meeting: Meeting, rank: int, seat: Seat) -> None:
+    def _tell(self, meeting: Generation, rank: int, seat: MemberSlot) -> None:
         agent = self._agent
         _ = call_quietly(
             agent,
@@ -153,7 +153,7 @@ class Meetings:
         for meeting, rank in lost:
             self._lost(meeting, rank, f"its worker {peer.name!r} ended ({peer.cause or peer.state})")
 
-    def _lost(self, meeting: Meeting, rank: int, why: str) -> None:
+    def _lost(self, meeting: Generation, rank: int, why: str) -> None:
         self.break_up(meeting, f"rank {rank} is gone: {why}", but=rank)
         with self._lock:
             meeting.seats.pop(rank, None)
@@ -162,7 +162,7 @@ class Meetings:
 
     # -- for members ---------------------------------------------------------------------------------
 
-    def _of(self, key: int) -> Meeting:
+    def _of(self, key: int) -> Generation:
         meeting = self._table.get(key)
         if meeting is None:
             raise CollectiveError(f"the collective is broken: {_GONE}")
@@ -170,7 +170,7 @@ class Meetings:
             raise meeting.error()
         return meeting
 
-    def gather(self, key: int, rank: int, seat: Seat, value: Any) -> Future[list[Any]]:
+    def gather(self, key: int, rank: int, seat: MemberSlot, value: Any) -> Future[list[Any]]:
         """Take a member's seat and what it says of itself; the future completes with what all of them say, by rank."""
         future: Future[list[Any]] = Future()
         done: list[Future[list[Any]]] = []
@@ -238,7 +238,7 @@ class Meetings:
         future.set_result(meeting.why)
         return future
 
-    def _no_news(self, meeting: Meeting, future: Future[str]) -> None:
+    def _no_news(self, meeting: Generation, future: Future[str]) -> None:
         with self._lock:
             if future in meeting.asking:
                 meeting.asking.remove(future)
@@ -285,5 +285,5 @@ def ask(key: int, what: str, *args: Any) -> Any:
 
 
 def gone(key: int, rank: int, why: str, left: bool) -> Any:
-    """See :meth:`Meetings.gone`."""
+    """See :meth:`Generations.gone`."""
     return Later(runtime().meetings.gone(key, rank, why, left))

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from actorrpc.actors.refs.object_ref import Kept, ObjectRef
+from actorrpc.actors.refs.object_ref import ObjectRef, StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import Location
 from actorrpc.agent.executor import Later
@@ -130,7 +130,7 @@ def _plant(root: RRef[Any], found: list[Future[Any]], located: Sequence[Future[L
             _log.exception("a large argument could not be passed on from worker to worker; all fetch it here")
             sources = [root] * len(found)
         for future, source in zip(found, sources, strict=True):
-            future.set_result(Kept(source))
+            future.set_result(StoredResult(source))
 
     collect_all(located).add_done_callback(known)
 

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActorGroup",
-    "Crew",
     "Gathering",
+    "GroupMembers",
     "GroupMethod",
     "GroupStream",
     "current_rank",
@@ -73,7 +73,7 @@ def route_of(handle: ActorHandle[Any]) -> Route:
     return cast("Route", handle.__dict__["_actorrpc_route"])
 
 
-class Crew(Generic[C]):
+class GroupMembers(Generic[C]):
     """The members of a group and of all of its slices. A member is replaced in one atomic step."""
 
     __slots__ = ("handles", "info", "make", "mesh", "turns")
@@ -444,7 +444,7 @@ def spawn(
             error.add_note(f"while {point} of a group of {mesh.size} was made")
             raise
     info = route_of(handles[0]).info
-    return ActorGroup(Crew(mesh, handles, info, make), mesh)
+    return ActorGroup(GroupMembers(mesh, handles, info, make), mesh)
 
 
 def _checked_arguments(found: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -516,7 +516,7 @@ class ActorGroup(Generic[C]):
 
     def __init__(
         self,
-        crew: Crew[C],
+        crew: GroupMembers[C],
         mesh: Mesh,
         given: Mapping[str, Any] | None = None,
         return_exceptions: bool = False,
@@ -727,7 +727,7 @@ def _rebuild(
     return_exceptions: bool,
 ) -> ActorGroup[Any]:
     mesh = Mesh._made(extents, tuple(range(len(handles))))
-    return ActorGroup(Crew(mesh, handles, info, None), mesh, given, return_exceptions)
+    return ActorGroup(GroupMembers(mesh, handles, info, None), mesh, given, return_exceptions)
 
 
 def _method(group: ActorGroup[Any], method: Any) -> GroupMethod[..., Any]:

@@ -22,8 +22,8 @@ from typing import Any, Final, NoReturn
 from actorrpc.actors.client.handle import ActorHandle
 from actorrpc.actors.context import Runtime, runtime
 from actorrpc.actors.groups.group import ActorGroup, handles_of, route_of
-from actorrpc.actors.supervision.groups import Family, perform
-from actorrpc.actors.supervision.record import Supervised
+from actorrpc.actors.supervision.groups import SupervisionGroup, perform
+from actorrpc.actors.supervision.record import ActorRecord
 from actorrpc.actors.supervision.strategies import STRATEGIES, Strategy
 from actorrpc.errors import ConfigError, SerializationError, SupervisionError, WrongTypeError
 from actorrpc.futures import Future
@@ -41,7 +41,7 @@ class Supervision:
     where nobody refers to it any more. Used in a ``with``, it is ended at the end of that.
     """
 
-    def __init__(self, family: Family, children: tuple[Any, ...], here: Runtime) -> None:
+    def __init__(self, family: SupervisionGroup, children: tuple[Any, ...], here: Runtime) -> None:
         self._family = family
         self._children = children
         self._runtime = here
@@ -198,7 +198,7 @@ def supervise(
         found = [_child(here, each) for each in given]
         if len({id(each) for each in found}) < len(found):
             raise ConfigError("an actor, or a group, is given twice: each can be in one group only, and once")
-        family = Family(here, found, strategy, limit, period_s, backoff_s, title)
+        family = SupervisionGroup(here, found, strategy, limit, period_s, backoff_s, title)
     made = Supervision(family, given, here)
     if on_failure is not None:
         _ = made.monitor(on_failure)
@@ -219,7 +219,7 @@ def _flat(children: Any) -> Iterable[ActorHandle[Any] | Supervision]:
             )
 
 
-def _child(here: Runtime, given: ActorHandle[Any] | Supervision) -> Supervised | Family:
+def _child(here: Runtime, given: ActorHandle[Any] | Supervision) -> ActorRecord | SupervisionGroup:
     """Find what is known of a child; the supervisor's lock is held."""
     if isinstance(given, Supervision):
         family = given._family

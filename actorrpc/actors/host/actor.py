@@ -15,15 +15,15 @@ from actorrpc import _time
 from actorrpc._exception_text import add_note, line_of, report
 from actorrpc._limits import NO_THREAD, explain_threads
 from actorrpc.actors.context import current
-from actorrpc.actors.host.envelope import LetterEntry
+from actorrpc.actors.host.envelope import Envelope
 from actorrpc.actors.host.event_loop import EventLoop
-from actorrpc.actors.host.executor import Callee, died
-from actorrpc.actors.host.loop_thread import LoopStation
-from actorrpc.actors.host.mailbox import TAKEN, Entry, Lane, Mailbox, Todo
-from actorrpc.actors.host.threads import BYSTANDERS, Station, Stations, wake_all
+from actorrpc.actors.host.executor import ActorExecutor, died
+from actorrpc.actors.host.loop_thread import LoopThread
+from actorrpc.actors.host.mailbox import TAKEN, Entry, GroupQueue, Mailbox, Wakeups
+from actorrpc.actors.host.threads import BYSTANDERS, ActorThread, ActorThreads, wake_all
 from actorrpc.actors.refs.arguments import resolve
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.spec.actor_spec import ActorSpec, ResidentGoneError, exit_text
+from actorrpc.actors.spec.actor_spec import ActorSpec, HostedActorGoneError, exit_text
 from actorrpc.actors.spec.death_report import IN_RESTORE
 from actorrpc.agent import hooks
 from actorrpc.agent.calls import CURRENT, Execution
@@ -34,7 +34,7 @@ from actorrpc.wire.frames import Frame
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
 
-__all__ = ["Resident", "send_ended"]
+__all__ = ["HostedActor", "send_ended"]
 
 _log = logging.getLogger("actorrpc.actors")
 
@@ -82,7 +82,7 @@ def _shown(instance: Any) -> str:
         return ""
 
 
-class Resident:
+class HostedActor:
     """One actor that lives in this worker. Thread-safe.
 
     ``_lock`` guards the state and the letters that came before the actor was there; the mailbox's lock is taken
@@ -94,14 +94,14 @@ class Resident:
 
     on_shown: ClassVar[Callable[[str], None] | None] = None
 
-    def __init__(self, runtime: Runtime, resident_id: int, stations: Stations) -> None:
+    def __init__(self, runtime: Runtime, resident_id: int, stations: ActorThreads) -> None:
         self.runtime = runtime
         self.agent = runtime.agent
         self.id = resident_id
         self.stations = stations
-        self.crew: list[Station] = []
+        self.crew: list[ActorThread] = []
         self.mailbox = Mailbox({"": 1})
-        self.callee = Callee(self)
+        self.callee = ActorExecutor(self)
         # Who its methods are to those whom they call, who keep the order of its calls; None: each execution is another.
         self.caller: int | None = runtime.residents.new_caller()
         self.instance: Any = None
@@ -115,18 +115,18 @@ class Resident:
         self.calls = 0
         self.begun = _time.now()
         self._lock = threading.RLock()
-        self._intake: list[LetterEntry] | None = []
+        self._intake: list[Envelope] | None = []
         # The event loops of an async actor, by concurrency group: added to under _lock, and replaced by none at the end.
         self.loops: dict[str, EventLoop] = {}
         # Says what callers get for what a method raised, where something here knows better (collectives do).
         self.on_error: Callable[[BaseException], BaseException] | None = None
-        self._plans: dict[str, Lane] = {}
+        self._plans: dict[str, GroupQueue] = {}
         self._ending: Callable[[], None] | None = None
         self._wound_up = False
 
     # -- letters -----------------------------------------------------------------------------------
 
-    def post(self, entry: LetterEntry) -> None:
+    def post(self, entry: Envelope) -> None:
         """Put a letter into the mailbox. Called in the order of the wire, maybe under a connection's read lock."""
         entry.office = self
         entry.peer.running[entry.frame.id] = entry
@@ -137,7 +137,7 @@ class Resident:
                     return
         self._put(entry)
 
-    def construct(self, entry: LetterEntry) -> None:
+    def construct(self, entry: Envelope) -> None:
         """Put the letter that makes the actor into the mailbox, before all others."""
         entry.office = self
         entry.peer.running[entry.frame.id] = entry
@@ -145,7 +145,7 @@ class Resident:
         if todo is not None:
             self.carry_out(todo)
 
-    def _put(self, entry: LetterEntry) -> None:
+    def _put(self, entry: Envelope) -> None:
         header = entry.header
         name = header.get("m", "")
         lane = self._plans.get(name)
@@ -164,7 +164,7 @@ class Resident:
         if entry.whole and "u" in header:
             self.agent.submit(partial(self._resolve, entry))
 
-    def _lane_of(self, name: str, group: str | None) -> Lane:
+    def _lane_of(self, name: str, group: str | None) -> GroupQueue:
         assert self.spec is not None
         method = self.spec.info.methods.get(name)
         asked = group
@@ -180,14 +180,14 @@ class Resident:
             self._plans[name] = lane
         return lane
 
-    def is_plain(self, entry: LetterEntry) -> bool:
+    def is_plain(self, entry: Envelope) -> bool:
         """Say whether a call is of a plain method: once begun it runs to its end, and gives one result."""
         assert self.spec is not None
         header = entry.header
         method = self.spec.info.methods.get(header.get("m", ""))
         return "q" not in header and (method is None or method.kind == "sync")
 
-    def arrived(self, entry: LetterEntry, conn: Any, frame: Frame) -> None:
+    def arrived(self, entry: Envelope, conn: Any, frame: Frame) -> None:
         """Take the rest of a letter that had been announced."""
         entry.frame = frame
         entry.conn = conn
@@ -202,7 +202,7 @@ class Resident:
         else:
             self.carry_out(self.mailbox.ready(entry))
 
-    def _resolve(self, entry: LetterEntry) -> None:
+    def _resolve(self, entry: Envelope) -> None:
         """Open a letter and fetch what its arguments refer to; it is ready when all of that is here."""
 
         def ready(future: Future[Any]) -> None:
@@ -232,7 +232,7 @@ class Resident:
             future.add_done_callback(ready)
             self.runtime.residents.deadlocks.poke()
 
-    def carry_out(self, todo: Todo) -> None:
+    def carry_out(self, todo: Wakeups) -> None:
         """Wake and start what a step of the mailbox has named. Starts nothing on this thread."""
         if todo.wake:
             wake_all(todo)
@@ -244,9 +244,9 @@ class Resident:
                 else:
                     self._have_pumped(loop, lane)
             else:
-                self.agent.submit(Station(self, lane).start)
+                self.agent.submit(ActorThread(self, lane).start)
 
-    def _have_pumped(self, loop: EventLoop, lane: Lane) -> None:
+    def _have_pumped(self, loop: EventLoop, lane: GroupQueue) -> None:
         """Have a loop start what its lane has."""
         try:
             loop.submit(partial(self.callee.pump, lane))
@@ -255,7 +255,7 @@ class Resident:
         except NO_THREAD:
             self.agent.submit(partial(self.understaffed, lane))
 
-    def _open_loop(self, lane: Lane) -> None:
+    def _open_loop(self, lane: GroupQueue) -> None:
         """Make the event loop of a concurrency group, when the first call of the group has come."""
         loop = self.loops.get(lane.name)
         if loop is None:
@@ -273,15 +273,15 @@ class Resident:
         if loop is not None:  # otherwise the actor has ended, and with it what waited
             self._have_pumped(loop, lane)
 
-    def _new_loop(self, lane: Lane) -> EventLoop:
+    def _new_loop(self, lane: GroupQueue) -> EventLoop:
         title = f"{self.title} (concurrency group {lane.name!r})" if lane.name else self.title
-        return EventLoop(title, LoopStation(self, lane), self._exited_aside, self.broken, self.agent)
+        return EventLoop(title, LoopThread(self, lane), self._exited_aside, self.broken, self.agent)
 
-    def loop_of(self, lane: Lane | None) -> EventLoop | None:
+    def loop_of(self, lane: GroupQueue | None) -> EventLoop | None:
         """Return the loop that runs the calls of a lane; None where they run on threads, or there is none (any more)."""
         return self.loops.get(lane.name) if lane is not None and lane.is_async else None
 
-    def finished(self, lane: Lane, todo: Todo) -> None:
+    def finished(self, lane: GroupQueue, todo: Wakeups) -> None:
         """Go on after an entry of a lane is over."""
         if todo.wake or todo.start:
             self.carry_out(todo)
@@ -289,14 +289,14 @@ class Resident:
         if ending is not None:
             ending()
 
-    def understaffed(self, lane: Lane, why: str = "") -> None:
-        """Refuse what waits in a lane for a thread that the system does not have. The next call asks for one again.
+    def understaffed(self, lane: GroupQueue, why: str = "") -> None:
+        """Refuse the calls of a lane that wait for a thread that the system does not have. The next call asks for one again.
 
         ``why``: what else the system does not have.
         """
         why = why or f"it needs a thread: {explain_threads()}"
         for entry in self.mailbox.understaffed(lane):
-            assert isinstance(entry, LetterEntry)
+            assert isinstance(entry, Envelope)
             text = f"{self.callee.label(entry)} was not executed, as {why}"
             self.callee.refuse(entry, LimitError(text))
 
@@ -307,13 +307,13 @@ class Resident:
         """
         why = f"a thread of it ended unexpectedly, because of {line_of(error)}"
         report(_log, error, "actor %s is ended: a thread of it ended unexpectedly", self.title)
-        if isinstance(entry, LetterEntry):
+        if isinstance(entry, Envelope):
             self.callee.fail(entry, died(self, why))
         _ = self.end("now", why)
         if self.spec is not None:
             send_ended(self.runtime, self.spec, "broken", why)
 
-    def _look_after(self, entry: LetterEntry) -> None:
+    def _look_after(self, entry: Envelope) -> None:
         """Report a call that waits for its own ancestor, which blocks where we cannot run it. On the clock's thread."""
         seat = entry.seat
         if entry.state != "new" or seat is None or seat.waiting:  # type: ignore[attr-defined]
@@ -327,12 +327,12 @@ class Resident:
             seat.stack(),  # type: ignore[attr-defined]
         )
 
-    def _refuse_gone(self, entry: LetterEntry) -> None:
-        self.agent.submit(partial(self.callee.refuse, entry, ResidentGoneError(self.id, self.why)))
+    def _refuse_gone(self, entry: Envelope) -> None:
+        self.agent.submit(partial(self.callee.refuse, entry, HostedActorGoneError(self.id, self.why)))
 
     # -- giving up -----------------------------------------------------------------------------------
 
-    def cancel(self, entry: LetterEntry, stop: bool) -> None:
+    def cancel(self, entry: Envelope, stop: bool) -> None:
         """Give up a call: one that waits never runs; a method that runs is interrupted if that is wanted (``stop``)."""
         lane = entry.lane
         # Set first: one that has had its turn in this moment, and that nobody runs yet, sees it when it is about to.
@@ -356,7 +356,7 @@ class Resident:
         if stop:
             self.interrupt(entry)
 
-    def deadlocked(self, entry: LetterEntry, error: RpcError) -> None:
+    def deadlocked(self, entry: Envelope, error: RpcError) -> None:
         """End a call that can never go on; does nothing if it is over."""
         if self.withdraw(entry, error):
             return
@@ -367,7 +367,7 @@ class Resident:
         if entry.task is not None and loop is not None:
             loop.submit(partial(self.callee.stop, entry, True))
 
-    def withdraw(self, entry: LetterEntry, error: RpcError) -> bool:
+    def withdraw(self, entry: Envelope, error: RpcError) -> bool:
         """End a call that waits with an error; does nothing, and returns False, if it has had its turn."""
         todo = self.mailbox.cancel(entry)
         if todo is not None:
@@ -385,7 +385,7 @@ class Resident:
 
     # -- construction --------------------------------------------------------------------------------
 
-    def make(self, entry: LetterEntry) -> Any:
+    def make(self, entry: Envelope) -> Any:
         """Make the instance. Runs on the actor's own station."""
         where = "constructor"
         try:
@@ -415,8 +415,8 @@ class Resident:
             raise
         self.instance = instance
         self.shown = _shown(instance)
-        if self.shown and spec.alone and Resident.on_shown is not None:
-            Resident.on_shown(self.shown)
+        if self.shown and spec.alone and HostedActor.on_shown is not None:
+            HostedActor.on_shown(self.shown)
         # What came with the order to make it is not kept alive by having been an argument.
         self.spec = spec = replace(spec, cls=None, arguments=None, state=None)
         self._open_mailbox(spec)
@@ -451,7 +451,7 @@ class Resident:
 
     # -- the end ---------------------------------------------------------------------------------------
 
-    def exited(self, entry: LetterEntry | None, why: str, kind: str = "exit") -> None:
+    def exited(self, entry: Envelope | None, why: str, kind: str = "exit") -> None:
         """End the actor because something in it has called exit_actor() or, ``kind``, sys.exit().
 
         Args:
@@ -475,9 +475,9 @@ class Resident:
         """
         station: Any = WAITING.station
         entry: Any = None
-        if isinstance(station, Station) and station in self.crew:
+        if isinstance(station, ActorThread) and station in self.crew:
             entry = station.running
-        elif isinstance(station, LoopStation) and any(
+        elif isinstance(station, LoopThread) and any(
             station is each.station for each in list(self.loops.values())
         ):
             entry = station.current
@@ -485,7 +485,7 @@ class Resident:
             self.agent.submit(partial(self.exited, None, why))
 
     def end(self, how: str, why: str) -> Future[None]:
-        """End the actor: ``"drain"`` lets what waits run before, ``"now"`` does not. Completes when it is over.
+        """End the actor: ``"drain"`` lets the calls that wait run before, ``"now"`` does not. Completes when it is over.
 
         ``"move"`` is ``"drain"`` whose future gives the actor's last state, a Snapshot, where its class keeps one.
         """
@@ -524,7 +524,7 @@ class Resident:
         if running and self.over._claim():
             self.over._finish(None, None)
 
-    def left(self, station: Station) -> None:
+    def left(self, station: ActorThread) -> None:
         """Hear that a station has ended, on its thread."""
         with self._lock:
             self.crew.remove(station)
@@ -532,8 +532,8 @@ class Resident:
         if last:
             self._wind_up()
 
-    def _close(self, state: str) -> list[LetterEntry]:
-        """Refuse what waits, and everything from now on; return what is running."""
+    def _close(self, state: str) -> list[Envelope]:
+        """Refuse the calls that wait, and all that come from now on; return what is running."""
         BYSTANDERS.leave(self)
         loops = list(self.loops.values())  # the last station that ends takes them away
         entries, stations = self.mailbox.close()
@@ -541,7 +541,7 @@ class Resident:
             self.state = state
             intake, self._intake = self._intake or [], None
         for entry in [*entries, *intake]:
-            self.callee.refuse(entry, ResidentGoneError(self.id, self.why))  # type: ignore[arg-type]
+            self.callee.refuse(entry, HostedActorGoneError(self.id, self.why))  # type: ignore[arg-type]
         for loop in loops:
             self.refuse_due(loop.station)
         for station in stations:
@@ -549,7 +549,7 @@ class Resident:
         running = []
         for station in list(self.crew):
             station.end()
-            if isinstance(station.running, LetterEntry):
+            if isinstance(station.running, Envelope):
                 running.append(station.running)
         for loop in loops:
             running += list(loop.station.entries.values())
@@ -559,10 +559,10 @@ class Resident:
                 self.over._finish(None, None)
         return running
 
-    def refuse_due(self, station: LoopStation) -> None:
+    def refuse_due(self, station: LoopThread) -> None:
         """Refuse the plain methods whose turn on a loop will not come any more."""
         for entry in station.ended():
-            self.callee.refuse(entry, ResidentGoneError(self.id, self.why))
+            self.callee.refuse(entry, HostedActorGoneError(self.id, self.why))
 
     def _wind_up(self) -> None:
         """Run the actor's last hooks, once, when its threads are gone: the last of them runs them itself.
@@ -596,7 +596,7 @@ class Resident:
             self.state = "over"
             for peer in (self.agent.self_peer, *self.agent.peers()):
                 for each in list(peer.running.values()):
-                    if type(each) is LetterEntry and each.office is self and each.state is TAKEN:
+                    if type(each) is Envelope and each.office is self and each.state is TAKEN:
                         # Whatever was to answer it, does not any more. One that has not been handed out is refused, as not
                         # executed, by the thread that has found the mailbox closed.
                         self.callee.fail(each, died(self, self.why))

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Final
 from actorrpc._exception_text import report
 from actorrpc.actors.context import current
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.spec.actor_spec import ResidentGoneError
+from actorrpc.actors.spec.actor_spec import HostedActorGoneError
 from actorrpc.agent import hooks
 from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import ShutdownError
 from actorrpc.futures import Future
 
 if TYPE_CHECKING:
-    from actorrpc.actors.host.actor import Resident
+    from actorrpc.actors.host.actor import HostedActor
     from actorrpc.actors.spec.actor_spec import ActorSpec
 
 __all__ = ["LAST", "Checkpoints"]
@@ -42,10 +42,10 @@ class Checkpoints:
     is logged: the state before it stays.
 
     Raises:
-        ResidentGoneError: the supervisor has given this incarnation up meanwhile, and keeps nothing of it.
+        HostedActorGoneError: the supervisor has given this incarnation up meanwhile, and keeps nothing of it.
     """
 
-    def __init__(self, resident: Resident) -> None:
+    def __init__(self, resident: HostedActor) -> None:
         self._resident = resident
         self._numbers = itertools.count(1)  # of calls that have not raised
 
@@ -148,14 +148,14 @@ class Checkpoints:
         """Log what keeps the supervisor from having the state, unless it has given the incarnation up."""
         try:
             yield
-        except ResidentGoneError:
+        except HostedActorGoneError:
             raise
         except Exception as error:
             self._lost(error)
 
     def _confirm(self, is_kept: bool) -> None:
         if not is_kept:
-            error = ResidentGoneError(self._resident.id, "its supervisor has given it up")
+            error = HostedActorGoneError(self._resident.id, "its supervisor has given it up")
             error.maybe_executed = True
             raise error
         hooks.reach("actor.checkpointed")

@@ -1,4 +1,4 @@
-"""Deadlocks: actors that wait for each other in a circle, found and broken.
+"""Actors that wait for each other in a circle, found and broken.
 
 Where calls wait for an actor, and the actor itself waits for a call for a second, its worker asks the worker of that
 call what *it* waits for, and so on. Only what is certain is followed: a method that waits for a call (or for all of
@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
 from actorrpc.actors.context import current
-from actorrpc.actors.host.envelope import LetterEntry
-from actorrpc.actors.host.mailbox import NEW, Lane
+from actorrpc.actors.host.envelope import Envelope
+from actorrpc.actors.host.mailbox import NEW, GroupQueue
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.streams.producer import Producer
-from actorrpc.actors.streams.stalls import PATIENCE_S, Reader, Stall, awaited, awaited_by
+from actorrpc.actors.streams.stalls import PATIENCE_S, Stall, StreamReader, awaited, awaited_by
 from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.agent.timers import Tick
 from actorrpc.errors import DeadlockError, RpcError
@@ -41,12 +41,12 @@ from actorrpc.rpc.rref import RRef
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
-    from actorrpc.actors.host.actor import Resident
-    from actorrpc.actors.host.loop_thread import LoopStation
-    from actorrpc.actors.host.threads import Station
+    from actorrpc.actors.host.actor import HostedActor
+    from actorrpc.actors.host.loop_thread import LoopThread
+    from actorrpc.actors.host.threads import ActorThread
     from actorrpc.agent.peers import Peer
 
-__all__ = ["Deadlocks", "Probe"]
+__all__ = ["DeadlockDetector", "Probe"]
 
 _LOOK_S: Final = 1.0
 _MOST_HOPS: Final = 64
@@ -71,12 +71,12 @@ class Probe:
         """Return the question as it goes on."""
         return replace(self, trail=(*self.trail, what))
 
-    def began(self, runtime: Runtime, resident: Resident, what: int) -> bool:
+    def began(self, runtime: Runtime, resident: HostedActor, what: int) -> bool:
         """Say whether it has come back to where it began."""
         return (self.worker, self.resident_id, self.execution) == (runtime.references.me, resident.id, what)
 
 
-class Deadlocks:
+class DeadlockDetector:
     """Looks, once a second while there is reason to, for actors here that may be in a deadlock. Thread-safe."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -86,7 +86,7 @@ class Deadlocks:
         self._seen: dict[object, list[Call | Stall]] = {}  # who waited, and for what, when we looked last
 
     def poke(self) -> None:
-        """See to it that somebody looks soon: an actor for which calls wait waits itself."""
+        """Have the detector look soon: an actor for which calls wait waits itself."""
         self._tick.poke()
 
     def _look(self) -> bool:
@@ -105,7 +105,7 @@ class Deadlocks:
                 busy = True  # also where it waits for no call yet: one to an actor that is being made comes later
                 calls = [each for each in station.waits_for if not isinstance(each, Producer)]
                 running = station.running
-                if not isinstance(running, LetterEntry) or running.execution is None:
+                if not isinstance(running, Envelope) or running.execution is None:
                     continue
                 probe = Probe(
                     self._runtime.references.me, resident.id, running.execution.chain, (_say(running),)
@@ -124,13 +124,13 @@ class Deadlocks:
                 self._runtime.agent.submit(partial(_send, self._runtime, call, probe))
 
 
-def _heads(resident: Resident) -> list[LetterEntry]:
+def _heads(resident: HostedActor) -> list[Envelope]:
     """Return the calls that wait for their arguments, while later ones of their callers wait for them."""
     lanes = (*resident.mailbox.lanes.values(), *resident.mailbox.async_lanes.values())
-    return [head for lane in lanes for head in lane.heads() if isinstance(head, LetterEntry)]
+    return [head for lane in lanes for head in lane.heads() if isinstance(head, Envelope)]
 
 
-def _awaited_arguments(entry: LetterEntry) -> list[Call | Stall]:
+def _awaited_arguments(entry: Envelope) -> list[Call | Stall]:
     """Return what brings a call the arguments that are not here."""
     if entry.ready or not isinstance(entry.opened, tuple):
         return []
@@ -139,9 +139,9 @@ def _awaited_arguments(entry: LetterEntry) -> list[Call | Stall]:
     return [found for each in refs for found in awaited(each._fetched or each._future)]
 
 
-def _blocked(resident: Resident) -> list[Station | LoopStation]:
+def _blocked(resident: HostedActor) -> list[ActorThread | LoopThread]:
     """Return what calls wait for at an actor and waits itself: the station of a serial one, and its event loops."""
-    found: list[Station | LoopStation] = []
+    found: list[ActorThread | LoopThread] = []
     lane = resident.mailbox.lanes[""]
     if lane.limit == 1 and not lane.yielding and lane.waiting:
         found += [each for each in list(resident.crew) if each.lane is lane and each.waiting][:1]
@@ -149,7 +149,7 @@ def _blocked(resident: Resident) -> list[Station | LoopStation]:
     return found
 
 
-def _holder(entry: LetterEntry, resident: Resident) -> LetterEntry | None:
+def _holder(entry: Envelope, resident: HostedActor) -> Envelope | None:
     """Return the call that has to go on before this one, which is its actor's, can; itself if it runs on a thread."""
     lane, loop = entry.lane, resident.loop_of(entry.lane)
     if lane is not None and lane.is_async:
@@ -169,10 +169,10 @@ def _holder(entry: LetterEntry, resident: Resident) -> LetterEntry | None:
         return None
     station = next((each for each in list(resident.crew) if each.lane is lane), None)
     found = station.running if station is not None else None
-    return found if isinstance(found, LetterEntry) else None
+    return found if isinstance(found, Envelope) else None
 
 
-def _say(entry: LetterEntry) -> str:
+def _say(entry: Envelope) -> str:
     resident = entry.office
     name = entry.header.get("m", "__init__")
     return f"{resident.title}.{name}()" if resident is not None else f"{name}()"
@@ -218,7 +218,7 @@ def _pursue(id: int, probe: Probe) -> None:
     if isinstance(entry, Execution):
         _pursue_plain(runtime, entry, probe)
         return
-    if not isinstance(entry, LetterEntry) or entry.office is None:
+    if not isinstance(entry, Envelope) or entry.office is None:
         return
     if _closes(runtime, entry, probe):
         return
@@ -227,7 +227,7 @@ def _pursue(id: int, probe: Probe) -> None:
         for call in _awaited_arguments(entry)[:_BRANCHES]:
             _send(runtime, call, probe.past(_say(entry)))
         first = lane.held_behind(entry)
-        if isinstance(first, LetterEntry):
+        if isinstance(first, Envelope):
             if probe.began(runtime, resident, -first.number):
                 _verdict(resident, entry, probe, first)
                 return
@@ -250,7 +250,7 @@ def _pursue(id: int, probe: Probe) -> None:
     # What runs within it, on the same thread, has to end before it.
     inner = seat.running
     probe = probe.past(_say(running))
-    if inner is not running and isinstance(inner, LetterEntry):
+    if inner is not running and isinstance(inner, Envelope):
         probe = probe.past(_say(inner))
     for call in seat.waits_for[:_BRANCHES]:
         _send(runtime, call, probe)
@@ -271,9 +271,9 @@ def _pursue_plain(runtime: Runtime, execution: Execution, probe: Probe) -> None:
         _send(runtime, left[0], probe.past(f"a function on {runtime.agent.name!r}"))
 
 
-def _say_reader(reader: Reader) -> str:
+def _say_reader(reader: StreamReader) -> str:
     call = reader.call
-    return _say(call) if isinstance(call, LetterEntry) else reader.name
+    return _say(call) if isinstance(call, Envelope) else reader.name
 
 
 def _say_pause(producer: Producer) -> str:
@@ -295,7 +295,7 @@ def _look_at_streams(runtime: Runtime, before: set[int]) -> set[int]:
         The pauses there are now. Where there are none, there is no reason to look again.
     """
     found: set[int] = set()
-    looked: set[Lane] = set()
+    looked: set[GroupQueue] = set()
     for producer in runtime.streams.pausing():
         entry, pause = producer.entry, producer.pause
         if entry is None or not pause or entry.office is None or entry.lane is None:
@@ -314,7 +314,7 @@ def _look_at_streams(runtime: Runtime, before: set[int]) -> set[int]:
     return found
 
 
-def _begin(runtime: Runtime, office: Resident, token: int, text: str, targets: list[Call | Stall]) -> None:
+def _begin(runtime: Runtime, office: HostedActor, token: int, text: str, targets: list[Call | Stall]) -> None:
     probe = Probe(runtime.references.me, office.id, token, (text,))
     for target in targets[:_BRANCHES]:
         if isinstance(target, Producer):
@@ -324,7 +324,7 @@ def _begin(runtime: Runtime, office: Resident, token: int, text: str, targets: l
 
 
 def _holders(
-    runtime: Runtime, office: Resident, lane: Lane
+    runtime: Runtime, office: HostedActor, lane: GroupQueue
 ) -> dict[int, tuple[str, list[Call | Stall]]] | None:
     """Return what the places of a lane are held by, and what that waits for; None unless all of it waits."""
     found: dict[int, tuple[str, list[Call | Stall]]] = {}
@@ -337,7 +337,7 @@ def _holders(
     else:
         for station in list(office.crew):
             running, targets = station.running, station.waits_for
-            if station.lane is not lane or not isinstance(running, LetterEntry) or running.execution is None:
+            if station.lane is not lane or not isinstance(running, Envelope) or running.execution is None:
                 continue
             if not targets:
                 return None
@@ -419,7 +419,7 @@ def _at_producer(stream: int, probe: Probe) -> None:
             _follow(runtime, target, probe.past(_say(entry)))
 
 
-def _pursue_task(runtime: Runtime, entry: LetterEntry, probe: Probe) -> bool:
+def _pursue_task(runtime: Runtime, entry: Envelope, probe: Probe) -> bool:
     """Go on with what the coroutine of a call awaits; False where it is none."""
     task = entry.task
     if task is None:
@@ -438,7 +438,7 @@ def _sighted(seen: dict[int, float], token: int) -> bool:
     return now - seen.setdefault(token, now) >= _AGAIN_S
 
 
-def _closes(runtime: Runtime, entry: LetterEntry, probe: Probe) -> bool:
+def _closes(runtime: Runtime, entry: Envelope, probe: Probe) -> bool:
     """Say whether a call waits for the places from one of which the search began; break the circle if it is certain."""
     office, lane = entry.office, entry.lane
     if office is None or lane is None or entry.state is not NEW or entry.seat is not None:
@@ -467,7 +467,7 @@ def _end_stream(producer: Producer, probe: Probe) -> None:
         )
 
 
-def _error(office: Resident, what: str, trail: tuple[str, ...]) -> DeadlockError:
+def _error(office: HostedActor, what: str, trail: tuple[str, ...]) -> DeadlockError:
     return DeadlockError(
         f"{what}: {' -> '.join(trail)} wait for each other in a circle. Take the stream's items before "
         "you wait for the actor, close the stream, give it a larger backpressure=, or the actor max_concurrency > 1",
@@ -476,7 +476,7 @@ def _error(office: Resident, what: str, trail: tuple[str, ...]) -> DeadlockError
     )
 
 
-def _verdict(resident: Resident, entry: LetterEntry, probe: Probe, behind: LetterEntry | None = None) -> None:
+def _verdict(resident: HostedActor, entry: Envelope, probe: Probe, behind: Envelope | None = None) -> None:
     """Break the circle, if it has been found for the second time: what is on its way may have undone the first.
 
     ``behind``: the earlier call of the same caller that the entry waits for.

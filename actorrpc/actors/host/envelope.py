@@ -12,12 +12,12 @@ from actorrpc.agent.executor import path_of
 if TYPE_CHECKING:
     import asyncio
 
-    from actorrpc.actors.host.actor import Resident
+    from actorrpc.actors.host.actor import HostedActor
     from actorrpc.agent.calls import Execution
     from actorrpc.agent.peers import Peer
     from actorrpc.wire.frames import Frame
 
-__all__ = ["GRACE_S", "LetterEntry"]
+__all__ = ["GRACE_S", "Envelope"]
 
 GRACE_S: Final = 5.0
 """How long a coroutine that is cancelled may take to clean up, and make calls for it."""
@@ -25,7 +25,7 @@ GRACE_S: Final = 5.0
 _CALLER: Final = (1 << FRAME_BIT - CALLER_BIT) - 1
 
 
-class LetterEntry(Entry):
+class Envelope(Entry):
     """A call in a mailbox.
 
     Attributes:
@@ -75,7 +75,7 @@ class LetterEntry(Entry):
         self.execution: Execution | None = None
         self.opened: Any = None  # (args, kwargs), or the error of an argument
         self.task: asyncio.Task[Any] | None = None
-        self.office: Resident | None = None
+        self.office: HostedActor | None = None
         self.whole = whole
         self.sealed = True
         self.given_up = False  # it is not to run, if it does not yet

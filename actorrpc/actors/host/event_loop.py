@@ -29,7 +29,7 @@ from actorrpc.agent.timers import Tick
 from actorrpc.futures import WAITING, Future
 
 if TYPE_CHECKING:
-    from actorrpc.actors.host.loop_thread import LoopStation
+    from actorrpc.actors.host.loop_thread import LoopThread
     from actorrpc.agent.agent import Agent
 
 __all__ = ["EventLoop"]
@@ -54,7 +54,7 @@ class EventLoop:
     def __init__(
         self,
         title: str,
-        station: LoopStation,
+        station: LoopThread,
         exits: Callable[[SystemExit], Any],
         lost: Callable[[BaseException], Any],
         agent: Agent,
@@ -66,7 +66,7 @@ class EventLoop:
         self._lost = lost
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_complain)
-        self._watch = _Watch(self._loop, title, station, agent)
+        self._watch = _LoopWatch(self._loop, title, station, agent)
         self._started = False
         self._thread: threading.Thread | None = None
         # Guards starting and ending; leaf.
@@ -195,14 +195,14 @@ def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         loop.default_exception_handler(context)
 
 
-class _Watch:
+class _LoopWatch:
     """Names, once each, the methods that hold the loop for longer than a second.
 
     Where the loop is not asyncio's own (uvloop's has no selector) nothing is watched.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, title: str, station: LoopStation, agent: Agent
+        self, loop: asyncio.AbstractEventLoop, title: str, station: LoopThread, agent: Agent
     ) -> None:
         self._loop = loop
         self._title = title

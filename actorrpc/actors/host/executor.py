@@ -19,12 +19,12 @@ import torch
 from actorrpc import _time
 from actorrpc._exception_text import cut_frames, is_a, let_frames_go
 from actorrpc.actors.host.checkpoints import Checkpoints
-from actorrpc.actors.host.envelope import GRACE_S, LetterEntry
-from actorrpc.actors.host.mailbox import Entry, Lane
-from actorrpc.actors.host.threads import Interrupted, Station
-from actorrpc.actors.refs.object_ref import SMALL, Kept, keep_large
+from actorrpc.actors.host.envelope import GRACE_S, Envelope
+from actorrpc.actors.host.mailbox import Entry, GroupQueue
+from actorrpc.actors.host.threads import ActorThread, Interrupted
+from actorrpc.actors.refs.object_ref import SMALL, StoredResult, keep_large
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.spec.actor_spec import ActorExit, ResidentGoneError, exit_text
+from actorrpc.actors.spec.actor_spec import ActorExit, HostedActorGoneError, exit_text
 from actorrpc.actors.streams.producer import aproduce, produce
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, Execution
@@ -35,11 +35,11 @@ from actorrpc.rpc.rref import RRef
 from actorrpc.wire.frames import CREDIT, LETTER, pack_frame
 
 if TYPE_CHECKING:
-    from actorrpc.actors.host.actor import Resident
+    from actorrpc.actors.host.actor import HostedActor
     from actorrpc.actors.host.event_loop import EventLoop
-    from actorrpc.actors.host.loop_thread import LoopStation
+    from actorrpc.actors.host.loop_thread import LoopThread
 
-__all__ = ["Callee", "died"]
+__all__ = ["ActorExecutor", "died"]
 
 _log = logging.getLogger("actorrpc.actors")
 INFINITE: Final = float("inf")
@@ -49,9 +49,9 @@ _NOTHING: Final = object()
 _use_count: Final = getattr(torch._C, "_storage_Use_Count", None)
 
 
-def died(resident: Resident, why: str) -> ResidentGoneError:
+def died(resident: HostedActor, why: str) -> HostedActorGoneError:
     """Return the error of a call that was running when its actor ended; its caller asks the supervisor what comes next."""
-    error = ResidentGoneError(resident.id, why)
+    error = HostedActorGoneError(resident.id, why)
     error.maybe_executed = True
     return error
 
@@ -64,10 +64,10 @@ def _method_of(instance: Any, name: str) -> Any:
     return inspect.getattr_static(type(instance), name).__get__(instance, type(instance))
 
 
-class Callee:
+class ActorExecutor:
     """Runs the calls of one resident. Thread-safe: what it keeps belongs to the resident."""
 
-    def __init__(self, resident: Resident) -> None:
+    def __init__(self, resident: HostedActor) -> None:
         self.resident = resident
         self.runtime = resident.runtime
         self.agent = resident.agent
@@ -75,9 +75,9 @@ class Callee:
         self._checkpoints = Checkpoints(resident)
         self._instance_rref: Any = None
 
-    def run(self, entry: Entry, station: Station) -> None:
+    def run(self, entry: Entry, station: ActorThread) -> None:
         """Run one call on a station, answer it, and see what came meanwhile. Never raises."""
-        assert isinstance(entry, LetterEntry)
+        assert isinstance(entry, Envelope)
         station.depth += 1
         if not self.agent.pool.idle:
             self.agent.pool.ensure_reader()
@@ -101,7 +101,7 @@ class Callee:
                 station.caller.flush()
             station.caller = conn
 
-    def _run(self, entry: LetterEntry, station: Station) -> None:
+    def _run(self, entry: Envelope, station: ActorThread) -> None:
         if not self._may_start(entry):
             return
         if station.depth > _MAX_DEPTH:
@@ -127,7 +127,7 @@ class Callee:
             CURRENT.reset(token)
             entry.opened = None
 
-    def _raised(self, entry: LetterEntry, error: BaseException) -> None:
+    def _raised(self, entry: Envelope, error: BaseException) -> None:
         """Answer a call whose method has raised, and see to the actor's end where that is what it means."""
         if is_a(error, ActorExit):
             self.resident.exited(entry, str(error))
@@ -143,7 +143,7 @@ class Callee:
             f"actor {self.resident.title}: calls that descend from each other are nested {_MAX_DEPTH} deep in it"
         )
 
-    def _begin(self, entry: LetterEntry, station: Station | None) -> Execution:
+    def _begin(self, entry: Envelope, station: ActorThread | None) -> Execution:
         """Begin the execution of a call: what descends from it may run within it from now on."""
         id = self.runtime.residents.new_execution(self.resident.caller)
         execution = entry.execution = Execution(entry.peer, entry.frame.id, entry.deadline, id)
@@ -154,7 +154,7 @@ class Callee:
         self.mailbox.begin(id, station)
         return execution
 
-    def _may_start(self, entry: LetterEntry) -> bool:
+    def _may_start(self, entry: Envelope) -> bool:
         if entry.deadline != INFINITE and _time.now() > entry.deadline:
             self.refuse(
                 entry,
@@ -167,17 +167,17 @@ class Callee:
             return False
         return True
 
-    def label(self, entry: LetterEntry) -> str:
+    def label(self, entry: Envelope) -> str:
         return f"the call of {self.resident.title}.{entry.header.get('m', '__init__')}()"
 
-    def open(self, entry: LetterEntry) -> Any:
+    def open(self, entry: Envelope) -> Any:
         """Return ``(args, kwargs)`` of a letter."""
         frame, conn, agent = entry.frame, entry.conn, self.agent
         if not entry.unseal():
             raise CancelledError(f"{self.label(entry)} was given up", maybe_executed=False)
         if frame.flags == LETTER and "f" not in entry.header and TAG not in entry.header:
             return outbound.open_plain(frame.body, entry.peer)
-        parcel = outbound.Parcel(entry.peer)
+        parcel = outbound.MessageContext(entry.peer)
         agent.inbox.arrived(parcel, entry.header)
         try:
             opened = outbound.open_body(conn, frame, entry.header, parcel, agent.recorder)
@@ -193,7 +193,7 @@ class Callee:
             agent.confirm(parcel.received, execution)
         return opened
 
-    def arguments(self, entry: LetterEntry) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, entry: Envelope) -> tuple[tuple[Any, ...], dict[str, Any]]:
         opened, entry.opened = entry.opened, None
         if opened is None:
             opened = self.open(entry)
@@ -202,7 +202,7 @@ class Callee:
         args, kwargs = opened
         return args, kwargs
 
-    def _call(self, entry: LetterEntry, execution: Execution) -> Any:
+    def _call(self, entry: Envelope, execution: Execution) -> Any:
         """Run the method; return its result, or ``_NOTHING`` where the answer comes later or has been given."""
         header = entry.header
         name = header.get("m")
@@ -223,7 +223,7 @@ class Callee:
             raise TypeError(f"{self.resident.title}.{name} is async and cannot be run here")
         return self._returned(entry, method, call())
 
-    def _returned(self, entry: LetterEntry, method: Any, value: Any, *, keeps: bool = True) -> Any:
+    def _returned(self, entry: Envelope, method: Any, value: Any, *, keeps: bool = True) -> Any:
         """See to what a method has returned; ``_NOTHING``: the answer comes later. ``keeps``: the state is kept before."""
         if type(value) is Later:
             self._answer_later(entry, value.future)
@@ -262,7 +262,7 @@ class Callee:
             self._instance_rref = RRef(self.resident.instance)
         return self._instance_rref
 
-    def _stream(self, entry: LetterEntry, generator: Any) -> None:
+    def _stream(self, entry: Envelope, generator: Any) -> None:
         producer = self.runtime.streams.open(
             int(entry.header.get("q", 0)), entry.peer, owner=self.resident, entry=entry
         )
@@ -275,7 +275,7 @@ class Callee:
             entry.conn.flush(True)
         produce(self._checkpoints.behind(generator), producer, partial(self._end_of_stream, entry))
 
-    def _end_of_stream(self, entry: LetterEntry, error: BaseException) -> BaseException:
+    def _end_of_stream(self, entry: Envelope, error: BaseException) -> BaseException:
         """Say what the consumer of a stream gets for what the generator has raised."""
         if is_a(error, ActorExit):
             return died(self.resident, str(error) or "exit_actor() was called in it")
@@ -287,7 +287,7 @@ class Callee:
             return CancelledError(f"{self.label(entry)} was interrupted: its call was cancelled")
         return error
 
-    def _answer_later(self, entry: LetterEntry, future: Any) -> None:
+    def _answer_later(self, entry: Envelope, future: Any) -> None:
         def ready(done: Any) -> None:
             execution = entry.execution
             token = CURRENT.set(execution)
@@ -307,10 +307,10 @@ class Callee:
 
     # -- on an event loop ------------------------------------------------------------------------------
 
-    def _start(self, entry: LetterEntry, lane: Lane) -> None:
+    def _start(self, entry: Envelope, lane: GroupQueue) -> None:
         loop = self.resident.loop_of(lane)
         if loop is None:  # its actor has ended in this moment
-            self.refuse(entry, ResidentGoneError(self.resident.id, self.resident.why))
+            self.refuse(entry, HostedActorGoneError(self.resident.id, self.resident.why))
         if loop is None or not self._may_start(entry):
             self.resident.finished(lane, self.mailbox.done(lane))
             return
@@ -322,7 +322,9 @@ class Callee:
             return
         self._task(entry, lane, loop, partial(self._run_async, entry))
 
-    def _task(self, entry: LetterEntry, lane: Lane, loop: EventLoop, run: Callable[[Execution], Any]) -> None:
+    def _task(
+        self, entry: Envelope, lane: GroupQueue, loop: EventLoop, run: Callable[[Execution], Any]
+    ) -> None:
         """Begin the execution of a call on the loop, as a task that runs ``run(execution)`` in its turn."""
         execution = entry.execution or self._begin(entry, None)
         loop.station.entries[execution.chain] = entry
@@ -339,7 +341,7 @@ class Callee:
 
         task.add_done_callback(over)
 
-    def _over(self, entry: LetterEntry, lane: Lane, loop: EventLoop, execution: Execution) -> None:
+    def _over(self, entry: Envelope, lane: GroupQueue, loop: EventLoop, execution: Execution) -> None:
         """Go on after a call that has run on the loop."""
         entry.opened = None
         loop.station.entries.pop(execution.chain, None)
@@ -352,7 +354,7 @@ class Callee:
             self.resident.broken(error)
         self.pump(lane)
 
-    def stop(self, entry: LetterEntry, stop: bool) -> None:
+    def stop(self, entry: Envelope, stop: bool) -> None:
         """Cancel the coroutine of a call that was given up (``stop``: see Execution.cancel). Runs on the loop.
 
         Its handlers may make calls, which the grace bounds; the caller hears when they have ended, or the grace is over.
@@ -367,9 +369,7 @@ class Callee:
         over = partial(self._grace_over, entry, task, execution, stop)
         self.agent.clock.after(GRACE_S, lambda: self.agent.submit(over))
 
-    def _grace_over(
-        self, entry: LetterEntry, task: asyncio.Task[Any], execution: Execution, stop: bool
-    ) -> None:
+    def _grace_over(self, entry: Envelope, task: asyncio.Task[Any], execution: Execution, stop: bool) -> None:
         if task.done():
             return
         execution.cancel(stop)
@@ -385,7 +385,7 @@ class Callee:
         if loop is not None:
             loop.submit(task.cancel)
 
-    def _turn(self, entry: LetterEntry, loop: EventLoop) -> None:
+    def _turn(self, entry: Envelope, loop: EventLoop) -> None:
         """Run a plain method on the loop, unless something else has: it may have run where its caller waits for it."""
         if loop.station.due.pop(entry, entry) is None:
             try:
@@ -393,7 +393,7 @@ class Callee:
             except BaseException as error:
                 self.resident.broken(error, entry)
 
-    def run_plain(self, entry: LetterEntry, station: LoopStation, *, within: bool) -> None:
+    def run_plain(self, entry: Envelope, station: LoopThread, *, within: bool) -> None:
         """Run a plain method on the loop's thread, and answer it. Raises nothing that the method does.
 
         Args:
@@ -419,9 +419,9 @@ class Callee:
         else:  # its state is to be kept first, and the loop goes on meanwhile
             self._task(entry, lane, loop, partial(self._answer_when_kept, entry, value))
 
-    def _run_plain(self, entry: LetterEntry, execution: Execution, station: LoopStation, within: bool) -> Any:
+    def _run_plain(self, entry: Envelope, execution: Execution, station: LoopThread, within: bool) -> Any:
         if self.mailbox.closed:
-            raise ResidentGoneError(self.resident.id, self.resident.why)
+            raise HostedActorGoneError(self.resident.id, self.resident.why)
         if entry.given_up:
             raise CancelledError(f"{self.label(entry)} was cancelled before it started", maybe_executed=False)
         if station.depth > _MAX_DEPTH:
@@ -437,9 +437,7 @@ class Callee:
         method, _ = self._method(entry.header["m"])
         return method, intercepted(self.agent.interceptors, execution, method, args, kwargs)()
 
-    async def _answer_when_kept(
-        self, entry: LetterEntry, found: tuple[Any, Any], execution: Execution
-    ) -> None:
+    async def _answer_when_kept(self, entry: Envelope, found: tuple[Any, Any], execution: Execution) -> None:
         method, value = found
         try:
             await self._checkpoints.save_from_loop()
@@ -449,10 +447,10 @@ class Callee:
         except BaseException as error:
             self._raised_async(entry, error)
 
-    async def _run_async(self, entry: LetterEntry, execution: Execution) -> None:
+    async def _run_async(self, entry: Envelope, execution: Execution) -> None:
         try:
             if self.mailbox.closed:  # it was started in the moment in which its actor has ended
-                raise ResidentGoneError(self.resident.id, self.resident.why)
+                raise HostedActorGoneError(self.resident.id, self.resident.why)
             args, kwargs = self.arguments(entry)
             self.resident.calls += 1
             method, kind = self._method(entry.header["m"])
@@ -480,7 +478,7 @@ class Callee:
         except BaseException as error:
             self._raised_async(entry, error)
 
-    def _raised_async(self, entry: LetterEntry, error: BaseException) -> None:
+    def _raised_async(self, entry: Envelope, error: BaseException) -> None:
         if not is_a(error, asyncio.CancelledError):
             self._raised(entry, error)
         elif self.resident.state in ("closing", "over"):  # it ended with the loop
@@ -488,7 +486,7 @@ class Callee:
         else:
             self.fail(entry, CancelledError(f"{self.label(entry)} was cancelled"))
 
-    def answer(self, entry: LetterEntry, value: Any, *, keep: bool = True) -> bool:
+    def answer(self, entry: Envelope, value: Any, *, keep: bool = True) -> bool:
         """Send a result back, once; say whether it was still wanted."""
         if not self._claim(entry):
             return False
@@ -508,7 +506,7 @@ class Callee:
         self.agent.executor.answer(entry.conn, entry.frame.id, value, execution, wants_kept)
         return True
 
-    def _split(self, entry: LetterEntry, value: Any, count: int, keeps: bool) -> list[Any]:
+    def _split(self, entry: Envelope, value: Any, count: int, keeps: bool) -> list[Any]:
         assert entry.execution is not None
         name = named(entry.execution)
         try:
@@ -522,10 +520,10 @@ class Callee:
         found = []
         for each in values:
             snapshot = Snapshot.of(each)
-            found.append(Kept(RRef(snapshot)) if snapshot.nbytes > SMALL else each)
+            found.append(StoredResult(RRef(snapshot)) if snapshot.nbytes > SMALL else each)
         return found
 
-    def fail(self, entry: LetterEntry, error: BaseException) -> None:
+    def fail(self, entry: Envelope, error: BaseException) -> None:
         if not self._claim(entry):  # nobody wants to hear of it any more
             let_frames_go(error)
             return
@@ -542,16 +540,16 @@ class Callee:
         cut_frames(error, __file__)
         self.agent.executor.fail(entry.conn, entry.frame.id, error, execution)
 
-    def refuse(self, entry: LetterEntry, error: RpcError) -> None:
+    def refuse(self, entry: Envelope, error: RpcError) -> None:
         if self._claim(entry):
             self.agent.executor.refuse(entry.conn, entry.frame, error, sealed=entry.unseal())
             if entry.conn is not None:
                 entry.conn.flush()
 
-    def _claim(self, entry: LetterEntry) -> bool:
+    def _claim(self, entry: Envelope) -> bool:
         return entry.peer.running.pop(entry.frame.id, None) is entry
 
-    def pump(self, lane: Lane) -> None:
+    def pump(self, lane: GroupQueue) -> None:
         """Start what the lane has, in portions between which the loop goes on. Runs on the thread of the lane's loop."""
         for _ in range(_AT_ONCE):
             entry, _todo = self.mailbox.take(lane)
@@ -559,7 +557,7 @@ class Callee:
                 entry = self.mailbox.take_descendant(lane)
             if entry is None:
                 return
-            assert isinstance(entry, LetterEntry)
+            assert isinstance(entry, Envelope)
             try:
                 self._start(entry, lane)
             except BaseException as error:
@@ -583,7 +581,7 @@ async def _stepwise(items: Any) -> AsyncGenerator[Any, None]:
 
 def _keep_itself(value: Any, size: int) -> Any:
     """Have a large result stay here that nobody else can change."""
-    return value if size <= SMALL else Kept(RRef(value))
+    return value if size <= SMALL else StoredResult(RRef(value))
 
 
 def _has_own_memory(tensor: torch.Tensor) -> bool:

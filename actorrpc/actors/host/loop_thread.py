@@ -6,7 +6,7 @@ within the wait; a coroutine of this very loop that it waits for can never go on
 that lead through other loops of the actor, or through other actors, are found as those of serial actors are (see
 ``deadlock_detector.py``).
 
-The loop's thread alone does all of it; other threads call :meth:`LoopStation.wake`, and look at what is said to be
+The loop's thread alone does all of it; other threads call :meth:`LoopThread.wake`, and look at what is said to be
 open to them. No lock: what others look at changes by single atomic steps.
 """
 
@@ -22,22 +22,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from actorrpc.actors.host.envelope import LetterEntry
-from actorrpc.actors.host.mailbox import Entry, Lane
+from actorrpc.actors.host.envelope import Envelope
+from actorrpc.actors.host.mailbox import Entry, GroupQueue
 from actorrpc.actors.streams.stalls import Stall, awaited
 from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.errors import DeadlockError
 
 if TYPE_CHECKING:
-    from actorrpc.actors.host.actor import Resident
+    from actorrpc.actors.host.actor import HostedActor
     from actorrpc.actors.host.event_loop import EventLoop
 
-__all__ = ["LoopStation"]
+__all__ = ["LoopThread"]
 
 _log = logging.getLogger("actorrpc.actors")
 
 
-class LoopStation:
+class LoopThread:
     """What the thread of an event loop does while it waits. Made with its loop.
 
     Attributes:
@@ -48,11 +48,11 @@ class LoopStation:
         plain: the plain method that runs now, the innermost one. Any thread may look.
     """
 
-    def __init__(self, resident: Resident, lane: Lane) -> None:
+    def __init__(self, resident: HostedActor, lane: GroupQueue) -> None:
         self.lane = lane
-        self.entries: dict[int, LetterEntry] = {}
-        self.due: dict[LetterEntry, None] = {}
-        self.plain: LetterEntry | None = None
+        self.entries: dict[int, Envelope] = {}
+        self.due: dict[Envelope, None] = {}
+        self.plain: Envelope | None = None
         self.depth = 0
         self.ident = 0
         self.loop: EventLoop  # set by the loop when it is made
@@ -74,7 +74,7 @@ class LoopStation:
         return self._context.copy()
 
     @property
-    def current(self) -> LetterEntry | None:
+    def current(self) -> Envelope | None:
         """The call that the loop's thread runs in this moment, as far as its own code goes, not that of its tasks."""
         plain = self.plain
         if plain is not None:
@@ -84,7 +84,7 @@ class LoopStation:
             return None
         return next((each for each in list(self.entries.values()) if each.task is task), None)
 
-    # -- waiting: see futures.Station ----------------------------------------------------------------
+    # -- waiting: see futures.NestedRunner ----------------------------------------------------------------
 
     @property
     def waiting(self) -> bool:
@@ -92,7 +92,7 @@ class LoopStation:
         return bool(self._waits)
 
     @property
-    def running(self) -> LetterEntry | None:
+    def running(self) -> Envelope | None:
         """The call that waits, and blocks the loop with it. Any thread may look."""
         try:
             execution = self._waits[-1][2]
@@ -126,7 +126,7 @@ class LoopStation:
             pass
 
     def begin_wait(self, stir: Callable[[], None], what: object) -> None:
-        """See futures.Station."""
+        """See futures.NestedRunner."""
         execution = CURRENT.get()
         self._waits.append((stir, what, execution))
         self._look = True
@@ -148,14 +148,14 @@ class LoopStation:
             )
 
     def end_wait(self) -> None:
-        """See futures.Station."""
+        """See futures.NestedRunner."""
         self._waits.pop()
 
     def begin_await(self) -> None:
-        """See futures.Station. Its coroutines are no task's: those that wait make no room for one."""
+        """See futures.NestedRunner. Its coroutines are no task's: those that wait make no room for one."""
 
     def end_await(self) -> None:
-        """See futures.Station."""
+        """See futures.NestedRunner."""
 
     def serve(self) -> None:
         """Run one plain method within the wait, or end what cannot go on because of it."""
@@ -173,7 +173,7 @@ class LoopStation:
                     each, self._circle(each)
                 )  # a plain method still has its arguments to get
 
-    def _next(self) -> LetterEntry | None:
+    def _next(self) -> Envelope | None:
         if not self._resident.mailbox.reentrant:
             return None
         awaited = self._awaited()
@@ -182,7 +182,7 @@ class LoopStation:
 
         def fits(entry: Entry) -> bool:
             return (
-                isinstance(entry, LetterEntry)
+                isinstance(entry, Envelope)
                 and entry.ready
                 and self._resident.is_plain(entry)
                 and (chain in entry.path or entry in awaited)
@@ -192,21 +192,21 @@ class LoopStation:
             if fits(each) and self.due.pop(each, each) is None:
                 return each
         found = self._resident.mailbox.take_within(self.lane, fits)
-        return found if isinstance(found, LetterEntry) else None
+        return found if isinstance(found, Envelope) else None
 
-    def _awaited(self) -> list[LetterEntry]:
+    def _awaited(self) -> list[Envelope]:
         """Return the calls to this very actor, on this loop, that the thread waits for."""
         found = []
         for call in self.waits_for:
             if not isinstance(call, Call) or not call.peer.is_self:
                 continue
             entry: Any = call.peer.running.get(call.id)
-            if isinstance(entry, LetterEntry) and entry.office is self._resident:
+            if isinstance(entry, Envelope) and entry.office is self._resident:
                 if entry.lane is self.lane:
                     found.append(entry)
         return found
 
-    def may_run(self, entry: LetterEntry, execution: Execution) -> bool:
+    def may_run(self, entry: Envelope, execution: Execution) -> bool:
         """Whether a call is one that runs within the wait of ``execution``. For any thread."""
         return (
             self._resident.mailbox.reentrant
@@ -214,7 +214,7 @@ class LoopStation:
             and execution.chain in entry.path
         )
 
-    def _circle(self, entry: LetterEntry) -> DeadlockError:
+    def _circle(self, entry: Envelope) -> DeadlockError:
         running = self.running
         waiter = "a task of its own" if running is None else f"{running.header.get('m')}()"
         title = self._resident.title
@@ -225,7 +225,7 @@ class LoopStation:
             worker=self._resident.agent.name,
         )
 
-    def _run_within(self, entry: LetterEntry) -> None:
+    def _run_within(self, entry: Envelope) -> None:
         waits, plain = self._waits, self.plain
         # The wait below is not stirred by calls that run above it; a wait up there brings its own.
         self._waits = []
@@ -241,7 +241,7 @@ class LoopStation:
 
     # -- looking ------------------------------------------------------------------------------------------
 
-    def ended(self) -> list[LetterEntry]:
+    def ended(self) -> list[Envelope]:
         """Take out the calls whose turn has not come; for the thread that ends the actor."""
         found = []
         for each in list(self.due):

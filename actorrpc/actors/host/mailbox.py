@@ -1,6 +1,6 @@
 """The mailbox: which call of an actor runs next, and where. A state machine that runs nothing itself.
 
-A :class:`Mailbox` has a :class:`Lane` for each concurrency group, and one more for each group's ``async def`` methods;
+A :class:`Mailbox` has a :class:`GroupQueue` for each concurrency group, and one more for each group's ``async def`` methods;
 that of the default group has the plain methods of an actor that has async ones, too, which run on its event loop.
 A lane hands out its entries in order:
 
@@ -28,20 +28,20 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
-__all__ = ["TAKEN", "Entry", "Lane", "Mailbox", "Seat", "Todo"]
+__all__ = ["TAKEN", "Entry", "GroupQueue", "Mailbox", "ThreadSlot", "Wakeups"]
 
 NEW: Final = "new"  # in a queue
 TAKEN: Final = "taken"  # handed out
 OVER: Final = "over"  # cancelled, or finished
 
 
-class Seat(Protocol):
+class ThreadSlot(Protocol):
     """Where executions of a lane run: a station (a thread), as far as the mailbox knows it."""
 
     work: deque[Entry]
 
 
-class Bystanders(Protocol):
+class WaitingBystanders(Protocol):
     """Threads that belong to none of the stations, as far as the mailbox knows them."""
 
     waiting: int
@@ -99,8 +99,8 @@ class Entry:
         self.number = 0
         self.state = NEW
         self.parked = False
-        self.lane: Lane | None = None
-        self.seat: Seat | None = None
+        self.lane: GroupQueue | None = None
+        self.seat: ThreadSlot | None = None
 
     def __lt__(self, other: Entry) -> bool:
         if self.number == other.number and self.priority == other.priority:
@@ -108,20 +108,20 @@ class Entry:
         return (-self.priority, self.number) < (-other.priority, other.number)
 
 
-class Todo:
+class Wakeups:
     """What a step leaves to be done, without the lock: stations to wake, and lanes that want one more."""
 
     __slots__ = ("start", "wake")
 
     def __init__(self) -> None:
         self.wake: list[Any] = []
-        self.start: list[Lane] = []
+        self.start: list[GroupQueue] = []
 
 
-NOTHING: Final = Todo()  # most steps leave nothing to be done; never changed
+NOTHING: Final = Wakeups()  # most steps leave nothing to be done; never changed
 
 
-class Lane:
+class GroupQueue:
     """The queue of one concurrency group. Its mailbox's lock guards it.
 
     Args:
@@ -140,7 +140,7 @@ class Lane:
         self.loose = loose
         self.running = 0
         self.resting = 0  # threads and coroutines that wait, in a yielding lane
-        self.bystanders: Bystanders | None = None
+        self.bystanders: WaitingBystanders | None = None
         self.seats = 0  # stations that exist, or are being started
         self.idle: list[Any] = []
         self._fresh: deque[Entry] = deque()
@@ -274,7 +274,7 @@ class Lane:
         return [held[0] for held in list(self._held.values()) if len(held) > 1 and not held[0].ready]
 
     def entries(self) -> list[Entry]:
-        """Return what waits here, in order."""
+        """Return the entries that wait here, in order."""
         everything = itertools.chain(self._fresh, self._heap, *self._held.values(), self._parked)
         return sorted(entry for entry in everything if entry.state is NEW and entry.seat is None)
 
@@ -306,15 +306,15 @@ class Mailbox:
         reentrant: bool = True,
         yielding: bool = False,
     ) -> None:
-        self.lanes = {name: Lane(name, limit, yielding=yielding) for name, limit in limits.items()}
+        self.lanes = {name: GroupQueue(name, limit, yielding=yielding) for name, limit in limits.items()}
         self.async_lanes = {
-            name: Lane(name, limit, is_async=True) for name, limit in (async_limits or {}).items()
+            name: GroupQueue(name, limit, is_async=True) for name, limit in (async_limits or {}).items()
         }
         self.reentrant = reentrant
         self.closed = False
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
-        self._running: dict[int, Seat | None] = {}  # execution -> where; None: on an event loop
+        self._running: dict[int, ThreadSlot | None] = {}  # execution -> where; None: on an event loop
 
     def configure(
         self,
@@ -332,15 +332,15 @@ class Mailbox:
         with self._lock:
             self.reentrant = reentrant
             for name, limit in limits.items():
-                lane = self.lanes.setdefault(name, Lane(name, limit))
+                lane = self.lanes.setdefault(name, GroupQueue(name, limit))
                 lane.limit, lane.yielding = limit, yielding
                 lane.loose = limit > 1 if loose is None else loose
             for name, limit in async_limits.items():
-                self.async_lanes[name] = Lane(name, limit, is_async=True, loose=loose is not False)
+                self.async_lanes[name] = GroupQueue(name, limit, is_async=True, loose=loose is not False)
 
     # -- putting in --------------------------------------------------------------------------------
 
-    def put(self, entry: Entry, lane: Lane) -> Todo | None:
+    def put(self, entry: Entry, lane: GroupQueue) -> Wakeups | None:
         """Put an entry in. Returns None if the mailbox is closed: it is then the caller's to refuse."""
         with self._lock:
             if self.closed:
@@ -353,17 +353,17 @@ class Mailbox:
                     entry.lane = lane
                     entry.seat = seat
                     seat.work.append(entry)
-                    todo = Todo()
+                    todo = Wakeups()
                     todo.wake.append(seat)
                     return todo
             lane.put(entry)
             if lane.full and not lane.is_async:
                 return NOTHING
-            todo = Todo()
+            todo = Wakeups()
             self._look(lane, todo)
             return todo
 
-    def _seat_of(self, entry: Entry, lane: Lane) -> Seat | None:
+    def _seat_of(self, entry: Entry, lane: GroupQueue) -> ThreadSlot | None:
         """Return the station that runs what the entry descends from."""
         if lane.is_async or (lane.running + lane.waiting < lane.limit):
             return None  # another thread of the actor is free for it
@@ -373,9 +373,9 @@ class Mailbox:
                 return seat
         return None
 
-    def ready(self, entry: Entry) -> Todo:
+    def ready(self, entry: Entry) -> Wakeups:
         """Note that an entry's arguments are here."""
-        todo = Todo()
+        todo = Wakeups()
         with self._lock:
             if entry.ready or entry.state is not NEW:
                 return todo
@@ -393,9 +393,9 @@ class Mailbox:
             self._look(lane, todo)
         return todo
 
-    def cancel(self, entry: Entry) -> Todo | None:
+    def cancel(self, entry: Entry) -> Wakeups | None:
         """Take an entry out that has not been handed out; None if it is too late for that."""
-        todo = Todo()
+        todo = Wakeups()
         with self._lock:
             if entry.state is not NEW:
                 return None
@@ -410,7 +410,7 @@ class Mailbox:
 
     # -- handing out -------------------------------------------------------------------------------
 
-    def _look(self, lane: Lane, todo: Todo) -> None:
+    def _look(self, lane: GroupQueue, todo: Wakeups) -> None:
         """See whether the lane could run more than it does, and whom that needs."""
         if lane.full and not (lane.is_async and self.reentrant and self._running):
             return
@@ -423,10 +423,10 @@ class Mailbox:
             lane.seats += 1
             todo.start.append(lane)
 
-    def take(self, lane: Lane, seat: Any = None) -> tuple[Entry | None, Todo | None]:
+    def take(self, lane: GroupQueue, seat: Any = None) -> tuple[Entry | None, Wakeups | None]:
         """Hand out the lane's next entry to a station (or to the event loop); None: there is nothing to do now.
 
-        A station that gets nothing is idle from then on and is named in a later ``Todo.wake``.
+        A station that gets nothing is idle from then on and is named in a later ``Wakeups.wake``.
         """
         with self._lock:
             if not lane.full:
@@ -439,14 +439,14 @@ class Mailbox:
                         lane.idle.remove(seat)
                     todo = None
                     if seat is not None and lane.waiting and not lane.full:
-                        todo = Todo()
+                        todo = Wakeups()
                         self._look(lane, todo)
                     return entry, todo
             if seat is not None and seat not in lane.idle and not self.closed:
                 lane.idle.append(seat)
             return None, None
 
-    def take_descendant(self, lane: Lane) -> Entry | None:
+    def take_descendant(self, lane: GroupQueue) -> Entry | None:
         """Hand out an entry of an async lane that descends from a running execution, over the limit."""
         with self._lock:
             if not self.reentrant or not self._running:
@@ -458,7 +458,7 @@ class Mailbox:
                 lane.running += 1
             return entry
 
-    def take_within(self, lane: Lane, fits: Callable[[Entry], bool]) -> Entry | None:
+    def take_within(self, lane: GroupQueue, fits: Callable[[Entry], bool]) -> Entry | None:
         """Hand out an entry of an async lane that may run within what blocks its event loop, over the limit.
 
         ``fits`` is called under the lock: it looks at the entry and at nothing that has a lock of its own.
@@ -472,7 +472,7 @@ class Mailbox:
                     return entry
         return None
 
-    def take_nested(self, seat: Seat) -> Entry | None:
+    def take_nested(self, seat: ThreadSlot) -> Entry | None:
         """Hand out to a station that waits an entry that may run within what it runs."""
         with self._lock:
             while seat.work:
@@ -482,11 +482,11 @@ class Mailbox:
                     return entry
         return None
 
-    def seat_of(self, execution: int) -> Seat | None:
+    def seat_of(self, execution: int) -> ThreadSlot | None:
         """Return the station that runs an execution, or runs something else within it; None where none does."""
         return self._running.get(execution)
 
-    def begin(self, execution: int, seat: Seat | None) -> None:
+    def begin(self, execution: int, seat: ThreadSlot | None) -> None:
         """Note that an execution has begun; what descends from it may run within it."""
         self._running[execution] = seat
 
@@ -494,13 +494,13 @@ class Mailbox:
         """Note that an execution is over."""
         self._running.pop(execution, None)
 
-    def done(self, lane: Lane, seat: Seat | None = None) -> Todo:
+    def done(self, lane: GroupQueue, seat: ThreadSlot | None = None) -> Wakeups:
         """Note that an entry which :meth:`take` gave is over: others may run. What was left for it goes back."""
         with self._lock:
             lane.running -= 1
             if seat is None or not seat.work:
                 return NOTHING
-            todo = Todo()
+            todo = Wakeups()
             left = list(seat.work)
             seat.work.clear()
             for entry in left:
@@ -511,30 +511,30 @@ class Mailbox:
                         self._look(entry.lane, todo)
             return todo
 
-    def rest(self, lane: Lane) -> Todo:
+    def rest(self, lane: GroupQueue) -> Wakeups:
         """Note that a thread or coroutine of what runs in a yielding lane waits: another entry may run."""
-        todo = Todo()
+        todo = Wakeups()
         with self._lock:
             lane.resting += 1
             if lane.waiting:
                 self._look(lane, todo)
         return todo
 
-    def look(self) -> Todo:
+    def look(self) -> Wakeups:
         """Note that there may be room for another entry: a bystander waits."""
-        todo = Todo()
+        todo = Wakeups()
         with self._lock:
             for lane in self.lanes.values():
                 if lane.waiting:
                     self._look(lane, todo)
         return todo
 
-    def resume(self, lane: Lane) -> None:
+    def resume(self, lane: GroupQueue) -> None:
         """Note that it goes on."""
         with self._lock:
             lane.resting -= 1
 
-    def leave(self, lane: Lane, seat: Any) -> bool:
+    def leave(self, lane: GroupQueue, seat: Any) -> bool:
         """Let an idle station end; False if it is wanted."""
         with self._lock:
             if seat not in lane.idle:
@@ -543,7 +543,7 @@ class Mailbox:
             lane.seats -= 1
             return True
 
-    def understaffed(self, lane: Lane) -> list[Entry]:
+    def understaffed(self, lane: GroupQueue) -> list[Entry]:
         """Note that no station could be started for a lane; return the entries that are not to wait for one.
 
         Where the lane has others, these see to all but the one that wanted it, which they may be waiting for.

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
 from actorrpc.actors.context import current, runtime
-from actorrpc.actors.host.actor import Resident
-from actorrpc.actors.host.deadlock_detector import Deadlocks
-from actorrpc.actors.host.envelope import LetterEntry
-from actorrpc.actors.host.threads import Stations
-from actorrpc.actors.spec.actor_spec import ResidentGoneError
+from actorrpc.actors.host.actor import HostedActor
+from actorrpc.actors.host.deadlock_detector import DeadlockDetector
+from actorrpc.actors.host.envelope import Envelope
+from actorrpc.actors.host.threads import ActorThreads
+from actorrpc.actors.spec.actor_spec import HostedActorGoneError
 from actorrpc.agent.calls import CALLER_BIT, FRAME_BIT
 from actorrpc.agent.executor import Later
 from actorrpc.errors import ProtocolError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
     from actorrpc.transport.connection import Connection
 
-__all__ = ["ResidentState", "Residents", "end", "states"]
+__all__ = ["ActorRegistry", "HostedActorState", "end", "states"]
 
 _END_S: Final = 5.0
 _AT_LEAST_S: Final = 0.25
@@ -45,7 +45,7 @@ _REMEMBERED = 1000  # residents that have ended, with the reason
 
 
 @dataclass(frozen=True, slots=True)
-class ResidentState:
+class HostedActorState:
     """What a worker says of an actor that lives there."""
 
     actor_id: int
@@ -57,17 +57,17 @@ class ResidentState:
     uptime: float
 
 
-class Residents:
+class ActorRegistry:
     """The actors that live in this process. Thread-safe."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._agent = runtime.agent
         self._lock = threading.RLock()
-        self._table: dict[int, Resident] = {}
+        self._table: dict[int, HostedActor] = {}
         self._ended: dict[int, str] = {}
-        self._stations = Stations()
-        self.deadlocks = Deadlocks(runtime)
+        self._stations = ActorThreads()
+        self.deadlocks = DeadlockDetector(runtime)
         self._closed = False
         self._headers: dict[bytes, dict[str, Any]] = {}
         # Not at import: processes that were forked from one another would all begin with the same number.
@@ -76,12 +76,12 @@ class Residents:
         self._agent.post = self
         self._agent.on_peer_end.append(self._peer_ended)
 
-    # -- the office (core.letters.PostOffice) ------------------------------------------------------
+    # -- the office (agent.mail.MailRouter) ------------------------------------------------------
 
     def take(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
-        """See core.letters.PostOffice."""
+        """See agent.mail.MailRouter."""
         announced = peer.running.get(frame.id)
-        if type(announced) is LetterEntry and not announced.whole:
+        if type(announced) is Envelope and not announced.whole:
             announced.whole = True
             if announced.office is not None:
                 announced.office.arrived(announced, conn, frame)
@@ -89,13 +89,13 @@ class Residents:
         self._drop(conn, peer, frame, True)
 
     def announce(self, conn: Connection, peer: Peer, frame: Frame) -> None:
-        """See core.letters.PostOffice."""
+        """See agent.mail.MailRouter."""
         self._drop(conn, peer, frame, False)
 
     def abandon(self, peer: Peer, id: int) -> None:
-        """See core.letters.PostOffice."""
+        """See agent.mail.MailRouter."""
         entry = peer.running.get(id)
-        if type(entry) is LetterEntry:
+        if type(entry) is Envelope:
             self._agent.submit(entry.cancel)
 
     def _drop(self, conn: Connection | None, peer: Peer, frame: Frame, whole: bool) -> None:
@@ -110,7 +110,7 @@ class Residents:
                     self._headers.clear()
                 self._headers[frame.extra] = header
         resident_id: int = header["a"]
-        entry = LetterEntry(conn, peer, frame, header, whole)
+        entry = Envelope(conn, peer, frame, header, whole)
         resident = self._table.get(resident_id)
         if resident is not None:
             resident.post(entry)
@@ -118,16 +118,18 @@ class Residents:
         if header.get("c"):
             with self._lock:
                 if not self._closed:
-                    resident = self._table[resident_id] = Resident(self._runtime, resident_id, self._stations)
+                    resident = self._table[resident_id] = HostedActor(
+                        self._runtime, resident_id, self._stations
+                    )
             if resident is not None:
                 resident.construct(entry)
                 return
         if whole:
-            error = ResidentGoneError(resident_id, self._ended.get(resident_id, ""))
+            error = HostedActorGoneError(resident_id, self._ended.get(resident_id, ""))
             peer.running[frame.id] = entry  # a worker that is to leave when nothing runs answers it before
             self._agent.submit(partial(self._refuse, entry, error))
 
-    def _refuse(self, entry: LetterEntry, error: ResidentGoneError) -> None:
+    def _refuse(self, entry: Envelope, error: HostedActorGoneError) -> None:
         conn = entry.conn
         try:
             self._agent.executor.refuse(conn, entry.frame, error)
@@ -171,16 +173,16 @@ class Residents:
 
     # -- who is here -------------------------------------------------------------------------------
 
-    def get(self, resident_id: int) -> Resident | None:
+    def get(self, resident_id: int) -> HostedActor | None:
         """Return the actor of this incarnation; None if it is not here."""
         return self._table.get(resident_id)
 
-    def all(self) -> list[Resident]:
+    def all(self) -> list[HostedActor]:
         """Return the actors that live here."""
         with self._lock:
             return list(self._table.values())
 
-    def forget(self, resident: Resident) -> None:
+    def forget(self, resident: HostedActor) -> None:
         """Take out an actor that has ended."""
         with self._lock:
             if self._table.pop(resident.id, None) is not None:
@@ -188,7 +190,7 @@ class Residents:
                 while len(self._ended) > _REMEMBERED:
                     self._ended.pop(next(iter(self._ended)))
 
-    def states(self) -> list[ResidentState]:
+    def states(self) -> list[HostedActorState]:
         """Return what there is to say of the actors here."""
         found = []
         now = _time.now()
@@ -197,7 +199,7 @@ class Residents:
                 continue
             waiting, running = resident.counts()
             found.append(
-                ResidentState(
+                HostedActorState(
                     resident.spec.actor_id,
                     resident.id,
                     resident.state,
@@ -245,6 +247,6 @@ def end(resident_id: int, how: str, why: str) -> Any:
     return Later(resident.end(how, why))
 
 
-def states() -> list[ResidentState]:
+def states() -> list[HostedActorState]:
     """Return what there is to say of the actors here."""
     return runtime().residents.states()

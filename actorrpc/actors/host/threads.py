@@ -1,6 +1,6 @@
 """The crew: the threads that run an actor's sync methods, and what they do while they wait.
 
-A serial actor has one :class:`Station`, which runs everything, its constructor included: renderers, database
+A serial actor has one :class:`ActorThread`, which runs everything, its constructor included: renderers, database
 connections and event loops are used from the thread that made them. A station that waits in one of our waits runs
 the calls that descend from its own meanwhile, nested on the same thread.
 
@@ -26,7 +26,7 @@ import torch
 
 from actorrpc import _time
 from actorrpc._limits import NO_THREAD
-from actorrpc.actors.host.mailbox import Entry, Lane, Todo
+from actorrpc.actors.host.mailbox import Entry, GroupQueue, Wakeups
 from actorrpc.actors.streams.stalls import Stall, awaited
 from actorrpc.agent.calls import Call
 from actorrpc.agent.daemon_threads import Daemon
@@ -34,10 +34,18 @@ from actorrpc.agent.threads import follow_torch
 from actorrpc.futures import WAITING, stand_by
 
 if TYPE_CHECKING:
-    from actorrpc.actors.host.actor import Resident
+    from actorrpc.actors.host.actor import HostedActor
     from actorrpc.transport.connection import Connection
 
-__all__ = ["BYSTANDERS", "MAX_STATIONS", "Bystanders", "Interrupted", "Station", "Stations", "wake_all"]
+__all__ = [
+    "BYSTANDERS",
+    "MAX_STATIONS",
+    "ActorThread",
+    "ActorThreads",
+    "Bystanders",
+    "Interrupted",
+    "wake_all",
+]
 
 MAX_STATIONS: Final = 1024
 _AGAIN_S: Final = 0.02  # how soon an interruption is tried again on a thread that is in our own code
@@ -66,16 +74,16 @@ def _starts_a_thread(frame: FrameType | None) -> bool:
     return False
 
 
-class Stations:
+class ActorThreads:
     """All stations of this process. ``_lock`` guards the table and is a leaf."""
 
     def __init__(self, most: int = MAX_STATIONS) -> None:
         self._lock = threading.RLock()
-        self._all: dict[Station, None] = {}
+        self._all: dict[ActorThread, None] = {}
         self._most = most
 
-    def add(self, station: Station) -> None:
-        """Take note of a new station; if there are too many, let the one that has been idle longest end."""
+    def add(self, station: ActorThread) -> None:
+        """Record a new station; if there are too many, let the one that has been idle longest end."""
         with self._lock:
             self._all[station] = None
             crowded = len(self._all) > self._most
@@ -84,16 +92,16 @@ class Stations:
             if each is not station and each.idle_since and each.retire():
                 return
 
-    def remove(self, station: Station) -> None:
-        """Take note that a station has ended."""
+    def remove(self, station: ActorThread) -> None:
+        """Record that a station has ended."""
         with self._lock:
             self._all.pop(station, None)
 
 
-class Station:
+class ActorThread:
     """A thread of an actor, for one lane. Made by its resident; ends when it is told to."""
 
-    def __init__(self, resident: Resident, lane: Lane) -> None:
+    def __init__(self, resident: HostedActor, lane: GroupQueue) -> None:
         self.work: deque[Entry] = deque()
         self.idle_since = 0.0
         self.depth = 0
@@ -226,13 +234,13 @@ class Station:
         self._parked.acquire()
 
     def called(self) -> bool:
-        """See answering.Guest."""
+        """See reader.ServingThread."""
         return self._parked.acquire(False)
 
     # -- while it waits ----------------------------------------------------------------------------
 
     def begin_wait(self, stir: Callable[[], None], what: object) -> None:
-        """See futures.Station."""
+        """See futures.NestedRunner."""
         self._stirs.append((stir, what))
         if self.lane.waiting:
             self._resident.runtime.residents.deadlocks.poke()
@@ -240,28 +248,28 @@ class Station:
             self.begin_await()
 
     def end_wait(self) -> None:
-        """See futures.Station."""
+        """See futures.NestedRunner."""
         self._stirs.pop()
         if not self._stirs:
             self.end_await()
 
     def begin_await(self) -> None:
-        """See futures.Station."""
+        """See futures.NestedRunner."""
         if self.lane.yielding:
             self._resident.carry_out(self._resident.mailbox.rest(self.lane))
 
     def end_await(self) -> None:
-        """See futures.Station."""
+        """See futures.NestedRunner."""
         if self.lane.yielding:
             self._resident.mailbox.resume(self.lane)
 
     def serve(self) -> None:
-        """See futures.Station."""
+        """See futures.NestedRunner."""
         entry = self._resident.mailbox.take_nested(self)
         if entry is None:
             return
         outer, stirs = self.running, self._stirs
-        # What waits below is not stirred by what runs above it; a wait up there brings its own.
+        # A wait below is not stirred by calls that run above it; a wait up there brings its own.
         self._stirs = []
         # Nor does a `with torch.no_grad():` below that waits mean the calls that run within it.
         grad = torch.is_grad_enabled()
@@ -333,9 +341,9 @@ class Bystanders:
     def __init__(self) -> None:
         self.waiting = 0
         self._lock = threading.RLock()
-        self._residents: weakref.WeakSet[Resident] = weakref.WeakSet()
+        self._residents: weakref.WeakSet[HostedActor] = weakref.WeakSet()
 
-    def make_room_in(self, resident: Resident) -> None:
+    def make_room_in(self, resident: HostedActor) -> None:
         """Have them make room in an actor that executes tasks."""
         with self._lock:
             self._residents.add(resident)
@@ -343,7 +351,7 @@ class Bystanders:
                 lane.bystanders = self
             stand_by(self)
 
-    def leave(self, resident: Resident) -> None:
+    def leave(self, resident: HostedActor) -> None:
         """Forget an actor that has ended; without one, waits are nobody's business here."""
         with self._lock:
             self._residents.discard(resident)
@@ -351,15 +359,15 @@ class Bystanders:
                 stand_by(None)
 
     def begin_wait(self, stir: Callable[[], None], what: object) -> None:
-        """See futures.Station."""
+        """See futures.NestedRunner."""
         self.begin_await()
 
     def end_wait(self) -> None:
-        """See futures.Station."""
+        """See futures.NestedRunner."""
         self.end_await()
 
     def begin_await(self) -> None:
-        """See futures.Station."""
+        """See futures.NestedRunner."""
         with self._lock:
             self.waiting += 1
             residents = list(self._residents)
@@ -367,18 +375,18 @@ class Bystanders:
             resident.carry_out(resident.mailbox.look())
 
     def end_await(self) -> None:
-        """See futures.Station."""
+        """See futures.NestedRunner."""
         with self._lock:
             self.waiting -= 1
 
     def serve(self) -> None:
-        """See futures.Station."""
+        """See futures.NestedRunner."""
 
 
 BYSTANDERS: Final = Bystanders()
 
 
-def wake_all(todo: Todo) -> None:
+def wake_all(todo: Wakeups) -> None:
     """Wake the stations that a step has named."""
     for station in todo.wake:
         station.wake()

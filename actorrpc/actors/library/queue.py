@@ -236,7 +236,7 @@ def _check_timeout(block: bool, timeout: Any) -> float | None:
 
 
 def _look_away(future: Any) -> None:
-    """Take note of a failure that interests nobody, so that it is not reported."""
+    """Record a failure that interests nobody, so that it is not reported."""
     try:
         future.value()
     except BaseException:

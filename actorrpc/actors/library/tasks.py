@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, Type
 
 from actorrpc.actors.client.actor_class import ActorClass, is_importable
 from actorrpc.actors.client.handle import ActorHandle
-from actorrpc.actors.client.route import Whole, shaped
+from actorrpc.actors.client.route import SplitResults, shaped
 from actorrpc.actors.context import Runtime, runtime
 from actorrpc.actors.spec.class_info import TASKS, THE_FUNCTION, ClassInfo, MethodInfo, Signature, kind_of
 from actorrpc.actors.spec.options import CallOptions, TaskOptions
@@ -144,7 +144,7 @@ class _Crews:
         return runner
 
     def give_back(self, runner: _Runner, dead: bool = False) -> None:
-        """Take note that a task is over, and maybe that its runner will never run another one."""
+        """Record that a task is over, and maybe that its runner will never run another one."""
         with self._lock:
             runner.busy -= 1
             if dead:
@@ -344,7 +344,7 @@ class TaskFuture(Future[Any]):
     def __init__(self, call: Future[Any], crews: _Crews, runner: _Runner, title: str) -> None:
         Future.__init__(self)
         self.label = f"task {title}"
-        self._source = Whole(call)
+        self._source = SplitResults(call)
         self._crews = crews
         self._runner: _Runner | None = runner
         call.add_done_callback(self._ended)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from actorrpc.actors.refs.object_ref import Kept, ObjectRef
+from actorrpc.actors.refs.object_ref import ObjectRef, StoredResult
 from actorrpc.actors.refs.wait import all_of
 from actorrpc.futures import Future
 
@@ -48,7 +48,7 @@ def pack_arguments(
         if future is not None and future._done:
             value = future.wait()
             plan = getattr(future, "_plan", None)
-            if type(value) is not Kept:
+            if type(value) is not StoredResult:
                 if plan is not None:  # it came with the reply, and would have been better kept
                     plan.handed_on()
                 return value

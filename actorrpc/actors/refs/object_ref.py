@@ -1,7 +1,7 @@
 """ObjectRefs: what a call to an actor gives at once, and its result later.
 
 A small result rides on the reply. A large one stays with the worker that made it, as a snapshot behind an RRef: the
-reply is :class:`Kept`, and whoever wants the value fetches it from there, directly. An ObjectRef that is sent
+reply is :class:`StoredResult`, and whoever wants the value fetches it from there, directly. An ObjectRef that is sent
 before its result is there travels as an RRef of this worker that is given the result when it comes (a promise).
 """
 
@@ -15,15 +15,15 @@ from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 from actorrpc._exception_text import shown, type_name
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.agent.outbound import Parcel
+from actorrpc.agent.outbound import MessageContext
 from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, RRefError, SerializationError
 from actorrpc.futures import ConcurrentFuture, Future
 from actorrpc.rpc import rref as rrefs
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import codec, exceptions
-from actorrpc.serialization.local_refs import Holder
+from actorrpc.serialization.local_refs import LocalReferences
 
-__all__ = ["SMALL", "Kept", "ObjectRef", "Taste", "keep_large", "put"]
+__all__ = ["SMALL", "ObjectRef", "ResultPolicy", "StoredResult", "keep_large", "put"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -34,7 +34,7 @@ SMALL: Final = 64 << 10
 _MAX_HOPS: Final = 8  # a promise of a promise of a kept result is three
 
 
-class Taste(Protocol):
+class ResultPolicy(Protocol):
     """Whether the large results of a method are better sent with the reply, or kept where they are made."""
 
     def fetched(self) -> None:
@@ -44,7 +44,7 @@ class Taste(Protocol):
         """Hear that the caller has passed the reference on."""
 
 
-class Kept:
+class StoredResult:
     """Stands for a result that stayed where it was made.
 
     Attributes:
@@ -56,13 +56,13 @@ class Kept:
 
     def __init__(self, rref: RRef[Any]) -> None:
         self.rref = rref
-        self.taste: Taste | None = None
+        self.taste: ResultPolicy | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Kept, (self.rref,)
+        return StoredResult, (self.rref,)
 
     def __repr__(self) -> str:
-        return f"Kept({self.rref!r})"
+        return f"StoredResult({self.rref!r})"
 
 
 def keep_large(value: Any, nbytes: int) -> Any:
@@ -75,7 +75,7 @@ def keep_large(value: Any, nbytes: int) -> Any:
     """
     if nbytes <= SMALL:
         return value
-    return Kept(RRef(Snapshot.of(value)))
+    return StoredResult(RRef(Snapshot.of(value)))
 
 
 def _lost(label: object, error: PeerDiedError) -> PeerDiedError:
@@ -124,7 +124,7 @@ class _Pursuit:
             if type(error) is PeerDiedError and self._rref is not None:
                 error = _lost(self.future.label, error)
             self._finish(None, error)
-        elif type(value) is Kept:
+        elif type(value) is StoredResult:
             self._hop(value.rref)
         elif self._rref is not None and (type(value) is Snapshot or self._rref.is_owner()):
             try:
@@ -210,7 +210,7 @@ class ObjectRef(Generic[T_co]):
     Thread-safe.
 
     Args:
-        future: completes with the result, with :class:`Kept`, or with the error.
+        future: completes with the result, with :class:`StoredResult`, or with the error.
         label: how messages call it.
     """
 
@@ -266,7 +266,7 @@ class ObjectRef(Generic[T_co]):
     def _final(self) -> Future[T_co]:
         """Return the future of the value itself; start to fetch it if it is known to be elsewhere."""
         future = self._ask()
-        if future._done and (future._error is not None or type(future._value) is not Kept):
+        if future._done and (future._error is not None or type(future._value) is not StoredResult):
             return future
         found = self._fetched
         if found is None or _worth_another_try(found):
@@ -277,7 +277,7 @@ class ObjectRef(Generic[T_co]):
                 found = self._fetched
             assert found is not None
             if found is pursuit.future:
-                if future._done and type(future._value) is Kept and future._value.taste is not None:
+                if future._done and type(future._value) is StoredResult and future._value.taste is not None:
                     future._value.taste.fetched()
                 pursuit.follow(future)
         if future._covered:  # looked at when the fetch can be seen: covered here, or with the call
@@ -309,14 +309,14 @@ class ObjectRef(Generic[T_co]):
         future = self._ask()
         if timeout is None:
             value = future.wait()
-            return value if type(value) is not Kept else self._final().wait()
+            return value if type(value) is not StoredResult else self._final().wait()
         until = clock() + timeout
         value = future.wait(timeout)
-        return value if type(value) is not Kept else self._final().wait(max(0.0, until - clock()))
+        return value if type(value) is not StoredResult else self._final().wait(max(0.0, until - clock()))
 
     def __await__(self) -> Generator[Any, None, T_co]:
         value = yield from self._ask().__await__()
-        if type(value) is Kept:
+        if type(value) is StoredResult:
             value = yield from self._final().__await__()
         return value  # type: ignore[no-any-return]
 
@@ -365,7 +365,7 @@ class ObjectRef(Generic[T_co]):
             state = "pending"
         elif future._error is not None:
             state = f"failed: {shown(type_name(type(future._error)))}"
-        elif type(future._value) is not Kept:
+        elif type(future._value) is not StoredResult:
             state = "complete"
         elif self._fetched is not None and self._fetched._done:
             state = "complete, fetched"
@@ -423,9 +423,9 @@ def _failed(error: BaseException) -> Future[Any]:
 
 def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
     context = codec.current_encoding()
-    if isinstance(context, Holder):
+    if isinstance(context, LocalReferences):
         return context.hold(ref)
-    if not isinstance(context, Parcel):
+    if not isinstance(context, MessageContext):
         ref.__reduce__()
     known = ref._identity(), ref._name()
     future = ref._future
@@ -433,7 +433,7 @@ def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
         return _arrive_promise, (*known, ref._as_promise())
     error = future._error
     value = future._value
-    if error is None and type(value) is Kept:
+    if error is None and type(value) is StoredResult:
         rref = value.rref
         error = rref._references.table.failure(rref._handle)
         if type(error) is PeerDiedError:
@@ -484,5 +484,5 @@ def put(value: T) -> ObjectRef[T]:
     label = f"put({type(value).__name__})"
     if snapshot.nbytes <= SMALL:
         return ObjectRef.of(snapshot.open_once(), label=label)
-    kept: Any = Kept(RRef(snapshot))
+    kept: Any = StoredResult(RRef(snapshot))
     return ObjectRef.of(kept, label=label)

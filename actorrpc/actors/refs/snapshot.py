@@ -1,6 +1,6 @@
 """Snapshots: an object as it was at one moment, to be made again later, here or on another worker.
 
-What waits before it is sent (the arguments of a call to an actor that is being restarted, an item that a
+An object that waits before it is sent (the arguments of a call to an actor that is being restarted, an item that a
 generator has yielded, a result that stays with its actor) is kept as a snapshot: changing the object
 afterwards changes nothing, and an object that cannot travel is refused at once.
 """
@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from actorrpc.actors.context import current
-from actorrpc.agent.outbound import Parcel
+from actorrpc.agent.outbound import MessageContext
 from actorrpc.errors import RpcError
 from actorrpc.serialization import codec
-from actorrpc.serialization.local_refs import Holder
+from actorrpc.serialization.local_refs import LocalReferences
 from actorrpc.transport import buffers as memory
 
 __all__ = ["Snapshot"]
@@ -79,7 +79,7 @@ class Snapshot:
         Raises:
             SerializationError: a part cannot be copied; the message says which.
         """
-        holder = Holder()
+        holder = LocalReferences()
         encoded = codec.encode(obj, remote_main=remote_main, context=holder)
         copies = [_copy_of(span) for span in encoded.spans]
         runtime = current()
@@ -95,7 +95,7 @@ class Snapshot:
             SerializationError: it cannot be rebuilt here.
             RuntimeError: :meth:`open_once` has used it up.
         """
-        return self._decode([_copy_of(codec.Span.of(each)) for each in self._whole()])
+        return self._decode([_copy_of(codec.TensorSpan.of(each)) for each in self._whole()])
 
     def open_once(self) -> Any:
         """Make the object from the snapshot's own memory, without a copy; the snapshot is used up.
@@ -114,7 +114,7 @@ class Snapshot:
 
     def _decode(self, buffers: Sequence[memoryview]) -> Any:
         definitions = self._definitions
-        holder = Holder(self._held)
+        holder = LocalReferences(self._held)
         tensors: list[Any] = []
         if not definitions:
             opened = codec.decode(self._body, buffers, definitions=None, context=holder, tensors=tensors)
@@ -143,11 +143,11 @@ class Snapshot:
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         context = codec.current_encoding()
         runtime = current()
-        if self._tag is not None and runtime is not None and isinstance(context, Parcel):
+        if self._tag is not None and runtime is not None and isinstance(context, MessageContext):
             runtime.agent.recorder.forwarded(self._tag, context.peer)
         if (
             self._by_name
-            and isinstance(context, Parcel)
+            and isinstance(context, MessageContext)
             and not context.peer.same_main
             and any(_find_main(each) for each in (self._body, *self._definitions.values()))
         ):
@@ -165,13 +165,13 @@ class Snapshot:
         return f"<Snapshot of {self.nbytes} bytes>"
 
 
-def _copy_of(span: codec.Span) -> memoryview:
+def _copy_of(span: codec.TensorSpan) -> memoryview:
     """Copy memory to where nobody else writes."""
     nbytes = span.nbytes
     runtime = current()
     # Pages that were used before are several times faster to fill than fresh ones.
     target = runtime.agent.buffers.take(nbytes) if runtime is not None else memoryview(bytearray(nbytes))
     if nbytes:
-        source = memory.Span(span.address, nbytes, span.keep)
+        source = memory.MemorySpan(span.address, nbytes, span.keep)
         memory.copy(ctypes.addressof(ctypes.c_char.from_buffer(target)), source)
     return target

@@ -14,7 +14,7 @@ from typing import Any, Final, Generic, TypeVar, overload
 import torch
 
 from actorrpc import _time
-from actorrpc.actors.refs.object_ref import Kept, ObjectRef
+from actorrpc.actors.refs.object_ref import ObjectRef, StoredResult
 from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import RpcTimeoutError
 from actorrpc.futures import Future
@@ -64,7 +64,7 @@ def _start(item: Any, what: str, final: bool) -> Future[Any]:
     """
     if type(item) is ObjectRef:
         future = item._ask()
-        if final and future._done and type(future._value) is Kept:
+        if final and future._done and type(future._value) is StoredResult:
             return item._final()
         future.check_process()
         return future
@@ -151,22 +151,22 @@ class _Gate:
         self._left = [None] * count
         self._fails = fails
         self._values = values
-        self.watches: list[_Watch] = []
+        self.watches: list[_WaitWatch] = []
         if fails:  # whoever waits for it waits for all of them: the search for deadlocks looks here
             self.future.awaits = self.watches
 
     def add(self, item: Any, future: Future[Any]) -> None:
         """Let a result count. ``future``: what :func:`_start` gave for it."""
-        watch = _Watch(self, item)
+        watch = _WaitWatch(self, item)
         self.watches.append(watch)
         watch.arm(future)
 
-    def ended(self, watch: _Watch) -> None:
-        """Take note of a result; ``watch.future`` is complete."""
+    def ended(self, watch: _WaitWatch) -> None:
+        """Record a result; ``watch.future`` is complete."""
         error = watch.future._error
         if error is None and self._values and type(watch.item) is ObjectRef:
             value = watch.future._value
-            if type(value) is Kept:
+            if type(value) is StoredResult:
                 value.rref._references.agent.submit(watch.fetch)
                 return
         if error is not None and self._fails:
@@ -191,12 +191,12 @@ class _Gate:
         self.watches.clear()
 
 
-class _Watch:
+class _WaitWatch:
     """Stands among the threads that wait for a future, and tells the gate instead of waking one."""
 
     __slots__ = ("_claim", "_gate", "future", "item")
 
-    def __init__(self, gate: _Gate | _Stream, item: Any) -> None:
+    def __init__(self, gate: _Gate | _WaitedStream, item: Any) -> None:
         self._gate = gate
         self.item = item
         self.future: Future[Any]
@@ -274,7 +274,7 @@ def get(refs: Any, *, timeout: float | None = None) -> Any:
         until = deadline_of(timeout)
         if until == _INFINITE:
             value = refs._ask().wait()  # the path of most calls
-            return value if type(value) is not Kept else refs._final().wait()
+            return value if type(value) is not StoredResult else refs._final().wait()
         return _get_one(refs, until, timeout)
     until = deadline_of(timeout)
     if not isinstance(refs, (list, tuple)):
@@ -294,7 +294,7 @@ def get(refs: Any, *, timeout: float | None = None) -> Any:
 
 def _get_one(ref: ObjectRef[T], until: float, timeout: float | None) -> T:
     value = _wait_for(ref._ask(), until, timeout)
-    if type(value) is not Kept:
+    if type(value) is not StoredResult:
         return value  # type: ignore[no-any-return]
     return _wait_for(ref._final(), until, timeout)  # type: ignore[no-any-return]
 
@@ -476,7 +476,10 @@ def wait(
     rest: list[Any] = []
     for item, future in zip(refs, futures, strict=True):
         done = future._done and not (
-            fetch_local and type(item) is ObjectRef and future._error is None and type(future._value) is Kept
+            fetch_local
+            and type(item) is ObjectRef
+            and future._error is None
+            and type(future._value) is StoredResult
         )
         (ready if done and len(ready) < num_returns else rest).append(item)
     if rest and _time_is_over():
@@ -487,7 +490,7 @@ def wait(
 # -- as_completed --------------------------------------------------------------------------------------------
 
 
-class _Stream:
+class _WaitedStream:
     """Collects results as they end, for one iteration."""
 
     __slots__ = ("_ready", "_signal", "watches")
@@ -495,12 +498,12 @@ class _Stream:
     def __init__(self) -> None:
         self._ready: deque[Any] = deque()
         self._signal: Future[None] | None = None
-        self.watches: list[_Watch] = []
+        self.watches: list[_WaitWatch] = []
 
-    def ended(self, watch: _Watch) -> None:
-        """Take note of a result. As :meth:`_Gate.ended`."""
+    def ended(self, watch: _WaitWatch) -> None:
+        """Record a result. As :meth:`_Gate.ended`."""
         future = watch.future
-        if future._error is None and type(watch.item) is ObjectRef and type(future._value) is Kept:
+        if future._error is None and type(watch.item) is ObjectRef and type(future._value) is StoredResult:
             future._value.rref._references.agent.submit(watch.fetch)
             return
         self._ready.append(watch.item)
@@ -528,9 +531,9 @@ class Completed(Generic[T]):
         items: list[Any] = list(refs)
         futures = [_start(item, "as_completed()", True) for item in items]
         self._left = len(items)
-        self._stream = _Stream()
+        self._stream = _WaitedStream()
         for item, future in zip(items, futures, strict=True):
-            watch = _Watch(self._stream, item)
+            watch = _WaitWatch(self._stream, item)
             self._stream.watches.append(watch)
             watch.arm(future)
         _flush(futures)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.spec.options import ActorOptions
     from actorrpc.rpc.rref import RRef
 
-__all__ = ["ActorExit", "ActorSpec", "Card", "Location", "ResidentGoneError", "exit_text"]
+__all__ = ["ActorExit", "ActorSpec", "Card", "HostedActorGoneError", "Location", "exit_text"]
 
 _code_of: Final[Callable[[SystemExit], Any]] = SystemExit.__dict__[
     "code"
@@ -36,7 +36,7 @@ def exit_text(exit: SystemExit) -> str:
     return f"sys.exit({'' if code is None else say(code, repr)[:80]}) was called in it"
 
 
-class ResidentGoneError(RpcError):
+class HostedActorGoneError(RpcError):
     """The actor does not live in that worker (any more). Never reaches users: routes ask the supervisor."""
 
     maybe_executed = False

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerInfo
 
-__all__ = ["IN_RESTORE", "ActorState", "DeathReport", "ProcessSpec", "Restarting", "Seat", "Spawner"]
+__all__ = ["IN_RESTORE", "ActorState", "DeathReport", "ProcessSpec", "Restarting", "SharedSlot", "Spawner"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class ProcessSpec:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Seat(WorkerInfo):
+class SharedSlot(WorkerInfo):
     """A place in a worker that others share: what a spawner gives instead of a process of its own.
 
     Attributes:
@@ -115,7 +115,7 @@ class Spawner(Protocol):
     def spawn(self, spec: ProcessSpec) -> Future[WorkerInfo]:
         """Start a process; the future completes when it has joined the group, or fails saying why.
 
-        Where it is better placed in a worker that is there already, the future gives a :class:`Seat` in that.
+        Where it is better placed in a worker that is there already, the future gives a :class:`SharedSlot` in that.
         """
 
     def give_back(self, booking: int) -> None:

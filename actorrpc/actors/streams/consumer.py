@@ -29,7 +29,7 @@ from actorrpc.actors.streams.producer import (
     close_stream,
     pull,
 )
-from actorrpc.actors.streams.stalls import PATIENCE_S, Reader, Stall
+from actorrpc.actors.streams.stalls import PATIENCE_S, Stall, StreamReader
 from actorrpc.agent.calls import CURRENT, Execution
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import CancelledError, DeadlockError, RpcTimeoutError, SerializationError
@@ -54,7 +54,7 @@ class _Over(Exception):
     """There are no more items."""
 
 
-class _End(Stall):
+class _EndOfStream(Stall):
     """Stands for the end of a stream, which may be waited for while nobody takes its items."""
 
     __slots__ = ("consumer",)
@@ -87,7 +87,7 @@ class _Consumer(Stall):
         self._peer: Peer | None = None
         self._items: deque[Any] = deque()
         self._charge = 0  # what they count, in bytes
-        self.reader = Reader.here(None)
+        self.reader = StreamReader.here(None)
         self.reader.threads = frozenset(threading.enumerate())
         self.touched = _time.now()  # when somebody last asked for an item
         self._count = 0  # of items that were taken
@@ -98,7 +98,7 @@ class _Consumer(Stall):
         self.over = False  # and everything was taken
         self._closed = False
         self.swept = 0  # the search that has had the garbage collected which may hold the stream
-        self._stuck: tuple[int, Reader | None] = -1, None
+        self._stuck: tuple[int, StreamReader | None] = -1, None
         self._generation = generation()
         self._signal: Future[None] | None = None  # for who waits until something changes
         self._arrival: Future[None] | None = None  # for wait(), which takes nothing
@@ -309,7 +309,7 @@ class _Consumer(Stall):
         Raises:
             _Over: there are no more.
         """
-        self.reader = reader = Reader.here(self.reader)
+        self.reader = reader = StreamReader.here(self.reader)
         reader.threads = None
         self.touched = _time.now()
         with self._lock:
@@ -348,7 +348,7 @@ class _Consumer(Stall):
 
     def arrival(self) -> Future[None]:
         """Return a future that completes when take() need not wait: an item is here, an error, or the end."""
-        self.reader = reader = Reader.here(self.reader)
+        self.reader = reader = StreamReader.here(self.reader)
         reader.threads = None
         self.touched = _time.now()
         with self._lock:
@@ -417,7 +417,7 @@ class _Consumer(Stall):
             if finished is None:
                 finished = self._finished = Future()
                 finished.label = f"the end of {self.label}"
-                finished.awaits = (_End(self),)
+                finished.awaits = (_EndOfStream(self),)
             ended = self._ended
         if ended:
             if finished._claim():
@@ -434,7 +434,7 @@ class _Consumer(Stall):
     def look(self) -> None:
         """End the wait for the stream's end if who waits is who should take the items that are in the way of it."""
         reader = self.reader
-        waits = any(isinstance(each, _End) and each.consumer is self for each in reader.waits_for())
+        waits = any(isinstance(each, _EndOfStream) and each.consumer is self for each in reader.waits_for())
         patient = reader.alone or _time.now() - self.touched >= PATIENCE_S
         finished: Future[None] | None = None
         with self._lock:

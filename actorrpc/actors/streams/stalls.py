@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.agent.daemon_threads import Daemon
-from actorrpc.futures import WAITING, Future, Station, bystander
+from actorrpc.futures import WAITING, Future, NestedRunner, bystander
 
-__all__ = ["PATIENCE_S", "Onlooker", "Reader", "Stall", "awaited", "awaited_by"]
+__all__ = ["PATIENCE_S", "Onlooker", "Stall", "StreamReader", "awaited", "awaited_by"]
 
 PATIENCE_S: Final = 30.0
 """So long a stream is left alone that may have been handed to somebody who has not begun to read it."""
@@ -71,7 +71,7 @@ def _key(execution: Execution | None) -> tuple[int, int, int]:
 
 
 class Onlooker:
-    """Stands in the place of a station for a thread that is no actor's. See futures.Station.
+    """Stands in the place of a station for a thread that is no actor's. See futures.NestedRunner.
 
     Args:
         beside: hears of the waits as well.
@@ -80,7 +80,7 @@ class Onlooker:
         key: of the execution in which the thread waits.
     """
 
-    def __init__(self, beside: Station | None = None) -> None:
+    def __init__(self, beside: NestedRunner | None = None) -> None:
         self.work = ()
         self._beside = beside
         self.ident = threading.get_ident()
@@ -144,7 +144,7 @@ def _others_may(known: frozenset[threading.Thread]) -> bool:
     return False
 
 
-class Reader:
+class StreamReader:
     """Who reads a stream: the thread or the coroutine that has asked for its last item, or else has made it.
 
     It holds neither.
@@ -167,7 +167,7 @@ class Reader:
         self.threads: frozenset[threading.Thread] | None = None
 
     @staticmethod
-    def here(known: Reader | None) -> Reader:
+    def here(known: StreamReader | None) -> StreamReader:
         """Return the one that calls this; ``known``, if that is it."""
         station: Any = WAITING.station
         if station is None or station is bystander():
@@ -183,7 +183,7 @@ class Reader:
             and (known._task() if known._task is not None else None) is task
         ):
             return known
-        return Reader(station, key, task)
+        return StreamReader(station, key, task)
 
     @property
     def call(self) -> Any:

@@ -11,17 +11,17 @@ from actorrpc.serialization import exceptions
 
 if TYPE_CHECKING:
     from actorrpc.actors.spec.death_report import DeathReport
-    from actorrpc.actors.supervision.record import Supervised, Verdict
+    from actorrpc.actors.supervision.record import ActorRecord, RestartVerdict
 
 __all__ = ["dead", "not_made", "without_worker"]
 
 
 def dead(
-    actor: Supervised,
+    actor: ActorRecord,
     text: str,
     report: DeathReport | None,
     cause: BaseException | None,
-    verdict: Verdict,
+    verdict: RestartVerdict,
 ) -> ActorDiedError:
     """Return the death of an actor, as it is known where it was looked after.
 
@@ -44,7 +44,7 @@ def dead(
     )
 
 
-def without_worker(actor: Supervised, report: DeathReport | None, why: str) -> str:
+def without_worker(actor: ActorRecord, report: DeathReport | None, why: str) -> str:
     """Say how an incarnation has ended whose worker has.
 
     Args:

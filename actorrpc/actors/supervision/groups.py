@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from actorrpc.actors.supervision.restart_policy import Restarts
-from actorrpc.actors.supervision.strategies import Order, Plan, Siblings, State, Strategy
+from actorrpc.actors.supervision.restart_policy import RestartPolicy
+from actorrpc.actors.supervision.strategies import RestartOrder, RestartPlan, RestartStrategy, State, Strategy
 from actorrpc.errors import ActorDiedError, SupervisionError
 from actorrpc.futures import Future
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
-    from actorrpc.actors.supervision.record import Supervised
+    from actorrpc.actors.supervision.record import ActorRecord
     from actorrpc.actors.supervision.supervisor import Supervisor
 
-__all__ = ["Deed", "Family", "perform"]
+__all__ = ["Deed", "SupervisionGroup", "perform"]
 
 Deed = Callable[[], object]
 _log = logging.getLogger("actorrpc.actors")
@@ -38,7 +38,7 @@ def perform(deeds: list[Deed]) -> None:
         deed()
 
 
-class Family:
+class SupervisionGroup:
     """One supervision group.
 
     Args:
@@ -56,7 +56,7 @@ class Family:
     def __init__(
         self,
         runtime: Runtime,
-        children: list[Supervised | Family],
+        children: list[ActorRecord | SupervisionGroup],
         strategy: Strategy,
         limit: int,
         period_s: float,
@@ -66,7 +66,7 @@ class Family:
         self.title = title
         self.strategy = strategy
         self.children = children
-        self.parent: Family | None = None
+        self.parent: SupervisionGroup | None = None
         self.index = 0
         self.over: Future[SupervisionError | None] = Future()
         self.over.label = f"the end of {title}"
@@ -81,7 +81,7 @@ class Family:
         self._given = (limit, period_s, backoff_s)
         states: list[State] = []
         for index, child in enumerate(children):
-            if isinstance(child, Family):
+            if isinstance(child, SupervisionGroup):
                 child.parent = self
                 child.index = index
                 states.append("up")
@@ -89,12 +89,12 @@ class Family:
                 child.family = self
                 child.index = index
                 states.append(_STATES.get(child.phase, "up"))
-        self._siblings = Siblings(states, strategy, self._account())
+        self._siblings = RestartStrategy(states, strategy, self._account())
         self._siblings.restarts.came_to_life(self._now())
 
-    def _account(self) -> Restarts:
+    def _account(self) -> RestartPolicy:
         limit, period_s, backoff_s = self._given
-        return Restarts(limit, period_s, backoff_s, self._supervisor.draw)
+        return RestartPolicy(limit, period_s, backoff_s, self._supervisor.draw)
 
     def _now(self) -> float:
         return self._clock.now()
@@ -108,15 +108,15 @@ class Family:
             return "ending"
         return "restarting" if self._siblings.busy or self._siblings.failed else "up"
 
-    def actors(self) -> Iterator[Supervised]:
+    def actors(self) -> Iterator[ActorRecord]:
         """Yield all actors of the family and of those in it, in their order."""
         for child in self.children:
-            if isinstance(child, Family):
+            if isinstance(child, SupervisionGroup):
                 yield from child.actors()
             else:
                 yield child
 
-    def root(self) -> Family:
+    def root(self) -> SupervisionGroup:
         """Return the family that nobody is above."""
         found = self
         while found.parent is not None:
@@ -125,16 +125,16 @@ class Family:
 
     # -- news of children; the supervisor's lock is held ---------------------------------------------------
 
-    def made(self, child: Supervised | Family) -> list[Deed]:
-        """Take note that a child lives."""
+    def made(self, child: ActorRecord | SupervisionGroup) -> list[Deed]:
+        """Record that a child lives."""
         return self._carry_out(self._siblings.made(child.index, self._now()))
 
-    def died(self, child: Supervised | Family, why: str) -> list[Deed]:
-        """Take note that a child's incarnation is over, whoever has ended it."""
+    def died(self, child: ActorRecord | SupervisionGroup, why: str) -> list[Deed]:
+        """Record that a child's incarnation is over, whoever has ended it."""
         return self._carry_out(self._siblings.died(child.index, self._now(), f"{child.title}: {why}"))
 
-    def left(self, child: Supervised) -> list[Deed]:
-        """Take note that a child is dead for good, as was wanted."""
+    def left(self, child: ActorRecord) -> list[Deed]:
+        """Record that a child is dead for good, as was wanted."""
         deeds = self._carry_out(self._siblings.left(child.index, self._now()))
         root = self.root()
         if not root.is_over and all(each.phase == "dead" for each in root.actors()):
@@ -142,9 +142,9 @@ class Family:
         return deeds
 
     def lost(
-        self, child: Supervised | Family, death: ActorDiedError | str, cause: BaseException | None
+        self, child: ActorRecord | SupervisionGroup, death: ActorDiedError | str, cause: BaseException | None
     ) -> list[Deed]:
-        """Take note that a child is dead for good, as it cannot be made."""
+        """Record that a child is dead for good, as it cannot be made."""
         self._cause = self._cause or cause
         return self._carry_out(self._siblings.lost(child.index, self._now(), str(death)))
 
@@ -167,13 +167,13 @@ class Family:
 
     # -- orders ---------------------------------------------------------------------------------------------
 
-    def _carry_out(self, orders: list[Order]) -> list[Deed]:
+    def _carry_out(self, orders: list[RestartOrder]) -> list[Deed]:
         deeds: list[Deed] = []
         for order in orders:
             deeds += self._one(order)
         return deeds
 
-    def _one(self, order: Order) -> list[Deed]:
+    def _one(self, order: RestartOrder) -> list[Deed]:
         if order.what == "wait":
             assert order.plan is not None
             due = partial(self._submit, partial(self._due, order.plan))
@@ -181,14 +181,14 @@ class Family:
         if order.what in ("end", "make"):
             child = self.children[order.child]
             if order.what == "end":
-                if isinstance(child, Family):
+                if isinstance(child, SupervisionGroup):
                     return child.bring_down()
                 why = f"it was ended with the others of {self.title}, of which one had died"
                 if self.root()._ending:
                     why = f"{self.title} was ended"
                 return [partial(self._end_actor, child, child.epoch, why)]
             self.restarts += 1
-            if isinstance(child, Family):
+            if isinstance(child, SupervisionGroup):
                 return child.bring_up()
             child.held = False
             child.restarts.count += 1
@@ -204,7 +204,7 @@ class Family:
             return [self._give_up]
         return [self._end] if order.what == "down" else []
 
-    def _due(self, plan: Plan) -> None:
+    def _due(self, plan: RestartPlan) -> None:
         with self._supervisor.lock:
             deeds = self._carry_out(self._siblings.due(plan, self._now()))
         perform(deeds)
@@ -224,12 +224,12 @@ class Family:
         return text
 
     def _cause_of(self) -> BaseException | None:
-        inner = (child._cause_of() for child in self.children if isinstance(child, Family))
+        inner = (child._cause_of() for child in self.children if isinstance(child, SupervisionGroup))
         return self._cause or next((each for each in inner if each is not None), None)
 
     # -- deeds ----------------------------------------------------------------------------------------------
 
-    def _end_actor(self, actor: Supervised, epoch: int, why: str) -> None:
+    def _end_actor(self, actor: ActorRecord, epoch: int, why: str) -> None:
         """End an actor's incarnation, which is to be followed by another one; its end is heard of as any other is."""
         supervisor = self._supervisor
         deeds: list[Deed] = []
@@ -280,9 +280,9 @@ class Family:
             self._supervisor.bury(actor, text, cause=cause)
 
     def close(self, error: SupervisionError | None) -> None:
-        """Take note that it is over, and with it all families in it; the lock need not be held."""
+        """Record that it is over, and with it all families in it; the lock need not be held."""
         for child in self.children:
-            if isinstance(child, Family):
+            if isinstance(child, SupervisionGroup):
                 child.close(error)
         self.is_over = True
         if self.over._claim():

@@ -17,7 +17,7 @@ from actorrpc.futures import Future, collect_all
 from actorrpc.rpc.refcount.messages import WorkerKey
 
 if TYPE_CHECKING:
-    from actorrpc.actors.supervision.record import Supervised
+    from actorrpc.actors.supervision.record import ActorRecord
     from actorrpc.actors.supervision.supervisor import Supervisor
 
 __all__ = ["hand_over"]
@@ -35,7 +35,7 @@ def hand_over(rank: int, incarnation: str, why: str) -> Any:
     supervisor: Supervisor = found.supervisor
     key = WorkerKey(rank, incarnation)
     elsewhere = None if found.spawner is not None else "turn"
-    leaving: list[tuple[Supervised, int]] = []
+    leaving: list[tuple[ActorRecord, int]] = []
     with supervisor.lock:
         for actor in list(supervisor._actors.values()):
             if actor.worker != key:
@@ -60,7 +60,7 @@ def hand_over(rank: int, incarnation: str, why: str) -> Any:
 
 def _moved(
     supervisor: Supervisor,
-    actor: Supervised,
+    actor: ActorRecord,
     resident_id: int,
     why: str,
     moved: Future[None],

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.actors.client.supervisor_client import CREATE_S, peer_of
-from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec, Seat
+from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec, SharedSlot
 from actorrpc.actors.spec.options import NEW_PROCESS
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import ConfigError, RpcError
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
     from actorrpc.actors.spec.options import ActorOptions
 
-__all__ = ["Places"]
+__all__ = ["Placements"]
 
 _REPORT_S: Final = 1.0  # how long a death report may take
 
 
-class Places:
+class Placements:
     """The workers and processes that actors of one supervisor live in. Thread-safe.
 
     ``_lock`` guards ``_turn`` alone.
@@ -107,10 +107,16 @@ class Places:
         )
 
     def sits(self, resident_id: int, worker: WorkerInfo, options: ActorOptions) -> str | None:
-        """Take note of where a spawner has put an actor; return the process's name if it has that to itself."""
-        if isinstance(worker, Seat) or options.host or options.labels or options.resources or options.spread:
+        """Record where a spawner has put an actor; return the process's name if it has that to itself."""
+        if (
+            isinstance(worker, SharedSlot)
+            or options.host
+            or options.labels
+            or options.resources
+            or options.spread
+        ):
             self._booked.add(resident_id)
-        return None if isinstance(worker, Seat) else worker.name
+        return None if isinstance(worker, SharedSlot) else worker.name
 
     def left(self, resident_id: int) -> None:
         """Give back what an incarnation had booked, if it had. Harmless when repeated."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from actorrpc.actors.spec.actor_spec import ActorSpec, Card, Location
 from actorrpc.actors.spec.death_report import ActorState, Restarting
-from actorrpc.actors.supervision.restart_policy import Restarts
+from actorrpc.actors.supervision.restart_policy import RestartPolicy
 from actorrpc.errors import ActorDiedError
 from actorrpc.futures import Future
 from actorrpc.rpc.refcount.messages import WorkerKey
@@ -16,9 +16,9 @@ from actorrpc.rpc.refcount.messages import WorkerKey
 if TYPE_CHECKING:
     from actorrpc.actors.refs.snapshot import Snapshot
     from actorrpc.actors.spec.options import ActorOptions
-    from actorrpc.actors.supervision.groups import Family
+    from actorrpc.actors.supervision.groups import SupervisionGroup
 
-__all__ = ["Anchor", "Phase", "Supervised", "Verdict"]
+__all__ = ["ActorRecord", "LifetimeToken", "Phase", "RestartVerdict"]
 
 _PATIENCE_S: Final = 30.0  # how long whoever places an actor may take to hear of a death
 
@@ -32,7 +32,7 @@ _SHOWN: Final = {
 }
 
 
-class Anchor:
+class LifetimeToken:
     """Stands for an actor. It is the value of an RRef, and dies when no handle holds a fork of that any more.
 
     Args:
@@ -50,7 +50,7 @@ class Anchor:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RestartVerdict:
     """What is to follow the end of an incarnation.
 
     Attributes:
@@ -65,7 +65,7 @@ class Verdict:
     before: tuple[str, ...] = ()
 
 
-class Supervised:
+class ActorRecord:
     """One actor.
 
     Attributes:
@@ -134,10 +134,10 @@ class Supervised:
         self.arguments: Snapshot | None = arguments
         self.options = options
         self.place = place
-        self.restarts = Restarts(
+        self.restarts = RestartPolicy(
             options.max_restarts, options.restart_window_s, options.restart_backoff_s, draw
         )
-        self.family: Family | None = None
+        self.family: SupervisionGroup | None = None
         self.index = 0
         self.held = False
         self.moving = False
@@ -222,7 +222,7 @@ class Supervised:
         return True
 
     def come_to_life(self, location: Location, now: float) -> None:
-        """Take note that the present incarnation lives, there."""
+        """Record that the present incarnation lives, there."""
         self.phase = "alive"
         self.put_off_since = None
         self.location = location
@@ -230,7 +230,7 @@ class Supervised:
         if not self.options.max_restarts and not self.card.info.has_checkpoint:
             self.cls = self.arguments = None  # and whatever only they keep alive
 
-    def verdict(self, now: float, text: str, pinned: bool) -> Verdict:
+    def verdict(self, now: float, text: str, pinned: bool) -> RestartVerdict:
         """Decide what is to follow, where nobody wanted the end. To be asked once for each incarnation.
 
         Args:
@@ -238,18 +238,18 @@ class Supervised:
             pinned: it can only live where nothing lives any more.
         """
         if self.moving:
-            return Verdict(again=True)
+            return RestartVerdict(again=True)
         if pinned:
-            return Verdict(why_not="not restarted: worker= has put it there")
+            return RestartVerdict(why_not="not restarted: worker= has put it there")
         if self.family is not None:
-            return Verdict(again=True)
+            return RestartVerdict(again=True)
         wait = self.restarts.next(now, text)
         if wait is None:
-            return Verdict(why_not=self.restarts.why_not(), before=tuple(self.restarts.causes()[:-1]))
-        return Verdict(again=True, wait_s=wait)
+            return RestartVerdict(why_not=self.restarts.why_not(), before=tuple(self.restarts.causes()[:-1]))
+        return RestartVerdict(again=True, wait_s=wait)
 
     def lose(self, last: Restarting) -> None:
-        """Take note that the present incarnation is over, and another one is to follow."""
+        """Record that the present incarnation is over, and another one is to follow."""
         self.phase = "restarting"
         self.epoch += 1
         self.state_number = 0

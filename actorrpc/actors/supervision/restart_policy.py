@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["JITTER", "MAX_BACKOFF_S", "QUIET_S", "Restarts"]
+__all__ = ["JITTER", "MAX_BACKOFF_S", "QUIET_S", "RestartPolicy"]
 
 MAX_BACKOFF_S: Final = 10.0
 QUIET_S: Final = 10.0
@@ -21,7 +21,7 @@ _LISTED: Final = 10  # causes that a message lists at most
 _CUT: Final = 200  # characters of each
 
 
-class Restarts:
+class RestartPolicy:
     """Decides on one actor's restarts. Not thread-safe: its owner sees to that.
 
     Args:
@@ -64,7 +64,7 @@ class Restarts:
         self._lived_since: float | None = None
 
     def came_to_life(self, now: float) -> None:
-        """Take note that the actor lives (again)."""
+        """Record that the actor lives (again)."""
         self._lived_since = now
 
     def next(self, now: float, why: str = "") -> float | None:

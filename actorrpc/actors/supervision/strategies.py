@@ -1,10 +1,10 @@
-"""Siblings: what becomes of the children of a supervision group when one of them dies. Pure: it does nothing itself.
+"""What becomes of the children of a supervision group when one of them dies. Pure: it does nothing itself.
 
-It is told what happens to which child, and the time, and answers with orders (:class:`Order`). A child is a number here,
-from 0 in the order in which they start; whether it is an actor or a group of its own makes no difference. What is to be
-done about a death is a :class:`Plan`: it ends its members one by one, the last first, waits until the back-off is over, and
-has them made again one by one, the first first. With ``one_for_one`` there may be several plans, which do not know each
-other; otherwise there is one, which grows when another child dies.
+It is told what happens to which child, and the time, and answers with orders (:class:`RestartOrder`). A child is a number here,
+from 0 in the order in which they start; whether it is an actor or a group of its own makes no difference. What is to be done
+about a death is a :class:`RestartPlan`: it ends its members one by one, the last first, waits until the back-off is over, and
+has them made again one by one, the first first. With ``one_for_one`` there may be several plans, which do not know each other;
+otherwise there is one, which grows when another child dies.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
-    from actorrpc.actors.supervision.restart_policy import Restarts
+    from actorrpc.actors.supervision.restart_policy import RestartPolicy
 
-__all__ = ["STRATEGIES", "Order", "Plan", "Siblings", "Strategy"]
+__all__ = ["STRATEGIES", "RestartOrder", "RestartPlan", "RestartStrategy", "Strategy"]
 
 Strategy = Literal["one_for_one", "one_for_all", "rest_for_one"]
 STRATEGIES: Final = ("one_for_one", "one_for_all", "rest_for_one")
@@ -25,7 +25,7 @@ STRATEGIES: Final = ("one_for_one", "one_for_all", "rest_for_one")
 State = Literal["up", "making", "ending", "down", "left"]
 
 
-class Plan:
+class RestartPlan:
     """What is to be done with some children: end them all, and then, where ``goal`` is ``"up"``, make them again.
 
     Attributes:
@@ -47,7 +47,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RestartOrder:
     """What is to be done now.
 
     Attributes:
@@ -59,10 +59,10 @@ class Order:
     what: Literal["end", "make", "wait", "up", "down", "failed"]
     child: int = -1
     seconds: float = 0.0
-    plan: Plan | None = None
+    plan: RestartPlan | None = None
 
 
-class Siblings:
+class RestartStrategy:
     """Decides for the children of one group. Not thread-safe: its owner sees to that.
 
     Args:
@@ -76,10 +76,10 @@ class Siblings:
         why: how the child died whose death was one too many, or why it cannot be made.
     """
 
-    def __init__(self, states: Iterable[State], strategy: Strategy, restarts: Restarts) -> None:
+    def __init__(self, states: Iterable[State], strategy: Strategy, restarts: RestartPolicy) -> None:
         self._states: list[State] = list(states)
         self._strategy = strategy
-        self._plans: list[Plan] = []
+        self._plans: list[RestartPlan] = []
         self._rising = False  # whoever is above waits for all to be up
         self.restarts = restarts
         self.failed = self.exceeded = self.hopeless = False
@@ -97,15 +97,15 @@ class Siblings:
 
     # -- what happens to children ------------------------------------------------------------------------
 
-    def made(self, child: int, now: float) -> list[Order]:
-        """Take note that a child lives."""
+    def made(self, child: int, now: float) -> list[RestartOrder]:
+        """Record that a child lives."""
         if self._states[child] != "making":
             return []  # it is about to be ended
         self._states[child] = "up"
         return self._go(now)
 
-    def died(self, child: int, now: float, why: str) -> list[Order]:
-        """Take note that a child's incarnation is over: it has died, or was ended by order."""
+    def died(self, child: int, now: float, why: str) -> list[RestartOrder]:
+        """Record that a child's incarnation is over: it has died, or was ended by order."""
         state = self._states[child]
         if state in ("left", "down"):
             return []
@@ -125,13 +125,13 @@ class Siblings:
             for each in self._plans:
                 members.update(one for one in each.members if self._states[one] != "up")
             self._plans.clear()
-        plan = Plan(members, "up", held=wait > 0)
+        plan = RestartPlan(members, "up", held=wait > 0)
         self._plans.append(plan)
-        orders = [Order("wait", seconds=wait, plan=plan)] if wait > 0 else []
+        orders = [RestartOrder("wait", seconds=wait, plan=plan)] if wait > 0 else []
         return orders + self._go(now)
 
-    def left(self, child: int, now: float) -> list[Order]:
-        """Take note that a child is dead for good, because it or somebody wanted that: the others go on without it."""
+    def left(self, child: int, now: float) -> list[RestartOrder]:
+        """Record that a child is dead for good, because it or somebody wanted that: the others go on without it."""
         if self._states[child] == "left":
             return []
         self._states[child] = "left"
@@ -139,8 +139,8 @@ class Siblings:
             each.members.discard(child)
         return self._go(now)
 
-    def lost(self, child: int, now: float, why: str) -> list[Order]:
-        """Take note that a child cannot be made at all: then the group cannot be whole, and gives up."""
+    def lost(self, child: int, now: float, why: str) -> list[RestartOrder]:
+        """Record that a child cannot be made at all: then the group cannot be whole, and gives up."""
         if self._states[child] == "left":
             return []
         self._states[child] = "left"
@@ -149,26 +149,26 @@ class Siblings:
             each.members.discard(child)
         return self._fail(now, why)
 
-    def due(self, plan: Plan, now: float) -> list[Order]:
-        """Take note that a plan's wait is over."""
+    def due(self, plan: RestartPlan, now: float) -> list[RestartOrder]:
+        """Record that a plan's wait is over."""
         plan.held = False
         return self._go(now)
 
     # -- what is wanted of the group ---------------------------------------------------------------------
 
-    def bring_down(self, now: float) -> list[Order]:
+    def bring_down(self, now: float) -> list[RestartOrder]:
         """End all children, the last first; ``"down"`` is ordered when that is done."""
         self.failed = self.exceeded = self._rising = False
-        self._plans = [Plan(self._left_over(), "down")]
+        self._plans = [RestartPlan(self._left_over(), "down")]
         return self._go(now)
 
-    def bring_up(self, now: float, restarts: Restarts) -> list[Order]:
+    def bring_up(self, now: float, restarts: RestartPolicy) -> list[RestartOrder]:
         """Make all children again, in order, with a new account of restarts; ``"up"`` is ordered when they live."""
         self.failed = self.exceeded = False
         self.why = ""
         self.restarts = restarts
         self._rising = True
-        self._plans = [Plan(self._left_over(), "up")]
+        self._plans = [RestartPlan(self._left_over(), "up")]
         return self._go(now)
 
     def _left_over(self) -> list[int]:
@@ -180,19 +180,19 @@ class Siblings:
         first = 0 if self._strategy == "one_for_all" else child
         return {each for each in self._left_over() if each >= first}
 
-    def _fail(self, now: float, why: str) -> list[Order]:
+    def _fail(self, now: float, why: str) -> list[RestartOrder]:
         if self.failed or any(each.goal == "down" for each in self._plans):
             return self._go(now)
         self.failed, self.why = True, why
         self._rising = False
-        self._plans = [Plan(self._left_over(), "fail")]
+        self._plans = [RestartPlan(self._left_over(), "fail")]
         return self._go(now)
 
     # -- going on ----------------------------------------------------------------------------------------
 
-    def _go(self, now: float) -> list[Order]:
+    def _go(self, now: float) -> list[RestartOrder]:
         """Take the next step of every plan."""
-        orders: list[Order] = []
+        orders: list[RestartOrder] = []
         busy = bool(self._plans)
         for plan in list(self._plans):
             step = self._end_next(plan) if plan.stage == "ending" else None
@@ -204,10 +204,10 @@ class Siblings:
             self.restarts.came_to_life(now)
             if self._rising and all(each in ("up", "left") for each in self._states):
                 self._rising = False
-                orders.append(Order("up"))
+                orders.append(RestartOrder("up"))
         return orders
 
-    def _end_next(self, plan: Plan) -> Order | None:
+    def _end_next(self, plan: RestartPlan) -> RestartOrder | None:
         states = self._states
         if any(states[child] == "ending" for child in plan.members):
             return None
@@ -215,14 +215,14 @@ class Siblings:
         if living:
             last = max(living)
             states[last] = "ending"
-            return Order("end", last)
+            return RestartOrder("end", last)
         if plan.goal == "up":
             plan.stage = "making"
             return None
         self._plans.remove(plan)
-        return Order("failed" if plan.goal == "fail" else "down")
+        return RestartOrder("failed" if plan.goal == "fail" else "down")
 
-    def _make_next(self, plan: Plan) -> Order | None:
+    def _make_next(self, plan: RestartPlan) -> RestartOrder | None:
         states = self._states
         if plan.held or any(states[child] == "making" for child in plan.members):
             return None
@@ -230,6 +230,6 @@ class Siblings:
         if down:
             first = min(down)
             states[first] = "making"
-            return Order("make", first)
+            return RestartOrder("make", first)
         self._plans.remove(plan)
         return None

@@ -4,8 +4,8 @@ Everything it does is a reaction: to a call, to the answer of a worker, to the e
 thread: what takes time goes on in the callback of a future, or by the clock. Each incarnation has a
 ``resident_id`` of its own, and news of one that is not the present one are old news.
 
-``lock`` guards the table, every :class:`Supervised` in it, and their families (``groups.py``). Nothing is called out
-under it; it is re-entrant, as the collector may run there. ``Anchor.__del__`` only appends to ``_dropped``, whose single
+``lock`` guards the table, every :class:`ActorRecord` in it, and their families (``groups.py``). Nothing is called out
+under it; it is re-entrant, as the collector may run there. ``LifetimeToken.__del__`` only appends to ``_dropped``, whose single
 steps are atomic.
 """
 
@@ -26,13 +26,13 @@ from actorrpc.actors.client.route import Route
 from actorrpc.actors.client.supervisor_client import ask_for_detached, call_quietly, peer_of
 from actorrpc.actors.host import registry
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.spec.actor_spec import Card, Location, ResidentGoneError
+from actorrpc.actors.spec.actor_spec import Card, HostedActorGoneError, Location
 from actorrpc.actors.spec.death_report import ActorState, DeathReport, Restarting
 from actorrpc.actors.supervision import deaths
 from actorrpc.actors.supervision.groups import Deed, perform
-from actorrpc.actors.supervision.placement import Places
-from actorrpc.actors.supervision.record import Anchor, Supervised, Verdict
-from actorrpc.agent.mail import Letter
+from actorrpc.actors.supervision.placement import Placements
+from actorrpc.actors.supervision.record import ActorRecord, LifetimeToken, RestartVerdict
+from actorrpc.agent.mail import ActorHeader
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import ActorDiedError, PeerDiedError, RpcError, ShutdownError
 from actorrpc.futures import Future, collect_all
@@ -66,10 +66,10 @@ class Supervisor:
         self._agent = runtime.agent
         self._key = WorkerKey(runtime.agent.record.rank, runtime.agent.record.incarnation)
         self.lock = threading.RLock()
-        self._actors: dict[int, Supervised] = {}
-        self._dead: OrderedDict[int, Supervised] = OrderedDict()
+        self._actors: dict[int, ActorRecord] = {}
+        self._dead: OrderedDict[int, ActorRecord] = OrderedDict()
         self._dropped: deque[int] = deque()
-        self._places = Places(runtime)
+        self._places = Placements(runtime)
         self._closed = False
         self._agent.on_peer_end.append(self._peer_ended)
 
@@ -145,16 +145,16 @@ class Supervisor:
             known = self._runtime.names.register(card, get_if_exists=options.get_if_exists)
             if known is not None:
                 return known
-        actor = Supervised(card, cls, arguments, shown, place, self.draw)
+        actor = ActorRecord(card, cls, arguments, shown, place, self.draw)
         actor.options = options if place is None else shown
         with self.lock:
             self._actors[actor_id] = actor
         if options.lifetime != "detached":
-            card = replace(card, anchor=RRef(Anchor(self.drop, actor_id)))
+            card = replace(card, anchor=RRef(LifetimeToken(self.drop, actor_id)))
         self._agent.submit(partial(self.begin, actor))
         return card
 
-    def begin(self, actor: Supervised) -> None:
+    def begin(self, actor: ActorRecord) -> None:
         """Make the next incarnation, unless that is under way, or is to wait. On a pool thread."""
         with self.lock:
             if self._closed or not actor.is_due:
@@ -180,7 +180,7 @@ class Supervisor:
         except Exception as error:
             self._not_made(actor, resident_id, error)
 
-    def _spawned(self, actor: Supervised, resident_id: int, done: Future[Any]) -> None:
+    def _spawned(self, actor: ActorRecord, resident_id: int, done: Future[Any]) -> None:
         done.acknowledge()
         if done._error is not None:
             self._agent.submit(partial(self._not_made, actor, resident_id, done._error))
@@ -188,7 +188,7 @@ class Supervisor:
         # Connecting may wait: not on the thread that completes other's futures.
         self._agent.submit(partial(self._moved_in, actor, resident_id, done._value))
 
-    def _moved_in(self, actor: Supervised, resident_id: int, worker: Any) -> None:
+    def _moved_in(self, actor: ActorRecord, resident_id: int, worker: Any) -> None:
         process = self._places.sits(resident_id, worker, actor.options)
         try:
             peer = self._agent.peer(worker.name)
@@ -200,7 +200,7 @@ class Supervisor:
             if process is not None and self._runtime.spawner is not None:
                 self._runtime.spawner.kill(process)
 
-    def _neighbour(self, actor: Supervised, resident_id: int, done: Future[Location]) -> None:
+    def _neighbour(self, actor: ActorRecord, resident_id: int, done: Future[Location]) -> None:
         done.acknowledge()
 
         def go() -> None:
@@ -211,7 +211,7 @@ class Supervisor:
 
         self._agent.submit(go)
 
-    def _construct(self, actor: Supervised, resident_id: int, peer: Peer, process: str | None) -> bool:
+    def _construct(self, actor: ActorRecord, resident_id: int, peer: Peer, process: str | None) -> bool:
         """Send the order to a worker; False if nobody wants the actor any more, or not there."""
         with self.lock:
             if actor.resident_id != resident_id or actor.phase == "dead" or actor.killed or actor.doomed:
@@ -236,7 +236,7 @@ class Supervisor:
                 0,
                 future=future,
                 label=f"{spec.info.name}()",
-                letter=Letter({"a": resident_id, "c": 1}),
+                letter=ActorHeader({"a": resident_id, "c": 1}),
             )
             self._agent.flush()
         except RpcError as error:
@@ -244,7 +244,7 @@ class Supervisor:
                 future._finish(None, error)
         return True
 
-    def _constructed(self, actor: Supervised, resident_id: int, done: Future[Any]) -> None:
+    def _constructed(self, actor: ActorRecord, resident_id: int, done: Future[Any]) -> None:
         done.acknowledge()
         error = done._error
         if error is not None:
@@ -254,7 +254,7 @@ class Supervisor:
                     self._places.report(
                         actor.worker_name, partial(self._worker_died, actor, resident_id, error)
                     )
-            elif isinstance(error, ResidentGoneError):  # ended while it was being made
+            elif isinstance(error, HostedActorGoneError):  # ended while it was being made
                 self.ended(actor, resident_id, f"it was ended while it was being made: {error}")
             elif not isinstance(error, ShutdownError):
                 self._not_made(actor, resident_id, error)
@@ -279,7 +279,7 @@ class Supervisor:
 
     # -- ends -------------------------------------------------------------------------------------------
 
-    def _not_made(self, actor: Supervised, resident_id: int, error: BaseException) -> None:
+    def _not_made(self, actor: ActorRecord, resident_id: int, error: BaseException) -> None:
         """See to an incarnation that could not be made: for good, unless only its process could not be started again."""
         original = exceptions.original(error)
         if is_a(original, ActorDiedError) and (actor.killed or actor.doomed):
@@ -307,14 +307,14 @@ class Supervisor:
             self._places.report(peer.name, go)
 
     def _worker_died(
-        self, actor: Supervised, resident_id: int, error: BaseException, report: DeathReport | None
+        self, actor: ActorRecord, resident_id: int, error: BaseException, report: DeathReport | None
     ) -> None:
         text = deaths.without_worker(actor, report, self._places.cause(actor.worker))
         self.ended(actor, resident_id, text, report=report)
 
     def ended(
         self,
-        actor: Supervised,
+        actor: ActorRecord,
         resident_id: int,
         text: str,
         *,
@@ -323,12 +323,12 @@ class Supervisor:
         final: bool = False,
         wanted: bool = False,
     ) -> None:
-        """Take note that an incarnation is over (``final``: the last; ``wanted``: as it said itself). See to the next one."""
+        """Record that an incarnation is over (``final``: the last; ``wanted``: as it said itself). Has the next one made."""
         with self.lock:
             if actor.resident_id != resident_id or actor.phase == "dead" or actor.answered == resident_id:
                 return
             actor.answered = resident_id
-            verdict = Verdict()
+            verdict = RestartVerdict()
             deeds: list[Deed] = []
             family = actor.family
             lost = not (wanted or actor.unwanted or actor.orphaned or self._closed)
@@ -360,15 +360,15 @@ class Supervisor:
 
     def bury(
         self,
-        actor: Supervised,
+        actor: ActorRecord,
         text: str,
         *,
         report: DeathReport | None = None,
         cause: BaseException | None = None,
-        verdict: Verdict | None = None,
+        verdict: RestartVerdict | None = None,
         lost: bool = False,
     ) -> None:
-        """Take note that an actor is dead for good. Idempotent.
+        """Record that an actor is dead for good. Idempotent.
 
         Args:
             verdict: why it is not made again.
@@ -378,7 +378,7 @@ class Supervisor:
         with self.lock:
             if actor.phase == "dead":
                 return
-            death = actor.death = deaths.dead(actor, text, report, cause, verdict or Verdict())
+            death = actor.death = deaths.dead(actor, text, report, cause, verdict or RestartVerdict())
             actor.phase = "dead"
             family, deeds = actor.family, []
             if family is not None and not self._closed:
@@ -401,7 +401,7 @@ class Supervisor:
         perform(deeds)
 
     def drop(self, actor_id: int) -> None:
-        """Take note that an actor's last handle is gone. Called from ``__del__``: takes no lock."""
+        """Record that an actor's last handle is gone. Called from ``__del__``: takes no lock."""
         self._dropped.append(actor_id)
         if not self._agent.closed_down:
             submit = self._agent.submit
@@ -426,7 +426,7 @@ class Supervisor:
                 self.bury(actor, "its last handle is gone")
             # Otherwise it is being made, and ends as soon as it lives.
 
-    def _end_gently(self, actor: Supervised) -> None:
+    def _end_gently(self, actor: ActorRecord) -> None:
         """Let an actor finish the calls that it has, and end."""
         with self.lock:
             if actor.phase != "alive":
@@ -438,7 +438,7 @@ class Supervisor:
         over = self.end_there(actor, resident_id, "drain", why)
         over.add_done_callback(lambda _: self.ended(actor, resident_id, why))
 
-    def end_there(self, actor: Supervised, resident_id: int, how: str, why: str) -> Future[Any]:
+    def end_there(self, actor: ActorRecord, resident_id: int, how: str, why: str) -> Future[Any]:
         """Have an incarnation end where it lives: ``"drain"`` or ``"now"``. The future completes when it has, or cannot."""
         worker = actor.worker
         assert worker is not None
@@ -498,7 +498,7 @@ class Supervisor:
             self._agent.clock.after(_UNSEEN_S, lambda: submit(unseen))
         return future
 
-    def _unseen(self, actor: Supervised, after: int) -> None:
+    def _unseen(self, actor: ActorRecord, after: int) -> None:
         """Give those up who cannot reach an actor that we can."""
         with self.lock:
             if actor.epoch > after:
@@ -530,7 +530,7 @@ class Supervisor:
             _complete(future, self.death_of(actor_id))
         return future
 
-    def known(self, actor_id: int) -> Supervised | None:
+    def known(self, actor_id: int) -> ActorRecord | None:
         """Return what is known of an actor that is not dead; for families, which hold the lock."""
         return self._actors.get(actor_id)
 
@@ -561,7 +561,7 @@ class Supervisor:
     def note_ended(
         self, actor_id: int, epoch: int, kind: str, text: str, error: BaseException | None = None
     ) -> None:
-        """Take note that an actor has ended by itself.
+        """Record that an actor has ended by itself.
 
         Args:
             kind: ``"exit"`` (it wanted to) and ``"constructor"`` are final; after anything else it may be restarted.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.cluster.driver import Reception
 
-__all__ = ["Engine", "LaunchedEngine", "Node", "Order"]
+__all__ = ["Engine", "LaunchRequest", "LaunchedEngine", "Node"]
 
 _START_S: Final = (
     120.0  # how long a launched worker may take to join, waiting in the scheduler's queue included
@@ -57,7 +57,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class LaunchRequest:
     """One worker to be started.
 
     Attributes:
@@ -106,14 +106,14 @@ class Engine(Protocol):
     def nodes(self) -> list[Node]:
         """Return where workers can be started; empty for an engine that cannot start any."""
 
-    def start(self, order: Order, creator: str = "") -> Future[WorkerInfo]:
+    def start(self, order: LaunchRequest, creator: str = "") -> Future[WorkerInfo]:
         """Start a worker; the future completes when it has joined, or fails saying why.
 
         ``creator`` is the worker that asked for it, and with which it ends; default the driver.
         """
 
     def register(self, record: WorkerRecord) -> None:
-        """Take note that a worker has joined that this engine was asked to start.
+        """Record that a worker has joined that this engine was asked to start.
 
         Raises:
             ShutdownError: nobody waits for it any more; it is turned away.
@@ -123,7 +123,7 @@ class Engine(Protocol):
         """Let a worker end by itself, once nothing that lives in it is referenced any more."""
 
     def leaving(self, worker: str) -> None:
-        """Take note that a worker has begun to leave by itself."""
+        """Record that a worker has begun to leave by itself."""
 
     def kill(self, worker: str) -> None:
         """End a worker at once."""
@@ -144,7 +144,7 @@ class Engine(Protocol):
 class _Launched:
     """What is known of one worker that was launched."""
 
-    def __init__(self, order: Order, creator: str) -> None:
+    def __init__(self, order: LaunchRequest, creator: str) -> None:
         self.order = order
         self.creator = creator
         self.future: Future[WorkerInfo] = Future()
@@ -189,7 +189,7 @@ class LaunchedEngine(abc.ABC):
         """Return where workers can be started."""
 
     @abc.abstractmethod
-    def launch(self, order: Order) -> None:
+    def launch(self, order: LaunchRequest) -> None:
         """Begin to start a worker. Called on a pool thread; may wait some seconds, but not for the worker to join.
 
         What it raises is why the worker could not be started. Whenever the process has ended, however and whenever,
@@ -236,7 +236,7 @@ class LaunchedEngine(abc.ABC):
         agent.on_peer_end.append(lambda peer: self._lost(peer.name, peer.cause))
 
     def ended(self, worker: str, report: DeathReport | None = None) -> None:
-        """Take note that a worker's process has ended. From any thread; idempotent."""
+        """Record that a worker's process has ended. From any thread; idempotent."""
         with self._lock:
             known = self._workers.pop(worker, None)
             if known is None:
@@ -265,7 +265,7 @@ class LaunchedEngine(abc.ABC):
 
     # -- Engine ------------------------------------------------------------------------------------------------
 
-    def start(self, order: Order, creator: str = "") -> Future[WorkerInfo]:
+    def start(self, order: LaunchRequest, creator: str = "") -> Future[WorkerInfo]:
         """See :class:`Engine`."""
         known = _Launched(order, creator or self.agent.name)
         with self._lock:
@@ -402,7 +402,7 @@ class LaunchedEngine(abc.ABC):
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _lost(self, worker: str, cause: str) -> None:
-        """Take note that the connection to a worker has ended: its process is stopped, if it is not over already."""
+        """Record that the connection to a worker has ended: its process is stopped, if it is not over already."""
         if worker in self._workers and not self._closing:
             self.agent.clock.after(_STOP_S, partial(self.kill, worker))
 

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, Final
 
 from actorrpc.agent.threads import Pool
-from actorrpc.cluster.provisioners.fork_protocol import Reader, send
+from actorrpc.cluster.provisioners.fork_protocol import MessageReader, send
 from actorrpc.transport.signals import uninterruptible
 
 __all__ = ["ForkServer", "import_path"]
@@ -92,7 +92,7 @@ class ForkServer:
         self._unanswered = 0
         self._sending = False
         self._sock: socket.socket | None = None
-        self._reader: Reader | None = None
+        self._reader: MessageReader | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.is_ready = False
         self.is_gone = False
@@ -137,7 +137,7 @@ class ForkServer:
         finally:
             theirs.close()
         self._sock = ours
-        self._reader = Reader(ours)
+        self._reader = MessageReader(ours)
         self._pool.watch(ours.fileno(), self._read)
         self._pool.epoll.register(ours.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
 

@@ -1,7 +1,7 @@
 """What the driver and its fork server say to each other: msgpack messages on a stream socket, with descriptors.
 
 A message is its length (4 bytes), then a msgpack map. Descriptors come with the first byte of a length, so lengths
-are always read by :meth:`Reader.feed`, which takes them. Both ends are one user's processes on one host, connected by
+are always read by :meth:`MessageReader.feed`, which takes them. Both ends are one user's processes on one host, connected by
 a socket pair that nobody else has: nothing here defends against a stranger. Not thread-safe.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgpack
 
-__all__ = ["Reader", "send"]
+__all__ = ["MessageReader", "send"]
 
 _LENGTH: Final = struct.Struct("!I")
 _CHUNK: Final = 1 << 16
@@ -37,7 +37,7 @@ def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()
         data = data[sent:]
 
 
-class Reader:
+class MessageReader:
     """Takes messages from a socket."""
 
     def __init__(self, sock: socket.socket) -> None:

@@ -32,7 +32,7 @@ import torch
 
 from actorrpc._limits import explain_fork
 from actorrpc.cluster import worker_process
-from actorrpc.cluster.provisioners.fork_protocol import Reader, send
+from actorrpc.cluster.provisioners.fork_protocol import MessageReader, send
 from actorrpc.wire import keys
 
 __all__ = ["main"]
@@ -75,7 +75,7 @@ class _Server:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._reader = Reader(sock)
+        self._reader = MessageReader(sock)
         self._hello: dict[str, Any] | None = None
         self._children: dict[int, tuple[int, float]] = {}
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -257,7 +257,7 @@ class _Server:
 
 
 def _settle() -> None:
-    """See to it that what is there now is shared with the children for good: the collector does not write into it."""
+    """Have all objects that are there now shared with the children for good: the collector does not write into it."""
     gc.collect()
     gc.disable()
     gc.freeze()

@@ -28,7 +28,7 @@ from actorrpc.cluster.driver import Directory
 from actorrpc.cluster.exit import leave, leave_when_idle
 from actorrpc.cluster.gpus import Devices
 from actorrpc.cluster.logs import Logs, Output, pipes
-from actorrpc.cluster.provisioners.base import Node, Order
+from actorrpc.cluster.provisioners.base import LaunchRequest, Node
 from actorrpc.cluster.provisioners.fork_client import ForkServer, import_path
 from actorrpc.errors import (
     ConfigError,
@@ -170,7 +170,7 @@ class LocalCluster:
         """Return this machine."""
         return [Node(host=socket.gethostname(), num_cpus=self.num_cpus, num_gpus=float(self.devices.total))]
 
-    def start(self, order: Order, creator: str = "") -> Future[WorkerInfo]:
+    def start(self, order: LaunchRequest, creator: str = "") -> Future[WorkerInfo]:
         """Start a process; see :class:`~actorrpc.cluster.provisioners.base.Engine`. It is named here."""
         return self.spawn(order.spec, creator)
 
@@ -477,7 +477,7 @@ class LocalCluster:
             self._complete(future, report)
 
     def _server_ended(self, server: ForkServer) -> None:
-        """Take note that the fork server is gone, and with it all that it had forked."""
+        """Record that the fork server is gone, and with it all that it had forked."""
         with self._lock:
             if self._closing:
                 why = "the cluster is shutting down"
@@ -574,7 +574,7 @@ class LocalCluster:
             self.agent.flush()
 
     def leaving(self, worker: str) -> None:
-        """Take note that a process has begun to leave: it gets some seconds for it."""
+        """Record that a process has begun to leave: it gets some seconds for it."""
         self.agent.clock.after(_LEAVE_S, partial(self.agent.submit, partial(self.kill, worker)))
 
     def end(self, graceful: bool, timeout: float) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Final
 from actorrpc import _time
 from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
 from actorrpc.cluster.driver import Reception
-from actorrpc.cluster.provisioners.base import LaunchedEngine, Node, Order
+from actorrpc.cluster.provisioners.base import LaunchedEngine, LaunchRequest, Node
 from actorrpc.cluster.provisioners.ray_host import Host
 from actorrpc.cluster.provisioners.ray_link import STRATEGIES, Link, missing, package
 from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcTimeoutError, WrongTypeError
@@ -51,7 +51,7 @@ class _Hosted:
 
     __slots__ = ("actor", "bundle", "heard", "name", "node", "order", "pooled", "stopped", "waiting")
 
-    def __init__(self, order: Order, pooled: bool) -> None:
+    def __init__(self, order: LaunchRequest, pooled: bool) -> None:
         self.name = order.name
         self.order = order
         self.pooled = pooled
@@ -241,7 +241,8 @@ class RayEngine(LaunchedEngine):
             spec = ProcessSpec(label=name)
             reception = self._reception
             self._host(
-                Order(name=name, address=reception.address, spec=spec, secret=reception.secret), pooled=True
+                LaunchRequest(name=name, address=reception.address, spec=spec, secret=reception.secret),
+                pooled=True,
             )
         return names
 
@@ -251,11 +252,11 @@ class RayEngine(LaunchedEngine):
         with self._guard:
             return [each.name for each in self._hosts.values() if each.pooled]
 
-    def launch(self, order: Order) -> None:
+    def launch(self, order: LaunchRequest) -> None:
         """See :class:`LaunchedEngine`."""
         self._host(order, pooled=False)
 
-    def _host(self, order: Order, pooled: bool) -> None:
+    def _host(self, order: LaunchRequest, pooled: bool) -> None:
         hosted = _Hosted(order, pooled)
         shape = self._shape if pooled else _needs(order)
         with self._guard:
@@ -392,7 +393,7 @@ class RayEngine(LaunchedEngine):
         self.ended(worker)
 
     def forsaken(self, worker: str) -> None:
-        """Take note that the connection to a worker has ended: what it has started ends too.
+        """Record that the connection to a worker has ended: what it has started ends too.
 
         One of the pool whose process goes on all the same (it was stopped, say) is ended some seconds later, for Ray to
         restart it.
@@ -484,7 +485,7 @@ def make(address: str | None = None, **options: Any) -> RayEngine:
     return RayEngine(address, **options)
 
 
-def _needs(order: Order) -> dict[str, float]:
+def _needs(order: LaunchRequest) -> dict[str, float]:
     """Return what the worker of one actor books."""
     return _shape(order.spec.num_cpus or 0, order.spec.num_gpus or 0, order.resources)
 

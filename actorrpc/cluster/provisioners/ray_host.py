@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from actorrpc.cluster.join import Means, join
+from actorrpc.cluster.join import JoinedResources, join
 from actorrpc.cluster.provisioners.ray_link import labels_here
 from actorrpc.errors import RendezvousError
 from actorrpc.rpc import api
@@ -46,7 +46,9 @@ class Host:
         os.environ.update(environment)
         if directory is not None:
             os.chdir(directory)
-        self._means = Means(num_cpus=num_cpus, num_gpus=num_gpus, resources=resources, labels=labels_here())
+        self._means = JoinedResources(
+            num_cpus=num_cpus, num_gpus=num_gpus, resources=resources, labels=labels_here()
+        )
         self._timeout = timeout
         self._over = threading.Event()
         self._error: BaseException | None = None

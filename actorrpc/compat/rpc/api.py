@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from actorrpc import _time
-from actorrpc.compat.profiling import ProfiledFuture
+from actorrpc.compat.profiling import TorchProfiledFuture
 from actorrpc.compat.rpc.agent import TensorPipeAgent
 from actorrpc.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from actorrpc.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, deserialize
@@ -104,7 +104,7 @@ def _took_place(agent: TensorPipeAgent) -> None:
 
 
 def _init_rpc_states(agent: Any) -> None:
-    """Take note of an agent, and start it if it is not at work."""
+    """Record an agent, and start it if it is not at work."""
     global _ALL_WORKER_NAMES
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
     if not _is_current_rpc_agent_set():
@@ -199,7 +199,7 @@ def rpc_async(
 ) -> Any:
     """As :func:`actorrpc.rpc_async`."""
     in_profile = modern._is_profiler_enabled or profiled()
-    future: Any = ProfiledFuture() if in_profile else Future()
+    future: Any = TorchProfiledFuture() if in_profile else Future()
     future.function = func
     try:
         if in_profile:

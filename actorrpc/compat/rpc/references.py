@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 from torch.autograd.profiler import record_function
 
 from actorrpc import futures
-from actorrpc.compat.profiling import ProfiledFuture
+from actorrpc.compat.profiling import TorchProfiledFuture
 from actorrpc.compat.translate import Future, reword
 from actorrpc.errors import NotInitializedError, RpcTimeoutError, RRefError
 from actorrpc.rpc import api, rref
@@ -124,7 +124,7 @@ class RRef(rref.RRef[T]):
                 future = Future()
                 future.set_result(_rref_typeof_on_owner(self))
             elif modern._is_profiler_enabled or profiled():
-                future = seen = ProfiledFuture()
+                future = seen = TorchProfiledFuture()
                 agent = self._references.agent
                 with calling("async", _rref_typeof_on_owner, agent, self.owner()) as seen.span:
                     api.send(future, self.owner(), _rref_typeof_on_owner, (self,), timeout=timeout)

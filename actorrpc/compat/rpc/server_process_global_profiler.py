@@ -16,7 +16,7 @@ from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import Execution
 from actorrpc.agent.hooks import Bystander
 from actorrpc.rpc import api
-from actorrpc.rpc.profiling import Settings, intercept, observe
+from actorrpc.rpc.profiling import ProfilerSettings, intercept, observe
 from actorrpc.rpc.refcount.runtime import References
 
 __all__: list[str] = []
@@ -67,8 +67,8 @@ class _server_process_global_profile(profile):
         self.function_events._build_tree()
         return False
 
-    def _settings(self) -> Settings:
-        return Settings(
+    def _settings(self) -> ProfilerSettings:
+        return ProfilerSettings(
             self.record_shapes, self.profile_memory, self.with_stack, self.with_flops, self.with_modules
         )
 
@@ -88,7 +88,7 @@ class _Observer(Bystander):
         entered = _entered
         if not entered:
             return call
-        merged = Settings(*map(any, zip(*(each._settings() for each in entered), strict=True)))
+        merged = ProfilerSettings(*map(any, zip(*(each._settings() for each in entered), strict=True)))
         return lambda: observe(call, merged, partial(_hand_out, entered))
 
 

@@ -47,7 +47,7 @@ from actorrpc.rpc.refcount.tables import (
 )
 from actorrpc.transport.signals import uninterruptible
 
-__all__ = ["Effects", "Handle", "Leak", "Outcome", "Pending", "PendingCounts", "RRefTable", "Received"]
+__all__ = ["Effects", "Handle", "Leak", "Outcome", "Pending", "PendingCounts", "RRefTable", "ReceivedFork"]
 
 
 class Leak(NamedTuple):
@@ -72,7 +72,7 @@ class PendingCounts(NamedTuple):
         return not any(self)
 
 
-class Received(NamedTuple):
+class ReceivedFork(NamedTuple):
     """What came of the forks in a message: a handle for each, in order."""
 
     handles: list[Handle]
@@ -316,7 +316,7 @@ class RRefTable:
     @uninterruptible
     def receive(
         self, forks: Sequence[ForkData], from_: WorkerKey, *, into: Pending | None = None
-    ) -> Received:
+    ) -> ReceivedFork:
         """Take the RRefs of a message; drop each handle once.
 
         The function that they are arguments of may start only when ``pending`` is done. ``into`` adds them to
@@ -341,7 +341,7 @@ class RRefTable:
                 else:
                     self._held.take(data, from_, pending, step)
                     handles.append(Handle(data.rref_id, data.fork_id, data.owner))
-        return Received(handles, pending, step.done())
+        return ReceivedFork(handles, pending, step.done())
 
     @uninterruptible
     def refuse(self, forks: Sequence[ForkData], from_: WorkerKey) -> Effects:

@@ -20,7 +20,7 @@ from actorrpc import _time
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import Execution
 from actorrpc.agent.hooks import RECEIPT
-from actorrpc.agent.outbound import Parcel
+from actorrpc.agent.outbound import MessageContext
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import PeerDiedError, ProtocolError, RemoteError, RpcError, RpcTimeoutError, RRefError
 from actorrpc.futures import Future
@@ -169,12 +169,12 @@ class References:
 
     # -- in messages ---------------------------------------------------------------------------------
 
-    def _roll_back(self, parcel: Parcel) -> None:
+    def _roll_back(self, parcel: MessageContext) -> None:
         if parcel.sent:
             sent, parcel.sent = parcel.sent, None
             self.carry_out(self.table.rollback(sent))
 
-    def _forks_arrived(self, parcel: Parcel, packed: bytes) -> None:
+    def _forks_arrived(self, parcel: MessageContext, packed: bytes) -> None:
         received = self.table.receive(unpack_forks(packed), self.key_of(parcel.peer))
         parcel.received = [received.pending, *(self._wrap(self, handle) for handle in received.handles)]
         effects = received.effects

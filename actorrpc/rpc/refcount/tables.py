@@ -32,7 +32,7 @@ __all__ = [
     "Effects",
     "Handle",
     "HandleTable",
-    "Held",
+    "HeldFork",
     "Outcome",
     "Owned",
     "Pending",
@@ -333,7 +333,7 @@ class ValueTable:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Held:
+class HeldFork:
     """A handle on a value that lives elsewhere."""
 
     rref_id: RRefId
@@ -352,8 +352,8 @@ class HandleTable:
     """This worker's handles on values of others, and the children they wait for. Call it under the lock."""
 
     def __init__(self, me: WorkerKey, deaths: Deaths) -> None:
-        self.entries: dict[ForkId, Held] = {}
-        self.children: dict[ForkId, tuple[Held, WorkerKey]] = {}
+        self.entries: dict[ForkId, HeldFork] = {}
+        self.children: dict[ForkId, tuple[HeldFork, WorkerKey]] = {}
         self.draining = False
         self._me = me
         self._deaths = deaths
@@ -361,16 +361,16 @@ class HandleTable:
     def add(self, rref_id: RRefId, fork_id: ForkId, owner: WorkerKey) -> None:
         """Add the handle of a creation that is about to be sent."""
         error = self._deaths.why(owner)
-        self.entries[fork_id] = Held(rref_id, fork_id, owner, None, error is None, error)
+        self.entries[fork_id] = HeldFork(rref_id, fork_id, owner, None, error is None, error)
 
-    def settle(self, held: Held, step: Effects) -> None:
+    def settle(self, held: HeldFork, step: Effects) -> None:
         """Let go of a handle that is dropped, that the owner knows, and that has no child to keep alive."""
         if held.handles or held.children or held.pending or self.entries.pop(held.fork_id, None) is None:
             return
         if held.tell_owner and held.owner not in self._deaths:
             step.add(held.owner, UserDelete, (held.rref_id, held.fork_id))
 
-    def resolve(self, held: Held, error: BaseException | None, step: Effects) -> None:
+    def resolve(self, held: HeldFork, error: BaseException | None, step: Effects) -> None:
         """End the wait for the owner; an error stays for good, also with a handle that was confirmed."""
         if held.error is None:
             held.error = error
@@ -383,7 +383,7 @@ class HandleTable:
                 self.accept(held.parent, held.fork_id, step)
         self.settle(held, step)
 
-    def wait(self, held: Held, pending: Pending) -> None:
+    def wait(self, held: HeldFork, pending: Pending) -> None:
         """Have ``pending`` wait for a handle, if there is something to wait for."""
         if held.pending:
             held.waiting.append(pending)
@@ -391,7 +391,7 @@ class HandleTable:
         elif held.error is not None:
             pending.errors.append(held.error)
 
-    def keep_for_child(self, parent: Held, fork_id: ForkId, to: WorkerKey) -> None:
+    def keep_for_child(self, parent: HeldFork, fork_id: ForkId, to: WorkerKey) -> None:
         """Keep a parent until the owner knows its child, which is on its way to ``to``."""
         self.children[fork_id] = (parent, to)
         parent.children += 1
@@ -410,7 +410,7 @@ class HandleTable:
         elif parent not in self._deaths:
             step.add(parent, ChildAccept, (fork_id,))
 
-    def request(self, held: Held, step: Effects) -> None:
+    def request(self, held: HeldFork, step: Effects) -> None:
         """Ask the owner to register a fork that came from another user."""
         step.add(held.owner, ForkRequest, (held.rref_id, held.fork_id))
 
@@ -420,7 +420,7 @@ class HandleTable:
         if held is None:
             direct = data.owner == from_
             parent = None if direct else from_
-            held = Held(data.rref_id, data.fork_id, data.owner, parent, not direct, handles=0)
+            held = HeldFork(data.rref_id, data.fork_id, data.owner, parent, not direct, handles=0)
             self.entries[data.fork_id] = held
             held.error = self._deaths.why(data.owner)
             if held.error is not None:

@@ -25,7 +25,7 @@ from actorrpc.agent.hooks import RECEIPT, Bystander
 from actorrpc.autograd import transport
 from actorrpc.errors import RpcError, RpcTimeoutError, ShutdownError
 from actorrpc.serialization import codec, exceptions
-from actorrpc.serialization.tensors import Span
+from actorrpc.serialization.tensors import TensorSpan
 from actorrpc.testing.messages.kill_points import KillPoint, finishing
 from actorrpc.testing.messages.types import ANSWER, CONTROL, Message, type_of_notice, type_of_request
 from actorrpc.transport.signals import uninterruptible
@@ -34,13 +34,13 @@ from actorrpc.wire import frames
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.calls import Call, Execution
-    from actorrpc.agent.mail import Letter
-    from actorrpc.agent.outbound import Parcel
+    from actorrpc.agent.mail import ActorHeader
+    from actorrpc.agent.outbound import MessageContext
     from actorrpc.agent.peers import Peer
     from actorrpc.testing.messages.faults import Fault
     from actorrpc.transport.connection import Connection
 
-__all__ = ["FaultGate", "Held", "WaitingRoom", "copied"]
+__all__ = ["FaultGate", "HeldMessage", "WaitingRoom", "copied"]
 
 _log = logging.getLogger("actorrpc.testing")
 
@@ -48,12 +48,12 @@ _log = logging.getLogger("actorrpc.testing")
 def copied(encoded: Any) -> Any:
     """Have a packed message keep copies of the memory that goes with it: who has made it may change that soon."""
     if not isinstance(encoded, bytes) and encoded.spans:
-        encoded.spans = [Span.of(bytearray(span.view())) for span in encoded.spans]
+        encoded.spans = [TensorSpan.of(bytearray(span.view())) for span in encoded.spans]
         encoded.outgoing = None
     return encoded
 
 
-class Held:
+class HeldMessage:
     """A message that waits.
 
     Args:
@@ -91,7 +91,7 @@ class WaitingRoom:
         self._emptied = emptied
         # Guards all below; a leaf.
         self._lock = threading.Lock()
-        self._heap: list[tuple[float, int, Held]] = []
+        self._heap: list[tuple[float, int, HeldMessage]] = []
         self._numbers = itertools.count()
         self._line = 0  # how many of those in line have not left
         self._last: tuple[float, Fault] | None = None  # of those in line: when it is due, and why
@@ -102,7 +102,7 @@ class WaitingRoom:
         """Whether nothing waits, and nothing is just leaving."""
         return not self._heap and not self._busy
 
-    def put(self, held: Held, seconds: float) -> None:
+    def put(self, held: HeldMessage, seconds: float) -> None:
         """Have a message wait for some time, and for those before it in line."""
         due = self._agent.clock.now() + seconds
         with self._lock:
@@ -120,7 +120,7 @@ class WaitingRoom:
         with self._lock:
             return self._last[1] if self._line and self._last is not None else None
 
-    def put_behind(self, held: Held) -> None:
+    def put_behind(self, held: HeldMessage) -> None:
         """Have a message wait for those before it in line, and no longer."""
         with self._lock:
             due = self._last[0] if self._line and self._last is not None else float("-inf")
@@ -132,7 +132,7 @@ class WaitingRoom:
     def hasten(self, fault: Fault | None) -> None:
         """Let what a fault holds up (None: everything) leave now, in order."""
         with self._lock:
-            heap: list[tuple[float, int, Held]] = []
+            heap: list[tuple[float, int, HeldMessage]] = []
             front = float("-inf")
             for due, number, held in sorted(self._heap, key=lambda each: each[1]):
                 if fault is None or held.fault is fault:
@@ -152,7 +152,7 @@ class WaitingRoom:
             if self._busy:
                 return
             self._busy = True
-        sent: Held | None = None
+        sent: HeldMessage | None = None
         while True:
             with self._lock:
                 if sent is not None and sent.in_line:
@@ -187,7 +187,7 @@ _WATCHED: Final = (RECEIPT, transport.NOTICE)
 
 
 class FaultGate:
-    """The faults of one agent, at work. Thread-safe. Implements :class:`actorrpc.agent.hooks.Gate`."""
+    """The faults of one agent, at work. Thread-safe. Implements :class:`actorrpc.agent.hooks.MessageFilter`."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -329,10 +329,10 @@ class FaultGate:
         args: tuple[Any, ...],
         encoded: Any,
         header: dict[str, Any] | None,
-        letter: Letter | None,
-        parcel: Parcel,
+        letter: ActorHeader | None,
+        parcel: MessageContext,
     ) -> bool:
-        """See :class:`actorrpc.agent.hooks.Gate`."""
+        """See :class:`actorrpc.agent.hooks.MessageFilter`."""
         peer = call.peer
         type, called, subject = type_of_request(function, args, letter, call.label)
         parts = _contents(encoded) if letter is None else [letter.packed, *_contents(encoded)]
@@ -382,10 +382,10 @@ class FaultGate:
         call: Call,
         encoded: Any,
         header: dict[str, Any] | None,
-        letter: Letter | None,
-        parcel: Parcel,
+        letter: ActorHeader | None,
+        parcel: MessageContext,
         fault: Fault,
-    ) -> Held:
+    ) -> HeldMessage:
         self._expect(call)
         whole = outbound.Plain(encoded) if isinstance(encoded, bytes) else copied(encoded)
         size = len(whole.body) + sum(span.nbytes for span in whole.spans)
@@ -396,14 +396,14 @@ class FaultGate:
             header = {**(header or {}), **letter.header}
         flags = 0 if letter is None else frames.LETTER
         send = partial(self._send_call, call, whole, header, parcel, left, flags)
-        return Held(fault, send, partial(self._agent.roll_back, parcel), in_line=letter is not None)
+        return HeldMessage(fault, send, partial(self._agent.roll_back, parcel), in_line=letter is not None)
 
     def _send_call(
         self,
         call: Call,
         whole: Any,
         header: dict[str, Any] | None,
-        parcel: Parcel,
+        parcel: MessageContext,
         left: float,
         flags: int,
     ) -> None:
@@ -465,9 +465,9 @@ class FaultGate:
         encoded: Any,
         header: dict[str, Any] | None,
         chain: int,
-        parcel: Parcel,
+        parcel: MessageContext,
     ) -> bool:
-        """See :class:`actorrpc.agent.hooks.Gate`."""
+        """See :class:`actorrpc.agent.hooks.MessageFilter`."""
         type, called, subject = type_of_request(function, args, None, "")
         message = Message(type, peer, called, _contents(encoded), subject)
         self._reach("sending", message)
@@ -483,12 +483,18 @@ class FaultGate:
             self._agent.roll_back(parcel)
             raise _loss(f"a message of type {type}", peer, fault)
         send = partial(self._send_post, peer, copied(encoded), header, chain, parcel, type)
-        held = Held(fault, send, partial(self._agent.roll_back, parcel))
+        held = HeldMessage(fault, send, partial(self._agent.roll_back, parcel))
         self._room(peer).put(held, fault.seconds)
         return False
 
     def _send_post(
-        self, peer: Peer, whole: Any, header: dict[str, Any] | None, chain: int, parcel: Parcel, type: str
+        self,
+        peer: Peer,
+        whole: Any,
+        header: dict[str, Any] | None,
+        chain: int,
+        parcel: MessageContext,
+        type: str,
     ) -> None:
         try:
             self._send_request(peer, next(peer.ids), whole, header, _INFINITE, chain, frames.POST, type)
@@ -496,7 +502,7 @@ class FaultGate:
             self._agent.roll_back(parcel)  # the peer is dead: others are told
 
     def notice(self, peer: Peer, name: str, body: bytes) -> bool:
-        """See :class:`actorrpc.agent.hooks.Gate`."""
+        """See :class:`actorrpc.agent.hooks.MessageFilter`."""
         type = type_of_notice(name, body)
         if type is None:
             return self._agent.send_notice(peer, name, body)
@@ -519,7 +525,7 @@ class FaultGate:
                     return False
             return self._agent.send_notice(peer, name, body)  # it has ended in this moment
         send = partial(self._send_notice, fault, peer, name, body)
-        self._room(peer).put(Held(fault, send, _nothing), fault.seconds)
+        self._room(peer).put(HeldMessage(fault, send, _nothing), fault.seconds)
         return True
 
     def _send_notice(self, fault: Fault, peer: Peer, name: str, body: bytes) -> None:
@@ -527,7 +533,7 @@ class FaultGate:
         if agent.send_notice(peer, name, body) or peer.state != "alive" or agent.closed_down:
             return
         again = partial(self._send_notice, fault, peer, name, body)
-        self._room(peer).put(Held(fault, again, _nothing), _AGAIN_S)
+        self._room(peer).put(HeldMessage(fault, again, _nothing), _AGAIN_S)
 
     # -- answers -------------------------------------------------------------------------------------
 
@@ -539,9 +545,9 @@ class FaultGate:
         encoded: Any,
         header: dict[str, Any] | None,
         execution: Execution | None,
-        parcel: Parcel | None,
+        parcel: MessageContext | None,
     ) -> bool:
-        """See :class:`actorrpc.agent.hooks.Gate`."""
+        """See :class:`actorrpc.agent.hooks.MessageFilter`."""
         agent = self._agent
         peer = agent.self_peer if conn is None else conn.peer
         asked, called = self._questions.pop(peer, id)
@@ -559,7 +565,7 @@ class FaultGate:
             return False
         if fault.action == "delay":
             send = partial(self._send_answer, conn, kind, id, copied(encoded), header, discard)
-            self._room(peer).put(Held(fault, send, discard), fault.seconds)
+            self._room(peer).put(HeldMessage(fault, send, discard), fault.seconds)
             return False
         discard()
         receipt = None if header is None else header.get(RECEIPT)

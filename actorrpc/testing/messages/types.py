@@ -18,7 +18,7 @@ from actorrpc.rpc import modules, rref
 from actorrpc.rpc.refcount.messages import ChildAccept, ForkAck, ForkRequest, UserDelete, unpack_message
 
 if TYPE_CHECKING:
-    from actorrpc.agent.mail import Letter
+    from actorrpc.agent.mail import ActorHeader
     from actorrpc.agent.peers import Peer
 
 __all__ = [
@@ -129,7 +129,7 @@ def types_named(patterns: Iterable[str]) -> frozenset[str]:
 
 
 def type_of_request(
-    function: Any, args: tuple[Any, ...], letter: Letter | None, label: str
+    function: Any, args: tuple[Any, ...], letter: ActorHeader | None, label: str
 ) -> tuple[str, Any, Any]:
     """Return the type of a call, what it calls, and which value it is about."""
     if letter is not None:

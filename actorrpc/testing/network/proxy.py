@@ -46,7 +46,7 @@ class _Struck(Exception):
     """The connection is over: ``args[0]`` is "reset" or "cut"."""
 
 
-class _State:
+class _ProxyState:
     """What one disturbance is up to in one stream."""
 
     __slots__ = ("at", "dice", "disturbance", "done")
@@ -58,7 +58,7 @@ class _State:
         self.done = False
 
 
-class _Stream:
+class _RelayedStream:
     """One direction of a connection."""
 
     def __init__(self, relay: Relay, direction: str, source: socket.socket, sink: socket.socket) -> None:
@@ -68,9 +68,11 @@ class _Stream:
         self._sink = sink
         self._position = 0
         self._due = 0.0
-        self._states: list[_State] = []
+        self._states: list[_ProxyState] = []
         self._added = 0
-        self._queue: asyncio.Queue[tuple[float, bytes, list[int], _State | None]] = asyncio.Queue(_QUEUED)
+        self._queue: asyncio.Queue[tuple[float, bytes, list[int], _ProxyState | None]] = asyncio.Queue(
+            _QUEUED
+        )
 
     def add(self, disturbance: Disturbance) -> None:
         """Have a disturbance disturb this stream, from here on, if it concerns it."""
@@ -78,7 +80,7 @@ class _Stream:
         dice = random.Random(f"{relay.seed}/{relay.number}/{self._direction}/{self._added}")
         self._added += 1
         if disturbance.concerns(relay.number, self._direction, dice):
-            self._states.append(_State(disturbance, dice, self._position))
+            self._states.append(_ProxyState(disturbance, dice, self._position))
 
     def remove(self, disturbance: Disturbance) -> None:
         """Take a disturbance off this stream."""
@@ -109,7 +111,7 @@ class _Stream:
         rates = [each.disturbance.rate for each in self._states if each.disturbance.rate]
         return max(1, min(_CHUNK, int(min(rates) * _SLICE_S))) if rates else _CHUNK
 
-    def _striking(self, position: int) -> list[_State]:
+    def _striking(self, position: int) -> list[_ProxyState]:
         found = [
             each
             for each in self._states
@@ -117,7 +119,7 @@ class _Stream:
         ]
         return sorted(found, key=lambda each: each.at)
 
-    def _until_struck(self, data: bytes) -> tuple[int, _State | None]:
+    def _until_struck(self, data: bytes) -> tuple[int, _ProxyState | None]:
         """Return how much of what was read passes before the next disturbance strikes, and which."""
         for state in self._striking(self._position + len(data)):
             ahead = max(0, state.at - self._position)
@@ -145,7 +147,7 @@ class _Stream:
         self._due = max(due, self._due)
         await self._queue.put((self._due, data, fds, None))
 
-    def _flipped(self, data: bytes, begin: int, state: _State) -> bytes:
+    def _flipped(self, data: bytes, begin: int, state: _ProxyState) -> bytes:
         if state.at >= begin + len(data):
             return data
         changed = bytearray(data)
@@ -156,7 +158,7 @@ class _Stream:
             state.at += state.dice.randint(1, 2 * state.disturbance.every - 1)
         return bytes(changed)
 
-    async def _strike(self, state: _State) -> bool:
+    async def _strike(self, state: _ProxyState) -> bool:
         """Have a disturbance strike behind what was read so far; say whether nothing passes any more."""
         state.done = True
         if not self._relay.may_strike(state.disturbance):
@@ -248,7 +250,7 @@ class Relay:
         self.may_strike = may_strike
         self.open = open
         self._client = client
-        self._streams: list[_Stream] = []
+        self._streams: list[_RelayedStream] = []
         self._how = "cut"
         self._task: asyncio.Task[Any] | None = None
         self._ended = False
@@ -300,8 +302,8 @@ class Relay:
                 if sock.family != socket.AF_UNIX:
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._streams = [
-                _Stream(self, "to", self._client, server),
-                _Stream(self, "from", server, self._client),
+                _RelayedStream(self, "to", self._client, server),
+                _RelayedStream(self, "from", server, self._client),
             ]
             for disturbance in disturbances():
                 self.add(disturbance)

@@ -12,11 +12,11 @@ import torch
 from torch import distributed as dist
 
 from actorrpc.actors.collectives import process_group as groups
-from actorrpc.actors.collectives.rendezvous import Meetings, Seat
+from actorrpc.actors.collectives.rendezvous import Generations, MemberSlot
 from actorrpc.errors import CollectiveError, ConfigError
 from actorrpc.rpc.refcount.messages import WorkerKey
 
-SEATS = [Seat(WorkerKey(rank, f"life{rank}"), 100 + rank) for rank in range(3)]
+SEATS = [MemberSlot(WorkerKey(rank, f"life{rank}"), 100 + rank) for rank in range(3)]
 
 
 class Timers:
@@ -30,11 +30,11 @@ class Timers:
         self.runs.append(run)
 
 
-def made() -> tuple[Meetings, Any]:
+def made() -> tuple[Generations, Any]:
     """Meetings at an agent that runs what it is to submit when it is told to."""
     agent = SimpleNamespace(on_peer_end=[], submitted=[], clock=Timers())
     agent.submit = agent.submitted.append
-    return Meetings(SimpleNamespace(agent=agent), lambda key, rank, why: None), agent  # type: ignore[arg-type]
+    return Generations(SimpleNamespace(agent=agent), lambda key, rank, why: None), agent  # type: ignore[arg-type]
 
 
 class TestMeetings:

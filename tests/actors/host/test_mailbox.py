@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from actorrpc.actors.host.mailbox import Entry, Lane, Mailbox, Todo
+from actorrpc.actors.host.mailbox import Entry, GroupQueue, Mailbox, Wakeups
 
 
 class Seat:
     """A station that is stepped by the simulator."""
 
-    def __init__(self, world: World, lane: Lane) -> None:
+    def __init__(self, world: World, lane: GroupQueue) -> None:
         self.world = world
         self.lane = lane
         self.work: deque[Entry] = deque()
@@ -107,7 +107,7 @@ class World:
         self.most = 40
         self.fails = 0.15
 
-    def do(self, todo: Todo | None) -> None:
+    def do(self, todo: Wakeups | None) -> None:
         if todo is None:
             return
         for seat in todo.wake:
@@ -132,7 +132,7 @@ class World:
             self.unready.append(entry)
         self.put(entry, lane)
 
-    def put(self, entry: Entry, lane: Lane) -> None:
+    def put(self, entry: Entry, lane: GroupQueue) -> None:
         self.put_at[entry] = len(self.started)
         self.do(self.mailbox.put(entry, lane))
 
@@ -239,7 +239,7 @@ def test_every_entry_runs_once_in_order_within_the_limit(limits: dict[str, int])
         assert world.mailbox.counts() == (0, 0), f"seed {seed}"
 
 
-def _run_all(mailbox: Mailbox, lane: Lane) -> list[Any]:
+def _run_all(mailbox: Mailbox, lane: GroupQueue) -> list[Any]:
     ran = []
     while True:
         entry, _ = mailbox.take(lane)

@@ -12,7 +12,7 @@ import pytest
 
 import actorrpc
 from actorrpc import CancelledError, cancel, get
-from actorrpc.actors.host.threads import Station
+from actorrpc.actors.host.threads import ActorThread
 from tests.actors.alone import alone
 from tests.actors.e2e.kit import until
 
@@ -38,15 +38,15 @@ class Starts:
 def test_a_thread_that_starts_when_its_actor_has_ended_ends_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held: list[Station] = []
+    held: list[ActorThread] = []
     arrived = threading.Event()
 
-    def hold(station: Station) -> None:
+    def hold(station: ActorThread) -> None:
         held.append(station)
         arrived.set()
 
     with alone(tmp_path):
-        monkeypatch.setattr(Station, "start", hold)
+        monkeypatch.setattr(ActorThread, "start", hold)
         actor = Idle.remote()
         assert arrived.wait(20)
         actor.kill()
@@ -65,7 +65,7 @@ def test_a_method_is_not_interrupted_while_it_starts_a_thread(
 ) -> None:
     # The new thread bears the id of the one that starts it until it runs: what is raised there would end the new one.
     starting, looked, start = threading.Event(), threading.Semaphore(0), threading._start_new_thread  # type: ignore[attr-defined]
-    interrupt = Station.interrupt
+    interrupt = ActorThread.interrupt
 
     def start_late(run: Callable[[], None], arguments: tuple[()]) -> Any:
         if threading.current_thread().name.startswith("actorrpc-actor-"):
@@ -74,7 +74,7 @@ def test_a_method_is_not_interrupted_while_it_starts_a_thread(
                 assert looked.acquire(timeout=20)
         return start(run, arguments)
 
-    def look(station: Station, *arguments: Any) -> None:
+    def look(station: ActorThread, *arguments: Any) -> None:
         interrupt(station, *arguments)
         looked.release()
 
@@ -82,7 +82,7 @@ def test_a_method_is_not_interrupted_while_it_starts_a_thread(
         actor = Starts.remote()
         get(actor.ready.remote())
         monkeypatch.setattr(threading, "_start_new_thread", start_late)
-        monkeypatch.setattr(Station, "interrupt", look)
+        monkeypatch.setattr(ActorThread, "interrupt", look)
         ref = actor.starts.remote(tmp_path / "note")
         assert starting.wait(20)
         assert cancel(ref)

@@ -10,7 +10,7 @@ import torch
 
 from actorrpc import rpc
 from actorrpc.actors.refs.arguments import has_refs, pack_arguments, resolve
-from actorrpc.actors.refs.object_ref import Kept, ObjectRef
+from actorrpc.actors.refs.object_ref import ObjectRef, StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.futures import Future
 from tests.actors.bare import alone, bare
@@ -25,7 +25,7 @@ def group() -> Iterator[None]:
 
 
 def _kept(value: Any) -> ObjectRef[Any]:
-    kept: Any = Kept(rpc.RRef(Snapshot.of(value)))
+    kept: Any = StoredResult(rpc.RRef(Snapshot.of(value)))
     return ObjectRef.of(kept)
 
 
@@ -88,8 +88,8 @@ def _apply(args: tuple[Any, ...]) -> Any:
     return float((left + right).sum())
 
 
-def _make(value: float) -> Kept:
-    return Kept(rpc.RRef(Snapshot.of(torch.full((100_000,), value))))
+def _make(value: float) -> StoredResult:
+    return StoredResult(rpc.RRef(Snapshot.of(torch.full((100_000,), value))))
 
 
 def _pipeline(rank: int, world_size: int) -> Any:

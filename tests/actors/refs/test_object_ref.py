@@ -17,7 +17,7 @@ import torch
 
 from actorrpc import errors, rpc
 from actorrpc.actors import context as runtimes
-from actorrpc.actors.refs.object_ref import SMALL, Kept, ObjectRef, keep_large, put
+from actorrpc.actors.refs.object_ref import SMALL, ObjectRef, StoredResult, keep_large, put
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.refs.wait import get, wait
 from actorrpc.futures import Future
@@ -34,8 +34,8 @@ def group() -> Iterator[None]:
         yield
 
 
-def _kept(value: Any) -> Kept:
-    return Kept(rpc.RRef(Snapshot.of(value)))
+def _kept(value: Any) -> StoredResult:
+    return StoredResult(rpc.RRef(Snapshot.of(value)))
 
 
 def _large() -> torch.Tensor:
@@ -273,7 +273,7 @@ def test_one_failure_is_seen_by_one_look(first: bool) -> None:
 
 def test_references_that_never_end_are_given_up(group: None) -> None:
     rref: rpc.RRef[Any] = rpc.RRef(None)
-    kept = Kept(rref)
+    kept = StoredResult(rref)
     step: Any = rrefs.runtime().table._values.entries[rref._handle.rref_id]
     step.outcome = step.outcome.__class__(kept)
     with pytest.raises(errors.RRefError, match="without an end"):
@@ -363,7 +363,7 @@ def test_cancelling_the_future_of_the_value_cancels_the_call(group: None) -> Non
 # -- between workers -----------------------------------------------------------------------------------------
 
 
-def _keeps(value: Any) -> Kept:
+def _keeps(value: Any) -> StoredResult:
     return _kept(value)
 
 

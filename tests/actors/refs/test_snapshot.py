@@ -18,7 +18,7 @@ from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.errors import ProtocolError, SerializationError
 from actorrpc.rpc import rref as rrefs
 from actorrpc.serialization import codec
-from actorrpc.serialization.local_refs import Holder
+from actorrpc.serialization.local_refs import LocalReferences
 from tests.actors.bare import alone
 from tests.ranks import rpc_group
 
@@ -123,7 +123,7 @@ def test_references_are_held(group: None) -> None:
 
 
 def test_the_place_of_a_reference_means_nothing_elsewhere(group: None) -> None:
-    body = codec.encode(rpc.RRef(1), context=Holder()).body
+    body = codec.encode(rpc.RRef(1), context=LocalReferences()).body
     with pytest.raises(ProtocolError, match="missing"):
         codec.decode(body, definitions=None)
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 
 from actorrpc import errors, rpc
-from actorrpc.actors.refs.object_ref import Kept, ObjectRef
+from actorrpc.actors.refs.object_ref import ObjectRef, StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.refs.wait import GetTimeoutError, all_of, as_completed, get, wait
 from actorrpc.agent.calls import CURRENT, Execution
@@ -47,8 +47,8 @@ class _Work:
             self.futures[number].set_result(number)
 
 
-def _kept(value: Any) -> Kept:
-    return Kept(rpc.RRef(Snapshot.of(value)))
+def _kept(value: Any) -> StoredResult:
+    return StoredResult(rpc.RRef(Snapshot.of(value)))
 
 
 class _Fetched:
@@ -185,7 +185,7 @@ def _fail_a_fetch() -> None:
     """Have a fetch fail of what a get() was to bring that has failed before."""
     work = _Work(2)
     fetch: Future[Any] = Future()
-    kept = Kept(_Fetched(fetch))  # type: ignore[arg-type]
+    kept = StoredResult(_Fetched(fetch))  # type: ignore[arg-type]
     work.futures[1].set_exception(ValueError("number 1"))
     with contextlib.suppress(ValueError):
         get(work.refs)

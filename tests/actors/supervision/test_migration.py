@@ -11,9 +11,9 @@ import pytest
 
 import actorrpc
 from actorrpc.actors.context import Runtime
-from actorrpc.actors.host.actor import Resident
-from actorrpc.actors.host.envelope import LetterEntry
-from actorrpc.actors.host.registry import Residents
+from actorrpc.actors.host.actor import HostedActor
+from actorrpc.actors.host.envelope import Envelope
+from actorrpc.actors.host.registry import ActorRegistry
 from actorrpc.actors.supervision.migration import hand_over
 from actorrpc.agent.executor import Executor
 from actorrpc.errors import RpcError
@@ -63,23 +63,23 @@ def test_a_call_that_comes_when_the_actor_was_seen_idle_runs_once_elsewhere(
 ) -> None:
     """The look whether anything runs, and the end of the mailbox, are one step."""
     ending, refused = threading.Event(), threading.Event()
-    end, refuse = Resident._end_now, Resident._refuse_gone
+    end, refuse = HostedActor._end_now, HostedActor._refuse_gone
 
-    def held_up(resident: Resident) -> None:
+    def held_up(resident: HostedActor) -> None:
         if not ending.is_set():
             ending.set()
             while not (_entered.wait(0.01) or refused.wait(0.01)):
                 pass
         end(resident)
 
-    def refuses(resident: Resident, entry: LetterEntry) -> None:
+    def refuses(resident: HostedActor, entry: Envelope) -> None:
         refused.set()
         refuse(resident, entry)
 
     actor = Counter.remote()
     assert actorrpc.get(actor.add.remote()) == 1
-    monkeypatch.setattr(Resident, "_end_now", held_up)
-    monkeypatch.setattr(Resident, "_refuse_gone", refuses)
+    monkeypatch.setattr(HostedActor, "_end_now", held_up)
+    monkeypatch.setattr(HostedActor, "_refuse_gone", refuses)
     moved = _move(runtime)
     assert ending.wait(20)
     call = actor.add_behind_the_gate.remote()
@@ -94,27 +94,27 @@ def test_a_call_that_finds_the_mailbox_closed_is_refused_as_not_executed(
 ) -> None:
     """Its refusal is made by another thread, and may come after the actor's last step."""
     ending, refused = threading.Event(), threading.Event()
-    held: list[tuple[Resident, LetterEntry]] = []
-    forget, wind_up, refuse = Residents.forget, Resident._wind_up, Resident._refuse_gone
+    held: list[tuple[HostedActor, Envelope]] = []
+    forget, wind_up, refuse = ActorRegistry.forget, HostedActor._wind_up, HostedActor._refuse_gone
 
-    def held_up(residents: Residents, resident: Resident) -> None:
+    def held_up(residents: ActorRegistry, resident: HostedActor) -> None:
         ending.set()
         assert refused.wait(20)
         forget(residents, resident)
 
-    def winds_up(resident: Resident) -> None:
+    def winds_up(resident: HostedActor) -> None:
         assert refused.wait(20)
         wind_up(resident)
 
-    def refuses(resident: Resident, entry: LetterEntry) -> None:
+    def refuses(resident: HostedActor, entry: Envelope) -> None:
         held.append((resident, entry))
         refused.set()
 
     actor = Counter.remote()
     assert actorrpc.get(actor.add.remote()) == 1
-    monkeypatch.setattr(Residents, "forget", held_up)
-    monkeypatch.setattr(Resident, "_wind_up", winds_up)
-    monkeypatch.setattr(Resident, "_refuse_gone", refuses)
+    monkeypatch.setattr(ActorRegistry, "forget", held_up)
+    monkeypatch.setattr(HostedActor, "_wind_up", winds_up)
+    monkeypatch.setattr(HostedActor, "_refuse_gone", refuses)
     moved = _move(runtime)
     assert ending.wait(20)
     call = actor.add.remote()

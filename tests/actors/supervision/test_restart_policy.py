@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorrpc.actors.supervision.restart_policy import JITTER, MAX_BACKOFF_S, QUIET_S, Restarts
+from actorrpc.actors.supervision.restart_policy import JITTER, MAX_BACKOFF_S, QUIET_S, RestartPolicy
 
 _times = st.lists(st.floats(0, 30), min_size=1, max_size=40)
 
 
-def _play(policy: Restarts, lives: list[float]) -> list[tuple[float, float | None]]:
+def _play(policy: RestartPolicy, lives: list[float]) -> list[tuple[float, float | None]]:
     """Let the actor live for so long each time; return when it died, and the wait that was given."""
     now, found = 0.0, []
     for life in lives:
@@ -29,14 +29,14 @@ def _play(policy: Restarts, lives: list[float]) -> list[tuple[float, float | Non
 
 
 def test_none_by_default() -> None:
-    policy = Restarts()
+    policy = RestartPolicy()
     assert policy.next(5.0) is None
     assert policy.count == 0
     assert "max_restarts is 0" in policy.why_not()
 
 
 def test_the_first_comes_at_once_and_then_the_waits_double() -> None:
-    policy = Restarts(-1, None, 0.1)
+    policy = RestartPolicy(-1, None, 0.1)
     waits = [policy.next(0.0) for _ in range(12)]
     assert waits[:5] == [0.0, 0.1, 0.2, 0.4, 0.8]
     assert waits[-1] == MAX_BACKOFF_S
@@ -44,19 +44,19 @@ def test_the_first_comes_at_once_and_then_the_waits_double() -> None:
 
 
 def test_a_quiet_life_resets_the_waits() -> None:
-    policy = Restarts(-1, None, 0.1)
+    policy = RestartPolicy(-1, None, 0.1)
     _play(policy, [0.0] * 5)
     assert _play(policy, [QUIET_S + 1, 0.0])[0][1] == 0.0
 
 
 def test_an_actor_that_never_came_to_life_has_not_been_quiet() -> None:
-    policy = Restarts(-1, None, 0.1)
+    policy = RestartPolicy(-1, None, 0.1)
     assert [policy.next(at) for at in (0.0, 100.0, 200.0)] == [0.0, 0.1, 0.2]
 
 
 @given(_times, st.integers(0, 5))
 def test_over_the_whole_life_there_are_never_more_than_the_limit(lives: list[float], limit: int) -> None:
-    found = _play(Restarts(limit), lives)
+    found = _play(RestartPolicy(limit), lives)
     given_waits = [wait for _, wait in found if wait is not None]
     assert len(given_waits) == min(limit, len(lives))
 
@@ -65,7 +65,7 @@ def test_over_the_whole_life_there_are_never_more_than_the_limit(lives: list[flo
 def test_within_any_window_there_are_never_more_than_the_limit(
     lives: list[float], limit: int, window: float
 ) -> None:
-    policy = Restarts(limit, window)
+    policy = RestartPolicy(limit, window)
     found = _play(policy, lives)
     times = [at for at, wait in found if wait is not None]
     for first, last in zip(times, times[limit:], strict=False):
@@ -77,14 +77,14 @@ def test_within_any_window_there_are_never_more_than_the_limit(
 
 @given(_times)
 def test_for_ever_is_for_ever(lives: list[float]) -> None:
-    found = _play(Restarts(-1, 1.0), lives)
+    found = _play(RestartPolicy(-1, 1.0), lives)
     assert len(found) == len(lives)
     assert all(wait is not None for _, wait in found)
 
 
 @given(st.lists(st.floats(0, 8), min_size=2, max_size=100), st.floats(0, 20))
 def test_waits_in_a_row_never_shrink_and_are_bounded(lives: list[float], backoff: float) -> None:
-    waits = [wait for _, wait in _play(Restarts(-1, None, backoff), lives)]
+    waits = [wait for _, wait in _play(RestartPolicy(-1, None, backoff), lives)]
     assert waits[0] == 0.0
     assert all(before <= after for before, after in pairwise(waits))  # type: ignore[operator]
     assert max(waits) <= max(MAX_BACKOFF_S, backoff)  # type: ignore[type-var, operator]
@@ -92,7 +92,7 @@ def test_waits_in_a_row_never_shrink_and_are_bounded(lives: list[float], backoff
 
 @pytest.mark.parametrize(("limit", "words"), [(1, "once"), (3, "3 times")])
 def test_why_not(limit: int, words: str) -> None:
-    policy = Restarts(limit)
+    policy = RestartPolicy(limit)
     while policy.next(0.0) is not None:
         pass
     assert words in policy.why_not()
@@ -101,8 +101,8 @@ def test_why_not(limit: int, words: str) -> None:
 @given(_times, st.floats(0.1, 5), st.lists(st.floats(0, 1), min_size=1))
 def test_jitter_shortens_waits_by_up_to_half(lives: list[float], backoff: float, drawn: list[float]) -> None:
     numbers = itertools.cycle(drawn)
-    plain = _play(Restarts(-1, None, backoff), lives)
-    found = _play(Restarts(-1, None, backoff, lambda: next(numbers)), lives)
+    plain = _play(RestartPolicy(-1, None, backoff), lives)
+    found = _play(RestartPolicy(-1, None, backoff, lambda: next(numbers)), lives)
     for (_, wait), (_, most) in zip(
         found[:2], plain[:2], strict=True
     ):  # then the rows may end at other times
@@ -112,16 +112,16 @@ def test_jitter_shortens_waits_by_up_to_half(lives: list[float], backoff: float,
 
 
 def test_the_first_wait_is_none_whatever_is_drawn() -> None:
-    assert Restarts(-1, None, 5.0, lambda: 0.5).next(0.0) == 0.0
+    assert RestartPolicy(-1, None, 5.0, lambda: 0.5).next(0.0) == 0.0
 
 
 def test_causes_are_those_within_the_window() -> None:
-    policy = Restarts(2, 10.0)
+    policy = RestartPolicy(2, 10.0)
     for at, why in [(0.0, "old"), (95.0, "first\nwith more lines"), (97.0, "x" * 500), (100.0, "last")]:
         policy.next(at, why)
     assert policy.causes() == ["first", "x" * 200, "last"]
-    endless = Restarts(-1)
+    endless = RestartPolicy(-1)
     for number in range(100):
         endless.next(float(number), f"number {number}")
     assert endless.causes() == [f"number {number}" for number in range(90, 100)]
-    assert Restarts(3).causes() == []
+    assert RestartPolicy(3).causes() == []

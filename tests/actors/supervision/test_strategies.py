@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorrpc.actors.supervision.restart_policy import Restarts
-from actorrpc.actors.supervision.strategies import STRATEGIES, Order, Siblings, Strategy
+from actorrpc.actors.supervision.restart_policy import RestartPolicy
+from actorrpc.actors.supervision.strategies import STRATEGIES, RestartOrder, RestartStrategy, Strategy
 
 
 class Model:
@@ -18,13 +18,13 @@ class Model:
 
     def __init__(self, size: int, strategy: Strategy, limit: int = 3, backoff: float = 0.0) -> None:
         self.now = 0.0
-        self.siblings = Siblings(["up"] * size, strategy, Restarts(limit, 60.0, backoff))
+        self.siblings = RestartStrategy(["up"] * size, strategy, RestartPolicy(limit, 60.0, backoff))
         self.lives = [True] * size  # whether a child has an incarnation
         self.done: list[str] = []
-        self.todo: list[Order] = []
-        self.waits: list[Order] = []
+        self.todo: list[RestartOrder] = []
+        self.waits: list[RestartOrder] = []
 
-    def take(self, orders: list[Order]) -> None:
+    def take(self, orders: list[RestartOrder]) -> None:
         for order in orders:
             if order.what == "wait":
                 self.waits.append(order)
@@ -155,7 +155,7 @@ def test_one_death_too_many(strategy: Strategy) -> None:
     assert model.siblings.why == "death of 1"
     assert model.siblings.restarts.causes() == ["death of 1"] * 3
     # whoever is above makes it again, with a new account
-    model.take(model.siblings.bring_up(model.now, Restarts(2, 60.0)))
+    model.take(model.siblings.bring_up(model.now, RestartPolicy(2, 60.0)))
     assert model.settle()[4:] == ["make 0", "make 1", "make 2", "up"]
     model.die(1)
     model.settle()
@@ -209,7 +209,7 @@ def test_down_and_up() -> None:
     assert model.done[-1] == "down"
     assert model.lives == [False] * 3
     model.done.clear()
-    model.take(model.siblings.bring_up(0.0, Restarts(1, 60.0)))
+    model.take(model.siblings.bring_up(0.0, RestartPolicy(1, 60.0)))
     assert model.settle() == ["make 0", "make 1", "make 2", "up"]
 
 
@@ -218,7 +218,7 @@ def test_all_are_up_only_when_all_are_up() -> None:
     model.take(model.siblings.bring_down(0.0))
     model.settle()
     model.done.clear()
-    model.take(model.siblings.bring_up(0.0, Restarts(3, 60.0, 3.0)))
+    model.take(model.siblings.bring_up(0.0, RestartPolicy(3, 60.0, 3.0)))
     for _ in range(2):
         model.todo = [order for order in model.todo if order.child != 0]
         model.lives[0] = True

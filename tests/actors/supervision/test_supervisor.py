@@ -12,7 +12,7 @@ import pytest
 
 from actorrpc.actors.context import set_runtime
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.spec.death_report import ActorState, Seat
+from actorrpc.actors.spec.death_report import ActorState, SharedSlot
 from actorrpc.actors.spec.options import NEW_PROCESS
 from actorrpc.errors import ActorDiedError, ConfigError, PeerDiedError, ShutdownError, UnknownWorkerError
 from actorrpc.futures import Future
@@ -195,7 +195,7 @@ def test_a_place_that_is_known_to_be_gone_costs_no_restart(
         asked.append(world.clock.now())
         where = other.record if heard and len(asked) > 5 else first.record
         seat: Future[WorkerInfo] = Future()
-        seat.set_result(Seat(where.name, where.rank, booking=spec.booking))
+        seat.set_result(SharedSlot(where.name, where.rank, booking=spec.booking))
         return seat
 
     given_back: list[int] = []

@@ -13,7 +13,7 @@ import pytest
 
 import actorrpc
 from actorrpc.actors.spec.death_report import DeathReport
-from actorrpc.cluster import LaunchedEngine, Node, Order, init
+from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, init
 from actorrpc.errors import ActorDiedError, PlacementError
 from tests.cluster.joiners import CLEAN
 
@@ -29,13 +29,13 @@ class Commands(LaunchedEngine):
     def __init__(self) -> None:
         super().__init__(start_timeout=60)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.orders: list[Order] = []
+        self.orders: list[LaunchRequest] = []
         self.closed = False
 
     def nodes(self) -> list[Node]:
         return [Node(host="here", num_cpus=2, resources={"tape": 1}, labels={"kind": "test"})]
 
-    def launch(self, order: Order) -> None:
+    def launch(self, order: LaunchRequest) -> None:
         self.orders.append(order)
         if order.spec.label == "Broken":
             raise OSError("the scheduler is away")

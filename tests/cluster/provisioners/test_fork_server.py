@@ -16,7 +16,7 @@ from actorrpc import rpc
 from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.cluster import init
 from actorrpc.cluster.provisioners import fork_server
-from actorrpc.cluster.provisioners.fork_protocol import Reader, send
+from actorrpc.cluster.provisioners.fork_protocol import MessageReader, send
 from actorrpc.errors import PeerDiedError
 from tests.cluster.drive import cluster, script, until, workers
 
@@ -93,7 +93,7 @@ def test_the_key_is_in_no_command_line_and_the_server_has_one_thread(tmp_path: P
 def test_messages_of_any_size_arrive_whole_with_their_descriptors() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        reader = Reader(theirs)
+        reader = MessageReader(theirs)
         first = [os.open("/dev/null", os.O_RDONLY) for _ in range(2)]
         second = [os.open("/dev/null", os.O_RDONLY)]
         send(ours, {"fds": 2, "n": 1}, tuple(first))

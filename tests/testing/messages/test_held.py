@@ -9,7 +9,7 @@ import pytest
 
 from actorrpc.agent.timers import VirtualClock
 from actorrpc.testing import Fault, delay
-from actorrpc.testing.messages.gate import Held, WaitingRoom
+from actorrpc.testing.messages.gate import HeldMessage, WaitingRoom
 
 
 class Room:
@@ -27,8 +27,8 @@ class Room:
     def _empty(self) -> None:
         self.emptied += 1
 
-    def held(self, name: Any, fault: Fault, *, in_line: bool = False) -> Held:
-        return Held(
+    def held(self, name: Any, fault: Fault, *, in_line: bool = False) -> HeldMessage:
+        return HeldMessage(
             fault,
             lambda: self.left.append(name),
             lambda: self.left.append((name, "discarded")),
@@ -123,7 +123,7 @@ def test_one_that_fails_keeps_nobody_back(caplog: pytest.LogCaptureFixture) -> N
     def fail() -> None:
         raise ZeroDivisionError("on purpose")
 
-    room.room.put(Held(delay("call", seconds=1), fail, fail), 1.0)
+    room.room.put(HeldMessage(delay("call", seconds=1), fail, fail), 1.0)
     room.put("next", 1.0)
     room.clock.advance(1.0)
     assert room.left == ["next"]

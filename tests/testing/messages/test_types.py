@@ -12,7 +12,7 @@ import torch
 
 from actorrpc.actors.supervision import supervisor
 from actorrpc.agent.hooks import RECEIPT
-from actorrpc.agent.mail import Letter
+from actorrpc.agent.mail import ActorHeader
 from actorrpc.autograd import transport
 from actorrpc.autograd.messages import Discover, Gradient, Release, Run, Verdict
 from actorrpc.cluster import driver_rpc
@@ -64,9 +64,9 @@ def test_requests(function: Any, args: tuple[Any, ...], expected: tuple[Any, ...
 
 
 def test_letters() -> None:
-    method = type_of_request(None, (), Letter({"a": 1, "m": "add"}), "Counter.add")
+    method = type_of_request(None, (), ActorHeader({"a": 1, "m": "add"}), "Counter.add")
     assert method == ("actor_call", "Counter.add", None)
-    assert type_of_request(None, (), Letter({"a": 1, "c": 1}), "Counter()")[0] == "actor_control"
+    assert type_of_request(None, (), ActorHeader({"a": 1, "c": 1}), "Counter()")[0] == "actor_control"
 
 
 @pytest.mark.parametrize(
