@@ -7,6 +7,7 @@ contract for is here.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -234,3 +235,31 @@ def test_cycles_are_found_but_not_those_of_types() -> None:
 def test_io_is_found(source: str) -> None:
     assert _io(_trees(wire__frames=source))
     assert not _io(_trees(agent__agent=source))
+
+
+# -- the text about it ---------------------------------------------------------------------------------------
+
+_STEP = re.compile(r"`([a-z_/]+\.py)`\s+`([\w.]+)`")
+
+
+def test_what_the_text_about_the_architecture_names_is_there() -> None:
+    steps = _STEP.findall((_ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8"))
+    assert len(steps) > 50
+    assert not [f"{path} {name}" for path, name in steps if name not in _defined(_PACKAGE / path)]
+
+
+def _defined(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {ast.unparse(target) for target in targets}
+        if isinstance(node, ast.ClassDef):
+            found |= {
+                f"{node.name}.{each.name}"
+                for each in node.body
+                if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+            }
+    return found
