@@ -3,7 +3,7 @@
 Call these as ``_time.now()`` and so on, through the module: a virtual clock (:mod:`actorrpc.testing`) puts other functions
 in their place. Starting and watching of other processes goes by ``time.monotonic`` itself, since those live in real time.
 
-Whoever waits for a deadline says so to one of the functions below, in a loop that looks at :func:`now` again after each:
+A thread that waits for a deadline calls one of the functions below, in a loop that looks at :func:`now` again after each:
 where time is virtual, it may have passed in a moment, or not at all.
 """
 

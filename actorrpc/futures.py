@@ -105,7 +105,9 @@ class _Unretrieved:
     def __init__(self, error: BaseException, label: object) -> None:
         self.error = error
         self.label = label
-        self.seen = type(error) is CancelledError or _reporter.hushed  # whoever cancels, or leaves, knows
+        self.seen = (
+            type(error) is CancelledError or _reporter.hushed
+        )  # the one that cancels, or leaves, knows
 
     def __del__(self) -> None:
         if (

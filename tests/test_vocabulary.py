@@ -55,7 +55,7 @@ _RETIRED_CLASSES = {
     *("Trip", "Upkeep", "Waiting", "Whole"),
 }
 # Idioms that name nobody: the comment of a race says which thread does what.
-_RETIRED_IDIOMS = re.compile(r"\b(take note|takes note|sees? to it|what waits)\b", re.IGNORECASE)
+_RETIRED_IDIOMS = re.compile(r"\b(take note|takes note|sees? to it|what waits|whoever)\b", re.IGNORECASE)
 
 
 def _classes() -> dict[str, set[str]]:

@@ -1,7 +1,7 @@
 """Connections that were accepted and have proved nothing yet.
 
 Listening sockets are served by the pool. A guest has little time and may send nothing but the handshake's fixed
-messages; its bytes never reach the frame reader. There are few places for guests, and whoever comes gets one: where
+messages; its bytes never reach the frame reader. There are few places for guests, and each that comes gets one: where
 all are taken, the guest goes that is least likely to be a member. That is one from the address with the most guests,
 one that has not said hello rather than one that has, and the oldest of these: a member needs its place for two round
 trips only, and comes again if it lost it. So neither those that say nothing nor those that come in floods keep
@@ -15,12 +15,12 @@ Where there are certificates, the handshake of TLS comes first, within the same 
 TLS is told so. Who fails in it is heard until it closes, or its time is over: closed at once, its unread bytes would have
 the kernel take back the alert that tells it why.
 
-Where there are no descriptors for another one, the listeners rest, and are tried again: those who are in have what they need, and
-guests wait at the door. When they have waited for a second in vain, they are told why and sent away, over a descriptor that is
-held for that alone. Only guests that begin with TLS could not read it: they wait for as long as their own time-outs allow.
+Where there are no descriptors for another one, the listeners rest, and are tried again: those who are in have what they need,
+and guests wait at the door. When they have waited for a second in vain, they are told why and sent away, over a descriptor that
+is held for that alone. Only guests that begin with TLS could not read it: they wait for as long as their own time-outs allow.
 
-``_lock`` guards the tables; nothing is called under it. A guest's ``turn`` is held by whoever takes a step of its handshake,
-and nobody waits for it: its socket is closed by whoever lets it go, if it is to be closed.
+``_lock`` guards the tables; nothing is called under it. A guest's ``turn`` is held by the thread that takes a step of its
+handshake, and nobody waits for it: its socket is closed by the thread that lets it go, if it is to be closed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PendingConnection:
         self.sweep()
 
     def sweep(self) -> None:
-        """Close it if that is due. Whoever has let go of its turn calls this."""
+        """Close it if that is due. The thread that has let go of its turn calls this."""
         if self._gone and self.turn.acquire(blocking=False):
             try:
                 self.sock.close()
@@ -166,7 +166,7 @@ class Admission:
             self._enter(sock, "local" if local else str(where[0]), local)
 
     def _rest(self, listener: socket.socket, error: OSError) -> None:
-        """Try again in a while. Whoever waits at the door wakes nobody any more: its edge has passed."""
+        """Try again in a while. The listener is edge-triggered: epoll will not report the connections that wait again."""
         now = _time.now()
         with self._lock:
             if listener in self._resting or listener not in self._listeners:

@@ -110,7 +110,7 @@ class Agent:
         self.pack_forks: Callable[[list[Any]], bytes] = lambda sent: b""
         self._closing = False
         self.closed_down = False
-        #: when those who end gracefully are to be done, by ``_time.now()``; whoever ends all of it says so
+        #: when those who end gracefully are to be done, by ``_time.now()``; the thread that ends all of it says so
         self.leave_by = float("inf")
         self.links = Connector(self, key)
         self.inbox = Inbox(self)
@@ -337,7 +337,7 @@ class Agent:
             else:
                 call.cancel()  # Ctrl-C cut it short
             return
-        if call.future is not None:  # without one, whoever waits for it sends it
+        if call.future is not None:  # without one, the thread that waits for it sends it
             settings = self.settings
             if (
                 idle

@@ -1,6 +1,6 @@
 """Calls: one question to a peer and its one answer, and the execution of one on this side.
 
-A :class:`Call` ends exactly once. Whoever takes it out of its peer's ``pending`` table (one atomic step) ends
+A :class:`Call` ends exactly once. The thread that takes it out of its peer's ``pending`` table (one atomic step) ends
 it: the reader of its reply, the clock at its deadline, a cancellation, or the death of the peer. The thread
 that waits for it reads the connection itself when nobody else does (``Waiting.read_for``), and sleeps
 otherwise.
@@ -173,7 +173,7 @@ class Call:
     def __str__(self) -> str:
         return f"the call of {self.label} on {self.peer.name!r}"
 
-    # -- ending (by whoever took the call out of ``pending``) --------------------------------------
+    # -- ending (by the thread that took the call out of ``pending``) --------------------------------------
 
     def end(self, reply: Frame | None, error: BaseException | None) -> None:
         """Publish the outcome of a call without a future and wake its waiter. Runs no user code."""
@@ -222,7 +222,7 @@ class Call:
                 self.stirred = False
                 if station.work:
                     if conn is not None and conn.outbox:
-                        conn.flush()  # this call is there, where it was left to be sent by whoever waits for its reply
+                        conn.flush()  # this call is there, where it was left to be sent by the thread that waits for its reply
                     station.serve()
                     continue
             if agent.pool.queue and agent.pool.is_member():
@@ -276,7 +276,7 @@ class Call:
         future = self.future
         if future is not None:
             # Several threads may wait for one future: it gives each a lock of its own. It is complete a little before the
-            # call is over: to ask for that again and again would keep the interpreter from whoever is about to say so.
+            # call is over: to ask for that again and again would keep the interpreter from the thread that is about to say so.
             future._park(_time.now() + _time.SLICE_S if until is None else until)
             return future._done
         lock = self.lock
@@ -320,7 +320,7 @@ class Call:
         self.listen()
 
     def listen(self) -> None:
-        """Have the pool read the reply: whoever waits for it does not wait here."""
+        """Have the pool read the reply: the thread that waits for it does not wait here."""
         conn = self.conn
         if conn is not None and conn.expecting:
             conn.listen()

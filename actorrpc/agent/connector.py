@@ -527,7 +527,7 @@ class Connector:
             self.watch(conn)
         except (OSError, ValueError):  # the epoll, or this very connection, was closed meanwhile
             conn.close()
-        if self._agent.closed_down:  # looked at when it can be found by whoever closes the agent
+        if self._agent.closed_down:  # looked at when it can be found by the thread that closes the agent
             conn.close()
             conn.reap()
             raise self._shut_down()
@@ -643,7 +643,7 @@ class Connector:
                 raise
             raise PeerDiedError(
                 f"the life of {peer.name!r} that was meant (pid {peer.record.pid}) has ended, and the worker has been "
-                "replaced by a new life, which answers at its address; nothing was sent. Whoever looks it up anew "
+                "replaced by a new life, which answers at its address; nothing was sent. A worker that looks it up anew "
                 "finds the new one",
                 maybe_executed=False,
                 worker=peer.name,

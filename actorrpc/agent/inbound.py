@@ -219,7 +219,7 @@ class Inbox:
             conn.close(ProtocolError("the peer did not introduce itself"))
             return False
         if waiting and len(batch) == 1:
-            # The path of most calls: one reply, to whoever is reading.
+            # The path of most calls: one reply, to the thread that reads.
             frame = batch[0]
             if frame[0] != frames.REQUEST and frame[0] <= frames.FAILURE:
                 self.reply(peer, frame, True, conn)
@@ -286,7 +286,7 @@ class Inbox:
 
     @uninterruptible
     def open_reply(self, call: Call, frame: Frame) -> Any:
-        """Return the value that a reply carries, or raise its error. Called once per reply, by whoever waits."""
+        """Return the value that a reply carries, or raise its error. Called once per reply, by the thread that waits."""
         call.keep = None
         if frame.kind == frames.FAILURE:
             if frame.extra:

@@ -247,7 +247,7 @@ class Peer:
         self.device_map = self.answer_map = None
 
     def wake_all(self) -> None:
-        """Wake whoever waits for room."""
+        """Wake the threads that wait for room."""
         with self._credit:
             self._credit.notify_all()
 

@@ -67,7 +67,7 @@ class Scheduler:
         busy = bool(self._expecting)
         late = _time.now() - 0.5 * _EXPECTED_S
         for conn in list(self._expecting):
-            # Whoever expects and waits, again and again, is left alone.
+            # A thread that expects and waits, again and again, is left alone.
             if not conn.expecting or conn.expecting_since < late:
                 self._expecting.pop(conn, None)
                 conn.listen()

@@ -159,7 +159,7 @@ class Pool:
     def _settle(self) -> None:
         """Call back whom completed futures still have to, without threads; drop what else there is.
 
-        Their calls are over, and whoever waits for what follows from them would wait for ever.
+        Their calls are over, and a thread that waits for what follows from them would wait for ever.
         """
         while True:
             try:
@@ -221,7 +221,7 @@ class Pool:
     def _loop(self) -> None:
         me = threading.get_ident()
         idle, queue, poll, sources = self.idle, self.queue, self.epoll.poll, self._sources
-        # Idle from the first moment, so that whoever started this thread may rely on it.
+        # Idle from the first moment, so that the one that started this thread may rely on it.
         idle.add(me)
         with self._lock:
             self.threads[me] = threading.current_thread()

@@ -109,7 +109,7 @@ class Coordinator:
         if self._terms.accumulate == "grad":  # .grad is looked at as soon as this is over
             yield from self._settle()
         if not (self._terms.retain_graph or self._terms.create_graph):
-            for send in self._known:  # whoever is asked again says that the graph is gone
+            for send in self._known:  # a worker that is asked again says that the graph is gone
                 self._context.sinks.pop(send, None)
 
     def _settle(self) -> Generator[list[Future[Any]], None, None]:

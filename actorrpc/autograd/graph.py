@@ -12,7 +12,7 @@ The ``.grad`` of a leaf has one user at a time. Hooks of a leaf run on a gradien
 and a local optimizer takes it from there: both are done with the slot borrowed, and what was in it is put back.
 
 A received message is one node of torch's graph, whose outputs are those of its tensors that require grad. A backward pass
-takes the gradients that come to it, and sends them to whoever sent the message.
+takes the gradients that come to it, and sends them to the worker that sent the message.
 """
 
 from __future__ import annotations

@@ -393,7 +393,7 @@ class LocalPass:
     def take(self) -> int | None:
         """Return the number of the stratum to be run now, or ``FINISH``; None if there is none, or a thread is busy.
 
-        Whoever gets one runs it and then calls :meth:`put`.
+        The thread that gets one runs it and then calls :meth:`put`.
         """
         if self._busy or self.over or self.error is not None or self.terms is None or self.finished:
             return None

@@ -29,7 +29,7 @@ __all__ = [
     "Verdict",
 ]
 
-#: The gradients of one message: one for each of its tensors that require grad; None where there is none. Whoever works
+#: The gradients of one message: one for each of its tensors that require grad; None where there is none. The worker that works
 #: them off takes them out of the list: what a message still refers to, the engine would copy before it becomes a ``.grad``.
 Gradients = list["torch.Tensor | None"]
 

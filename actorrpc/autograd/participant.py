@@ -307,7 +307,7 @@ class Participant:
             if part is None:
                 return
             part.arrive(sender, message.receipt, message.message, _taken(message.gradients))
-        # Whoever waits for this worker's part is told what has gone wrong; the sender of a gradient has done its own.
+        # The worker that waits for this worker's part is told what has gone wrong; the sender of a gradient has done its own.
         self.advance(part)
 
     def _run(self, context: Context, sender: WorkerKey, message: Run) -> Any:
@@ -497,7 +497,7 @@ class Participant:
         self._settle(part)
 
     def _settle(self, part: LocalPass) -> None:
-        """Answer whoever waits for this part, if it has come to its end."""
+        """Answer the worker that waits for this part, if it has come to its end."""
         with part.context.lock:
             answer = part.answer
             if answer is None or part.error is not None or not part.idle:
@@ -509,7 +509,7 @@ class Participant:
     # -- its end -------------------------------------------------------------------------------------------------
 
     def fail(self, part: LocalPass, error: BaseException) -> None:
-        """End a part with an error, which goes to whoever waits for it; the verdict follows."""
+        """End a part with an error, which goes to the worker that waits for it; the verdict follows."""
         with part.context.lock:
             if part.over or part.error is not None:
                 return
@@ -626,4 +626,4 @@ def _taken(gradients: Gradients) -> Gradients:
 def _complete(future: Future[Any] | None, value: Any, error: BaseException | None = None) -> None:
     if future is not None and future._claim():
         future._finish(value, error)
-        future.acknowledge()  # whoever it matters to hears it some other way, too
+        future.acknowledge()  # the worker to which it matters hears it some other way, too

@@ -123,7 +123,7 @@ class ClusterContext:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Whoever found it running leaves it running. After Ctrl-C nobody wants to wait for what actors have to do.
+        # The one that found it running leaves it running. After Ctrl-C nobody wants to wait for what actors have to do.
         if self._owned:
             api.shutdown(graceful=kind is None or issubclass(kind, Exception))
 

@@ -50,7 +50,7 @@ class RemoteDirectory:
     def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
         agent = self._agent
         assert agent is not None
-        # Whoever waits for an answer may be given up: what is learned is of use to others.
+        # A thread that waits for an answer may be given up: what is learned is of use to others.
         token = CURRENT.set(None)
         # A question of ours, in whatever the user does here: no wait of the method that leads to it.
         station, WAITING.station = WAITING.station, None

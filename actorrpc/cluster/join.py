@@ -1,14 +1,14 @@
 """Joining: how a process anywhere becomes a worker of a cluster that runs, given its driver's address and key.
 
-It shakes hands with whoever listens there (so a wrong key or version is known before anything is sent), asks, under a name
-that nobody else has, whether it may come under the one it wants, and is told its rank and the cluster's settings. Then
-it enters, and is a member as any other. All of it within one time-out; what fails leaves nothing running.
+It shakes hands with the process that listens there (so a wrong key or version is known before anything is sent), asks, under a
+name that nobody else has, whether it may come under the one it wants, and is told its rank and the cluster's settings. Then it
+enters, and is a member as any other. All of it within one time-out; what fails leaves nothing running.
 
 ``python -m actorrpc.worker`` is :func:`serve` on a command line; :func:`serve_order` is for processes that an engine starts.
 
 **Addresses and keys.** A driver that was given no key and listens on this host's loopback only makes one, and writes it into a
-file that only this user can read; whoever joins on the same host finds it by the port. Nothing here waits for anyone. Thread-
-safe.
+file that only this user can read; a process that joins on the same host finds it by the port. Nothing here waits for anyone.
+Thread- safe.
 
 **Launches.** The ranks of one launch learn where rank 0 listens, and by which key. They meet in a store of torch's: torchrun's
 own, or one that rank 0 serves. Rank 0 puts its address there, never the key. On one host the key goes through a file that only
@@ -413,7 +413,7 @@ class _Found:
 
 
 def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) -> _Found:
-    """Shake hands with whoever listens at an address, and hang up.
+    """Shake hands with the process that listens at an address, and hang up.
 
     Raises:
         RendezvousError: nobody answers there in time, or not as a worker does.

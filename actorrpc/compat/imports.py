@@ -1,4 +1,4 @@
-"""Doing something when a module has been imported, whoever imports it.
+"""Doing something when a module has been imported, by any code.
 
 This module is also loaded by itself when an interpreter starts (``site/sitecustomize.py``), before there is any need for
 torch: it imports nothing but the standard library, and nothing of this package.

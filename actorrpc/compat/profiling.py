@@ -8,8 +8,8 @@ A profile is of one thread, and so is all of this.
 
 Of a backward pass, profiles show the pass and what it does with the gradients of messages, as torch does. The pass is
 ``torch::distributed::autograd::backward``, on the thread that has called it. Gradients that have come for a message that was
-sent from here are ``...SendRpcBackward``, those that go to whoever sent a message are ``...RecvRpcBackward``, on whichever
-thread. Only the part of the worker whose profile it is can be seen.
+sent from here are ``...SendRpcBackward``, those that go to the worker that sent a message are ``...RecvRpcBackward``, on
+whichever thread. Only the part of the worker whose profile it is can be seen.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ __all__ = [
 
 _log = logging.getLogger("actorrpc.group")
 _AGAIN_S: Final = 0.1
-_LOOK_S: Final = 1.0  # how often whoever waits at the end looks around
+_LOOK_S: Final = 1.0  # how often a worker that waits at the end looks around
 # How long threads in user code may take to end: with all else, less than the 1 s of Ctrl-C and the 2 s of an end by force.
 _LET_END_S: Final = 0.75
 _PARTING_S: Final = 5.0  # how long those who read slowly may take to hear of a graceful end
@@ -75,7 +75,7 @@ _PARTING_S: Final = 5.0  # how long those who read slowly may take to hear of a 
 class _Barrier:
     """Who has arrived at the end, as far as this worker knows. ``_lock`` guards all of it and is a leaf.
 
-    Whoever has come to a stage has been told that all had come to those before it, be it by somebody else who has left or
+    A worker that has come to a stage has been told that all had come to those before it, be it by somebody else who has left or
     died since: it counts there as well.
 
     Args:
@@ -438,7 +438,8 @@ class _Doors:
             return
         if not has_key and settings.insecure:  # on loopback, too: other users of this host reach it
             _log.warning(
-                "listening on %s WITHOUT a key: whoever reaches this port can run code as this user", host
+                "listening on %s WITHOUT a key: every process that reaches this port can run code as this user",
+                host,
             )
         sock = _listen_tcp(host, settings.port)
         self.sockets.append(sock)

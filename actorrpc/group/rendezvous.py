@@ -216,7 +216,7 @@ class Rendezvous:
         """Return the key of the group; call it before :meth:`join`.
 
         Workers that were given one use it, and nothing of it goes through the store. Otherwise rank 0 (in
-        a dynamic group: whoever comes first) makes a file that only this user can read, the others on
+        a dynamic group: the first to come) makes a file that only this user can read, the others on
         ``host`` read it.
 
         Raises:

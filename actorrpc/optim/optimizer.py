@@ -445,7 +445,7 @@ class DistributedOptimizer:
             # Before any worker has the group: who clips meanwhile must know where its parameters belong.
             self._note([group], counts | {name: account.counts[-1:] for name, (_, account) in made.items()})
             self._all(what, "commit_group", seconds=left.left())
-            # A new table: whoever goes through the old one goes on.
+            # A new table: a thread that goes through the old one goes on.
             self._optimizers = self._optimizers | {name: rref for name, (rref, _) in made.items()}
             self._stand_in.add(next(iter(accounts.values())).groups[-1])
 

@@ -386,7 +386,7 @@ def _end_together(state: _GroupState, until: float, let_go: Callable[[], None]) 
 def _at_exit() -> None:
     """End what a program that exits without shutdown has left: quickly, and without waiting for anybody."""
     if (state := _state) is not None and os.getpid() == state.agent.pid:
-        # Without the lock: whoever holds it may be a thread that never comes back.
+        # Without the lock: the thread that holds it may be a thread that never comes back.
         _close(state)
 
 

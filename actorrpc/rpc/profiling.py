@@ -196,7 +196,7 @@ class ProfiledSpan:
         if self.collector is not None:
             self.number = next(_numbers)
             _asked[self.number] = self
-        # Whoever takes it out of the list ends the range.
+        # The thread that takes it out of the list ends the range.
         self._end = [_begin(key) if self.collector is None or self.collector.native else None]
         self.began = time.time_ns()  # in the range, as is what it ends with: an order that no delay changes
         _open[self] = None
@@ -296,7 +296,7 @@ def name_of(function: Any) -> str:
 class calling:
     """``with calling("async", fn, agent, to) as span:`` opens the range of the call that is made in the block.
 
-    An error in the block ends the range, and so does the block's end where the mode is ``sync``; otherwise whoever sees to
+    An error in the block ends the range, and so does the block's end where the mode is ``sync``; otherwise the one that sees to
     the outcome does.
 
     Args:
@@ -335,7 +335,7 @@ class calling:
 
 
 class Profiled:
-    """Has futures of a class end the range ``span`` when they complete, before whoever waits for them goes on."""
+    """Has futures of a class end the range ``span`` when they complete, before the thread that waits for them goes on."""
 
     __slots__ = ()
     span: ProfiledSpan | None

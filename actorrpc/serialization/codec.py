@@ -167,7 +167,7 @@ class Encoded:
     Attributes:
         body: the pickle, with a table in front where something lies outside of it.
         spans: the memory that follows, in order, each as one buffer for :func:`decode`. It is read when the
-            message is written: whoever returns to the caller before that copies it first.
+            message is written: a sender that returns to the caller before that copies it first.
         definitions: hash -> definition of what the peer does not know yet; for its store, before it decodes.
         context: what :func:`encode` was given.
     """

@@ -96,7 +96,7 @@ _copy_out = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_
 class TensorSpan:
     """A range of memory that leaves as it is: ``keep`` keeps it alive as long as the span lives.
 
-    The bytes are those at the time of reading: whoever sends later than it returns to the caller copies.
+    The bytes are those at the time of reading: a sender that sends later than it returns to the caller copies.
     """
 
     __slots__ = ("address", "keep", "nbytes")

@@ -1,4 +1,4 @@
-"""Virtual time: it stands still until a test lets it pass, and whoever waits for it wakes up at once.
+"""Virtual time: it stands still until a test lets it pass, and a thread that waits for it wakes up at once.
 
     with testing.VirtualTime() as clock:
         ...
@@ -13,7 +13,7 @@ happen while somebody waits.
 What does not go by it: ``time.sleep``, ``asyncio`` and the time-outs of other libraries, and other processes. A thread that
 sleeps in real time counts as one that waits.
 
-``_lock`` guards the time and the table of those who wait, and is a leaf. ``_driving`` is held by whoever lets time pass,
+``_lock`` guards the time and the table of those who wait, and is a leaf. ``_driving`` is held by the thread that lets time pass,
 and taken before it.
 """
 

@@ -1,10 +1,10 @@
 """One stream socket to a peer: who may read it, who may write it, and how neither ever blocks the other.
 
-**Reading.** A connection is armed in the pool's epoll with EPOLLONESHOT. Whoever reads holds ``read_lock``: a
+**Reading.** A connection is armed in the pool's epoll with EPOLLONESHOT. The thread that reads holds ``read_lock``: a
 pool thread that the kernel woke, or a caller that waits for its own reply. The rules, each of which was paid
 for in a hang:
 
-* whoever fails to get the lock goes away without arming; whoever held it releases it *first* and then always
+* a thread that fails to get the lock goes away without arming; the thread that held it releases it *first* and then always
   arms;
 * whether the connection is suspended is looked at *under* the lock: the other side has been told how far reading has
   come, and sends the rest again, although the failed socket may still have it;
@@ -12,7 +12,7 @@ for in a hang:
 * under the lock, frames are only split, and control frames handled (they are short and run no user code);
   everything else happens after the release.
 
-**Writing.** Frames are put into ``outbox``; whoever gets ``write_lock`` sends what is there, for everybody. A
+**Writing.** Frames are put into ``outbox``; the thread that gets ``write_lock`` sends what is there, for everybody. A
 thread that does not get it goes away: the holder looks again after releasing. Large buffers leave as chunks,
 one at a time, each preceded by whatever small frames have come up. Nobody blocks in a send except the caller
 whose data it is.
@@ -172,7 +172,7 @@ class Connection:
         self.waiting = ReplyWaiter(self)
         self.chunks = ChunkSender(self)
         self.send_chunks = self.chunks.send
-        #: disarmed although nobody reads: whoever made a call is about to wait for it, or the clock listens again soon
+        #: disarmed although nobody reads: the thread that made a call is about to wait for it, or the clock listens again soon
         self.expecting = False
         self.expecting_since = 0.0
 
@@ -253,7 +253,7 @@ class Connection:
                 self.arm(ARMED)
 
     def wake(self) -> None:
-        """End the sleep of whoever polls this connection for a reply."""
+        """End the sleep of the thread that polls this connection for a reply."""
         try:
             os.eventfd_write(self._wake_fd, 1)
         except (OSError, ValueError):  # closed meanwhile, or just now

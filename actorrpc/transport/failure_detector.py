@@ -75,7 +75,7 @@ class FailureDetector:
         late: float = 0.0,
         receiving: bool = False,
     ) -> Look:
-        """Take a look at the peer; whoever is told to ask it does so.
+        """Take a look at the peer; the caller asks it where it is told to.
 
         Args:
             now: the time, in seconds.
@@ -83,7 +83,7 @@ class FailureDetector:
             heartbeat: how long a peer may be silent before it is asked, in seconds.
             misses: how many heartbeats make it lost; at least 2.
             late: how many seconds after its time this look comes: this process did not run meanwhile.
-            receiving: whether a message has come in part. Whoever sends it may hear nothing until the rest is here, which
+            receiving: whether a message has come in part. The peer that sends it may hear nothing until the rest is here, which
                 can take long on a slow network: something is said to it at each look.
         """
         if heard > self.heard:

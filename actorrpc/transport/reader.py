@@ -389,7 +389,7 @@ class ServerTurn:
         def read(frames: list[Frame]) -> None:
             if conn.outbox:
                 conn.flush()
-            # Whoever calls the guest either sees where it is and wakes it, or is seen here.
+            # The thread that calls the guest either sees where it is and wakes it, or is seen here.
             guest.attends = conn
             try:
                 if not guest.called():

@@ -497,7 +497,7 @@ class Borrower:
                             pass
                 except (
                     LimitError
-                ):  # its announcement cannot be taken now: that is for whoever takes the next one
+                ):  # its announcement cannot be taken now: that is for the thread that takes the next one
                     if len(self._unseen) < self._max_segments:
                         self._unseen.add(number)
             self._segments.pop(number, None)

@@ -112,7 +112,7 @@ def _quiet() -> None:
 def wake_fd() -> int:
     """Return the eventfd that becomes readable when an interrupt was put off; -1 if there is none.
 
-    Whoever polls a connection polls it, too, so that the main thread comes out; others find nothing to do.
+    A thread that polls a connection polls it, too, so that the main thread comes out; others find nothing to do.
     """
     return state.wake_fd
 

@@ -1,7 +1,7 @@
 """Chunks: how large memory leaves a connection, piece by piece, so that small frames can overtake it.
 
-Whoever sends it sleeps here while the kernel is full, under the connection's write lock, or while the connection waits for
-another socket, without it. It wakes for the deadline, Ctrl-C and the end of the connection.
+The thread that sends it sleeps here while the kernel is full, under the connection's write lock, or while the connection waits
+for another socket, without it. It wakes for the deadline, Ctrl-C and the end of the connection.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ChunkSender:
             conn.flush()
 
     def _leave(self, begun: bool) -> bool | None:
-        """Leave a chunk that has begun to whoever goes on over another socket, from a copy."""
+        """Leave a chunk that has begun to the attempt that goes on over another socket, from a copy."""
         conn = self._conn
         if not begun:
             return None

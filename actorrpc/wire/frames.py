@@ -11,7 +11,7 @@ msgpack map, there only when something has to be said (sizes of raw buffers, wha
 memory never sits in a frame: it travels through shared memory or as CHUNK frames of at most ``Limits.chunk``
 bytes, which other frames may overtake.
 
-:class:`FrameReader` is fed by whoever reads the socket (under the connection's read lock) and checks each
+:class:`FrameReader` is fed by the thread that reads the socket (under the connection's read lock) and checks each
 size before any memory is allocated for it.
 """
 

@@ -10,7 +10,7 @@ Either side may answer REFUSE (a code and a short text) instead. Each proof is a
 group's key over everything both sides have said, plus a role string, so that none can be reflected,
 replayed, moved to another connection or made to choose an older version.
 
-Sans-I/O: whoever owns the socket feeds bytes in and sends what comes out; one thread at a time. No
+Sans-I/O: the one that owns the socket feeds bytes in and sends what comes out; one thread at a time. No
 message has more than 256 bytes and never more than one is held. This module, and what it imports,
 must never import pickle or call anything that the peer names.
 """
@@ -101,7 +101,7 @@ class Session:
     """What both sides know when the handshake is over.
 
     Attributes:
-        peer_name: the worker at the other end; whoever it is, it holds the key (where there is one).
+        peer_name: the worker at the other end; in any case, it holds the key (where there is one).
         attach: 16 bytes that name the main connection that a LANE or BULK connection belongs to.
         key: 32 secret bytes, equal on both sides, different for every connection.
         sealed: whether what follows is sealed (:mod:`actorrpc.wire.integrity`): one side at least wants it.

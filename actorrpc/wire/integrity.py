@@ -15,7 +15,7 @@ are no others, fill what the reader waits for, and are refused.
 
 The seals belong to the stream of bytes, not to a socket: where a connection goes on over another one, what is sent again
 is the same bytes, and the counts go on. No I/O, no locks: the writer's seal is used under the connection's write lock, the
-reader's under its read lock. Nothing of this is secret against whoever listens; without a key of the group, it holds
+reader's under its read lock. Nothing of this is secret against an eavesdropper; without a key of the group, it holds
 off damage but no one who means harm.
 """
 

@@ -362,7 +362,7 @@ class PendingCall:
     # -- as a future's source -----------------------------------------------------------------------------
 
     def drive(self, _deadline: float | None) -> None:
-        """Do nothing: whoever waits sleeps until it is over."""
+        """Do nothing: the thread that waits sleeps until it is over."""
         future = self.future
         route = None if future is None else future._route
         if route is not None:

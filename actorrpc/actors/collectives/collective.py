@@ -368,7 +368,7 @@ class Collective:
         Its threads and sockets end with that, as far as nothing in the actors keeps a group (DDP modules do).
 
         Args:
-            timeout: seconds; whoever is not done by then is cut: its operations end with CollectiveError.
+            timeout: seconds; a member that is not done by then is cut: its operations end with CollectiveError.
         """
         with self._making:
             if self.destroyed:

@@ -235,7 +235,7 @@ class Members:
         if not found:
             which = "no collective" if name is None else f"no collective {name!r}"
             past = self._past.get(resident.id)
-            hint = " (if it has been restarted, whoever made the collective has to rebuild() it)"
+            hint = " (if it has been restarted, the worker that made the collective has to rebuild() it)"
             if mine:
                 hint = f"; it is in {names}"
             elif past is not None:

@@ -37,7 +37,7 @@ _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 
 
 class CallStore(Store):
-    """torch's key-value store, kept by whoever answers ``ask``. Remembers what it has seen.
+    """torch's key-value store, kept by the worker that answers ``ask``. Remembers what it has seen.
 
     Args:
         ask: called with ``"put"``, ``"take"``, ``"add"``, ``"has"``, ``"swap"`` or ``"drop"`` and what that takes.

@@ -1,7 +1,7 @@
 """One generation of a collective, at the worker that made it.
 
 Members come here to tell each other their addresses, and torch's backends to exchange what they need to connect. A meeting
-also hears of the end of a member, from the member's process or from the end of that process, and breaks then: whoever
+also hears of the end of a member, from the member's process or from the end of that process, and breaks then: the member that
 waits here gets an error, and every other member is told to cut what it is doing. A meeting that has broken stays
 broken; members meet again in another one, with another number, so that two generations have nothing in common.
 
@@ -105,7 +105,7 @@ class Generations:
             self.close(meeting, "the worker that made it has left")
 
     def break_up(self, meeting: Generation, why: str, *, but: int = -1, known: bool = True) -> None:
-        """Break a meeting, once: fail whoever waits, and tell the members, except rank ``but``, which knows."""
+        """Break a meeting, once: fail the members that wait, and tell the members, except rank ``but``, which knows."""
         with self._lock:
             first = not meeting.why
             if first or (known and not meeting.known):

@@ -325,7 +325,7 @@ class Gathering:
             self.future._finish(ValueMesh(self._group._mesh, values), None)
 
     def drive(self, _deadline: float | None) -> None:
-        """Send what is gathered. Whoever waits sleeps then: reading the reply of one could miss another's failure."""
+        """Send what is gathered. The thread that waits sleeps then: reading the reply of one could miss another's failure."""
         self.flush()
 
     def flush(self) -> None:
@@ -610,13 +610,13 @@ class ActorGroup(Generic[C]):
             The new member's handle.
 
         Raises:
-            ConfigError: this group came from another worker: ask whoever spawned it.
+            ConfigError: this group came from another worker: ask the worker that spawned it.
             IndexError: there is no such member.
         """
         crew = self._crew
         if crew.make is None:
             raise ConfigError(
-                f"{self!r} came from another worker: members are restarted by whoever spawned the group"
+                f"{self!r} came from another worker: members are restarted by the worker that spawned the group"
             )
         if rank is None:
             rank = self._mesh.rank_of(**coords)
@@ -751,4 +751,4 @@ def _kill(handles: list[ActorHandle[Any]]) -> None:
     asked = [route_of(handle).kill(True) for handle in handles]
     collect_all(asked).wait(_ASK_S)
     for future in asked:
-        future.acknowledge()  # whoever looked after it is gone, and so is the actor
+        future.acknowledge()  # its supervisor is gone, and so is the actor

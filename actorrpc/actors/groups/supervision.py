@@ -5,7 +5,7 @@
     tree = supervise([store, front], strategy="rest_for_one", max_restarts=3, period=60)
 
 When a child dies, the group makes it again, alone or with others (``strategy``), where it lived and with the arguments it
-had; handles stay what they are. When there are too many deaths, the group gives up: all of its children end, and whoever
+had; handles stay what they are. When there are too many deaths, the group gives up: all of its children end, and each caller that
 is above it is told.
 
 What decides is in ``supervision/strategies.py``, what carries it out in ``supervision/groups.py``; here is what users see of it.

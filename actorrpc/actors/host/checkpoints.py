@@ -1,7 +1,7 @@
 """Checkpoints: the state that an actor's worker gives its supervisor, for the actor's next incarnation to start from.
 
 An answer leaves when the supervisor has the state behind it: what a caller has been told survives the death of the actor,
-whoever the caller is. That costs the call a round trip to the supervisor's worker; where that is the actor's own, nothing
+by any caller. That costs the call a round trip to the supervisor's worker; where that is the actor's own, nothing
 is sent. Who waits is the actor's thread, or on its event loop the coroutine alone.
 
 Checkpoints are numbered when they are begun, before the actor is asked: threads and coroutines of one actor ask for

@@ -196,7 +196,7 @@ def _ask(runtime: Runtime, peer: Peer, function: Callable[..., None], *args: Any
     answer: Future[None] = Future()
 
     def over(done: Future[None]) -> None:
-        done.acknowledge()  # whoever has ended does not wait any more
+        done.acknowledge()  # a call that has ended does not wait any more
 
     answer.add_done_callback(over)
     token = CURRENT.set(None)

@@ -5,7 +5,7 @@
         ...
 
 Where a task stands (waiting, running, over) is told by callbacks of its futures, which only append to a deque and
-wake whoever waits; everything else happens on the thread, or in the coroutine, that uses the pool.
+wake the threads that wait; everything else happens on the thread, or in the coroutine, that uses the pool.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class ActorPool(Generic[A]):
         self._next_task = 0
         self._next_return = 0
         self._dead = 0
-        # Completed by a callback, to wake whoever waits; whoever is about to wait puts a new one there.
+        # Completed by a callback, to wake the thread that waits; the thread that is about to wait puts a new one there.
         self._change: Future[None] = Future()
 
     # -- giving tasks ------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """ObjectRefs: what a call to an actor gives at once, and its result later.
 
 A small result rides on the reply. A large one stays with the worker that made it, as a snapshot behind an RRef: the
-reply is :class:`StoredResult`, and whoever wants the value fetches it from there, directly. An ObjectRef that is sent
+reply is :class:`StoredResult`, and the process that wants the value fetches it from there, directly. An ObjectRef that is sent
 before its result is there travels as an RRef of this worker that is given the result when it comes (a promise).
 """
 
@@ -410,7 +410,7 @@ class ObjectRef(Generic[T_co]):
 
 
 def _worth_another_try(fetched: Future[Any]) -> bool:
-    """Whether a fetch failed for a reason that lay with whoever wanted the value at that time."""
+    """Whether a fetch failed for a reason that lay with the process that wanted the value at that time."""
     return fetched._done and isinstance(fetched._error, (RpcTimeoutError, CancelledError))
 
 
@@ -439,7 +439,7 @@ def _reduce(ref: ObjectRef[Any]) -> tuple[Any, ...]:
         if type(error) is PeerDiedError:
             error = _lost(ref._name(), error)
     if error is not None:
-        future.acknowledge()  # whoever gets it will see
+        future.acknowledge()  # the caller of get() will see
         worker = rrefs.runtime().agent.name
         dumps = codec.dumper(context.peer.same_main)
         return _arrive_failed, (*known, exceptions.dump(error, worker=worker, dumps=dumps))
@@ -470,7 +470,7 @@ codec.register(ObjectRef, _reduce)
 def put(value: T) -> ObjectRef[T]:
     """Return an ObjectRef for a value as it is now: changing the object later changes nothing.
 
-    A large value is copied once and lives in this process until the last ObjectRef is gone; whoever gets it
+    A large value is copied once and lives in this process until the last ObjectRef is gone; a process that gets it
     fetches it from here.
 
     Raises:

@@ -152,7 +152,7 @@ class _Gate:
         self._fails = fails
         self._values = values
         self.watches: list[_WaitWatch] = []
-        if fails:  # whoever waits for it waits for all of them: the search for deadlocks looks here
+        if fails:  # a thread that waits for it waits for all of them: the search for deadlocks looks here
             self.future.awaits = self.watches
 
     def add(self, item: Any, future: Future[Any]) -> None:

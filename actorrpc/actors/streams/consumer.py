@@ -459,7 +459,7 @@ class _Consumer(Stall):
         if self._closed:
             error = CancelledError(f"{self.label} was closed before its end", maybe_executed=True)
         finished._finish(None, error)
-        finished.acknowledge()  # whoever takes the items sees it
+        finished.acknowledge()  # the consumer that takes the items sees it
 
 
 def _look_away(done: Future[Any]) -> None:

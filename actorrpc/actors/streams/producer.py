@@ -1,4 +1,4 @@
-"""Streams: what generator methods yield, on its way to whoever called them.
+"""Streams: what generator methods yield, on its way to their callers.
 
 The consumer pulls. A stream's :class:`Producer` lets its generator run ahead of the items that the consumer has taken, by
 at most ``WINDOW_BYTES``, and by ``limit`` items where there is a limit. Then the generator pauses, and holds its actor as
@@ -671,7 +671,7 @@ class _Stop:
         """Say whether this is why ``error``, a cancellation, was raised; it is then dealt with."""
         if not self._rung or not is_a(error, asyncio.CancelledError) or self._task is None:
             return False
-        # Whoever else has cancelled the task wants it to end, and counts as well.
+        # Another one that has cancelled the task wants it to end, and counts as well.
         return self._task.uncancel() == 0
 
     def _ring(self) -> None:

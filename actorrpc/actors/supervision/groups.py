@@ -130,7 +130,7 @@ class SupervisionGroup:
         return self._carry_out(self._siblings.made(child.index, self._now()))
 
     def died(self, child: ActorRecord | SupervisionGroup, why: str) -> list[Deed]:
-        """Record that a child's incarnation is over, whoever has ended it."""
+        """Record that a child's incarnation is over, by whatever cause."""
         return self._carry_out(self._siblings.died(child.index, self._now(), f"{child.title}: {why}"))
 
     def left(self, child: ActorRecord) -> list[Deed]:

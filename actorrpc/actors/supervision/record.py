@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ActorRecord", "LifetimeToken", "Phase", "RestartVerdict"]
 
-_PATIENCE_S: Final = 30.0  # how long whoever places an actor may take to hear of a death
+_PATIENCE_S: Final = 30.0  # how long the one that places an actor may take to hear of a death
 
 Phase = Literal["starting", "alive", "restarting", "ending", "dead"]
 _SHOWN: Final = {
@@ -209,8 +209,8 @@ class ActorRecord:
     def put_off(self, now: float) -> bool:
         """Take the incarnation back that was to be made in a worker which is gone; say whether it is to be begun again.
 
-        Whoever has named that worker has not heard of its end yet: nothing has lived there, and no death is to be counted.
-        Not where the actor can only live in that worker, nor after half a minute.
+        The spawner that has named that worker has not heard of its end yet: nothing has lived there, and no death is to be
+        counted. Not where the actor can only live in that worker, nor after half a minute.
         """
         if isinstance(self.place, WorkerKey):
             return False

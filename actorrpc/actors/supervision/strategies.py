@@ -52,7 +52,7 @@ class RestartOrder:
 
     Attributes:
         what: ``"end"`` and ``"make"`` a child; ``"wait"`` so many seconds before ``due(plan)``; ``"up"``, ``"down"`` and
-            ``"failed"`` are news for whoever is above: all children live; all have ended, as they were to; all have
+            ``"failed"`` are news for the group above: all children live; all have ended, as they were to; all have
             ended, as the group has given up.
     """
 
@@ -80,7 +80,7 @@ class RestartStrategy:
         self._states: list[State] = list(states)
         self._strategy = strategy
         self._plans: list[RestartPlan] = []
-        self._rising = False  # whoever is above waits for all to be up
+        self._rising = False  # the group above waits for all to be up
         self.restarts = restarts
         self.failed = self.exceeded = self.hopeless = False
         self.why = ""

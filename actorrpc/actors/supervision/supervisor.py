@@ -283,7 +283,7 @@ class Supervisor:
         """See to an incarnation that could not be made: for good, unless only its process could not be started again."""
         original = exceptions.original(error)
         if is_a(original, ActorDiedError) and (actor.killed or actor.doomed):
-            return  # whoever ends it sees to the rest
+            return  # the thread that ends it does the rest
         text, final = deaths.not_made(error, None if actor.worker is None else actor.worker_name)
         if actor.family is not None and actor.epoch:
             # Its group will try again, as often as it may; but not where it has no place any more.

@@ -545,7 +545,7 @@ class LocalCluster:
         if process.future._claim():
             process.future._finish(None, error, self.agent.submit)
             if isinstance(error, ShutdownError):
-                process.future.acknowledge()  # whoever shut down knows
+                process.future.acknowledge()  # the one that shut down knows
         for future in asked:
             self._complete(future, DeathReport(worker=process.name))
 

@@ -52,7 +52,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 logger = logging.getLogger(__name__)
 _WITHDRAWAL_S = 10.0
-_LOOK_S = 0.2  # so often whoever waits for others looks whether they are alive
+_LOOK_S = 0.2  # so often a worker that waits for others looks whether they are alive
 
 _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler

@@ -271,7 +271,7 @@ class References:
             if error is None:
                 self.carry_out(self.table.set_value(rref_id, done._value))
             else:
-                done.acknowledge()  # by whoever holds the RRef
+                done.acknowledge()  # by the process that holds the RRef
                 self.carry_out(self.table.set_error(rref_id, self.copy_of(error)))
 
         future.add_done_callback(fulfil)

@@ -448,7 +448,7 @@ class FaultGate:
         if conn is None or conn.broken:
             conn = agent.links.connect(peer, _INFINITE, label)
         if call is not None and not call.done:
-            call.conn = conn  # from now on, whoever gives the call up says so over there
+            call.conn = conn  # from now on, a caller that gives the call up says so over there
         outbound.send(
             agent, conn, frames.REQUEST, id, whole, remaining=left, chain=chain, header=header, flags=flags
         )

@@ -168,7 +168,7 @@ def type_of_notice(name: str, body: bytes) -> str | None:
 def names_of(called: Any) -> tuple[str, ...]:
     """Return the names by which users may mean a function: with and without its class, and with its module.
 
-    The last one is for whoever means the very function. Where only a name is known, it begins with a colon.
+    The last one is for users who mean the very function. Where only a name is known, it begins with a colon.
     """
     while isinstance(called, partial):
         called = called.func
