@@ -170,7 +170,7 @@ def _rank_main(
     processes.tell_stacks()
     # The rank has the test's environment as of now, not as of the server's start.
     _be(environment)
-    before = leaks.Snapshot.take(whole_session=False)
+    before = leaks.LeakSnapshot.take(whole_session=False)
     try:
         answer = (True, fn(rank, world_size, *args))
         found = None if leak_wait is None else leaks.settle(before, leak_wait)

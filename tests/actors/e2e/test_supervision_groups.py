@@ -372,7 +372,7 @@ def _counts() -> dict[str, int]:
     """What may not grow: processes, threads and descriptors, shared memory, references, and what supervisors know."""
     gc.collect()
     here = runtime()
-    now = leaks.Snapshot.take()
+    now = leaks.LeakSnapshot.take()
     found = {
         "processes": len(now.processes),
         "threads": len(now.threads),
