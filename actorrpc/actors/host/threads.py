@@ -61,17 +61,26 @@ class Interrupted(KeyboardInterrupt):
     """
 
 
-def _starts_a_thread(frame: FrameType | None) -> bool:
-    """Tell whether a stack is within ``Thread.start``.
+def _bears_interruption(frame: FrameType | None) -> bool:
+    """Tell whether an exception that is set for a thread with this stack arrives, and cuts none of our own code in two.
 
+    A ``__del__`` loses it: the interpreter prints what is raised there, and the method goes on. So does ``Thread.start``:
     CPython 3.11 gives the state of a new thread the id of the thread that makes it, until the new one runs. Meanwhile an
     exception that is set for this id goes to the new thread, as the first found, and that ends before its first line.
     """
+    while frame is not None and _module(frame).startswith("namedtuple_"):
+        frame = frame.f_back  # its constructor is made by `collections`: it belongs to the code that calls it
+    if frame is None or _module(frame).startswith(_PACKAGE):
+        return False
     while frame is not None:
-        if frame.f_code is threading.Thread.start.__code__:
-            return True
+        if frame.f_code is threading.Thread.start.__code__ or frame.f_code.co_name == "__del__":
+            return False
         frame = frame.f_back
-    return False
+    return True
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 class ActorThreads:
@@ -287,16 +296,15 @@ class ActorThread:
     def interrupt(self, entry: Entry, again: Callable[[float, Callable[[], None]], object]) -> None:
         """Raise :class:`Interrupted` in the method that runs ``entry``, if it (still) does.
 
-        Not while the thread is in our own code, which must not be cut in two, nor while it starts another thread:
-        then it is tried again a little later (``again(delay, run)``), for as long as the entry runs.
+        Not while the thread is in our own code, which must not be cut in two, nor where it would be lost
+        (:func:`_bears_interruption`): then it is tried again a little later (``again(delay, run)``), for as long as the
+        entry runs.
         """
         time.sleep(0)  # a fresh turn of the interpreter: the thread cannot move between the look and the blow
         with self._interrupts:
             if self.running is not entry or self._interrupted is not None:
                 return
-            frame = sys._current_frames().get(self.ident)
-            module = frame.f_globals.get("__name__", "") if frame is not None else ""
-            if frame is not None and not module.startswith(_PACKAGE) and not _starts_a_thread(frame):
+            if _bears_interruption(sys._current_frames().get(self.ident)):
                 self._interrupted = entry
                 _set_async_exc(ctypes.c_ulong(self.ident), ctypes.py_object(Interrupted))
                 return
