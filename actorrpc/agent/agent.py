@@ -11,18 +11,21 @@ calling out; ``_lock`` guards who closes only.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import msgpack
 
 from actorrpc import _time
+from actorrpc._exception_text import report
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.agent.connector import Connector
@@ -110,6 +113,8 @@ class Agent:
         self.pack_forks: Callable[[list[Any]], bytes] = lambda sent: b""
         self._closing = False
         self.closed_down = False
+        #: this process is a fork of the one that the agent belongs to
+        self.abandoned = False
         #: when those who end gracefully are to be done, by ``_time.now()``; the thread that ends all of it says so
         self.leave_by = float("inf")
         self.links = Connector(self, key)
@@ -574,12 +579,26 @@ class Agent:
 
     def abandon(self) -> None:
         """Let go of everything in a forked child: descriptors are closed, nothing is sent, no lock is taken."""
-        self.closed_down = True
+        self.closed_down = self.abandoned = True
         self.pool.abandon()
         self.links.abandon()
         self.buffers.abandon()
         signals.abandon()
         spinner.close()
+
+    def end_fork(self, what: str, error: BaseException | None) -> NoReturn:
+        """End this process, a fork, in which what has forked is over: there is nobody to answer, and nothing to go on with.
+
+        The exit status is that of a ``SystemExit``, 0 where it has returned, and otherwise 1.
+        """
+        status = 0 if error is None else 1
+        if isinstance(error, SystemExit):
+            status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        elif error is not None:
+            report(_log, error, "%s failed in a fork of %r (os.fork()), which ends", what, self.name)
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(status & 0xFF)
 
     def check_process(self) -> None:
         """Raise NotInitializedError if this is a fork of the process that the agent belongs to."""

@@ -164,12 +164,16 @@ class Executor:
             try:
                 value, answered = self._call(conn, frame, execution)
             except BaseException as error:
+                if self._agent.abandoned:
+                    self._agent.end_fork("a call", error)
                 cut_frames(error, __file__)
                 if frame.flags & POST:
                     report(_log, error, "what %r has posted here failed", peer.name)
                 else:
                     self.fail(conn, id, error, execution)
             else:
+                if self._agent.abandoned:
+                    self._agent.end_fork("a call", None)
                 if answered and not frame.flags & POST:
                     self.answer(conn, id, value, execution)
         finally:

@@ -115,6 +115,8 @@ class ActorExecutor:
                     raise Interrupted
                 value = self._call(entry, execution)
             finally:
+                if self.agent.abandoned:  # before a lock that another thread held as this one forked
+                    self.agent.end_fork(self.label(entry), sys.exc_info()[1])
                 station.leave()
                 self.mailbox.end(execution.chain)
             if value is not _NOTHING:
@@ -129,6 +131,8 @@ class ActorExecutor:
 
     def _raised(self, entry: Envelope, error: BaseException) -> None:
         """Answer a call whose method has raised, and see to the actor's end where that is what it means."""
+        if self.agent.abandoned:
+            self.agent.end_fork(self.label(entry), error)
         if is_a(error, ActorExit):
             self.resident.exited(entry, str(error))
         elif is_a(error, SystemExit) and "m" in entry.header:  # otherwise it is the constructor's
@@ -429,6 +433,8 @@ class ActorExecutor:
         CURRENT.set(execution)
         if within or not self._checkpoints.wanted:
             value = self._call(entry, execution)
+            if self.agent.abandoned:
+                self.agent.end_fork(self.label(entry), None)
             if value is not _NOTHING:
                 self.answer(entry, value)
             return _NOTHING
@@ -472,6 +478,8 @@ class ActorExecutor:
                 return
             value = await call()
             await self._checkpoints.save_from_loop()
+            if self.agent.abandoned:
+                self.agent.end_fork(self.label(entry), None)
             if entry.stopped:  # it has caught the cancellation: its caller has done without the result
                 raise CancelledError(f"{self.label(entry)} was cancelled")
             self.answer(entry, value)

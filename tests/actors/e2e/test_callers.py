@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -344,3 +345,60 @@ def _with_a_group_of_its_own(folder: Path) -> int:
 def test_a_fork_with_a_group_of_its_own_waits_for_its_own_calls(tmp_path: Path) -> None:
     actorrpc.get(Adder.remote(1).add.remote(1))
     assert _in_fork(partial(_with_a_group_of_its_own, tmp_path)) == "9"
+
+
+class _Forks:
+    """Methods that fork, and do the same in both processes from there on, but for how the child ends."""
+
+    def _end(self, how: str) -> int:
+        pid = os.fork()
+        if pid:
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if how == "raise":
+            raise ValueError("in the child")
+        if how == "exit":
+            sys.exit(4)
+        return 1
+
+    def ping(self) -> str:
+        return "pong"
+
+
+@actorrpc.remote
+class SerialForks(_Forks):
+    def end(self, how: str) -> int:
+        return self._end(how)
+
+
+@actorrpc.remote
+class AsyncForks(_Forks):
+    async def end(self, how: str) -> int:
+        return self._end(how)
+
+
+@actorrpc.remote
+class PlainForks(_Forks):
+    def end(self, how: str) -> int:
+        return self._end(how)
+
+    async def other(self) -> None:
+        """Has the plain methods run on the event loop."""
+
+
+@pytest.mark.prints("failed in a fork of .*ValueError: in the child")
+@pytest.mark.parametrize("cls", [SerialForks, AsyncForks, PlainForks])
+@pytest.mark.parametrize(("how", "status"), [("return", 0), ("raise", 1), ("exit", 4)])
+def test_a_fork_ends_with_the_method_that_made_it(cls: Any, how: str, status: int) -> None:
+    actor = cls.remote()
+    assert actorrpc.get(actor.end.remote(how)) == status
+    assert actorrpc.get(actor.ping.remote()) == "pong"
+
+
+def _forks(how: str) -> int:
+    return _Forks()._end(how)
+
+
+@pytest.mark.prints("failed in a fork of .*ValueError: in the child")
+@pytest.mark.parametrize(("how", "status"), [("return", 0), ("raise", 1), ("exit", 4)])
+def test_a_fork_ends_with_the_task_that_made_it(how: str, status: int) -> None:
+    assert actorrpc.get(actorrpc.remote(_forks).remote(how)) == status
