@@ -50,7 +50,7 @@ from tests.layers import rest_is_slow
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 _FAR = 0.09  # seconds; a wait that long is a slice of one that has no end, or has a deadline
 _ROOMS: Any = (agents_room, reader, calls, writer, timers, connection, threads_module, executor, futures)
-_ROOMS += (inbound, peers, threads, scheduler, reader)
+_ROOMS += (inbound, peers, threads, scheduler)
 _FILES = frozenset(room.__file__ for room in _ROOMS)
 # How a call may end without an answer; the last one at the end only.
 _ENDED = (BackpressureError, CancelledError, RpcTimeoutError, PeerDiedError)
