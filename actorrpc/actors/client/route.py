@@ -356,10 +356,13 @@ class Route:
         location = line.location
         if type(error) is PeerDiedError:
             # Not by the state of its worker: a connection may be known to be broken before the worker is known to be dead.
-            lives = plan.peer is not None and plan.peer is not peer
+            lives = plan.peer is not None and (
+                peer is None or plan.peer.record.incarnation != peer.record.incarnation
+            )
         elif isinstance(error, HostedActorGoneError):
             gone = exceptions.original(error)
-            lives = location is not None and location.resident_id != getattr(gone, "resident_id", None)
+            former = getattr(gone, "resident_id", None)
+            lives = location is not None and former is not None and location.resident_id != former
         else:
             return error
         if lives:  # again

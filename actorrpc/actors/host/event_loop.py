@@ -36,6 +36,7 @@ __all__ = ["EventLoop"]
 
 _log = logging.getLogger("actorrpc.actors")
 _HELD_S: Final = 1.0  # whatever holds the loop for longer is named
+_END_S: Final = 2.0  # how long coroutines may take to end with their actor
 
 
 class EventLoop:
@@ -104,7 +105,10 @@ class EventLoop:
                 for task in left:
                     task.cancel()
                 if left:
-                    self._loop.run_until_complete(asyncio.wait(left, timeout=2.0))
+                    _, stubborn = self._loop.run_until_complete(asyncio.wait(left, timeout=_END_S))
+                    for task in stubborn:
+                        _log.info("%r has not ended with %s, and is dropped", task, self._title)
+                        task._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio would say so at any time
                 self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             except BaseException as error:
                 report(_log, error, "the event loop of %s did not end cleanly", self._title)

@@ -375,7 +375,8 @@ def _counts() -> dict[str, int]:
     now = leaks.LeakSnapshot.take()
     found = {
         "processes": len(now.processes),
-        "threads": len(now.threads) - len(here.agent.pool.threads),  # the pool keeps some that had work at a time
+        "threads": len(now.threads)
+        - len(here.agent.pool.threads),  # the pool keeps some that had work at a time
         "descriptors": sum(now.descriptors.values()),
         "files": len(now.files),
         "actors": sum(row.state != "DEAD" for row in actorrpc.list_actors()),
