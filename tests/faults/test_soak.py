@@ -242,7 +242,7 @@ def test_soak_with_random_kills() -> None:
 # -- what stays of each process that is killed ------------------------------------------------------------------------
 
 # Kept of each that has ended, and bounded: words for those who ask later, and what is still due at the clock.
-_WORDS = {"_End", "DeathReport", "PeerDiedError", "WorkerKey", "Timer"}
+_WORDS = {"_EndOfPeer", "DeathReport", "PeerDiedError", "WorkerKey", "Timer"}
 
 
 @actorrpc.remote(max_restarts=-1, restart_backoff_s=0.01)
