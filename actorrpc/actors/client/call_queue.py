@@ -149,6 +149,11 @@ class CallQueue:
             plan = plans[name] = CallTemplate(self, method, options, refs, location, peer)
         return plan
 
+    def whereabouts(self) -> tuple[Location | None, Peer | None]:
+        """Return where the actor lives, as far as that is known."""
+        with self._lock:
+            return self.location, self._peer
+
     def _take_hint(self) -> None:
         location = self.location
         peer: Peer | None = None

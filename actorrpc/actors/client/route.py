@@ -353,11 +353,15 @@ class Route:
         """
         line = self._line
         plan = line.plan_of(method, options, False)
-        location = line.location
+        location, there = line.whereabouts()
+        if plan.peer is None and location is not None and there is not None:
+            plan = plan.at(
+                line, location, there
+            )  # its queue is being sent: a call made now would wait for that
         if type(error) is PeerDiedError:
             # Not by the state of its worker: a connection may be known to be broken before the worker is known to be dead.
-            lives = plan.peer is not None and (
-                peer is None or plan.peer.record.incarnation != peer.record.incarnation
+            lives = there is not None and (
+                peer is None or there.record.incarnation != peer.record.incarnation
             )
         elif isinstance(error, HostedActorGoneError):
             gone = exceptions.original(error)

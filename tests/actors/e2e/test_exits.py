@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 import actorrpc
 from actorrpc import get
-from tests.actors.e2e.kit import Gate, until
+from actorrpc.actors.client.handle import route_to
+from tests.actors.e2e.kit import Gate, open_gate, pass_gate, until
 
 pytestmark = [
     pytest.mark.usefixtures("place"),
@@ -203,3 +205,25 @@ def test_sys_exit_in_a_constructor() -> None:
     actor = Unmade.remote()
     with pytest.raises(actorrpc.ActorDiedError, match="SystemExit: 3"):
         get(actor.ping.remote())
+
+
+@actorrpc.remote
+class Crashes:
+    def yields(self, gate: str) -> Any:
+        yield 1
+        pass_gate(gate)
+        os._exit(1)
+
+
+def test_a_stream_that_breaks_off_while_calls_are_held_back(place: str, gate: Path) -> None:
+    if place == "group":
+        pytest.skip("it would take a worker of the group along")
+    actor = Crashes.remote()
+    stream = actor.yields.remote(str(gate))
+    assert get(next(stream)) == 1
+    queue = route_to(actor, "the test")._line
+    with queue._lock:
+        queue._hold_back()  # as while it sends what has queued
+    open_gate(gate)
+    with pytest.raises(actorrpc.ActorDiedError):
+        get(next(stream))
