@@ -231,7 +231,7 @@ def test_the_server_has_the_environment_of_the_session() -> None:
         os.environ["ACTORRPC_DATA_ONLY"] = "1"  # as the first test that has ranks may do
         start_server()
         assert os.environ["ACTORRPC_DATA_ONLY"] == "1"
-        from tests.test_group import print_environment
+        from tests.test_ranks import print_environment
         process = multiprocessing.get_context("forkserver").Process(target=print_environment)
         process.start()
         process.join()
