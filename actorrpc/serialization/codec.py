@@ -507,14 +507,14 @@ def _encode_by_value(
     try:
         if isinstance(error, RpcError) and not isinstance(error, SerializationError):
             raise error
-        where = _culprit(obj, encoded, remote_main)
+        where = _unpicklable_part(obj, encoded, remote_main)
         assert error is not None
         raise SerializationError(f"{where}: {describe(error)}" if where else describe(error)) from error
     finally:
         del error  # its traceback holds this frame, and the frame the whole message
 
 
-def _culprit(obj: object, encoded: Encoded, remote_main: bool) -> str:
+def _unpicklable_part(obj: object, encoded: Encoded, remote_main: bool) -> str:
     """Return the way to the part that cannot be pickled; registered reducers are left alone."""
     probe = Encoded(None, encoded.device_map, False)
     foreign = {cls: _stand_in for cls in _own if cls not in _TENSOR_REDUCERS}

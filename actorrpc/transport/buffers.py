@@ -57,7 +57,6 @@ _MAP_FIXED = 0x10
 _MFD_SEALABLE = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
 _MFD_NOEXEC_SEAL = 0x8
 _CANNOT_SHRINK = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_MAP_FAILED = ctypes.c_void_p(-1).value
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)

@@ -355,9 +355,8 @@ class Route:
         plan = line.plan_of(method, options, False)
         location, there = line.whereabouts()
         if plan.peer is None and location is not None and there is not None:
-            plan = plan.at(
-                line, location, there
-            )  # its queue is being sent: a call made now would wait for that
+            # Its queue is being sent, and a call made now would wait for that.
+            plan = plan.at(line, location, there)
         if type(error) is PeerDiedError:
             # Not by the state of its worker: a connection may be known to be broken before the worker is known to be dead.
             lives = there is not None and (

@@ -477,9 +477,9 @@ class ActorExecutor:
                     await generator.aclose()
                 return
             value = await call()
-            await self._checkpoints.save_from_loop()
-            if self.agent.abandoned:
+            if self.agent.abandoned:  # before its state is kept, which is the parent's
                 self.agent.end_fork(self.label(entry), None)
+            await self._checkpoints.save_from_loop()
             if entry.stopped:  # it has caught the cancellation: its caller has done without the result
                 raise CancelledError(f"{self.label(entry)} was cancelled")
             self.answer(entry, value)
