@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from actorrpc.cluster import join
+from actorrpc.cluster.worker_process import exit_process
 from actorrpc.errors import ConfigError, RpcError
 from actorrpc.wire.identity import check_name
 
@@ -91,4 +92,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_process(main())

@@ -2,8 +2,9 @@
 
 ``join()`` returns when a thread has run its last Python code. What it keeps in C++ is taken down after that, on the thread,
 and needs the interpreter where it holds Python objects: torch's inductor leaves some with the thread that happens to import it.
-An interpreter that is being finalized has such a thread exit, in a destructor, and C++ aborts the process for it. So the end
-of the interpreter waits for those that are on their way out.
+An interpreter that is being finalized has such a thread exit, in a destructor, and C++ aborts the process for it ("terminate
+called without an active exception"). So the end of the interpreter waits for those that are on their way out. It does not wait
+for those that run code of others: that may go on for ever.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 from actorrpc._exception_text import report
@@ -24,7 +28,14 @@ __all__ = ["Daemon"]
 _log = logging.getLogger("actorrpc.threads")
 
 _WAIT_S: Final = 2.0
+_ENGAGED_S: Final = 0.05  # how long a thread must have been seen in code of others
 _MANY: Final = 64
+_OURS: Final = (
+    str(Path(__file__).parents[1]) + os.sep,
+    str(Path(os.__file__).parent) + os.sep + "threading.py",
+)
+# All that have been started and have Python code to run.
+_running: Final[set[Daemon]] = set()
 # The native ids of threads that have run all of their Python code, but the end of Daemon.run.
 _leaving: Final[deque[int]] = deque()
 
@@ -41,6 +52,15 @@ class Daemon(threading.Thread):
         super().__init__(target=target, name=name, daemon=True)
         self._lost = lost
 
+    def start(self) -> None:
+        """Start it."""
+        _running.add(self)
+        try:
+            super().start()
+        except BaseException:
+            _running.discard(self)
+            raise
+
     def run(self) -> None:
         """Call it."""
         try:
@@ -51,6 +71,7 @@ class Daemon(threading.Thread):
                 self._lost(error)
         finally:
             _leaving.append(threading.get_native_id())
+            _running.discard(self)
             if len(_leaving) > _MANY:
                 _forget()
 
@@ -70,14 +91,32 @@ def _forget() -> None:
             _leaving.append(thread)
 
 
+def _is_engaged(frame: FrameType | None) -> bool:
+    """Say whether a thread with this stack runs code of others."""
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_OURS):
+            return True
+        frame = frame.f_back
+    return False
+
+
 @atexit.register
 def _see_off() -> None:
-    until = time.monotonic() + _WAIT_S
+    now = time.monotonic()
+    engaged_at, until = now + _ENGAGED_S, now + _WAIT_S
     while time.monotonic() < until:
         _forget()
         if not _leaving:
-            return
+            frames = sys._current_frames() if _running else {}
+            others = [_is_engaged(frames.get(thread.ident or 0)) for thread in tuple(_running)]
+            if all(others) and (not others or time.monotonic() > engaged_at):
+                return
         time.sleep(0.001)  # they need the interpreter
 
 
-os.register_at_fork(after_in_child=_leaving.clear)
+def _after_fork() -> None:
+    _leaving.clear()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -37,7 +37,7 @@ from actorrpc.rpc import api, rref
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.keys import Key
 
-__all__ = ["Member", "enter", "main"]
+__all__ = ["Member", "enter", "exit_process", "main"]
 
 
 def main(job: dict[str, Any]) -> NoReturn:
@@ -60,7 +60,7 @@ def main(job: dict[str, Any]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        _exit(code)
+        exit_process(code)
 
 
 def _work(job: dict[str, Any]) -> None:
@@ -108,8 +108,12 @@ def _dress(job: dict[str, Any]) -> None:
         os.chdir(job["directory"])
 
 
-def _exit(code: int) -> NoReturn:
-    """End the process as an interpreter would, without taking its modules down: that is slow and proves nothing."""
+def exit_process(code: int) -> NoReturn:
+    """End the process as an interpreter would, without taking its modules down.
+
+    That is slow and proves nothing; and a thread that is still in C++ then (a method that has not come back) has the whole
+    process aborted.
+    """
     try:
         atexit._run_exitfuncs()
     except BaseException:

@@ -66,6 +66,24 @@ def test_nobody_is_waited_for_who_does_not_leave(monkeypatch: pytest.MonkeyPatch
     daemon_threads._leaving.remove(threading.get_native_id())
 
 
+def test_a_thread_in_our_own_code_is_waited_for_and_one_in_code_of_others_is_not() -> None:
+    namespace: dict[str, object] = {"__name__": "actorrpc.made", "ended": (ended := []), "time": time}
+    ours = str(Path(daemon_threads.__file__).with_name("made.py"))
+    exec(compile("def run():\n    time.sleep(0.2)\n    ended.append(1)\n", ours, "exec"), namespace)
+    gate = threading.Event()
+    of_others, of_ours = Daemon(lambda: gate.wait(), "others"), Daemon(namespace["run"], "ours")  # type: ignore[arg-type]
+    of_others.start()
+    of_ours.start()
+    try:
+        daemon_threads._see_off()
+        assert ended == [1]
+        assert of_others.is_alive()
+    finally:
+        gate.set()
+        of_others.join()
+    assert not {of_others, of_ours} & daemon_threads._running
+
+
 @pytest.mark.prints("the thread wrong has ended unexpectedly")
 @pytest.mark.parametrize("error", [LookupError("no"), SystemExit(3)])
 def test_one_that_raises_says_so_and_leaves_as_well(
