@@ -28,8 +28,10 @@ __all__ = [
     "cut_frames",
     "format_error",
     "is_a",
+    "is_of_handler",
     "let_frames_go",
     "line_of",
+    "mark_handlers",
     "notes_of",
     "report",
     "say",
@@ -46,12 +48,23 @@ TRACEBACK: Final[Any] = BaseException.__dict__["__traceback__"]
 MESSAGE: Final[Any] = BaseExceptionGroup.__dict__["message"]
 MEMBERS: Final[Any] = BaseExceptionGroup.__dict__["exceptions"]
 dict_of: Final[Callable[[BaseException], dict[str, Any]]] = BaseException.__dict__["__dict__"].__get__
+_OF_HANDLER: Final = "_actorrpc_of_handler"
 names_of: Final[Callable[[type], dict[str, Any]]] = type.__dict__["__dict__"].__get__
 
 
 def is_a(error: object, kinds: type[_E] | tuple[type[_E], ...]) -> TypeGuard[_E]:
     """Say whether an exception is of one of these classes, as ``except`` does: what it says of its class is not asked for."""
     return issubclass(type(error), kinds)
+
+
+def mark_handlers(error: BaseException) -> None:
+    """Note that a signal handler of the program has raised it."""
+    dict_of(error)[_OF_HANDLER] = True
+
+
+def is_of_handler(error: BaseException) -> bool:
+    """Say whether a signal handler of the program has raised it: then it is no failure of the code that it came in."""
+    return _OF_HANDLER in dict_of(error)
 
 
 def add_note(error: BaseException, note: str) -> None:

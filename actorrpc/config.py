@@ -7,14 +7,16 @@ the rest of the package. Sizes are bytes, times are seconds unless a name ends i
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from functools import partial
+from typing import Any
 
-from actorrpc.errors import ConfigError, WrongTypeError
+from actorrpc.errors import ConfigError
+from actorrpc.validation import check_fields, choice, flag, integer, number, option, read, text
 
 __all__ = ["ENVIRONMENT", "Settings", "host_and_port"]
 
+# A field of Settings that has a variable here is read from it: ACTORRPC_PORT is Settings.port.
 ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_KEY": "the group's shared key (any text); workers on other hosts must be given one",
     "ACTORRPC_KEY_FILE": "a file, readable by its owner only, that holds the key",
@@ -44,34 +46,6 @@ ENVIRONMENT: dict[str, str] = {
 }
 
 
-_MOST: Final = sys.float_info.max  # no wait can be told a longer time, and infinity and NaN are not up to it
-
-
-def _env(name: str, default: Any, convert: Any) -> Any:
-    text = os.environ.get(name)
-    if text is None or text == "":
-        return default
-    try:
-        return convert(text)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{name}={text!r} cannot be used: {ENVIRONMENT[name]}") from error
-
-
-def _flag(text: str) -> bool:
-    if text.lower() in ("1", "true", "yes", "on"):
-        return True
-    if text.lower() in ("0", "false", "no", "off"):
-        return False
-    raise ValueError(text)
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= _MOST:  # not a number is not, either
-        raise ValueError(text)
-    return value
-
-
 def host_and_port(text: str) -> tuple[str, int | None]:
     """Return the parts of an address: ``host``, ``host:port``, an IPv6 address, or one in brackets with ``:port``.
 
@@ -91,36 +65,22 @@ def host_and_port(text: str) -> tuple[str, int | None]:
     return host, int(port) if sign else None
 
 
-# What a field accepts, by how it is declared. A truth value is no number, though Python has it so.
-_ACCEPTED: Final[dict[str, tuple[str, tuple[type, ...]]]] = {
-    "bool": ("True or False, of type bool", (bool,)),
-    "int": ("a whole number, of type int", (int,)),
-    "float": ("a number, of type float or int", (float, int)),
-    "str": ("a text, of type str", (str,)),
-}
-_POSITIVE: Final = frozenset(
-    ["handshake_timeout", "connect_timeout", "window", "chunk", "heartbeat", "context_ttl", "switch_interval"]
-)
+def _address(name: str, value: Any) -> Any:
+    """Check what others are told to dial."""
+    if text(name, value, none=True) is not None:
+        try:
+            host_and_port(value)
+        except ConfigError as error:
+            raise ConfigError(f"{name}={value!r} cannot be used: {error}") from None
+    return value
 
 
-def _check(name: str, declared: str, value: object) -> None:
-    """Check one field by itself.
-
-    Raises:
-        ConfigError: it does not accept the value.
-    """
-    kind, _, none = declared.partition(" | ")
-    if value is None and none:
-        return
-    words, types = _ACCEPTED[kind]
-    if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
-        raise WrongTypeError(f"{name} must be {words}, not {value!r}")
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return
-    if not 0 <= value <= _MOST:
-        raise ConfigError(f"{name} must be a number that is finite and not negative, not {value!r}")
-    if value == 0 and name in _POSITIVE:
-        raise ConfigError(f"{name} must be positive, not {value!r}")
+_count = partial(integer, least=0)
+_some = partial(integer, least=1)
+_several = partial(integer, least=2)
+_seconds = partial(number, unit="seconds", kind=(int, float))
+_time = partial(_seconds, above=True)
+_word = partial(text, none=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,68 +92,50 @@ class Settings:
     """
 
     # -- who may talk, and how -------------------------------------------------------------
-    transport: str = "auto"
-    bind: str | None = None
-    advertise: str | None = None
-    port: int = 0
-    insecure: bool = False
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    tls_ca: str | None = None
-    tls_min_version: str = "1.3"
-    frame_integrity: bool = False
-    data_only: bool = False
-    handshake_timeout: float = 5.0
-    connect_timeout: float = 20.0
-    max_unauthenticated: int = 64
+    transport: str = option("auto", partial(choice, of=("auto", "unix", "tcp")))
+    bind: str | None = option(None, _word)
+    advertise: str | None = option(None, _address)
+    port: int = option(0, partial(integer, least=0, most=65535))
+    insecure: bool = option(False, flag)
+    tls_cert: str | None = option(None, _word)
+    tls_key: str | None = option(None, _word)
+    tls_ca: str | None = option(None, _word)
+    tls_min_version: str = option("1.3", partial(choice, of=("1.2", "1.3")))
+    frame_integrity: bool = option(False, flag, variable="ACTORRPC_INTEGRITY")
+    data_only: bool = option(False, flag)
+    handshake_timeout: float = option(5.0, _time)
+    connect_timeout: float = option(20.0, _time)
+    max_unauthenticated: int = option(64, _count)
     # -- speed -----------------------------------------------------------------------------
-    spin_us: int = 100
-    cork_frames: int = 32
-    cork_bytes: int = 64 << 10
-    cork_us: int = 200
-    switch_interval: float | None = None
+    spin_us: int = option(100, _count)
+    cork_frames: int = option(32, _count)
+    cork_bytes: int = option(64 << 10, _count)
+    cork_us: int = option(200, _count)
+    switch_interval: float | None = option(None, partial(_time, none=True))
     # -- threads ---------------------------------------------------------------------------
-    max_threads: int = 512
-    starvation_s: float = 0.004
+    max_threads: int = option(512, _several)
+    starvation_s: float = option(0.004, _seconds)
     # -- memory ----------------------------------------------------------------------------
-    window: int = 64 << 20
-    lane: bool = True
-    lane_threshold: int = 64 << 10
-    lane_bytes: int = 1 << 30
-    recycle_bytes: int = 512 << 20
-    chunk: int = 1 << 20
-    stripe_threshold: int = 16 << 20
-    stripes: int = 2
+    window: int = option(64 << 20, _some)
+    lane: bool = option(True, flag)
+    lane_threshold: int = option(64 << 10, _count)
+    lane_bytes: int = option(1 << 30, _count)
+    recycle_bytes: int = option(512 << 20, _count)
+    chunk: int = option(1 << 20, _some)
+    stripe_threshold: int = option(16 << 20, _count)
+    stripes: int = option(2, _count)
     # -- limits, checked before memory is allocated -------------------------------------------
-    max_frame: int = 4 << 20
-    max_message: int = 1 << 40
-    max_buffers: int = 10_000
+    max_frame: int = option(4 << 20, partial(integer, least=1 << 16))
+    max_message: int = option(1 << 40, _count)
+    max_buffers: int = option(10_000, _count)
     # -- failure ---------------------------------------------------------------------------
-    heartbeat: float = 2.0
-    heartbeat_misses: int = 5
-    session_grace: float = 10.0
-    context_ttl: float = 3600.0
+    heartbeat: float = option(2.0, _time)
+    heartbeat_misses: int = option(5, _several)
+    session_grace: float = option(10.0, _seconds)
+    context_ttl: float = option(3600.0, _time)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            _check(field.name, str(field.type), getattr(self, field.name))
-        if self.transport not in ("auto", "unix", "tcp"):
-            raise ConfigError(f"transport must be 'auto', 'unix' or 'tcp', not {self.transport!r}")
-        if self.tls_min_version not in ("1.2", "1.3"):
-            raise ConfigError(f"tls_min_version must be '1.2' or '1.3', not {self.tls_min_version!r}")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be 0..65535, not {self.port!r}")
-        if self.advertise is not None:
-            try:
-                host_and_port(self.advertise)
-            except ConfigError as error:
-                raise ConfigError(f"advertise={self.advertise!r} cannot be used: {error}") from None
-        if self.max_threads < 2:
-            raise ConfigError(f"max_threads must be at least 2, not {self.max_threads!r}")
-        if self.heartbeat_misses < 2:
-            raise ConfigError(f"heartbeat_misses must be at least 2, not {self.heartbeat_misses!r}")
-        if self.max_frame < 1 << 16:
-            raise ConfigError(f"max_frame must be at least 65536, not {self.max_frame!r}")
+        check_fields(self)
 
     @classmethod
     def from_environment(cls, **given: Any) -> Settings:
@@ -202,28 +144,17 @@ class Settings:
         Raises:
             ConfigError: a variable or a keyword has a value that cannot be used.
         """
-        values: dict[str, Any] = {
-            "transport": _env("ACTORRPC_TRANSPORT", "auto", str),
-            "bind": _env("ACTORRPC_BIND", None, str),
-            "advertise": _env("ACTORRPC_ADVERTISE", None, str),
-            "port": _env("ACTORRPC_PORT", 0, int),
-            "insecure": _env("ACTORRPC_INSECURE", False, _flag),
-            "tls_cert": _env("ACTORRPC_TLS_CERT", None, str),
-            "tls_key": _env("ACTORRPC_TLS_KEY", None, str),
-            "tls_ca": _env("ACTORRPC_TLS_CA", None, str),
-            "tls_min_version": _env("ACTORRPC_TLS_MIN_VERSION", "1.3", str),
-            "frame_integrity": _env("ACTORRPC_INTEGRITY", False, _flag),
-            "data_only": _env("ACTORRPC_DATA_ONLY", False, _flag),
-            "spin_us": _env("ACTORRPC_SPIN_US", 100, int),
-            "max_threads": _env("ACTORRPC_MAX_THREADS", 512, int),
-            "window": _env("ACTORRPC_WINDOW", 64 << 20, int),
-            "lane": _env("ACTORRPC_LANE", True, _flag),
-            "lane_bytes": _env("ACTORRPC_LANE_BYTES", 1 << 30, int),
-            "heartbeat": _env("ACTORRPC_HEARTBEAT", 2.0, _seconds),
-            "heartbeat_misses": _env("ACTORRPC_HEARTBEAT_MISSES", 5, int),
-            "session_grace": _env("ACTORRPC_SESSION_GRACE", 10.0, _seconds),
-            "context_ttl": _env("ACTORRPC_CONTEXT_TTL", 3600.0, _seconds),
-            "switch_interval": _env("ACTORRPC_SWITCH_INTERVAL", None, _seconds),
-        }
+        values: dict[str, Any] = {}
+        for each in fields(cls):
+            variable = each.metadata.get("variable", f"ACTORRPC_{each.name.upper()}")
+            said = os.environ.get(variable) if variable in ENVIRONMENT else None
+            if said:
+                try:
+                    value = read(str(each.type), said)
+                    values[each.name] = each.metadata["check"](each.name, value)
+                except ValueError as error:  # as all errors of options are
+                    raise ConfigError(
+                        f"{variable}={said!r} cannot be used: {ENVIRONMENT[variable]} ({error})"
+                    ) from None
         values.update({name: value for name, value in given.items() if value is not None})
         return cls(**values)

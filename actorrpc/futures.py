@@ -18,15 +18,16 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
+from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar, cast
 
 import torch
 
 from actorrpc import _time
-from actorrpc._exception_text import CAUSE, TRACEBACK, report, say, type_name
+from actorrpc._exception_text import CAUSE, TRACEBACK, is_of_handler, report, say, type_name
 from actorrpc.errors import CancelledError, NotInitializedError, RpcTimeoutError
 
 __all__ = [
+    "INTERRUPTED",
     "WAITING",
     "ConcurrentFuture",
     "Future",
@@ -36,6 +37,7 @@ __all__ = [
     "forked",
     "generation",
     "hush",
+    "interruption_point",
     "stand_by",
     "wait_all",
 ]
@@ -90,6 +92,21 @@ WAITING = _Waiting()
 def stand_by(station: NestedRunner | None) -> None:
     """Have a station hear of the waits of all threads that have none of their own."""
     _Waiting.station = station
+
+
+INTERRUPTED: Final[set[Any]] = set()
+"""The stations that run methods which are to be interrupted. Almost always empty: what users call asks for no more."""
+
+
+def interruption_point() -> None:
+    """Raise the interruption of the method that this thread runs, if there is one.
+
+    Whatever users call, and call again and again, comes here before it begins, and in its waits, where anything may be raised:
+    elsewhere in our code nothing is raised that is not its own (see ``actors/host/threads.py``).
+    """
+    station = WAITING.station
+    if station in INTERRUPTED:
+        station.raise_interruption()  # type: ignore[union-attr]
 
 
 def bystander() -> NestedRunner | None:
@@ -300,6 +317,8 @@ class Future(torch.futures.Future[T], Generic[T]):
             except KeyboardInterrupt:  # Ctrl-C on the main thread
                 raise
             except BaseException as error:
+                if is_of_handler(error):
+                    raise
                 report(_log, error, "a done callback of %s raised", self.label)
 
     def set_result(self, result: T) -> None:
@@ -423,6 +442,8 @@ class Future(torch.futures.Future[T], Generic[T]):
             NotInitializedError: it is pending in the process of which this one is a fork.
             Exception: whatever the future was completed with.
         """
+        if INTERRUPTED:
+            interruption_point()
         if not self._done:
             self.check_process()
             deadline = None if timeout is None else _time.now() + timeout
@@ -436,6 +457,8 @@ class Future(torch.futures.Future[T], Generic[T]):
                     f"{self.label} was not complete within {timeout} s; it goes on, wait() again or cancel() it",
                     maybe_executed=None,
                 )
+            if INTERRUPTED:  # what was waited for may have been given up together with the call that waits
+                interruption_point()
         return self._outcome()
 
     def result(self, timeout: float | None = None) -> T:
@@ -460,6 +483,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         try:
             # Looking again after the append closes the race with a completion that saw an empty list.
             while not self._done:
+                if INTERRUPTED:
+                    interruption_point()
                 if station is not None and station.work:
                     station.serve()
                     continue
@@ -526,6 +551,8 @@ class Future(torch.futures.Future[T], Generic[T]):
     # -- asyncio -----------------------------------------------------------------------------
 
     def __await__(self) -> Generator[Any, None, T]:
+        if INTERRUPTED:
+            interruption_point()
         if self._done:
             return self._outcome()
         loop = asyncio.get_running_loop()

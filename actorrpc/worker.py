@@ -15,6 +15,7 @@ from typing import NoReturn
 from actorrpc.cluster import join
 from actorrpc.cluster.worker_process import exit_process
 from actorrpc.errors import ConfigError, RpcError
+from actorrpc.validation import number
 from actorrpc.wire.identity import check_name
 
 __all__ = ["main"]
@@ -73,8 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         join.parse(found.join, "--join")
         if found.name is not None:
             check_name(found.name)
-        if not found.timeout > 0:
-            raise ConfigError("--timeout must be a number of seconds > 0")
+        number("--timeout", found.timeout, unit="seconds", above=True)
         means = join.JoinedResources(
             num_cpus=found.num_cpus,
             num_gpus=found.num_gpus,

@@ -87,11 +87,10 @@ def plain(_context: Context, turns: int, warm: int, **sizes: int) -> dict[str, f
 # -- one hop after another -----------------------------------------------------------------------------
 
 
-def chain(context: Context, path: list[int], turns: int, warm: int, mode: str) -> dict[str, float]:
+def chain(context: Context, path: list[int], turns: int, warm: int) -> dict[str, float]:
     """Send 1 KiB along workers, each of which multiplies it by a parameter, and the gradient back; microseconds."""
     first, *rest = [f"w{rank}" for rank in path]
     rpc, autograd = HERE.rpc, HERE.autograd
-    options = {"mode": mode} if mode else {}
     tensor = torch.ones(256, requires_grad=True)
     forwards, backwards = [], []
 
@@ -100,7 +99,7 @@ def chain(context: Context, path: list[int], turns: int, warm: int, mode: str) -
         with autograd.context() as number:
             loss = rpc.rpc_sync(first, hop, args=(tensor, rest)).sum()
             middle = time.perf_counter_ns()
-            autograd.backward(number, [loss], **options)
+            autograd.backward(number, [loss])
             end = time.perf_counter_ns()
         forwards.append(middle - begin)
         backwards.append(end - middle)

@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from benchmarks.bench import Bench, Member
-from benchmarks.rigs import ACTORRPC, PEERS, Peer, Placement, Rig, RigError, Stable
+from benchmarks.rigs import PEERS, Peer, Placement, Rig, RigError, Stable
 from benchmarks.series import Key
 
 __all__ = ["AUTOGRAD_SECTIONS", "HOPS", "MODELS", "GradientBench", "GradientRig", "slope"]
 
 MIB = 1 << 20
 SCENARIOS = "benchmarks.autograd_scenarios"
-FAST = Member("fast mode")
 TWO = [Member("torch"), Member("actorrpc")]
 BOTH = [*TWO, Member("torch", "TCP"), Member("actorrpc", "TCP")]
 HOPS = (1, 2, 4, 8, 16)
@@ -78,9 +77,10 @@ class GradientBench(Bench):
         self, member: Member, placement: Placement, *, pairs: int = 1, solo: bool = False
     ) -> GradientRig | None:
         """Start one group of ``2 * pairs`` workers, or note why it does not start."""
-        peer = Peer(backend=ACTORRPC) if member == FAST else PEERS[member]
         try:
-            return GradientRig.assemble(self.stable, peer, [placement.callers, placement.callees] * pairs)
+            return GradientRig.assemble(
+                self.stable, PEERS[member], [placement.callers, placement.callees] * pairs
+            )
         except RigError as error:
             self.note(
                 f"{' '.join(member)} did not start: {str(error).splitlines()[-1]}; {self.stable.news()}"
@@ -178,22 +178,18 @@ def chain(bench: Bench) -> None:
     turns = 20 if bench.quick else 60
     metrics = ("p50", "forward", "backward")
 
-    def measure(path: list[int], mode: str) -> Callable[[Rig], dict[str, float]]:
-        return lambda rig: rig.caller("chain", path=path, turns=turns, warm=max(3, turns // 10), mode=mode)
+    def measure(path: list[int]) -> Callable[[Rig], dict[str, float]]:
+        return lambda rig: rig.caller("chain", path=path, turns=turns, warm=max(3, turns // 10))
 
     for world in WORLDS:
         for place in bench.places("own", "one"):
-            members = [*TWO, FAST] if bench.quick else [*BOTH, FAST]
-            with bench.groups(members, place, pairs=world // 2) as rigs:
+            with bench.groups(TWO if bench.quick else BOTH, place, pairs=world // 2) as rigs:
                 for _ in range(bench.rounds):
                     for hops in HOPS:
                         path = [(step + 1) % world for step in range(hops)]
                         for member, rig in rigs.items():
-                            mode = "fast" if member == FAST else ""
                             case = f"{hops} hop{'s' if hops > 1 else ''}, {world} workers"
-                            bench.record(
-                                "chain", member, place.name, rig, measure(path, mode), metrics, case=case
-                            )
+                            bench.record("chain", member, place.name, rig, measure(path), metrics, case=case)
                     for member in rigs:
                         _add_slope(bench, member, place.name, world)
 

@@ -28,7 +28,6 @@ COLOURS = {
     "actorrpc": "#1f6fb2",
     "no spin": "#7fb2dd",
     "proxy": "#7fb2dd",
-    "fast mode": "#7fb2dd",
     "plain": "#8a8a8a",
     "rpc_sync": "#5fae7b",
     "raw": "#8a8a8a",

@@ -18,7 +18,6 @@ PEER_ORDER = (
     "ray numpy",
     "monarch",
     "actorrpc",
-    "fast mode",
     "plain",
     "rpc_sync",
     "proxy",

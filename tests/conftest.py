@@ -122,6 +122,8 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     helpers = processes.helper_pids()
     left = {process for process in processes.of_session() if process.pid not in helpers}
+    if left:  # the helpers of those who have run tests side by side end by themselves, a moment after them
+        left = processes.wait_for_end(left, 10.0)
     if left:
         print("\nleft behind by the session:", *map(processes.describe, sorted(left)), sep="\n  ")
         processes.kill(left)

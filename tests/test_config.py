@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import fields
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +121,57 @@ def test_words_in_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(variable, "perhaps")
     with pytest.raises(ConfigError, match=f"{variable}='perhaps' cannot be used"):
         Settings.from_environment()
+
+
+# Variables that are no fields: keys are found by wire.keys, faults by testing, the directory by wire.keys, too.
+_NO_FIELDS = {"ACTORRPC_KEY", "ACTORRPC_KEY_FILE", "ACTORRPC_FAULT", "ACTORRPC_RUNTIME_DIR"}
+
+
+def test_every_other_variable_is_read_into_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    default = Settings()
+    said = {"ACTORRPC_TRANSPORT": "tcp", "ACTORRPC_TLS_MIN_VERSION": "1.2", "ACTORRPC_LANE": "0"}
+    for variable in ENVIRONMENT.keys() - _NO_FIELDS:
+        with monkeypatch.context() as set_here:
+            set_here.setenv(variable, said.get(variable, "1" if variable not in _AT_LEAST_2 else "2"))
+            found = Settings.from_environment()
+        changed = [each.name for each in fields(Settings) if _differs(found, default, each.name)]
+        assert len(changed) == 1, variable
+        assert variable.endswith(changed[0].upper().replace("FRAME_", ""))
+
+
+_AT_LEAST_2 = {"ACTORRPC_MAX_THREADS", "ACTORRPC_HEARTBEAT_MISSES"}
+
+
+def _differs(one: Settings, other: Settings, name: str) -> bool:
+    return bool(getattr(one, name) != getattr(other, name))
+
+
+def test_a_number_in_the_environment_that_is_out_of_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACTORRPC_PORT", "70000")
+    with pytest.raises(
+        ConfigError, match=r"ACTORRPC_PORT='70000' cannot be used: .*at most 65535, not 70000"
+    ):
+        Settings.from_environment(port=80)
+
+
+def test_the_options_of_init_rpc_are_settings_and_a_key() -> None:
+    """They are in the signature for type checkers, in the docstring, and on the page of settings: all three say the same."""
+    names = [
+        name
+        for name, each in inspect.signature(actorrpc.RpcBackendOptions.__init__).parameters.items()
+        if each.kind is each.KEYWORD_ONLY
+    ]
+    assert set(names) - {"key"} <= set(_FIELDS)
+    described, _, _ = (actorrpc.RpcBackendOptions.__doc__ or "").partition("Raises:")
+    described = ", ".join(re.findall(r"^ {8}(\w[\w, ]*): ", described, re.MULTILINE))
+    assert described.split(", ") == ["rpc_timeout", "init_method", *names]
+    page = (
+        Path(__file__).resolve().parent.parent.joinpath("docs/how-to/settings.md").read_text(encoding="utf-8")
+    )
+    _, _, sentence = page.partition("takes `rpc_timeout` and `init_method`, and")
+    assert re.findall(r"`(\w+)`", sentence.partition(". Each of the latter")[0]) == names
+    variables = {f"ACTORRPC_{name.removeprefix('frame_').upper()}" for name in names}
+    assert variables <= ENVIRONMENT.keys()
 
 
 def test_init_takes_no_text_for_true() -> None:

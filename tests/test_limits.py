@@ -135,7 +135,7 @@ def test_a_small_message_with_a_header_and_shared_memory_gives_it_back(
         assert to.conn.lender.stats().segments <= 4  # what was refused has come back
 
 
-@pytest.mark.prints("the connection to a[01] was closed: no memory to read a frame of")
+@pytest.mark.prints("the connection to a[01] was closed: no memory to read a message of")
 def test_a_connection_that_ends_for_want_of_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: int) -> Any:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -144,7 +144,7 @@ def test_a_connection_that_ends_for_want_of_memory_says_so(monkeypatch: pytest.M
         to = one.peer(other.name)
         assert one.call(to, _length, (b"",), {}, 20.0).result() == 0
         monkeypatch.setattr(to.conn._reader, "_allocate", refuse)
-        with pytest.raises(PeerDiedError, match=r"no memory to read a frame of \d{6} bytes: "):
+        with pytest.raises(PeerDiedError, match=r"no memory to read a message of \d{6} bytes: "):
             one.call(to, _numbers, (200_000,), {}, 20.0).result()
 
 

@@ -217,6 +217,23 @@ def test_stacks_of_a_process_whose_threads_do_not_get_the_gil(tmp_path: Path) ->
     assert "_holds_the_gil" in found
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_stacks_of_a_process_that_takes_no_part_in_the_session(stopped: bool) -> None:
+    script = "def wait_here():\n    print('here', flush=True)\n    input()\nwait_here()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        if stopped:
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        found = processes.dump_stacks([_process(process.pid)])
+        process.send_signal(signal.SIGCONT)
+        process.communicate(b"\n")
+    assert "wait_here" in found or "Permission denied" in found  # where only root may trace
+
+
 def print_environment() -> None:
     """Be a process of the server, and show what it was given."""
     print(os.getenv("ACTORRPC_DATA_ONLY"), os.getenv("OF_SESSION"), flush=True)

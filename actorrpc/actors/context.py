@@ -7,9 +7,9 @@ so that none has to import the others.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from actorrpc.agent.context import here
+from actorrpc.agent.context import current_worker
 from actorrpc.errors import NotInitializedError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.rpc.refcount.runtime import References
 
-__all__ = ["Runtime", "current", "runtime", "set_autostart", "set_runtime"]
+__all__ = ["Runtime", "current", "runtime", "set_autostart"]
 
 
 class Runtime:
@@ -38,11 +38,13 @@ class Runtime:
         names: knows actors by name; only that of rank 0 is asked.
         streams: what generator methods here produce.
         meetings, members: the collectives that were made here, and those that actors here are in.
+        crews: the processes of tasks, once there has been one.
         spawner: starts processes for actors; None where actors go to the group's workers.
     """
 
     __slots__ = (
         "agent",
+        "crews",
         "meetings",
         "members",
         "names",
@@ -65,16 +67,10 @@ class Runtime:
         self.meetings: Generations
         self.members: Members
         self.spawner: Spawner | None = None
+        self.crews: Any = None
 
 
-_runtime: Runtime | None = None
 _autostart: Callable[[], None] | None = None
-
-
-def set_runtime(runtime: Runtime | None) -> None:
-    """Name the runtime in force in this process."""
-    global _runtime
-    _runtime = runtime
 
 
 def set_autostart(start: Callable[[], None] | None) -> None:
@@ -85,12 +81,8 @@ def set_autostart(start: Callable[[], None] | None) -> None:
 
 def current() -> Runtime | None:
     """Return the runtime in force, if there is one."""
-    return _runtime if _runtime is not None else _one_of_several()
-
-
-def _one_of_several() -> Runtime | None:
-    several = here()
-    return None if several is None else several.actors
+    worker = current_worker()
+    return None if worker is None else worker.actors
 
 
 def runtime(*, start: bool = False) -> Runtime:
@@ -102,15 +94,12 @@ def runtime(*, start: bool = False) -> Runtime:
     Raises:
         NotInitializedError: there is none.
     """
-    found = _runtime
-    if found is None:
-        found = _one_of_several()
-    if found is not None:
-        return found
-    if start and _autostart is not None:
+    found = current()
+    if found is None and start and _autostart is not None:
         _autostart()
-        if _runtime is not None:
-            return _runtime
-    raise NotInitializedError(
-        "no actors can be used in this process yet: call actorrpc.init() (or init_rpc() in every worker of a group) first"
-    )
+        found = current()
+    if found is None:
+        raise NotInitializedError(
+            "no actors can be used in this process yet: call actorrpc.init() (or init_rpc() in every worker of a group) first"
+        )
+    return found

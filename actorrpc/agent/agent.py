@@ -15,14 +15,13 @@ import contextlib
 import itertools
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Final, NoReturn
-
-import msgpack
 
 from actorrpc import _time
 from actorrpc._exception_text import report
@@ -41,10 +40,11 @@ from actorrpc.config import Settings
 from actorrpc.errors import (
     CancelledError,
     NotInitializedError,
+    ProtocolError,
     RpcError,
     ShutdownError,
 )
-from actorrpc.futures import Future
+from actorrpc.futures import Future, interruption_point
 from actorrpc.serialization import codec
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import BufferPool
@@ -54,6 +54,7 @@ from actorrpc.transport.reader import spinner
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, pack_frame
+from actorrpc.wire.headers import Header, pack_header
 from actorrpc.wire.identity import WorkerInfo, WorkerRecord
 from actorrpc.wire.keys import Key
 
@@ -140,13 +141,16 @@ class Agent:
         #: numbers what is called outside of executions; from ``CALLER_BIT`` on it says by whom
         self.next_chain: Callable[[], int] = itertools.count((record.rank & 0xFFFF) << 48 | 1).__next__
         self.self_peer = self.roster.own
-        outbound.restrict(settings.data_only)
+        codec.restrict(settings.data_only)
 
     def start(self, listeners: list[socket.socket]) -> None:
         """Start the threads, and serve these listening sockets."""
-        # First: from here on, Ctrl-C cannot come while a thread is half started.
-        signals.install(lambda: self.clock.nudge(signals.resend))
+        # First: from here on, no signal handler can come while a thread is half started.
+        signals.install(self._put_off)
         self._start(listeners)
+
+    def _put_off(self) -> None:
+        self.clock.nudge(signals.ring)
 
     @uninterruptible
     def _start(self, listeners: list[socket.socket]) -> None:
@@ -200,6 +204,7 @@ class Agent:
             deadline = min(deadline, current.deadline)
             chain = current.chain
             if current.cancelled:
+                interruption_point()
                 raise CancelledError(
                     "the call that this one is nested in was cancelled", maybe_executed=False
                 )
@@ -210,10 +215,11 @@ class Agent:
         if peer.state != "alive":
             peer.check_alive(f"cannot call {label}")
         parcel = outbound.MessageContext(peer)
-        header: dict[str, Any] | None = None
+        header: Header | None = None
         encoded: codec.Encoded | bytes
+        call: Call | None = None
         if current is not None and len(current.path) > 1:
-            header = {"w": current.path[:-1]}
+            header = {"path": current.path[:-1]}
         if self.interceptors:
             header = header or {}
             for interceptor in self.interceptors:
@@ -237,47 +243,62 @@ class Agent:
             if current is None and (peer.charged or len(peer.pending) >= MAX_PENDING) and peer.full:
                 self.flush()
                 peer.wait_for_room(deadline, f"the call of {label}")
-        except BaseException:
-            if parcel.sent:
-                self.roll_back(parcel)
-            raise
-        call = Call(self, peer, next(peer.ids), label, deadline, timeout, chain, future)
-        call.keep = keep
-        call.letter = letter
-        if future is not None:
-            future._source = call
-            future.label = call  # put into words only when somebody asks
-        if current is not None:
-            if current.nested is None:
-                current.nested = []
-            elif len(current.nested) > 64:
-                current.nested = [each for each in current.nested if not each.done]
-            current.nested.append(call)
-        try:
+            call = Call(self, peer, next(peer.ids), label, deadline, timeout, chain, future)
+            call.keep = keep
+            call.letter = letter
+            if future is not None:
+                future._source = call
+                future.label = call  # put into words only when somebody asks
+            if current is not None:
+                if current.nested is None:
+                    current.nested = []
+                elif len(current.nested) > 64:
+                    current.nested = [each for each in current.nested if not each.done]
+                current.nested.append(call)
             gate = self.gate  # once: it may go away
             if gate is None or gate.request(call, function, args, encoded, header, letter, parcel):
                 self._dispatch(call, encoded, header, letter)
-        except KeyboardInterrupt:
-            call.cancel()  # it comes after the dispatch, never in it
-            raise
         except BaseException:
-            peer.pending.pop(call.id, None)
-            peer.release(call)
-            if parcel.sent:
-                self.roll_back(parcel)
+            if call is not None and call.may_arrive:
+                call.cancel()  # a signal handler has raised, between chunks or since
+            else:
+                if call is not None:
+                    peer.pending.pop(call.id, None)
+                    peer.release(call)
+                if parcel.sent:
+                    self.roll_back(parcel)
             raise
-        if call.done:
-            signals.checkpoint()  # Ctrl-C has cut the sending short: raised here, not as a CancelledError
         if current is not None and current.cancelled:
             call.cancel()  # the cancellation came between the look above and the entry in the list
         return call
+
+    def ask(
+        self,
+        peer: Peer,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        *,
+        keep: Any = None,
+        label: str | None = None,
+    ) -> Any:
+        """Make a call as :meth:`call` does, and return its value or raise its error."""
+        call: Call | None = None
+        try:
+            call = self.call(peer, function, args, kwargs, timeout, keep=keep, label=label)
+            return call.result()
+        except BaseException:
+            if call is not None:
+                call.give_up()  # a signal handler may have raised before the wait had begun
+            raise
 
     @uninterruptible
     def _dispatch(
         self,
         call: Call,
         encoded: codec.Encoded | bytes,
-        header: dict[str, Any] | None,
+        header: Header | None,
         letter: ActorHeader | None,
     ) -> None:
         peer = call.peer
@@ -335,12 +356,8 @@ class Agent:
             deadline=call.deadline,
             flags=flags,
         ):
-            if conn.broken:
-                return  # the end of the connection ends the call
-            if call.deadline <= _time.now():
+            if not conn.broken:  # the end of the connection ends the call
                 call.expire()
-            else:
-                call.cancel()  # Ctrl-C cut it short
             return
         if call.future is not None:  # without one, the thread that waits for it sends it
             settings = self.settings
@@ -362,7 +379,7 @@ class Agent:
         kind: int,
         id: int,
         encoded: codec.Encoded | outbound.Plain,
-        header: dict[str, Any] | None,
+        header: Header | None,
         deadline: float,
         chain: int,
         flags: int = 0,
@@ -373,7 +390,7 @@ class Agent:
             peer.definitions.add(digest, definition)
             peer.known.add(digest)
         buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
-        extra = msgpack.packb(header) if header else b""
+        extra = pack_header(header) if header else b""
         now = _time.now()
         if buffers:
             flags |= outbound.STREAM
@@ -411,18 +428,18 @@ class Agent:
                 conn = self.links.connect(peer, _time.now() + self.settings.connect_timeout, name)
         except RpcError:
             return False
-        conn.outbox.append(pack_frame(frames.NOTICE, body=body, extra=msgpack.packb({"n": name})))
+        conn.outbox.append(pack_frame(frames.NOTICE, body=body, extra=pack_header({"notice": name})))
         if lazily:
             self.upkeep.soon(conn)
         else:
             conn.flush()
         return True
 
-    def announce(self, parcel: outbound.MessageContext, header: dict[str, Any] | None) -> dict[str, Any]:
+    def announce(self, parcel: outbound.MessageContext, header: Header | None) -> Header:
         """Name the references that a message carries in its header, where they can be seen without opening it."""
         header = {} if header is None else header
         assert parcel.sent is not None
-        header["f"] = self.pack_forks(parcel.sent)
+        header["references"] = self.pack_forks(parcel.sent)
         return header
 
     # -- shared memory ----------------------------------------------------------------------------------
@@ -467,7 +484,10 @@ class Agent:
             self.peer_ended(peer, "left", "")
         else:
             closed = error is None or isinstance(error, EOFError)
-            self.peer_ended(peer, "dead", "its end of the connection closed" if closed else str(error))
+            cause = "its end of the connection closed" if closed else str(error)
+            if type(error) is ProtocolError:
+                cause = f"what came from it makes no sense ({error}): run the same version of actorrpc on all workers"
+            self.peer_ended(peer, "dead", cause)
 
     def _replaced(self, peer: Peer) -> None:
         self.pool.submit(partial(self.peer_ended, peer, "dead", "a new incarnation has taken its place"))
@@ -526,9 +546,8 @@ class Agent:
                 return
             self._closing = True
         self.links.guests.stop_listening()
-        conns = [conn for peer in self.peers() for conn in list(peer.conns)]
-        for conn in conns:
-            conn.outbox.append(pack_frame(frames.GOODBYE))
+        # Also those whose peer is still to introduce itself: it takes the connection for made.
+        conns = self._mains()
         self._part(conns, parting)
         self.closed_down = True
         self.links.stop_dialling()
@@ -538,7 +557,7 @@ class Agent:
         self._fail_pending()  # calls that were on their way into the table meanwhile
         left = self.pool.close(timeout)
         self.clock.close()
-        # Some may have come since, and stripes are in no peer's list.
+        self.dismiss(self._mains() - conns)  # that have come since
         for conn in {*conns, *self.links.connections()}:
             conn.close()
             conn.reap()
@@ -546,22 +565,34 @@ class Agent:
         self.links.guests.close()
         self.buffers.close()
         spinner.close()
-        signals.uninstall()
-        outbound.restrict(-self.settings.data_only)
+        signals.uninstall(self._put_off)
+        codec.restrict(-self.settings.data_only)
         if left:
             names = ", ".join(thread.name for thread in left)
             _log.warning("threads of %r are still in user code after shutdown: %s", self.name, names)
 
+    def dismiss(self, conns: Collection[Connection]) -> None:
+        """End connections that have come into being while the agent is closed, with a goodbye."""
+        self._part(conns, _GOODBYE_S)
+        for conn in conns:
+            conn.close()
+            conn.reap()
+
+    def _mains(self) -> set[Connection]:
+        return {conn for conn in self.links.connections() if conn.main is None}
+
     @staticmethod
-    def _part(conns: list[Connection], parting: float) -> None:
-        """Wait until what these connections have to send is sent: without its goodbye, a peer would take this for a death.
+    def _part(conns: Collection[Connection], parting: float) -> None:
+        """Say goodbye, and wait until it is sent with all else: without it, a peer would take this for a death.
 
         One whose socket has failed gets little time: it may never have another.
         """
 
         def hurried(conn: Connection) -> bool:
-            return conn.suspended or signals.pending_here()
+            return conn.suspended or signal.SIGINT in signals.state.pending
 
+        for conn in conns:
+            conn.outbox.append(pack_frame(frames.GOODBYE))
         begun = _time.now()
         for conn in conns:
             while not (

@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
 from actorrpc.errors import CancelledError, RpcTimeoutError
-from actorrpc.futures import WAITING
+from actorrpc.futures import INTERRUPTED, WAITING, Future, interruption_point
 from actorrpc.transport.signals import checkpoint, uninterruptible
 from actorrpc.transport.signals import state as _interrupts
 from actorrpc.wire.frames import CANCEL, pack_frame
+from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.mail import ActorHeader
     from actorrpc.agent.peers import Peer
-    from actorrpc.futures import Future, NestedRunner
+    from actorrpc.futures import NestedRunner
     from actorrpc.transport.connection import Connection
     from actorrpc.wire.frames import Frame
 
@@ -40,6 +41,9 @@ FRAME_BIT: Final = 63  # set in the chain of what descends from an execution tha
 CALLER_BIT: Final = (
     39  # from here up to that one a chain says for whom the call was made: calls keep their order for each
 )
+
+
+uninterruptible(Future._finish)  # its floor knows nothing of signals
 
 
 class Execution:
@@ -80,7 +84,7 @@ class Execution:
         self.chain = chain
         self.cancelled = False
         self.nested: list[Call] | None = None
-        self.header: dict[str, Any] | None = None
+        self.header: Header | None = None
         self.path: tuple[int, ...] = (chain,) if chain >> FRAME_BIT else ()
         self.actor: Any = None
         self.receipt: bytes | None = None
@@ -220,6 +224,8 @@ class Call:
         while not self.done:
             if station is not None:
                 self.stirred = False
+                if INTERRUPTED:
+                    interruption_point()
                 if station.work:
                     if conn is not None and conn.outbox:
                         conn.flush()  # this call is there, where it was left to be sent by the thread that waits for its reply
@@ -241,10 +247,6 @@ class Call:
             if foreign is None:
                 if conn is not None and conn.outbox:
                     conn.flush()
-            if reads and conn is not None and (foreign is None or not self.sent) and not conn.broken:
-                # Whether a signal handler waits here, in the midst of what it would wait for.
-                within = conn.waiting.read_within(self, bounded)
-                foreign = foreign if within is None else within
             if foreign is None:
                 if self._park(bounded):
                     return True
@@ -295,8 +297,7 @@ class Call:
                 if self.expire():
                     break
         except BaseException:
-            # Ctrl-C: the call is given up, and the worker told.
-            self.cancel()
+            self.give_up()
             raise
         if self.error is not None:
             try:
@@ -305,7 +306,24 @@ class Call:
                 self.error = None
         assert self.reply is not None
         reply, self.reply = self.reply, None
-        return self.agent.inbox.open_reply(self, reply)
+        value = self.agent.inbox.open_reply(self, reply)
+        if _interrupts.pending:
+            checkpoint()
+        return value
+
+    @uninterruptible
+    def give_up(self) -> None:
+        """End a call without a future that is not waited for to its end: a signal handler has raised.
+
+        The worker is told; where its reply has come, what that holds goes back.
+        """
+        if self.cancel():
+            return
+        while not self.done:  # by a thread that is ending it right now
+            time.sleep(0.0005)
+        reply, self.reply = self.reply, None
+        if reply is not None:
+            self.agent.inbox.discard(self.conn, reply)
 
     def drive(self, deadline: float | None) -> None:
         """Make progress on behalf of the call's future until it is complete or the deadline has passed."""

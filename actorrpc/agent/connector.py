@@ -50,7 +50,7 @@ from actorrpc.transport import fd_limits
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.failure_detector import process_state, set_up_tcp
 from actorrpc.transport.shared_memory import Borrower, Lender
-from actorrpc.transport.signals import Taken, checkpoint, pending_here, uninterruptible
+from actorrpc.transport.signals import Taken, checkpoint, uninterruptible
 from actorrpc.transport.tls import Stream, Tls, explain
 from actorrpc.wire.frames import INTRO, STREAM_ABORT, pack_frame
 from actorrpc.wire.handshake import Dialler, Purpose, Session
@@ -310,11 +310,8 @@ class Connector:
                 self.watch(conn)
             except (OSError, ValueError):  # the epoll was closed meanwhile
                 conn.close()
-            if (
-                self._agent.closed_down
-            ):  # the thread that closed the agent may have looked before this one came
-                conn.close()
-                conn.reap()
+            if self._agent.closed_down:  # the thread that closed it may have looked before this one came
+                self._agent.dismiss([conn])
             return
         with self._lock:
             main = self._mains.get(session.attach)
@@ -363,15 +360,21 @@ class Connector:
         return conn
 
     def _welcome(self, conn: Connection, answer: bytes) -> None:
-        """End a handshake. The connection can be found before: the other side may come back as soon as it has heard."""
-        self._enter(conn)
+        """End a handshake. The connection can be found before: the other side may come back as soon as it has heard.
+
+        Found by the thread that closes the agent, it is sent a goodbye: the write lock keeps that behind the answer.
+        """
         try:
-            conn.sock.setblocking(True)
-            conn.sock.sendall(answer)
+            with conn.write_lock:
+                self._enter(conn)
+                conn.sock.setblocking(True)
+                conn.sock.sendall(answer)
         except OSError:
+            conn.broken = True
             self.forget(conn)
-            conn.abandon()
+            conn.reap()  # the thread that closes the agent may be at it as well
             raise
+        conn.flush()
         if conn.main is not None:
             self._add_stripe(conn)
 
@@ -447,19 +450,21 @@ class Connector:
             LimitError: this process may open no more descriptors, or the peer.
         """
         limit = min(deadline, _time.now() + self._agent.settings.connect_timeout)
-        with Taken(peer.dial_lock, limit) as taken:
+        while True:
+            with Taken(peer.dial_lock, limit) as taken:
+                if taken.held:
+                    conn = peer.conn
+                    if conn is not None and not conn.broken:
+                        return conn
+                    peer.check_alive(f"cannot call {what}")
+                    return self._dial_main(peer, limit, what, deadline)
             checkpoint()
-            if not taken.held:
+            if _time.now() > limit:
                 raise RpcTimeoutError(
                     f"cannot call {what}: no connection to {peer.name!r} in time",
                     maybe_executed=False,
                     worker=peer.name,
                 )
-            conn = peer.conn
-            if conn is not None and not conn.broken:
-                return conn
-            peer.check_alive(f"cannot call {what}")
-            return self._dial_main(peer, limit, what, deadline)
 
     def _dial_main(self, peer: Peer, limit: float, what: str, deadline: float) -> Connection:
         tried: list[str] = []
@@ -521,9 +526,9 @@ class Connector:
     def _establish(self, peer: Peer, sock: Stream, local: bool, session: Session) -> Connection:
         conn = self._connection(sock, session, session.attach, local, True)
         conn.outbox.append(pack_frame(INTRO, body=self._agent.record.to_bytes()))
+        self._enter(conn)
         self._join(peer, conn)
         try:
-            self._enter(conn)
             self.watch(conn)
         except (OSError, ValueError):  # the epoll, or this very connection, was closed meanwhile
             conn.close()
@@ -767,13 +772,6 @@ class Connector:
         """Send chunks over several connections at once; each takes the next one when it has sent the last."""
         conn.flush()
         until = min(deadline or float("inf"), _time.now() + 30.0)
-        while not ready.acquire(timeout=0.1):
-            if conn.broken or pending_here() or _time.now() > until:
-                with self._lock:
-                    self._ready.pop((conn, stream), None)
-                conn.outbox.append(pack_frame(STREAM_ABORT, stream))
-                conn.flush()
-                return False
         left = deque(pieces)
 
         def take() -> Iterator[tuple[int, int, memoryview]]:
@@ -792,15 +790,28 @@ class Connector:
             finally:
                 finished.release()
 
-        for stripe in stripes:
-            self._agent.submit(partial(send, stripe))
-        results.append(conn.send_chunks(stream, take(), deadline))
-        if not results[-1]:
-            left.clear()  # nobody waits for the others: each ends with the chunk that it has begun
-            return False
-        for _ in stripes:
-            finished.acquire()
-        return all(results) and len(results) == len(stripes) + 1
+        done = False
+        try:
+            while not ready.acquire(timeout=0.1):
+                checkpoint()
+                if conn.broken or _time.now() > until:
+                    return False
+            for stripe in stripes:
+                self._agent.submit(partial(send, stripe))
+            results.append(conn.send_chunks(stream, take(), deadline))
+            for _ in stripes:
+                while results[-1] and not finished.acquire(timeout=0.1):
+                    checkpoint()
+            done = all(results) and len(results) == len(stripes) + 1
+            return done
+        finally:
+            if not done:
+                left.clear()  # nobody waits for the others: each ends with the chunk that it has begun
+                with self._lock:
+                    self._ready.pop((conn, stream), None)
+                if not conn.broken:
+                    conn.outbox.append(pack_frame(STREAM_ABORT, stream))
+                    conn.flush()
 
     # -- the end -----------------------------------------------------------------------------------------
 

@@ -1,44 +1,146 @@
-"""Several workers in one process, for tests: which of them code acts for, where the process itself is none.
+"""Which worker code acts for: the process's, or, where a test has several in one process, the thread's.
 
-In a process that is one worker nobody asks: every floor knows what is in force by itself, and comes here only where
-nothing is. :mod:`actorrpc.testing` puts in what tells by the thread.
+A process is one worker, or none. :class:`~actorrpc.testing.InProcessCluster` makes several: each thread that one of them starts
+acts for it, and any thread for the one that it names (:func:`begin_acting`); all others act for the first.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Any
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["WorkerContext", "here", "set_here"]
+if TYPE_CHECKING:
+    from actorrpc.agent.agent import Agent
+
+__all__ = [
+    "Worker",
+    "acting_worker",
+    "begin_acting",
+    "begin_several",
+    "current_worker",
+    "end_acting",
+    "end_several",
+    "on_fork",
+    "process_worker",
+    "set_worker",
+]
 
 
-class WorkerContext:
-    """One of several workers of this process: what the floors have in force for it, each its own.
+class Worker:
+    """What is in force for one worker. Each floor puts in its own part when the worker joins a group.
 
     Attributes:
-        state: that of ``rpc/api.py``.
+        agent: its agent.
+        group: its membership in a group.
         references: its RRefs.
+        autograd: its autograd contexts, and its part in backward passes.
         actors: its actor layer.
+        cluster: the cluster of which it is the driver.
+        leaver: ends its process when the driver says so.
+        timeout: the default time-out of its calls, in seconds; 0 means none.
+        what: what it is, in words for messages.
+        namespace: where its actors look for names, if they say none.
+        ends: what ends the floors above, the last one first; see ``rpc.api.on_start``.
+        stop: ends what has started it; called with whether the end is graceful, and the seconds that are left.
+        in_force: it has joined, and has not begun to leave.
     """
 
-    __slots__ = ("actors", "references", "state")
+    __slots__ = (
+        "actors",
+        "agent",
+        "autograd",
+        "cluster",
+        "ends",
+        "group",
+        "in_force",
+        "leaver",
+        "namespace",
+        "references",
+        "stop",
+        "timeout",
+        "what",
+    )
 
-    def __init__(self) -> None:
-        self.state: Any = None
+    def __init__(self, agent: Agent, timeout: float = 0.0, what: str = "", namespace: str = "") -> None:
+        self.agent = agent
+        self.timeout = timeout
+        self.what = what
+        self.namespace = namespace
+        self.in_force = False
+        self.ends: list[Callable[[bool], None]] = []
+        self.stop: Callable[[bool, float], None] | None = None
+        self.group: Any = None
         self.references: Any = None
+        self.autograd: Any = None
         self.actors: Any = None
+        self.cluster: Any = None
+        self.leaver: Any = None
 
 
-_find: Callable[[], WorkerContext | None] | None = None
+_process: Worker | None = None  # where there are several: the first
+_several = False
+_acting: ContextVar[tuple[Worker, ...]] = ContextVar("actorrpc_acting_worker", default=())
+
+#: Called in a forked child with the worker that its parent is, and that is no longer in force.
+on_fork: list[Callable[[Worker], None]] = []
 
 
-def set_here(find: Callable[[], WorkerContext | None] | None) -> None:
-    """Name what tells which worker the calling thread acts for; None: this process is one worker, or none."""
-    global _find
-    _find = find
+def current_worker() -> Worker | None:
+    """Return the worker that the calling thread acts for."""
+    return _process if not _several else acting_worker() or _process
 
 
-def here() -> WorkerContext | None:
-    """Return the worker that the calling thread acts for, where this process has several."""
-    find = _find
-    return None if find is None else find()
+def process_worker() -> Worker | None:
+    """Return the worker that this process is; None where it is none, or has several."""
+    return None if _several else _process
+
+
+def set_worker(worker: Worker | None) -> None:
+    """Name the worker that this process is, or say that it is none any more. Does nothing where it has several."""
+    global _process
+    if not _several:
+        _process = worker
+
+
+# -- several in one process ----------------------------------------------------------------------
+
+
+def begin_several(first: Worker) -> None:
+    """Have threads act for different workers, and for the first where they say nothing."""
+    global _process, _several
+    _process, _several = first, True
+
+
+def end_several() -> None:
+    """End what :func:`begin_several` began."""
+    global _process, _several
+    _process, _several = None, False
+
+
+def begin_acting(worker: Worker) -> None:
+    """Have the calling thread (or asyncio task), and the threads of ours that it starts, act for a worker."""
+    _acting.set((*_acting.get(), worker))
+
+
+def end_acting() -> None:
+    """Take back the last :func:`begin_acting` of this thread."""
+    _acting.set(_acting.get()[:-1])
+
+
+def acting_worker() -> Worker | None:
+    """Return the worker that the calling thread has said it acts for."""
+    acting = _acting.get()
+    return acting[-1] if acting else None
+
+
+def _after_fork() -> None:
+    worker = process_worker()
+    end_several()
+    if worker is not None:
+        for end in on_fork:
+            end(worker)
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, Final
 
 from actorrpc._exception_text import report
+from actorrpc.agent.context import acting_worker, begin_acting
 
 __all__ = ["Daemon"]
 
@@ -53,7 +54,8 @@ class Daemon(threading.Thread):
         self._lost = lost
 
     def start(self) -> None:
-        """Start it."""
+        """Start it. It acts for the worker that the calling thread acts for."""
+        self._worker = acting_worker()  # its context has no variables of this one's
         _running.add(self)
         try:
             super().start()
@@ -64,6 +66,8 @@ class Daemon(threading.Thread):
     def run(self) -> None:
         """Call it."""
         try:
+            if self._worker is not None:
+                begin_acting(self._worker)
             super().run()
         except BaseException as error:
             report(_log, error, "the thread %s has ended unexpectedly", self.name)

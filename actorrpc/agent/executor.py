@@ -19,7 +19,7 @@ from actorrpc import _time
 from actorrpc._exception_text import cut_frames, is_a, let_frames_go, line_of, report, say
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, FRAME_BIT, Execution
-from actorrpc.agent.hooks import RECEIPT, Interceptor, answer_header, intercepted, recorded, riding
+from actorrpc.agent.hooks import Interceptor, answer_header, intercepted, recorded, riding
 from actorrpc.errors import (
     CancelledError,
     DeadlockError,
@@ -30,7 +30,8 @@ from actorrpc.errors import (
     SerializationError,
 )
 from actorrpc.serialization import codec, exceptions
-from actorrpc.wire.frames import CREDIT, FAILURE, POST, REPLY, Frame, pack_frame, unpack_extra
+from actorrpc.wire.frames import CREDIT, FAILURE, POST, REPLY, Frame, pack_frame
+from actorrpc.wire.headers import Header, unpack_header
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
@@ -49,13 +50,13 @@ ASYNC_MARK: Final = "_wrapped_async_rpc_function"
 _ANY_FUTURE: Final[type] = torch._C.Future
 
 
-def path_of(header: dict[str, Any], chain: int) -> tuple[int, ...]:
+def path_of(header: Header, chain: int) -> tuple[int, ...]:
     """Return the mailbox executions that a request descends from.
 
     Raises:
         ProtocolError: the header makes no sense.
     """
-    path = header.get("w", ())
+    path = header.get("path", ())
     if not chain >> FRAME_BIT:
         return ()
     if not isinstance(path, (list, tuple)) or not all(isinstance(each, int) for each in path):
@@ -106,7 +107,7 @@ class Executor:
             f"worker {agent.name!r} has nothing left to say what became of the call: no memory, or no descriptors"
         )
         short.maybe_executed = True
-        self._short = exceptions.dump(short, worker=agent.name, dumps=codec.dumps)
+        self._short = exceptions.dump(short, worker=agent.name, dumps=codec.dumper(None))
 
     def run(self, task: tuple[Any, Frame, float]) -> None:
         """Execute a request that was read at ``task[2]``, answer it, and see what came meanwhile."""
@@ -188,8 +189,8 @@ class Executor:
             execution.what = function
         else:
             parcel = outbound.MessageContext(execution.peer, None if frame.flags & POST else execution)
-            header = execution.header = unpack_extra(frame.extra) if frame.extra else {}
-            if "w" in header:
+            header = execution.header = unpack_header(frame.extra) if frame.extra else {}
+            if "path" in header:
                 execution.path = path_of(header, frame.chain)
             agent.inbox.arrived(parcel, header)
             function, args, kwargs = outbound.open_body(conn, frame, header, parcel, agent.recorder)
@@ -258,6 +259,7 @@ class Executor:
             and not agent.interceptors
             and agent.gate is None
             and execution.receipt is None
+            and execution.peer.same_main is not None
         ):
             conn.outbox.append(pack_frame(REPLY, id, _dumps(value, 5)))
             return
@@ -315,11 +317,12 @@ class Executor:
             self._agent.inbox.discard(conn, frame)
         if frame.flags & POST:
             return
+        peer = self._agent.self_peer if conn is None else conn.peer
         try:
-            data = exceptions.dump(error, worker=self._agent.name, dumps=codec.dumps, executed=False)
+            dumps = codec.dumper(peer.same_main)
+            data = exceptions.dump(error, worker=self._agent.name, dumps=dumps, executed=False)
             self._send(conn, FAILURE, frame.id, outbound.Plain(data), None)
         except MemoryError as failure:
-            peer = self._agent.self_peer if conn is None else conn.peer
             self._fail_shortly(conn, frame.id, peer.name, failure)
 
     def refuse_stuck(self, task: tuple[Any, Frame, float], why: str) -> None:
@@ -343,7 +346,7 @@ class Executor:
         kind: int,
         id: int,
         encoded: codec.Encoded | outbound.Plain,
-        header: dict[str, Any] | None,
+        header: Header | None,
         execution: Execution | None = None,
         parcel: outbound.MessageContext | None = None,
     ) -> bool:
@@ -361,17 +364,17 @@ class Executor:
         except RpcError as error:
             if conn.broken or kind == FAILURE:
                 return False
-            data = exceptions.dump(error, worker=agent.name, dumps=codec.dumps)
-            header = {RECEIPT: header[RECEIPT]} if header and RECEIPT in header else None
+            data = exceptions.dump(error, worker=agent.name, dumps=codec.dumper(conn.peer.same_main))
+            header = {"receipt": header["receipt"]} if header and "receipt" in header else None
             outbound.send(
                 agent, conn, FAILURE, id, outbound.Plain(data), remaining=INFINITE, chain=0, header=header
             )
             return False
 
 
-def _with_receipt(execution: Execution, header: dict[str, Any] | None) -> dict[str, Any] | None:
+def _with_receipt(execution: Execution, header: Header | None) -> Header | None:
     """Return the header of an answer, with the receipt for the references that came with the call."""
     receipt, execution.receipt = execution.receipt, None
     if receipt is None:
         return header
-    return {RECEIPT: receipt} if header is None else {**header, RECEIPT: receipt}
+    return {"receipt": receipt} if header is None else {**header, "receipt": receipt}

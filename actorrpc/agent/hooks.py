@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from actorrpc.agent.outbound import MessageContext, Plain
     from actorrpc.agent.peers import Peer
     from actorrpc.serialization.codec import Encoded
+    from actorrpc.wire.headers import Header
 
 __all__ = [
     "POINTS",
     "RECEIPT",
     "RIDERS",
-    "TAG",
     "Bystander",
     "Interceptor",
     "MessageFilter",
@@ -36,20 +36,17 @@ __all__ = [
     "watch",
 ]
 
-TAG: Final = "ag"
-"""The field of a header in which a recorder's tag travels."""
-
-RECEIPT: Final = "rref"
-"""The field of an answer's header that says which references of the call have arrived, and the notice that says so."""
+RECEIPT: Final = "receipt"
+"""The notice that says which references of a message have arrived, where no answer does."""
 
 
 class Interceptor(Protocol):
     """Something that rides along with calls. Methods run on the thread of the call; what they raise ends it."""
 
-    def request_header(self, header: dict[str, Any], peer: Peer) -> None:
+    def request_header(self, header: Header, peer: Peer) -> None:
         """Put fields into the header of a call that is about to be packed."""
 
-    def reply_header(self, header: dict[str, Any], execution: Execution) -> None:
+    def reply_header(self, header: Header, execution: Execution) -> None:
         """Put fields into the header of an answer that is about to be packed."""
 
     def wrap(
@@ -62,17 +59,17 @@ class Interceptor(Protocol):
     ) -> Callable[[], Any]:
         """Return what to run in place of ``call``; ``execution.header`` has the fields that came along."""
 
-    def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
+    def reply_received(self, header: Header, peer: Peer, value: Any) -> Any:
         """See, and maybe replace, a value that has come back."""
 
 
 class Bystander:
     """An interceptor that leaves everything as it is: the base of those that see to one or two things."""
 
-    def request_header(self, header: dict[str, Any], peer: Peer) -> None:
+    def request_header(self, header: Header, peer: Peer) -> None:
         """Do nothing."""
 
-    def reply_header(self, header: dict[str, Any], execution: Execution) -> None:
+    def reply_header(self, header: Header, execution: Execution) -> None:
         """Do nothing."""
 
     def wrap(
@@ -86,7 +83,7 @@ class Bystander:
         """Return ``call``."""
         return call
 
-    def reply_received(self, header: dict[str, Any], peer: Peer, value: Any) -> Any:
+    def reply_received(self, header: Header, peer: Peer, value: Any) -> Any:
         """Return the value."""
         return value
 
@@ -144,25 +141,23 @@ class NoRecorder:
         """Do nothing."""
 
 
-def recorded(
-    recorder: Recorder, header: dict[str, Any] | None, tensors: Sequence[Any], peer: Peer
-) -> dict[str, Any] | None:
+def recorded(recorder: Recorder, header: Header | None, tensors: Sequence[Any], peer: Peer) -> Header | None:
     """Return the header of a message that has been packed, with the recorder's tag where it gives one."""
     tag = recorder.sent(tensors, peer)
     if tag is not None:
         header = {} if header is None else header
-        header[TAG] = tag
+        header["tag"] = tag
     return header
 
 
-def riding(interceptors: Sequence[Interceptor], header: dict[str, Any]) -> Sequence[Interceptor]:
+def riding(interceptors: Sequence[Interceptor], header: Header) -> Sequence[Interceptor]:
     """Return who wraps the execution of a call with this header: its riders are the outermost."""
     return [*(rider for name, rider in RIDERS.items() if name in header), *interceptors]
 
 
-def answer_header(interceptors: Sequence[Interceptor], execution: Execution) -> dict[str, Any]:
+def answer_header(interceptors: Sequence[Interceptor], execution: Execution) -> Header:
     """Return the header of an answer, as the interceptors fill it."""
-    header: dict[str, Any] = {}
+    header: Header = {}
     for interceptor in interceptors:
         interceptor.reply_header(header, execution)
     return header
@@ -194,7 +189,7 @@ class MessageFilter(Protocol):
         function: Any,
         args: tuple[Any, ...],
         encoded: Encoded | bytes,
-        header: dict[str, Any] | None,
+        header: Header | None,
         letter: ActorHeader | None,
         parcel: MessageContext,
     ) -> bool:
@@ -206,7 +201,7 @@ class MessageFilter(Protocol):
         function: Any,
         args: tuple[Any, ...],
         encoded: Encoded,
-        header: dict[str, Any] | None,
+        header: Header | None,
         chain: int,
         parcel: MessageContext,
     ) -> bool:
@@ -222,7 +217,7 @@ class MessageFilter(Protocol):
         kind: int,
         id: int,
         encoded: Encoded | Plain,
-        header: dict[str, Any] | None,
+        header: Header | None,
         execution: Execution | None,
         parcel: MessageContext | None,
     ) -> bool:

@@ -27,7 +27,8 @@ from actorrpc.errors import LimitError, ProtocolError
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire import frames
-from actorrpc.wire.frames import Frame, pack_frame, unpack_extra
+from actorrpc.wire.frames import Frame, pack_frame
+from actorrpc.wire.headers import Header, unpack_header
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
@@ -173,7 +174,7 @@ class Inbox:
         where = f"worker {self._agent.name!r}: {explain_memory()}"
         much = f"{size >> 20} MiB" if size >> 20 else f"{size} bytes"
         if frame.kind == frames.REQUEST:
-            name = unpack_extra(frame.extra).get("m") if frame.extra else None
+            name = unpack_header(frame.extra).get("method") if frame.extra else None
             what = f"the call of {name}()" if isinstance(name, str) else "the call"
             error = LimitError(
                 f"{what} was not executed: its arguments, of {much}, find no memory in {where}"
@@ -290,12 +291,12 @@ class Inbox:
         call.keep = None
         if frame.kind == frames.FAILURE:
             if frame.extra:
-                self.arrived(outbound.MessageContext(call.peer), unpack_extra(frame.extra))
+                self.arrived(outbound.MessageContext(call.peer), unpack_header(frame.extra))
             raise exceptions.load(frame.body, loads=codec.loads)
         if not frame.flags and not frame.extra and not self._agent.interceptors:
             return outbound.open_plain(frame.body, call.peer)
         parcel = outbound.MessageContext(call.peer)
-        header = unpack_extra(frame.extra) if frame.extra else {}
+        header = unpack_header(frame.extra) if frame.extra else {}
         self.arrived(parcel, header)
         value = outbound.open_body(call.conn, frame, header, parcel, self._agent.recorder)
         for interceptor in self._agent.interceptors:
@@ -305,7 +306,7 @@ class Inbox:
     def _notice(self, peer: Peer, frame: Frame, conn: Connection, waiting: bool) -> bool:
         """See to a notice; say whether it was put into the queue."""
         try:
-            name = unpack_extra(frame.extra).get("n")
+            name = unpack_header(frame.extra).get("notice")
         except ProtocolError as error:
             conn.close(error)
             return False
@@ -346,26 +347,26 @@ class Inbox:
             receipt, work.receipt = work.receipt, None
             self._agent.notify(work.peer, RECEIPT, receipt)
 
-    def arrived(self, parcel: outbound.MessageContext, header: dict[str, Any]) -> None:
+    def arrived(self, parcel: outbound.MessageContext, header: Header) -> None:
         """Take up the references that a message carries, before it is opened, and the receipt for others."""
-        forks = header.get("f")
+        forks = header.get("references")
         if isinstance(forks, bytes):
             self._agent.on_forks(parcel, forks)
-        if RECEIPT in header:
-            self._receipt(parcel.peer, header[RECEIPT])
+        if "receipt" in header:
+            self._receipt(parcel.peer, header["receipt"])
 
     def discard(self, conn: Connection | None, frame: Frame) -> None:
         """Give back what a message holds that will not be opened: shared memory and references."""
         outbound.discard(conn, frame)
         if frame.extra:
             try:
-                header = unpack_extra(frame.extra)
+                header = unpack_header(frame.extra)
                 peer = self._agent.self_peer if conn is None else conn.peer
-                forks = header.get("f")
+                forks = header.get("references")
                 if isinstance(forks, bytes):
                     self._agent.refuse_forks(peer, forks)
-                if RECEIPT in header:
-                    self._receipt(peer, header[RECEIPT])
+                if "receipt" in header:
+                    self._receipt(peer, header["receipt"])
             except ProtocolError as error:
                 if conn is not None:
                     conn.close(error)

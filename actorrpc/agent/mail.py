@@ -6,12 +6,13 @@ right mailbox while the connection's read lock is held, in the order of the wire
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgpack
 
 from actorrpc.errors import UnknownWorkerError
 from actorrpc.wire.frames import Frame
+from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
@@ -33,7 +34,7 @@ class ActorHeader:
 
     __slots__ = ("header", "interrupts", "late", "packed")
 
-    def __init__(self, header: dict[str, Any], *, interrupts: bool = False, late: str = "") -> None:
+    def __init__(self, header: Header, *, interrupts: bool = False, late: str = "") -> None:
         self.header = header
         self.interrupts = interrupts
         self.late = late

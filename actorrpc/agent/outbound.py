@@ -17,7 +17,6 @@ others; what it raises is logged there.
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -25,13 +24,13 @@ from typing import TYPE_CHECKING, Any, Final
 import msgpack
 
 from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.hooks import TAG, Recorder, recorded
+from actorrpc.agent.hooks import Recorder, recorded
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError, ShutdownError
-from actorrpc.serialization import codec, data_only
-from actorrpc.serialization.by_value import open_with
+from actorrpc.serialization import codec
 from actorrpc.transport.shared_memory import Placement
 from actorrpc.wire import frames
-from actorrpc.wire.frames import Frame, pack_frame, unpack_extra, unpack_position
+from actorrpc.wire.frames import Frame, pack_frame, unpack_position
+from actorrpc.wire.headers import Header, unpack_header
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
@@ -50,7 +49,6 @@ __all__ = [
     "open_body",
     "open_plain",
     "post",
-    "restrict",
     "send",
 ]
 
@@ -63,7 +61,6 @@ _MEANING: Final = frames.LETTER | frames.POST  # flags that say nothing of where
 
 _packb = msgpack.packb
 _ABORTED_KEPT: Final = 64  # so many given up messages are remembered
-_loads: Any = pickle.loads
 _STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
 
 
@@ -159,7 +156,7 @@ def send(
     *,
     remaining: float,
     chain: int,
-    header: dict[str, Any] | None,
+    header: Header | None,
     call: Any = None,
     deadline: float = float("inf"),
     flags: int = 0,
@@ -182,12 +179,12 @@ def send(
         )
         return True
     _check(encoded, settings)
-    header = dict(header) if header else {}
+    header = header.copy() if header else {}
     total = len(body) + sum(span.nbytes for span in spans)
     if call is not None and total >= CHARGED:
         conn.peer.charge(call, total)
     if total < settings.lane_threshold:
-        header["b"] = [span.nbytes for span in spans]
+        header["sizes"] = [span.nbytes for span in spans]
         parts = [body]
         parts.extend(bytes(span.view()) for span in spans)
         frame = pack_frame(
@@ -205,7 +202,7 @@ def send(
         lender = agent.lender(conn)
         placement = lender.place(spans) if lender is not None else None
         if placement is not None:
-            header["p"] = placement.pack()
+            header["placement"] = placement.pack()
             frame = pack_frame(
                 kind, id, body, flags=flags | LANE, remaining=remaining, chain=chain, extra=_packb(header)
             )
@@ -220,12 +217,12 @@ def send(
         sizes.append(len(body))
         body = b""
     stream = next(conn.peer.streams)
-    header["b"] = sizes
-    header["s"] = stream
+    header["sizes"] = sizes
+    header["stream"] = stream
     striped = agent.links.stripes(conn, total, deadline)
     ready = None
     if striped:
-        header["r"] = 1  # say when you are ready: chunks come over other connections as well
+        header["striped"] = True
         ready = agent.links.expect_ready(conn, stream)
     frame = pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=_packb(header))
     _post(conn, frame, call)
@@ -261,8 +258,8 @@ def begin_stream(agent: Agent, frame: Frame) -> tuple[int, Assembly | Unplaced, 
     Raises:
         ProtocolError: the sizes are over a limit; nothing was allocated.
     """
-    header = unpack_extra(frame.extra)
-    sizes, stream = header.get("b"), header.get("s")
+    header = unpack_header(frame.extra)
+    sizes, stream = header.get("sizes"), header.get("stream")
     settings = agent.settings
     if (
         not isinstance(sizes, list)
@@ -279,7 +276,7 @@ def begin_stream(agent: Agent, frame: Frame) -> tuple[int, Assembly | Unplaced, 
         assembly = Assembly(frame, [agent.buffers.take(size) for size in sizes])
     except MemoryError:
         assembly = Unplaced(sum(sizes))
-    return stream, assembly, bool(header.get("r"))
+    return stream, assembly, bool(header.get("striped"))
 
 
 class Unplaced:
@@ -323,26 +320,11 @@ def abort_stream(conn: Connection, stream: int) -> None:
         assemblies[stream] = _Aborted()
 
 
-_restricted = 0  # agents in this process that take data only
-
-
-def restrict(by: int) -> None:
-    """Have messages opened by the machine of the data-only mode while there is an agent that wants it.
-
-    Args:
-        by: 1 for such an agent that begins, -1 for one that has ended; 0 for others.
-    """
-    global _loads, _restricted
-    _restricted += by
-    _loads = data_only.loads if _restricted else pickle.loads
-    open_with(data_only.loads if _restricted else None)
-
-
 def open_plain(body: bytes, peer: Peer) -> Any:
     """Return the object of a message that carries nothing but its body. Most are a plain pickle."""
     if body[-1] == _STOP:
         try:
-            return _loads(body)
+            return codec.unpickle(body)
         except (AttributeError, ImportError, TypeError):
             pass  # the careful way knows other places to look, and says what is wrong
         except RpcError:
@@ -354,7 +336,7 @@ def open_plain(body: bytes, peer: Peer) -> Any:
 
 
 def open_body(
-    conn: Connection | None, frame: Frame, header: dict[str, Any], parcel: MessageContext, recorder: Recorder
+    conn: Connection | None, frame: Frame, header: Header, parcel: MessageContext, recorder: Recorder
 ) -> Any:
     """Return the object that a message carries; the recorder sees its tensors, where the sender's has.
 
@@ -367,7 +349,7 @@ def open_body(
     if flags & ~_MEANING:
         views, body = _buffers(conn, frame, header)
     peer = parcel.peer
-    tag = header.get(TAG)
+    tag = header.get("tag")
     if tag is None:
         return codec.decode(body, views, definitions=peer.definitions, context=parcel)
     tensors: list[Any] = []
@@ -376,9 +358,7 @@ def open_body(
     return opened
 
 
-def _buffers(
-    conn: Connection | None, frame: Frame, header: dict[str, Any]
-) -> tuple[Sequence[memoryview], Any]:
+def _buffers(conn: Connection | None, frame: Frame, header: Header) -> tuple[Sequence[memoryview], Any]:
     buffers = frame.buffers
     if buffers is not None:
         if frame.flags & BODY:
@@ -388,12 +368,12 @@ def _buffers(
         assert conn is not None
         if conn.borrower is None:
             raise ProtocolError("a message names shared memory, but there is no descriptor socket")
-        packed = header.get("p")
+        packed = header.get("placement")
         if not isinstance(packed, bytes):
             raise ProtocolError("a message does not say which shared memory it means")
         place = Placement.unpack(packed)
         return conn.borrower.views(place.segment_id, place.loan, place.offsets, place.sizes), frame.body
-    sizes = header.get("b")
+    sizes = header.get("sizes")
     if not isinstance(sizes, list) or not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise ProtocolError("the sizes of inline buffers cannot be read")
     start = len(frame.body) - sum(sizes)
@@ -411,7 +391,7 @@ def discard(conn: Connection | None, frame: Frame) -> None:
     """Hand back what a message holds that nobody will open."""
     if frame.flags & LANE and conn is not None and conn.borrower is not None:
         try:
-            _buffers(conn, frame, unpack_extra(frame.extra))
+            _buffers(conn, frame, unpack_header(frame.extra))
         except ProtocolError:
             pass
 
@@ -437,9 +417,9 @@ def post(
         peer.check_alive(f"cannot call {label}")
     current = CURRENT.get()
     parcel = MessageContext(peer)
-    header: dict[str, Any] | None = None
+    header: Header | None = None
     if current is not None and len(current.path) > 1:
-        header = {"w": current.path[:-1]}
+        header = {"path": current.path[:-1]}
     try:
         encoded = agent.encode((function, args, {}), parcel)
         if record and (agent.recorder.live or encoded.grad):

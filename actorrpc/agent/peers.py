@@ -134,7 +134,8 @@ class Peer:
         self.info = WorkerInfo(record.name, record.rank)
         self.is_self = record.incarnation == own.incarnation
         self.same_host = record.host == own.host
-        self.same_main = bool(record.main) and record.main == own.main
+        #: whether it runs the same program; None where it takes data only
+        self.same_main = None if record.data_only else bool(record.main) and record.main == own.main
         self.state = "alive"
         self.cause = ""
         self.conn: Connection | None = None
@@ -196,11 +197,11 @@ class Peer:
             BackpressureError: it has not by the deadline; nothing was sent.
             PeerDiedError: it died meanwhile.
         """
-        self._wait_for_room(deadline, what)
-        checkpoint()
+        while not self._wait_for_room(deadline, what):
+            checkpoint()
 
     @uninterruptible
-    def _wait_for_room(self, deadline: float, what: str) -> None:
+    def _wait_for_room(self, deadline: float, what: str) -> bool:
         # An exception between two steps of the condition would leave its lock taken for ever.
         with self._credit:
             self.waiting += 1
@@ -217,6 +218,7 @@ class Peer:
                             worker=self.name,
                         )
                     self._credit.wait(min(_time.patience(remaining), 0.1))
+                return not self.full
             finally:
                 self.waiting -= 1
 

@@ -12,6 +12,7 @@ from actorrpc.autograd import recorder
 from actorrpc.autograd.startup import participant
 from actorrpc.rpc import api, rref
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
+from actorrpc.transport.signals import uninterruptible
 
 __all__ = ["backward", "context", "get_gradients"]
 
@@ -36,6 +37,7 @@ class context:
         self._id: int | None = None
         self._token: Any = None
 
+    @uninterruptible
     def __enter__(self) -> int:
         part = participant()
         outer = recorder.current_context()
@@ -48,6 +50,7 @@ class context:
         self._token = recorder.enter(self._id)
         return self._id
 
+    @uninterruptible
     def __exit__(
         self,
         _type: type[BaseException] | None,
@@ -89,25 +92,20 @@ def backward(
         retain_graph: keep the graphs on all workers for another backward pass in this context.
         gradient: the gradients of the roots, one for each, of their shapes; by default ones.
         accumulate: where the gradients go: into the context, or, as a local ``backward()`` does, into ``.grad``.
-        mode: ``"smart"`` finds out first which messages take part. ``"fast"``, torch's, takes all of them to: less is sent,
-            but where the roots do not depend on one it fails, and says which.
-        timeout: seconds; 0 means that only the deaths of workers end it. By default 0 in smart mode, and the group's
-            time-out in fast mode.
+        mode: ``"smart"`` or ``"fast"``, the names of torch's design notes. Both find out first which messages take part, and run
+            the same pass.
+        timeout: seconds; 0, the default, means that only the deaths of workers end it.
         create_graph: record the pass itself, for gradients of gradients (experimental).
 
     Raises:
         RuntimeError: there is no such context; a root does not require grad, has no history, or more than one element;
-            the graph was given up in an earlier pass; in fast mode, a message gets no gradient.
+            the graph was given up in an earlier pass.
         TypeError, ValueError: an argument makes no sense.
         RpcTimeoutError: it took longer than ``timeout``.
         PeerDiedError: a worker that took part has died.
         RemoteError: what a node or hook on another worker raised, which is an instance of its own class, too.
     """
     part = participant()
-    if timeout == UNSET_RPC_TIMEOUT:
-        seconds = api.get_rpc_timeout() if mode == "fast" else 0.0
-    else:
-        seconds = check_timeout(timeout)
     part.backward(
         context_id,
         roots,
@@ -115,7 +113,7 @@ def backward(
         gradients=gradient,
         accumulate=accumulate,
         mode=mode,
-        timeout=seconds,
+        timeout=0.0 if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout),
         create_graph=create_graph,
     )
 

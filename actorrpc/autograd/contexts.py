@@ -71,8 +71,7 @@ class Context:
         peers: the workers that were sent a message of this context.
         gradients: what backward passes have left for the leaves of this worker.
         passes: the backward passes that are under way here, or wait for the verdict of their origin.
-        ended: the numbers of those that are over, with what ended them here, if that was an error: what comes late of them
-            is ignored.
+        ended: the numbers of those that are over: what comes late of them is ignored.
         reaches: what each of ``sends`` leads to, as far as somebody has asked.
         sinks: which receipts messages lead to, as far as this worker has heard, or passes that began here have asked.
         told: of which messages this worker has told whom.
@@ -90,7 +89,7 @@ class Context:
         self.peers: set[WorkerKey] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.passes: dict[int, LocalPass] = {}
-        self.ended: OrderedDict[int, str | None] = OrderedDict()
+        self.ended: OrderedDict[int, None] = OrderedDict()
         self.reaches: dict[int, ReachableGraph] = {}
         self.sinks: dict[tuple[WorkerKey, int], Sequence[Sink]] = {}
         self.told: dict[WorkerKey, set[int]] = {}
@@ -123,7 +122,10 @@ class Context:
                 self.peers.add(peer)
 
     def __repr__(self) -> str:
-        return f"<autograd context {self.id} of worker {self.origin}>"
+        return f"<{self}>"
+
+    def __str__(self) -> str:
+        return f"autograd context {self.id} of worker {self.origin}"
 
 
 class Contexts:

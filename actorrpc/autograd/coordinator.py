@@ -97,15 +97,16 @@ class Coordinator:
     def _steps(self) -> Generator[list[Future[Any]], None, None]:
         """Run the pass; yields what is to be waited for: until all are complete, or one has failed."""
         part = self._part
-        yield from self._fast() if self._terms.fast else self._smart()
+        yield from self._work()
         self._check()
         if not part.finished:
             raise ProtocolError(
-                f"a backward pass of {self._context} came to no end here, though all others are done"
+                f"a backward pass of {self._context} came to no end on the worker where it began, though all others are done; no "
+                f"gradients were changed. This is a fault of actorrpc"
             )
         if not self._participant.decide(part, True):
             self._check()
-            raise RpcError(f"{self._context} was released")
+            raise RpcError(f"{self._context} was released: its `with` block has ended")
         if self._terms.accumulate == "grad":  # .grad is looked at as soon as this is over
             yield from self._settle()
         if not (self._terms.retain_graph or self._terms.create_graph):
@@ -130,8 +131,6 @@ class Coordinator:
         with self._context.lock:
             if part.error is None:
                 part.error = error
-            if self._terms.fast:
-                part.told |= part.reports.keys() | self._context.peers
         self._participant.decide(part, False)
         for future in self._asked.values():
             future.cancel()
@@ -141,9 +140,7 @@ class Coordinator:
         if self._part.error is not None:
             raise self._part.error
 
-    # -- smart ---------------------------------------------------------------------------------------------------
-
-    def _smart(self) -> Generator[list[Future[Any]], None, None]:
+    def _work(self) -> Generator[list[Future[Any]], None, None]:
         part, participant, me = self._part, self._participant, self._me
         reach = part.root(self._edges)
         if reach.receipts:
@@ -190,7 +187,7 @@ class Coordinator:
         """Wait for the part of this worker, which other threads may be working off."""
         part = self._part
         with self._context.lock:
-            future = None if part.idle or part.error is not None else self._participant.answer_of(part)
+            future = None if part.finished or part.error is not None else self._participant.answer_of(part)
         if future is not None:
             yield [future]
 
@@ -225,33 +222,6 @@ class Coordinator:
             for worker, messages in asks.items():
                 for message in messages:
                     wanted += unknown(answers, answers[worker, message])
-
-    # -- fast ----------------------------------------------------------------------------------------------------
-
-    def _fast(self) -> Generator[list[Future[Any]], None, None]:
-        part, participant = self._part, self._participant
-        part.engaged = True
-        part.root(self._edges)
-        part.begin_fast(self._terms)
-        with self._context.lock:
-            part.arrive(self._me, 0, ROOTS, list(self._gradients))
-        self._gradients = ()
-        participant.advance(part)
-        yield from self._own()
-        self._check()
-        with self._context.lock:
-            reports = participant.reports(part)
-            part.told |= part.reports.keys()
-        missing = [
-            f"message {message} of worker {participant.transport.name(worker)}"
-            for worker, (_, messages) in sorted(reports.items())
-            for message in messages
-        ]
-        if missing:
-            raise RpcError(
-                f"no gradient comes for {', '.join(missing)}: the roots do not depend on all that was sent in "
-                f'{self._context}, which a backward pass with mode="fast" takes for granted; mode="smart" does not'
-            )
 
     # -- asking --------------------------------------------------------------------------------------------------
 

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -30,16 +29,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from actorrpc import _time
 from actorrpc.autograd.contexts import Node, Receipt
 from actorrpc.errors import RpcTimeoutError
+from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
 
 __all__ = [
     "ANCHOR",
+    "Borrowed",
     "ReachableGraph",
     "RecvFunction",
     "Tensors",
     "accumulate",
     "add",
     "add_to",
-    "borrowed",
     "capture",
     "edge_of",
     "finish",
@@ -50,18 +50,15 @@ __all__ = [
     "run",
 ]
 
-_SLICE_S: Final = 1.0
+_SLICE_S: Final = 0.1  # of a wait: signal handlers that were put off come after it
 
 # Guards ``_taken`` only; held for microseconds. Re-entrant: the collector may run under it.
 _changed = threading.Condition(threading.RLock())
 _taken: set[torch.Tensor] = set()  # tensors hash by identity
 
 
-@contextmanager
-def borrowed(
-    leaves: Iterable[torch.Tensor], deadline: float | None = None
-) -> Iterator[list[torch.Tensor | None]]:
-    """Have the ``.grad`` of leaves for oneself, empty; afterwards it is what it was.
+class Borrowed:
+    """Has the ``.grad`` of leaves for itself in a ``with`` block, empty; afterwards it is what it was.
 
     All are taken at once, so that two users of overlapping sets cannot wait for each other. The block is given what was in
     the slots, in order, and what it puts into that list is what is there afterwards.
@@ -73,30 +70,49 @@ def borrowed(
     Raises:
         RpcTimeoutError: others did not give them back in time. Nothing was taken.
     """
-    mine = list(leaves)
-    wanted = set(mine)
-    with _changed:
-        while not wanted.isdisjoint(_taken):
-            left = _SLICE_S if deadline is None else deadline - _time.now()
-            if left <= 0:
-                raise RpcTimeoutError(
-                    "another backward pass or optimizer did not give the gradients of a leaf back in time"
-                )
-            _changed.wait(min(_time.patience(left), _SLICE_S))
-        _taken.update(wanted)
-    try:
-        before = [leaf.grad for leaf in mine]
-        for leaf in mine:
+
+    __slots__ = ("_before", "_deadline", "_leaves")
+
+    def __init__(self, leaves: Iterable[torch.Tensor], deadline: float | None = None) -> None:
+        self._leaves = list(leaves)
+        self._deadline = deadline
+        self._before: list[torch.Tensor | None] = []
+
+    @uninterruptible
+    def __enter__(self) -> list[torch.Tensor | None]:
+        wanted = set(self._leaves)
+        while not self._take(wanted):
+            checkpoint()
+        for leaf in self._leaves:
+            self._before.append(leaf.grad)
             leaf.grad = None
-        try:
-            yield before
-        finally:
-            for leaf, grad in zip(mine, before, strict=True):
-                leaf.grad = grad
-    finally:
+        return self._before
+
+    def _take(self, wanted: set[torch.Tensor]) -> bool:
+        """Take the leaves; False: a signal handler is to run first."""
         with _changed:
-            _taken.difference_update(wanted)
-            _changed.notify_all()
+            while not wanted.isdisjoint(_taken):
+                left = _SLICE_S if self._deadline is None else self._deadline - _time.now()
+                if left <= 0:
+                    raise RpcTimeoutError(
+                        "another backward pass, or an optimizer, at work on the same parameters on this worker, did not end "
+                        "in time; nothing was changed. Run one after the other, or give a longer timeout="
+                    )
+                if pending_here():
+                    return False
+                _changed.wait(min(_time.patience(left), _SLICE_S))
+            _taken.update(wanted)
+        return True
+
+    @uninterruptible
+    def __exit__(self, *_: object) -> None:
+        try:
+            for leaf, grad in zip(self._leaves, self._before, strict=True):
+                leaf.grad = grad
+        finally:
+            with _changed:
+                _taken.difference_update(self._leaves)
+                _changed.notify_all()
 
 
 class RecvFunction(torch.autograd.Function):
@@ -391,7 +407,7 @@ def add_to(total: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def accumulate(gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
     """Add gradients to the ``.grad`` of leaves as a local backward pass does: in place where it would."""
-    with borrowed(gradients) as grads:
+    with Borrowed(gradients) as grads:
         for index, gradient in enumerate(gradients.values()):
             before = grads[index]
             grads[index] = gradient if before is None else add_to(before, gradient)
@@ -433,7 +449,7 @@ def run(
         boxes.append(box)
     before = _silence(False)
     try:
-        with borrowed(leaves, deadline):
+        with Borrowed(leaves, deadline):
             _run(tuple(outputs), _placed(outputs, gradients), retain_graph, False, (), True, True)
             found = [(leaf, leaf.grad) for leaf in leaves]
     finally:
@@ -528,7 +544,7 @@ def finish(
         for index, gradient in enumerate(box):
             box[index] = _unshared(gradient)
         del gradient
-        with borrowed(leaves, deadline):
+        with Borrowed(leaves, deadline):
             root = _root(leaves, box)
             _run((root,), (_one,), False, False, (), True, True)
             return {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}

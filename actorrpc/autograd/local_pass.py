@@ -138,16 +138,13 @@ def _grouped() -> bool:
 class Terms:
     """What the caller of ``backward`` has asked for."""
 
-    __slots__ = ("accumulate", "create_graph", "deadline", "fast", "retain_graph", "timeout")
+    __slots__ = ("accumulate", "create_graph", "deadline", "retain_graph", "timeout")
 
-    def __init__(
-        self, retain_graph: bool, create_graph: bool, accumulate: str, timeout: float, fast: bool = False
-    ) -> None:
+    def __init__(self, retain_graph: bool, create_graph: bool, accumulate: str, timeout: float) -> None:
         self.retain_graph = retain_graph
         self.create_graph = create_graph
         self.accumulate = accumulate
         self.timeout = timeout
-        self.fast = fast
         self.deadline = _time.now() + timeout if timeout else None
 
     def left(self) -> float:
@@ -160,7 +157,10 @@ class Terms:
             return 0.0
         left = self.deadline - _time.now()
         if left <= 0:
-            raise RpcTimeoutError(f"the backward pass was not over within {self.timeout} s")
+            raise RpcTimeoutError(
+                f"the backward pass was not over within {self.timeout} s; no gradients were changed. Give backward() "
+                f"a longer timeout="
+            )
         return left
 
 
@@ -173,13 +173,9 @@ class LocalPass:
         origin: the worker where it began, where that is known.
         terms: what was asked for; None until the part has begun.
         begun: somebody has begun it, or is about to.
-        answer: completed when this part comes to its end, or, in a fast pass, when it has nothing to do.
-        engaged: in a fast pass, somebody waits for that.
-        asks: gradients that were sent on and are not answered.
-        awaited: where the pass begins here, what else was asked of others: cancelled if this part fails.
-        told: whom the verdict goes on to.
-        senders: who has sent gradients.
-        reports: in a fast pass, what is known of the parts of others.
+        answer: completed when this part comes to its end.
+        awaited: where the pass begins here, what was asked of others: cancelled if this part fails.
+        told: where the pass begins here, the workers that get the verdict.
         error: what ended this part.
         over: the verdict is here, or the pass was given up: what comes now is ignored.
         finished: all strata and leaves are done.
@@ -192,13 +188,9 @@ class LocalPass:
         self.origin = origin
         self.terms: Terms | None = None
         self.begun = False
-        self.answer: Future[Any] | None = None
-        self.engaged = False
-        self.asks: set[Future[Any]] = set()
+        self.answer: Future[None] | None = None
         self.awaited: Collection[Future[Any]] = ()
         self.told: set[WorkerKey] = set()
-        self.senders: set[WorkerKey] = set()
-        self.reports: dict[WorkerKey, tuple[int, tuple[int, ...]]] = {}
         self.error: BaseException | None = None
         self.over = False
         self.finished = False
@@ -208,8 +200,6 @@ class LocalPass:
         self._where: dict[tuple[int, Contribution], int] = {}  # the stratum that waits for a gradient
         self._lacking: list[int] = []  # for each stratum, how many gradients it waits for
         self._arrived: dict[tuple[int, Contribution], Gradients] = {}
-        self._missing: dict[int, None] = {}  # fast: messages that wait for a gradient
-        self._taken: dict[int, Contribution] = {}  # fast: messages that have got one
         self._next = 0
         self._busy = False
         # Used only by the thread that begins the part, and then by the one that is busy.
@@ -279,27 +269,6 @@ class LocalPass:
             self._lacking = lacking
             self._replay()
 
-    def begin_fast(self, terms: Terms) -> None:
-        """Expect gradients for all messages that were sent from here, in any order.
-
-        Raises:
-            RpcError: the context is over.
-            RuntimeError: a graph leads into another context.
-        """
-        with self.context.lock:
-            # The latest first, which is the order in which gradients mostly come.
-            messages = sorted((each for each, edges in self.context.sends.items() if edges), reverse=True)
-        if ROOTS in self._edges:
-            messages.insert(0, ROOTS)
-        for message in messages:
-            reach = self._know(message)
-            for node in (*reach.receipts, *reach.leaves):
-                self._expect(node, message)
-        with self.context.lock:
-            self.terms = terms
-            self._missing = dict.fromkeys(messages)
-            self._replay()
-
     def _know(self, message: int) -> ReachableGraph:
         context = self.context
         if message not in self._edges:
@@ -309,7 +278,7 @@ class LocalPass:
         for node in reach.receipts:
             receipt = context.receipts.get(node)
             if receipt is None:
-                raise RpcError(f"{context} was released")
+                raise RpcError(f"{context} was released: its `with` block has ended")
             self._receipts[node] = receipt
         for node in reach.leaves:
             self._leaves[node] = None
@@ -349,46 +318,17 @@ class LocalPass:
             self.arrive(contribution.worker, contribution.receipt, message, gradients)
 
     def arrive(self, sender: WorkerKey, receipt: int, message: int, gradients: Gradients) -> None:
-        """Take in a gradient. One that has come before, or that nobody waits for, changes nothing.
-
-        Raises:
-            RpcError: in a fast pass, a message gets gradients from two receipts, or was not sent when the pass began.
-        """
+        """Take in a gradient. One that has come before, or that nobody waits for, changes nothing."""
         if self.over:
             return
-        self.senders.add(sender)
         key = message, Contribution(sender, receipt)
         if self.terms is None:
             self._arrived[key] = gradients
-        elif self.terms.fast:
-            self._arrive_fast(message, key[1], gradients)
         else:
             index = self._where.pop(key, None)
             if index is not None:
                 self._arrived[key] = gradients
                 self._lacking[index] -= 1
-
-    def _arrive_fast(self, message: int, contribution: Contribution, gradients: Gradients) -> None:
-        taken = self._taken.get(message)
-        if taken is not None:
-            if taken != contribution:
-                raise RpcError(
-                    f"message {message} of {self.context} was opened more than once (a kept result, or one sent to several "
-                    f'workers): that needs backward(..., mode="smart")'
-                )
-            return
-        if message not in self._missing:
-            edges_of(self.context, message)
-            raise RpcError(
-                f"message {message} of {self.context} was sent after the backward pass had begun here"
-            )
-        del self._missing[message]
-        self._taken[message] = contribution
-        self._arrived[message, contribution] = gradients
-        if self._missing:
-            self._retained.add(len(self._strata))
-        self._strata.append(Stratum({message: (contribution,)}))
-        self._lacking.append(0)
 
     def take(self) -> int | None:
         """Return the number of the stratum to be run now, or ``FINISH``; None if there is none, or a thread is busy.
@@ -402,8 +342,6 @@ class LocalPass:
                 return None
             self._busy = True
             return self._next
-        if self._missing:
-            return None
         self._busy = True
         return FINISH
 
@@ -416,17 +354,6 @@ class LocalPass:
             self._next += 1
         if self.over:
             self._forget()
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is nothing to do here until another gradient comes, and all that was sent on is answered."""
-        if self._busy or self.asks or self.terms is None:
-            return False
-        return self.finished or (self.terms.fast and self._next == len(self._strata))
-
-    def report(self) -> tuple[int, tuple[int, ...]]:
-        """Return how many strata have been worked off, and which messages wait for a gradient in a fast pass."""
-        return self._next, tuple(sorted(self._missing))
 
     def waits_for(self, worker: WorkerKey) -> bool:
         """Say whether gradients are to come from a worker."""
@@ -461,13 +388,12 @@ class LocalPass:
         stratum = self._strata[index]
         nodes, leaves = self._reached(stratum)
         of_receipts, of_leaves = self._engine(index, nodes, leaves)
-        key = next(iter(stratum.messages)) if terms.fast else index
         for node, gradient in of_leaves:
-            self._sums[node].add(key, [gradient])
+            self._sums[node].add(index, [gradient])
         complete = []
         for node, gradients in zip(nodes, of_receipts, strict=True):
             found = self._sums[node]
-            if found.add(key, gradients):
+            if found.add(index, gradients):
                 del self._sums[node]
                 receipt = self._receipts[node]
                 complete.append((receipt.worker, self._gradient(receipt, list(found.total), terms)))
@@ -521,21 +447,8 @@ class LocalPass:
         return outputs, gradients
 
     def _gradient(self, receipt: Receipt, gradients: Gradients, terms: Terms) -> Gradient:
-        if not terms.fast:
-            return Gradient(
-                self.context.id, self.id, receipt.message, receipt.number, gradients, terms.create_graph
-            )
         return Gradient(
-            self.context.id,
-            self.id,
-            receipt.message,
-            receipt.number,
-            gradients,
-            terms.create_graph,
-            True,
-            terms.retain_graph,
-            terms.accumulate,
-            terms.left(),
+            self.context.id, self.id, receipt.message, receipt.number, gradients, terms.create_graph
         )
 
     def finish(self) -> None:
@@ -593,9 +506,8 @@ class LocalPass:
                     return
 
 
-def remember(context: Context, id: int, why: str | None = None) -> None:
-    """Note, under the lock of the context, that a pass is over; ``why`` it was given up, if this worker knows."""
-    if why is not None or id not in context.ended:
-        context.ended[id] = why
+def remember(context: Context, id: int) -> None:
+    """Note, under the lock of the context, that a pass is over."""
+    context.ended[id] = None
     while len(context.ended) > _REMEMBERED:
         context.ended.popitem(last=False)

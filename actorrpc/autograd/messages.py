@@ -83,10 +83,6 @@ class Run(NamedTuple):
 class Gradient(NamedTuple):
     """Brings the gradient of one message, from one of its receipts. It is posted: what becomes of it is heard in the answer
     to :class:`Run`.
-
-    In a fast pass there is no :class:`Run`, so the gradient says itself what is asked for, and it has an answer:
-    when the worker that was idle until this gradient came is idle again, and all that it has sent on is answered. The
-    answer is then ``{worker: (gradients it has worked off, its messages that wait for one)}``, of all who took part.
     """
 
     context: int
@@ -95,10 +91,6 @@ class Gradient(NamedTuple):
     receipt: int
     gradients: Gradients
     create_graph: bool = False  # the gradients have a history: they are recorded as tensors of any call are
-    fast: bool = False
-    retain_graph: bool = False
-    accumulate: str = "context"
-    timeout: float = 0.0
 
 
 class Settle(NamedTuple):

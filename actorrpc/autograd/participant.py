@@ -13,17 +13,15 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from actorrpc import _time
-from actorrpc._exception_text import line_of
 from actorrpc.autograd.contexts import Context, Contexts
 from actorrpc.autograd.coordinator import Coordinator
-from actorrpc.autograd.errors import blame, died, late, timed_out
+from actorrpc.autograd.errors import blame, died
 from actorrpc.autograd.graph import ReachableGraph
 from actorrpc.autograd.local_pass import FINISH, LocalPass, Terms, reach_of, remember
 from actorrpc.autograd.messages import (
@@ -190,12 +188,12 @@ class Participant:
         if accumulate not in ("context", "grad"):
             raise ValueError(f'accumulate must be "context" or "grad", not {accumulate!r}')
         edges, given = check_roots(roots, gradients)
-        terms = Terms(bool(retain_graph), bool(create_graph), accumulate, timeout, mode == "fast")
+        terms = Terms(bool(retain_graph), bool(create_graph), accumulate, timeout)
         part = LocalPass(context, next(self._ids), self.me)
         part.begun = True
         with context.lock:
             if context.released:
-                raise RpcError(f"{context} was released")
+                raise RpcError(f"{context} was released: its `with` block has ended")
             context.passes[part.id] = part
         return Coordinator(self, part, terms, edges, given)
 
@@ -235,17 +233,14 @@ class Participant:
         Raises:
             Exception: what ended this worker's part of the pass: it is the answer.
         """
-        late = isinstance(message, Gradient) and not message.fast and self.contexts.is_over(message.context)
-        if late:
+        if isinstance(message, Gradient) and self.contexts.is_over(message.context):
             return None  # the pass was given up here, which its sender is told in another way
         context = self.contexts.get(message.context)
         context.touched = _time.now()
         if sender.rank == context.origin:
             context.maker = sender
         if isinstance(message, Gradient):
-            return (
-                self._fast(context, sender, message) if message.fast else self._take(context, sender, message)
-            )
+            return self._take(context, sender, message)
         if isinstance(message, Run):
             return self._run(context, sender, message)
         if isinstance(message, Settle):
@@ -284,7 +279,7 @@ class Participant:
         for node in reach.receipts:
             receipt = context.receipts.get(node)
             if receipt is None:
-                raise RpcError(f"{context} was released")
+                raise RpcError(f"{context} was released: its `with` block has ended")
             found.append(Sink(receipt.worker, receipt.message, receipt.number))
         return tuple(found)
 
@@ -293,7 +288,7 @@ class Participant:
         part = context.passes.get(id)
         if part is None:
             if context.released:
-                raise RpcError(f"{context} was released")
+                raise RpcError(f"{context} was released: its `with` block has ended")
             if id in context.ended:
                 return None
             part = context.passes[id] = LocalPass(context, id, origin)
@@ -315,7 +310,8 @@ class Participant:
             part = self._join(context, message.pass_id, sender)
             if part is None:
                 raise RpcError(
-                    f"the backward pass was given up before worker {self.transport.name(self.me)} began it"
+                    f"the backward pass of {context} was given up before worker {self.transport.name(self.me)} began it; no "
+                    f"gradients were changed"
                 )
             first, part.begun = not part.begun, True
         if first:
@@ -331,63 +327,16 @@ class Participant:
         with context.lock:
             if part.error is not None:
                 raise part.error
-            if part.idle or part.over:
+            if part.finished or part.over:
                 return None
             return self.answer_of(part)
 
-    def _fast(self, context: Context, sender: WorkerKey, message: Gradient) -> Any:
-        # Who is idle is engaged by a gradient, and answers it when it is idle again. So the answer to what the origin has
-        # sent means that nobody has anything left to do.
-        error: BaseException | None = None
-        with context.lock:
-            part = self._join(context, message.pass_id, None)
-            if part is None:
-                why = context.ended.get(message.pass_id)
-                if why is not None:  # the sender may not know yet
-                    raise RpcError(
-                        f"the backward pass was given up on worker {self.transport.name(self.me)}: {why}"
-                    )
-                return None
-            first, part.begun = not part.begun, True
-            engaged, part.engaged = part.engaged, True
-            try:
-                part.arrive(sender, message.receipt, message.message, _taken(message.gradients))
-            except RpcError as refused:
-                error = refused
-        try:
-            if error is not None:
-                raise error
-            if first:
-                part.begin_fast(
-                    Terms(
-                        message.retain_graph, message.create_graph, message.accumulate, message.timeout, True
-                    )
-                )
-        except BaseException as failure:
-            self.fail(part, failure)
-        self.advance(part)
-        if engaged:
-            return None
-        with context.lock:
-            if part.error is not None:
-                raise part.error
-            if part.over:
-                return None
-            if part.idle:
-                part.engaged = False
-                return self.reports(part)
-            return self.answer_of(part)
-
-    def answer_of(self, part: LocalPass) -> Future[Any]:
+    def answer_of(self, part: LocalPass) -> Future[None]:
         """Return, under the lock of the context, what is completed when the part comes to its end."""
         if part.answer is None:
             part.answer = Future()
             part.answer.label = f"a part of a backward pass of {part.context}"
         return part.answer
-
-    def reports(self, part: LocalPass) -> dict[WorkerKey, tuple[int, tuple[int, ...]]]:
-        """Return, under the lock of the context, what this worker knows of all parts of a fast pass."""
-        return {**part.reports, self.me: part.report()}
 
     def may_wait(self, notice: Notice) -> bool:
         """Say whether acting on a notice may have to wait for others: for the ``.grad`` of leaves that they use."""
@@ -400,7 +349,11 @@ class Participant:
     def hear(self, sender: WorkerKey, notice: Notice) -> None:
         """Act on a notice. Each may come late, or twice."""
         if isinstance(notice, Release):
-            self._release(notice.context, sender, RpcError(f"autograd context {notice.context} was released"))
+            self._release(
+                notice.context,
+                sender,
+                RpcError(f"autograd context {notice.context} was released where it began"),
+            )
             return
         context = self.contexts.find(notice.context)
         if context is None:
@@ -410,12 +363,13 @@ class Participant:
             if part is None:
                 remember(context, notice.pass_id)  # its gradients are still on their way here
                 return
-            if part.origin == self.me:
-                return  # a worker has given a fast pass up; why, is said where the pass began in another way
         try:
             self.decide(part, notice.commit)
         except Exception:
-            _log.exception("gradients of a backward pass of %r could not be stored", context)
+            _log.exception(
+                "gradients of a backward pass of %s could not be stored: those of this worker are lost",
+                context,
+            )
 
     # -- the part ------------------------------------------------------------------------------------------------
 
@@ -459,52 +413,23 @@ class Participant:
     def _send(self, part: LocalPass, to: WorkerKey, gradient: Gradient) -> None:
         terms = part.terms
         assert terms is not None
-        left = terms.left()
+        terms.left()  # raises when no time is left
         with part.context.lock:
             if part.over or part.error is not None:
                 return
-            if terms.fast:
-                part.told.add(to)
-        if not terms.fast:
-            try:
-                self.transport.post(to, gradient)
-            except Exception as error:
-                raise blame(error, to, self.transport.name(to)) from None
-            return
-        future = self.transport.ask(to, gradient, left)
-        with part.context.lock:
-            part.asks.add(future)
-        future.add_done_callback(partial(self._answered, part, to))
-
-    def _answered(self, part: LocalPass, to: WorkerKey, future: Future[Any]) -> None:
-        """Note that a gradient has been worked off, or what went wrong with it."""
-        lock = part.context.lock
         try:
-            reports = future.value()
-        except BaseException as error:
-            name = self.transport.name(to)
-            if timed_out(error) and part.terms is not None:
-                error = late(repr(part.context), part.terms.timeout, [name])
-            self.fail(part, blame(error, to, name))
-            reports = None
-        with lock:
-            part.asks.discard(future)
-            if reports:
-                for worker, report in reports.items():
-                    key = WorkerKey(*worker)
-                    if key not in part.reports or part.reports[key] < report:
-                        part.reports[key] = report
-        self._settle(part)
+            self.transport.post(to, gradient)
+        except Exception as error:
+            raise blame(error, to, self.transport.name(to)) from None
 
     def _settle(self, part: LocalPass) -> None:
         """Answer the worker that waits for this part, if it has come to its end."""
         with part.context.lock:
             answer = part.answer
-            if answer is None or part.error is not None or not part.idle:
+            if answer is None or part.error is not None or not part.finished:
                 return
-            part.answer, part.engaged = None, False
-            value = self.reports(part) if part.terms is not None and part.terms.fast else None
-        _complete(answer, value)
+            part.answer = None
+        _complete(answer)
 
     # -- its end -------------------------------------------------------------------------------------------------
 
@@ -515,13 +440,13 @@ class Participant:
                 return
             part.error = error
             answer, part.answer = part.answer, None
-            asks = [*part.asks, *part.awaited]
-        for ask in asks:
-            ask.cancel()
-        _complete(answer, None, error)
+            awaited = list(part.awaited)
+        for each in awaited:
+            each.cancel()
+        _complete(answer, error)
 
     def decide(self, part: LocalPass, commit: bool) -> bool:
-        """End a pass on this worker, and on those that hear of it from here; the first verdict counts.
+        """End a pass on this worker, and where it began here on those that take part; the first verdict counts.
 
         Returns whether what was found counts: it does not if the part has failed meanwhile.
         """
@@ -531,25 +456,23 @@ class Participant:
                 return False
             part.over = True
             counts = commit and part.finished and part.error is None
-            # Where it ends well, all hear it from its origin, which knows them; else as the gradients went.
-            told = sorted(part.told - {self.me}) if part.origin == self.me or not commit else []
+            told = sorted(part.told - {self.me})
         for worker in told:
             self.transport.tell(worker, Verdict(context.id, part.id, counts))
-        why = None if part.error is None else line_of(part.error)
         try:
             if counts:
                 part.commit()
         finally:
             with context.lock:
                 context.passes.pop(part.id, None)
-                remember(context, part.id, why)
+                remember(context, part.id)
                 part.drop()
                 answer, part.answer = part.answer, None
-                asks, decided = list(part.asks), part.decided
-            for ask in asks:
-                ask.cancel()
-            _complete(answer, None, RpcError(f"a backward pass of {context} was given up"))
-            _complete(decided, None)
+                decided = part.decided
+            _complete(
+                answer, RpcError(f"a backward pass of {context} was given up; no gradients were changed")
+            )
+            _complete(decided)
         return counts
 
     def release(self, context_id: int) -> None:
@@ -595,13 +518,9 @@ class Participant:
     def _bereave(self, part: LocalPass, key: WorkerKey, error: BaseException) -> None:
         with part.context.lock:
             if part.origin == self.me:
-                concerned, orphaned = key in part.told or key in part.reports, False
+                concerned, orphaned = key in part.told, False
             else:
-                # In a fast pass the origin is not known, and what ends it comes the way the gradients came.
-                origin = part.origin.rank if part.origin is not None else part.id >> 48
-                fast = part.terms is not None and part.terms.fast
-                orphaned = part.origin == key if part.origin else origin == key.rank
-                orphaned = orphaned or (fast and key in part.senders and not part.finished)
+                orphaned = part.origin == key if part.origin else part.id >> 48 == key.rank
                 concerned = orphaned or part.waits_for(key)
         if concerned:
             self.fail(part, error)
@@ -613,7 +532,7 @@ class Participant:
         before = _time.now() - older_than
         for context in self.contexts.all():
             if context.touched < before and context.origin != self.me.rank and not context.passes:
-                error = RpcError(f"{context} was not used for {older_than} s, and dropped")
+                error = RpcError(f"{context} was not used on this worker for {older_than} s, and dropped")
                 self._release(context.id, None, error, tell=False)
 
 
@@ -623,7 +542,7 @@ def _taken(gradients: Gradients) -> Gradients:
     return found
 
 
-def _complete(future: Future[Any] | None, value: Any, error: BaseException | None = None) -> None:
+def _complete(future: Future[None] | None, error: BaseException | None = None) -> None:
     if future is not None and future._claim():
-        future._finish(value, error)
+        future._finish(None, error)
         future.acknowledge()  # the worker to which it matters hears it some other way, too

@@ -30,7 +30,6 @@ import torch
 
 from actorrpc import _time
 from actorrpc.agent.calls import CURRENT, Execution
-from actorrpc.agent.hooks import TAG
 from actorrpc.agent.peers import Peer
 from actorrpc.autograd import graph
 from actorrpc.autograd.contexts import Context, Contexts, Receipt
@@ -134,7 +133,7 @@ def current_context() -> int | None:
     if entered is not None and entered[1] is execution:
         return entered[0]
     if execution is not None and execution.header:
-        tag = execution.header.get(TAG)
+        tag = execution.header.get("tag")
         if tag:
             return tag[0]  # type: ignore[no-any-return]
     return None

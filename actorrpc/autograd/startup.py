@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Final
 
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.context import here
+from actorrpc.agent.context import current_worker
 from actorrpc.agent.hooks import NoRecorder
 from actorrpc.agent.peers import Peer
 from actorrpc.autograd.contexts import Contexts
 from actorrpc.autograd.participant import Participant
 from actorrpc.autograd.recorder import GraphRecorder
-from actorrpc.autograd.transport import NOTICE, AgentTransport, set_participant, unpack_notice
+from actorrpc.autograd.transport import NOTICE, AgentTransport, unpack_notice
 from actorrpc.errors import NotInitializedError
 from actorrpc.rpc import api
 from actorrpc.rpc.refcount.runtime import References
@@ -23,8 +22,6 @@ __all__ = ["contexts", "participant", "start"]
 
 _LOOKS: Final = 4  # so often is a context looked at during its lease
 
-_runtime: tuple[Contexts, Participant] | None = None
-
 
 def contexts() -> Contexts:
     """Return the autograd contexts of this worker.
@@ -32,7 +29,7 @@ def contexts() -> Contexts:
     Raises:
         NotInitializedError: RPC is not initialised in this process.
     """
-    return _required()[0]
+    return participant().contexts
 
 
 def participant() -> Participant:
@@ -41,16 +38,9 @@ def participant() -> Participant:
     Raises:
         NotInitializedError: RPC is not initialised in this process.
     """
-    return _required()[1]
-
-
-def _required() -> tuple[Contexts, Participant]:
-    found = _runtime
+    worker = current_worker()
+    found: Participant | None = None if worker is None else worker.autograd
     if found is None:
-        if here() is not None:
-            raise NotInitializedError(
-                "there is no distributed autograd in an in-process cluster: test it with processes (actorrpc.cluster)"
-            )
         raise NotInitializedError(
             "distributed autograd needs RPC: call init_rpc() in every worker, or actorrpc.init(), first"
         )
@@ -58,8 +48,9 @@ def _required() -> tuple[Contexts, Participant]:
 
 
 def start(agent: Agent, references: References) -> Callable[[bool], None]:
-    """Bring distributed autograd into force in this process; returns what ends it."""
-    global _runtime
+    """Bring distributed autograd of the current worker into force; returns what ends it."""
+    worker = current_worker()
+    assert worker is not None
     made = Contexts(references.me)
     part = Participant(made, AgentTransport(agent, references))
     lease = agent.settings.context_ttl
@@ -84,11 +75,9 @@ def start(agent: Agent, references: References) -> Callable[[bool], None]:
             agent.clock.after(lease / _LOOKS, partial(agent.submit, look))
 
     def end(_graceful: bool) -> None:
-        global _runtime
         nonlocal over
         over = True
-        _runtime = None
-        set_participant(None)
+        worker.autograd = None
         agent.recorder = NoRecorder()
         for context in made.all():
             part.release(context.id)
@@ -97,18 +86,9 @@ def start(agent: Agent, references: References) -> Callable[[bool], None]:
     agent.inbox.prompt.add(NOTICE)
     agent.on_peer_end.append(peer_ended)
     agent.recorder = GraphRecorder(made)
-    set_participant(part)
-    _runtime = made, part
+    worker.autograd = part
     look_later()
     return end
 
 
-def _forget() -> None:
-    global _runtime
-    _runtime = None
-    set_participant(None)
-
-
 api.on_start.append(start)
-# A fork of a worker has none of its parent's contexts.
-os.register_at_fork(after_in_child=_forget)

@@ -9,6 +9,7 @@ import msgpack
 
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Later
 from actorrpc.agent.outbound import post
 from actorrpc.agent.peers import Peer
@@ -39,7 +40,6 @@ __all__ = [
     "message_of",
     "pack_notice",
     "serve",
-    "set_participant",
     "unpack_notice",
 ]
 
@@ -48,19 +48,12 @@ _GRADIENT, _RUN, _DISCOVER, _SETTLE = range(4)  # kinds of messages on the wire
 _RETRY_S: Final = 1.0  # a notice is sent again after this time, then 1.5 times that, ...
 _ATTEMPTS: Final = 20
 
-_participant: Participant | None = None
-
-
-def set_participant(participant: Participant | None) -> None:
-    """Name who answers for this process."""
-    global _participant
-    _participant = participant
-
 
 def serve(kind: int, *fields: Any) -> Any:
     """Take a message of a backward pass as :func:`fields_of` gave it (called by RPC)."""
     execution = CURRENT.get()
-    participant = _participant
+    worker = current_worker()
+    participant: Participant | None = None if worker is None else worker.autograd
     if participant is None or execution is None:
         raise NotInitializedError("this worker has no distributed autograd: it has been shut down")
     answer = participant.handle(References.key_of(execution.peer), message_of(kind, fields))

@@ -23,11 +23,11 @@ from actorrpc.actors import context as context_module
 from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.actors.supervision.migration import hand_over
 from actorrpc.agent.agent import Agent
+from actorrpc.agent.context import Worker, current_worker, on_fork
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import driver_rpc
 from actorrpc.cluster import join as join_module
 from actorrpc.cluster.driver import Cluster, Directory, Reception
-from actorrpc.cluster.driver_rpc import set_cluster
 from actorrpc.cluster.join import JoinedResources, join
 from actorrpc.cluster.provisioners import registry
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, Node
@@ -49,6 +49,7 @@ from actorrpc.group import group
 from actorrpc.group.group import Group
 from actorrpc.rpc import api
 from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, check_timeout
+from actorrpc.validation import checks_of, integer, text
 from actorrpc.wire import keys
 from actorrpc.wire.identity import check_name
 from actorrpc.wire.keys import Key
@@ -59,24 +60,7 @@ _log = logging.getLogger("actorrpc.cluster")
 _GRACE_S: Final = 5.0  # how long a graceful end may take, where no time-out is given
 _LAST_S: Final = 0.5  # how long processes may take at least, however long their actors took
 _TRY_S: Final = 5.0  # how long an address in a launcher's store is tried before it is read again
-_SETTINGS: Final = tuple(field.name for field in dataclasses.fields(Settings))
-_OPTIONS: Final = (
-    "address",
-    "listen",
-    "engine",
-    "engine_options",
-    "spmd",
-    "num_cpus",
-    "num_gpus",
-    "resources",
-    "labels",
-    "namespace",
-    "log_to_driver",
-    "ignore_reinit_error",
-    "name",
-    "rpc_timeout",
-    "join_timeout",
-)
+_SETTINGS: Final = checks_of(Settings)
 _NO_DASHBOARD: Final = "there is no dashboard"
 _OWN_LOGGING: Final = "configure Python's logging; this package's loggers are below 'actorrpc'"
 #: what Ray's init takes and this one does not, and what to do instead
@@ -207,21 +191,15 @@ def init(
         _known(settings)
         member = join(address, name=name, means=means, timeout=join_timeout, settings=settings)
         return ClusterContext(member.agent.name, api.namespace(), owned=True, address=address)
+    given: dict[str, Any] = {
+        "namespace": namespace,
+        "log_to_driver": log_to_driver,
+        "name": name,
+        "rpc_timeout": rpc_timeout,
+    }
     launched = join_module.of_environment() if listen is None and engine is None else None
     if launched is not None and launched.size > 1:
-        return _launched(
-            launched,
-            spmd,
-            means,
-            join_timeout,
-            settings,
-            {
-                "namespace": namespace,
-                "log_to_driver": log_to_driver,
-                "name": name,
-                "rpc_timeout": rpc_timeout,
-            },
-        )
+        return _launched(launched, spmd, means, join_timeout, settings, given)
     if spmd and launched is None:
         raise ConfigError(
             "spmd=True is for the ranks of a launcher (torchrun, srun, mpirun), and this process is none: "
@@ -242,12 +220,9 @@ def init(
             found,
             means,
             seats_first=isinstance(found, LaunchedEngine) and found.num_workers > 0,
-            namespace=namespace,
-            log_to_driver=log_to_driver,
             ignore_reinit_error=ignore_reinit_error,
-            name=name,
-            rpc_timeout=rpc_timeout,
             settings=settings,
+            **given,
         )
     except BaseException:
         if found is not None:
@@ -373,10 +348,7 @@ def _drive(
     made = _settings(settings, listen)
     check_name(name)
     timeout = check_timeout(rpc_timeout, "rpc_timeout")
-    if namespace is None:
-        namespace = ""
-    if not isinstance(namespace, str):
-        raise WrongTypeError(f"namespace must be a str, not {namespace!r}")
+    namespace = text("namespace", namespace, none=True) or ""
     cpus = float(os.cpu_count() or 1) if means.num_cpus is None else float(means.num_cpus)
     num_gpus = means.num_gpus
     if given is None and num_gpus is not None and num_gpus != int(num_gpus):
@@ -395,6 +367,7 @@ def _drive(
     secret = secret or join_module.new_secret()
     directory = Directory()
     until = 0.0
+    worker: Worker | None = None
     cluster: Cluster | None = None
     local: LocalCluster | None = None
     key_file = ""
@@ -404,7 +377,7 @@ def _drive(
         return group.enter(name, 0, directory, settings=made, key=Key.from_text(secret))
 
     def ready(agent: Agent) -> None:
-        nonlocal cluster, local, key_file
+        nonlocal cluster, key_file, local, worker
         directory.add(agent.record)
         for_others = dataclasses.asdict(_for_others(made, agent))
         where = join_module.show(*agent.record.tcp[0]) if agent.record.tcp else ""
@@ -450,7 +423,9 @@ def _drive(
             nodes=nodes,
             seats_first=seats_first,
         )
-        set_cluster(cluster)
+        worker = current_worker()
+        assert worker is not None
+        worker.cluster = cluster
         api.before_the_end(begin)
         found = context_module.current()
         if found is not None:
@@ -472,7 +447,8 @@ def _drive(
             try:
                 cluster.end(graceful, left)
             finally:
-                set_cluster(None)
+                if worker is not None:
+                    worker.cluster = None
 
     try:
         api.install(
@@ -524,7 +500,7 @@ def _known(given: dict[str, Any]) -> None:
         if option in _OF_RAY:
             raise ConfigError(f"init() has no option {option!r}: {_OF_RAY[option]}")
         if option not in _SETTINGS:
-            known = (*_OPTIONS, *_SETTINGS)
+            known = ("address", *(init.__kwdefaults__ or {}), *_SETTINGS)
             close = difflib.get_close_matches(option, known, 3)
             hint = f"; did you mean {' or '.join(close)}?" if close else ""
             raise ConfigError(f"init() has no option {option!r}{hint} There are: {', '.join(known)}")
@@ -558,11 +534,7 @@ def _settings(given: dict[str, Any], listen: str | None) -> Settings:
         made = Settings.from_environment(**given)
     except TypeError as error:
         raise WrongTypeError(f"an option of init() has a value of a wrong type: {error}") from error
-    if made.data_only:
-        raise ConfigError(
-            "the processes of a cluster run what the driver sends them, and cannot take data only: unset "
-            "ACTORRPC_DATA_ONLY, or serve exposed functions with init_rpc"
-        )
+    join_module.check_takes_code(made)
     return made
 
 
@@ -574,16 +546,13 @@ def _autostart() -> None:
 context_module.set_autostart(_autostart)
 
 
-def _after_fork() -> None:
+def _after_fork(worker: Worker) -> None:
     """In a forked child of the driver: let go of what is the driver's."""
-    cluster = driver_rpc.current()
-    if cluster is not None:
-        set_cluster(None)
-        context_module.set_runtime(None)
-        cluster.abandon()
+    if worker.cluster is not None:
+        worker.cluster.abandon()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+on_fork.append(_after_fork)
 
 
 _SCALE_S: Final = 120.0
@@ -626,10 +595,9 @@ def scale(
         RpcTimeoutError: not all were there in time; those that came stay.
         PeerDiedError: one could not be started.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise WrongTypeError(f"scale() takes a number of workers of at least 0, not {count!r}")
+    integer("count", count, least=0, right="a number of workers of at least 0", error=WrongTypeError)
     cluster = _cluster("scale()")
-    until = _time.now() + _seconds(timeout)
+    until = _time.now() + join_module.seconds(timeout)
     engine = cluster.engine
     pooled = isinstance(engine, LaunchedEngine) and engine.num_workers > 0
     if pooled and (num_cpus is not None or num_gpus is not None or labels):
@@ -669,7 +637,7 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
         RpcTimeoutError: it has not finished in time; the message says what it does.
     """
     cluster = _cluster("drain()")
-    until = _time.now() + _seconds(timeout)
+    until = _time.now() + join_module.seconds(timeout)
     agent = cluster.agent
     peer = agent.peer(worker)
     if peer.is_self:
@@ -722,15 +690,9 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
 
 
 def _runs(agent: Agent, peer: Peer, limit: float) -> int:
-    return int(agent.call(peer, running, (), {}, limit).result())
+    return int(agent.ask(peer, running, (), {}, limit))
 
 
 def running() -> int:
     """Return how many calls run or wait on this worker, this one included."""
     return sum(len(peer.running) for peer in api.group().agent.peers())
-
-
-def _seconds(timeout: Any) -> float:
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise WrongTypeError(f"timeout must be a number of seconds > 0, not {timeout!r}")
-    return float(timeout)

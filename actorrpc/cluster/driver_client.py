@@ -55,7 +55,7 @@ class RemoteDirectory:
         # A question of ours, in whatever the user does here: no wait of the method that leads to it.
         station, WAITING.station = WAITING.station, None
         try:
-            return agent.call(agent.peer(self._driver.name), function, args, {}, _ASK_S).result()
+            return agent.ask(agent.peer(self._driver.name), function, args, {}, _ASK_S)
         finally:
             WAITING.station = station
             CURRENT.reset(token)

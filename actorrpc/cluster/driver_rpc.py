@@ -1,6 +1,6 @@
 """What the workers ask of the driver, by RPC: who is there, and processes for the actors that they create.
 
-These functions run on the driver, where :func:`set_cluster` has named the cluster. Thread-safe.
+These functions run on the driver. Thread-safe.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Later
 from actorrpc.cluster.driver import Cluster
 from actorrpc.errors import ShutdownError
@@ -26,28 +27,21 @@ __all__ = [
     "register",
     "release",
     "report",
-    "set_cluster",
     "spawn",
 ]
-
-_cluster: Cluster | None = None
-
-
-def set_cluster(cluster: Cluster | None) -> None:
-    """Name the cluster of which this process is the driver."""
-    global _cluster
-    _cluster = cluster
 
 
 def current() -> Cluster | None:
     """Return the cluster of which this process is the driver, if it is one."""
-    return _cluster
+    worker = current_worker()
+    return None if worker is None else worker.cluster
 
 
 def _here() -> Cluster:
-    if _cluster is None:
+    cluster = current()
+    if cluster is None:
         raise ShutdownError("the driver of the cluster has shut down", maybe_executed=False)
-    return _cluster
+    return cluster
 
 
 def lookup(to: str | int) -> bytes | None:
@@ -63,11 +57,12 @@ def listing() -> list[bytes]:
 
 def admit(request: Mapping[str, Any]) -> dict[str, Any]:
     """Say whether one may join the cluster; see ``Cluster.admit``."""
-    if _cluster is None:
+    cluster = current()
+    if cluster is None:
         return {
             "error": "this worker drives no cluster: name the address of the process that has called actorrpc.init()"
         }
-    return _cluster.admit(request)
+    return cluster.admit(request)
 
 
 def register(record: bytes, facts: Mapping[str, Any] | None = None) -> None:
@@ -77,14 +72,14 @@ def register(record: bytes, facts: Mapping[str, Any] | None = None) -> None:
 
 def give_back(booking: int) -> None:
     """Give back what an actor has booked."""
-    if _cluster is not None:
-        _cluster.give_back(booking)
+    if (cluster := current()) is not None:
+        cluster.give_back(booking)
 
 
 def leaving(worker: str) -> None:
     """Say that a process has begun to leave by itself."""
-    if _cluster is not None:
-        _cluster.leaving(worker)
+    if (cluster := current()) is not None:
+        cluster.leaving(worker)
 
 
 def check(spec: ProcessSpec) -> None:

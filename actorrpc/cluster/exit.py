@@ -12,9 +12,10 @@ from functools import partial
 from typing import Final
 
 from actorrpc.agent.agent import Agent
+from actorrpc.agent.context import current_worker
 from actorrpc.rpc.refcount.runtime import References
 
-__all__ = ["Leaver", "leave", "leave_when_idle", "set_leaver"]
+__all__ = ["Leaver", "leave", "leave_when_idle"]
 
 _FIRST_S: Final = 0.01
 _SLOWEST_S: Final = 0.25
@@ -75,22 +76,15 @@ class Leaver:
         self._agent.clock.after(pause, partial(self._agent.submit, again))
 
 
-_leaver: Leaver | None = None
-
-
-def set_leaver(leaver: Leaver) -> None:
-    """Name the leaver of this process."""
-    global _leaver
-    _leaver = leaver
-
-
 def leave() -> None:
     """End the process in which this is called, by RPC."""
-    if _leaver is not None:
-        _leaver.leave()
+    worker = current_worker()
+    if worker is not None and worker.leaver is not None:
+        worker.leaver.leave()
 
 
 def leave_when_idle() -> None:
     """End the process in which this is called, by RPC, once nobody needs it."""
-    if _leaver is not None:
-        _leaver.leave_when_idle()
+    worker = current_worker()
+    if worker is not None and worker.leaver is not None:
+        worker.leaver.leave_when_idle()

@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import ipaddress
 import logging
+import math
 import os
 import re
 import secrets
@@ -30,6 +31,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Mapping
+from functools import partial
 from types import FrameType
 from typing import Any, Final
 
@@ -57,6 +59,7 @@ from actorrpc.group.launchers import VARIABLES, Launch, of_environment
 from actorrpc.group.store import StoreMeeting, poll
 from actorrpc.rpc import api
 from actorrpc.transport.tls import Stream, Tls, explain
+from actorrpc.validation import amounts, check_fields, number, option, words
 from actorrpc.wire import keys
 from actorrpc.wire.handshake import Dialler
 from actorrpc.wire.identity import (
@@ -343,6 +346,32 @@ _OWN: Final = (
 )
 
 
+_amount = partial(number, none=True, error=WrongTypeError)
+
+
+def seconds(timeout: Any) -> float:
+    """Return a time-out of something that must take some time.
+
+    Raises:
+        WrongTypeError: it is not a number of seconds above 0.
+    """
+    found = number("timeout", timeout, unit="seconds", most=math.inf, above=True, error=WrongTypeError)
+    return float(found)
+
+
+def check_takes_code(settings: Settings) -> None:
+    """Refuse to be a process of a cluster that takes nothing but data.
+
+    Raises:
+        ConfigError: it is to be one.
+    """
+    if settings.data_only:
+        raise ConfigError(
+            "the processes of a cluster run what the driver sends them, and cannot take data only: unset "
+            "ACTORRPC_DATA_ONLY, or serve exposed functions with init_rpc"
+        )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedResources:
     """What a worker has, for placement.
@@ -353,31 +382,13 @@ class JoinedResources:
         labels: words by name.
     """
 
-    num_cpus: float | None = None
-    num_gpus: float | None = None
-    resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    num_cpus: float | None = option(None, _amount)
+    num_gpus: float | None = option(None, _amount)
+    resources: Mapping[str, float] = option(dict, partial(amounts, error=WrongTypeError))
+    labels: Mapping[str, str] = option(dict, words)
 
     def __post_init__(self) -> None:
-        for name in ("num_cpus", "num_gpus"):
-            value = getattr(self, name)
-            if value is not None and not _is_amount(value):
-                raise WrongTypeError(f"{name} must be a number >= 0, not {value!r}")
-        if not isinstance(self.resources, Mapping) or not all(
-            isinstance(name, str) and name and _is_amount(amount) for name, amount in self.resources.items()
-        ):
-            raise WrongTypeError(
-                f"resources must be a dict of numbers >= 0 by name, like {{'disk': 2}}, not {self.resources!r}"
-            )
-        for name in ("CPU", "GPU"):
-            if name in self.resources:
-                raise ConfigError(f"resources: say {name} with num_{name.lower()}s")
-        if not isinstance(self.labels, Mapping) or not all(
-            isinstance(name, str) and name and isinstance(value, str) for name, value in self.labels.items()
-        ):
-            raise WrongTypeError(
-                f"labels must be a dict of words by name, like {{'zone': 'a'}}, not {self.labels!r}"
-            )
+        check_fields(self)
 
     def facts(self, hosts: list[str]) -> dict[str, Any]:
         """Return it as the driver is told."""
@@ -390,12 +401,6 @@ class JoinedResources:
             "resources": {name: float(amount) for name, amount in self.resources.items()},
             "labels": dict(self.labels),
         }
-
-
-def _is_amount(value: Any) -> bool:
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= float(value) < float("inf")
-    )
 
 
 def _default_name() -> str:
@@ -492,9 +497,7 @@ def _ask(
     )
     try:
         agent.start([])
-        answer: dict[str, Any] = agent.call(
-            agent.peer(driver.name), driver_rpc.admit, (request,), {}, left
-        ).result()
+        answer: dict[str, Any] = agent.ask(agent.peer(driver.name), driver_rpc.admit, (request,), {}, left)
         return answer
     finally:
         agent.close()
@@ -533,10 +536,8 @@ def join(
     own_name = check_name(_default_name() if name is None else name)
     if api.what() is not None:
         raise RuntimeError(f"RPC is already initialized: this process is {api.what()}")
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise WrongTypeError(f"timeout must be a number of seconds > 0, not {timeout!r}")
+    deadline = _time.now() + seconds(timeout)
     found_key = find_key(host, port) if key is None else key
-    deadline = _time.now() + timeout
     here = Settings.from_environment(**(settings or {}))
     found = _knock(host, port, found_key, here, deadline)
     first = WorkerRecord(
@@ -581,11 +582,7 @@ def join(
 def _settings(of_driver: Mapping[str, Any], own: str, given: Mapping[str, Any]) -> Settings:
     """Return the settings of this worker: the driver's, but for what each host decides itself."""
     here = Settings.from_environment(**given)
-    if here.data_only:
-        raise ConfigError(
-            "the workers of a cluster run what the driver sends them, and cannot take data only: unset "
-            "ACTORRPC_DATA_ONLY, or serve exposed functions with init_rpc"
-        )
+    check_takes_code(here)
     values = {**of_driver, **{name: getattr(here, name) for name in _OWN}, **given}
     if values["bind"] is None:
         values["bind"] = own

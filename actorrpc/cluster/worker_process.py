@@ -25,10 +25,11 @@ from actorrpc.actors import context as context_module
 from actorrpc.actors.host.actor import HostedActor
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.context import current_worker
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import driver_rpc, logs
 from actorrpc.cluster.driver_client import RemoteDirectory, RemoteSpawner
-from actorrpc.cluster.exit import Leaver, set_leaver
+from actorrpc.cluster.exit import Leaver
 from actorrpc.config import Settings
 from actorrpc.errors import RpcError
 from actorrpc.group import group
@@ -182,7 +183,9 @@ def enter(
     def ready(agent: Agent) -> None:
         leaver = Leaver(agent, rref.runtime(), lambda: _announce(agent, driver.name))
         leavers.append(leaver)
-        set_leaver(leaver)
+        worker = current_worker()
+        assert worker is not None
+        worker.leaver = leaver
 
         def ended(peer: Peer) -> None:
             if peer.name == driver.name:
@@ -210,7 +213,7 @@ def enter(
         raise
     try:
         arguments = (agent.record.to_bytes(),) if facts is None else (agent.record.to_bytes(), dict(facts))
-        agent.call(agent.peer(driver.name), driver_rpc.register, arguments, {}, limit).result()
+        agent.ask(agent.peer(driver.name), driver_rpc.register, arguments, {}, limit)
     except BaseException:
         api.shutdown(False)
         raise
@@ -220,7 +223,7 @@ def enter(
 def _announce(agent: Agent, driver: str) -> None:
     token = CURRENT.set(None)
     try:
-        agent.call(agent.peer(driver), driver_rpc.leaving, (agent.name,), {}, _LEAVE_S).result()
+        agent.ask(agent.peer(driver), driver_rpc.leaving, (agent.name,), {}, _LEAVE_S)
     except RpcError:
         pass  # it is gone, or very busy: this process ends all the same
     finally:

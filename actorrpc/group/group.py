@@ -31,6 +31,7 @@ import torch
 from actorrpc import _time
 from actorrpc.agent import hooks
 from actorrpc.agent.agent import Agent
+from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Later
 from actorrpc.agent.peers import Peer, state_of
 from actorrpc.config import Settings, host_and_port
@@ -47,6 +48,7 @@ from actorrpc.errors import (
 from actorrpc.futures import Future
 from actorrpc.group import device_maps
 from actorrpc.group.rendezvous import Rendezvous
+from actorrpc.serialization.by_value import note_main
 from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord, host_identity, main_identity, new_incarnation
 from actorrpc.wire.keys import Key
@@ -226,7 +228,8 @@ class Group:
             if _time.now() >= until:
                 missing = ", ".join(self.barrier.missing(stage)) if peer.is_self else "some"
                 raise RpcTimeoutError(
-                    f"shutdown of {self.agent.name!r}: not every worker called shutdown within {timeout} s (missing: {missing})",
+                    f"shutdown of {self.agent.name!r}: not every worker called shutdown within {timeout} s (missing: {missing}); "
+                    f"this worker is shut down all the same, and ends the calls that others make to it",
                     worker=peer.name,
                 )
 
@@ -329,7 +332,7 @@ class Group:
             try:
                 self.membership.leave()
             except RpcError as error:
-                _log.info("the store is gone: %s", error)
+                _log.info("the store through which the workers met has ended: %s", error)
         if self._together:  # at an end by force, nobody has the time
             self.agent.close(_LET_END_S, max(_LET_END_S, min(_PARTING_S, self.agent.leave_by - _time.now())))
         else:
@@ -339,21 +342,12 @@ class Group:
         self.membership.release()
 
 
-_current: Group | None = None
-
-
-def set_current(group: Group | None) -> None:
-    """Name the group that is in force in this process."""
-    global _current
-    _current = group
-
-
 def _arrive(stage: int, name: str) -> Any:
     """Run on the worker that is asked: answer when everybody has arrived."""
-    group = _current
-    if group is None:
+    worker = current_worker()
+    if worker is None or worker.group is None:
         return None
-    return Later(group.barrier.arrive(stage, name))
+    return Later(worker.group.barrier.arrive(stage, name))
 
 
 # -- joining ---------------------------------------------------------------------------------------
@@ -499,6 +493,7 @@ def join(
     try:
         doors.open(settings, rendezvous.own_address(), own_key is not None)
         key = None if own_key is None and settings.insecure else rendezvous.agree_key(own_key, host)
+        note_main()
         record = WorkerRecord(
             name=name,
             rank=rank,
@@ -511,6 +506,7 @@ def join(
             cuda_devices=torch.cuda.device_count(),
             devices=devices,
             device_maps=maps,
+            data_only=settings.data_only,
         )
         hooks.reach("join.listening", name)
         if world_size is None:

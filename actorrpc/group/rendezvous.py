@@ -262,7 +262,9 @@ class Rendezvous:
             kind, payload = _read_outcome(self._ask("get", outcome))
             if kind != _AGAIN:
                 raise RendezvousError(
-                    str(payload) if kind == _ERROR else "the others met without rank 0's key"
+                    str(payload)
+                    if kind == _ERROR
+                    else "the others met before rank 0 had said which key is theirs: start all of them again"
                 )
             self._round = None
 
@@ -296,7 +298,7 @@ class Rendezvous:
                 )
             return own_key
         if len(announcement) != 3 or announcement[0] != "file" or not isinstance(announcement[1], str):
-            raise AuthenticationError("what the store says of the group's key makes no sense")
+            raise AuthenticationError(f"what the store says of the group's key cannot be read; {_OTHERS}")
         if own_key is not None:
             raise AuthenticationError(
                 "this worker was given a key and the one that came first (rank 0) was not: give all of them "
@@ -327,7 +329,9 @@ class Rendezvous:
             if slot == 0 or not self._ask("check", [f"{number}/outcome"]):
                 self._round = number, slot
             elif _time.now() > deadline:
-                raise RendezvousError("the store is full of rounds that were given up; use another one")
+                raise RendezvousError(
+                    "too many attempts to meet have failed in this store: start the workers with a new one (another port or file)"
+                )
         return f"{self._round[0]}/{key}"
 
     def _join_round(self, record: WorkerRecord, deadline: float) -> tuple[str, Any]:
@@ -406,7 +410,9 @@ class Rendezvous:
         )
         if taken is not None:
             self._ask("compare_set", f"rank/{mine.rank}", _tag(mine), _LEFT)
-            raise RendezvousError(f"the name is taken: {_list([WorkerRecord.from_bytes(taken)])}")
+            raise RendezvousError(
+                f"the name is taken: {_list([WorkerRecord.from_bytes(taken)])}; choose another one"
+            )
         self._ask("set", f"log/{self._ask('add', 'log', 1)}", mine.name.encode())
         return mine
 
@@ -421,7 +427,9 @@ class Rendezvous:
                 name = _tag_name(holder)
                 raise RendezvousError(f"rank {wanted} is taken by {name!r}; leave it out to be given one")
             if _time.now() > deadline:
-                raise RendezvousError(f"no free rank was found within {self.timeout:g} s")
+                raise RendezvousError(
+                    f"no free rank was found within {self.timeout:g} s, as many join at once: call init_rpc() again"
+                )
 
     def _claim_rank(self, mine: WorkerRecord) -> bytes | None:
         return self._claim(f"rank/{mine.rank}", _tag(mine), lambda tag: self._tag_is_free(tag, mine))
@@ -471,7 +479,11 @@ class _Released:
     """Stands in for a store that was let go of."""
 
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeError("this worker has left")
+        raise RuntimeError("this worker has left its group: call init_rpc() to join one")
+
+
+_OTHERS: Final = "something else has written to it, or another version of actorrpc: give the group a port or a file of its own"
+_NO_SENSE: Final = f"what the store says of the group cannot be read; {_OTHERS}"
 
 
 def _pack(*parts: Any) -> bytes:
@@ -485,16 +497,14 @@ def _unpack(data: bytes) -> list[Any]:
     except (ValueError, msgpack.UnpackException):
         found = None
     if not isinstance(found, list) or not found:
-        raise RendezvousError(
-            "what the store says of the group makes no sense: something else has written to it"
-        )
+        raise RendezvousError(_NO_SENSE)
     return found
 
 
 def _read_outcome(data: bytes) -> tuple[str, Any]:
     answer = _unpack(data)
     if len(answer) != 2 or answer[0] not in (_TABLE, _ERROR, _AGAIN):
-        raise RendezvousError("what the store says of the group makes no sense")
+        raise RendezvousError(_NO_SENSE)
     return answer[0], answer[1]
 
 
@@ -503,7 +513,9 @@ def _read_table(payload: Any, own: WorkerRecord) -> dict[str, WorkerRecord]:
         table = {each.name: each for each in map(WorkerRecord.from_bytes, payload)}
         if table.get(own.name) == own:
             return table
-    raise RendezvousError("what the store says of the group makes no sense: this worker is not in it")
+    raise RendezvousError(
+        "the store lists the workers of the group, and this worker is not among them: start all of them again"
+    )
 
 
 def _tag(record: WorkerRecord) -> bytes:

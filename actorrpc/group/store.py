@@ -113,7 +113,9 @@ class StoreMeeting:
         if self.kind == "file":
             folder = os.path.dirname(self.path)
             if not os.access(folder, os.W_OK | os.X_OK) or os.path.isdir(self.path):
-                raise RendezvousError(f"the file {self.path!r} cannot be made: check its directory")
+                raise RendezvousError(
+                    f"the file {self.path!r}, where the workers meet, cannot be made: its directory must exist, and be writable"
+                )
         elif self.kind == "tcp" and not self.hosts:
             self._wait_for_server(deadline)
         remaining = timedelta(seconds=max(0.1, deadline - _time.now()))

@@ -52,7 +52,7 @@ def alone(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     Raises:
         RpcTimeoutError: others have them for longer than the call may take.
     """
-    with graph.borrowed(parameters, _deadline()):
+    with graph.Borrowed(parameters, _deadline()):
         yield
 
 
@@ -73,7 +73,7 @@ def lent(parameters: Sequence[torch.Tensor], context_id: int | None) -> Iterator
     """
     deadline = _deadline()
     if context_id is None:
-        with graph.borrowed(parameters, deadline) as in_slots:
+        with graph.Borrowed(parameters, deadline) as in_slots:
             gradients = list(in_slots)
             yield gradients
             in_slots[:] = gradients
@@ -81,7 +81,7 @@ def lent(parameters: Sequence[torch.Tensor], context_id: int | None) -> Iterator
     # First: this may wait for the end of a pass, which may need the slots.
     left = 0.0 if deadline is None else max(0.001, deadline - _time.now())
     found = startup.participant().gradients(context_id, left)
-    with graph.borrowed(parameters, deadline):
+    with graph.Borrowed(parameters, deadline):
         gradients = [found.get(parameter) for parameter in parameters]
         yield gradients
         replaced = {

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from actorrpc import _time
+from actorrpc._exception_text import is_of_handler
 from actorrpc.autograd import recorder
 from actorrpc.errors import RpcError
 from actorrpc.futures import Future
@@ -71,8 +72,14 @@ def gather(what: str, calls: Mapping[str, Future[Any] | Exception]) -> dict[str,
             continue
         try:
             results[name] = call.wait()
-        except Exception as error:
-            failures[name] = error
+        except BaseException as error:
+            if isinstance(error, Exception) and not is_of_handler(error):
+                failures[name] = error
+                continue
+            for each in calls.values():
+                if isinstance(each, Future):
+                    each.cover()  # nobody waits for them any more
+            raise
     if not failures:
         return results
     try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import numbers
 import os
 import socket
 import sys
@@ -17,12 +16,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from actorrpc import _time
+from actorrpc._exception_text import is_of_handler
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.context import here
+from actorrpc.agent.context import Worker, current_worker, on_fork, process_worker, set_worker
 from actorrpc.agent.peers import Listener, Peer, state_of
 from actorrpc.config import Settings
 from actorrpc.errors import ConfigError, NotInitializedError, RpcError, WrongTypeError
-from actorrpc.futures import Future, forked, hush
+from actorrpc.futures import INTERRUPTED, Future, forked, hush, interruption_point
 from actorrpc.group import group as groups
 from actorrpc.group.group import Group
 from actorrpc.group.launchers import fill_in
@@ -42,6 +42,7 @@ from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import torchscript
 from actorrpc.transport.signals import checkpoint, uninterruptible
 from actorrpc.transport.tls import Tls
+from actorrpc.validation import integer
 from actorrpc.wire.identity import WorkerInfo, WorkerRecord
 
 __all__ = [
@@ -76,52 +77,19 @@ _SETTLE_S = 30.0  # how long shutdown waits for the last references, once every 
 on_start: list[Callable[[Agent, References], Callable[[bool], None]]] = []
 
 
-class _GroupState:
-    """What is in force in this process."""
-
-    __slots__ = ("agent", "ends", "group", "namespace", "references", "stop", "timeout", "what")
-
-    def __init__(self, group: Group, timeout: float, what: str, namespace: str) -> None:
-        self.agent = group.agent
-        self.group = group
-        self.timeout = timeout
-        self.what = what
-        self.namespace = namespace
-        self.references = rrefs.new_references(group.agent, lambda: self.timeout)
-        self.ends: list[Callable[[bool], None]] = []
-        self.stop: Callable[[bool, float], None] | None = None
-
-    def end(self, graceful: bool) -> None:
-        """Tell the floors above that it is over; once, and again only where Ctrl-C has cut a graceful end short."""
-        while self.ends:
-            end = self.ends.pop()
-            try:
-                end(graceful)
-            except Exception:
-                _log.exception("the end of a part of this worker raised")
-            except BaseException:
-                if graceful:
-                    self.ends.append(end)
-                raise
-
-
-_state: _GroupState | None = None
 _before = 0.0
 # Guards joining and leaving; never held while waiting for other workers.
 _lock = threading.Lock()
 
 
-def _require() -> _GroupState:
-    state = _state
-    if state is None:  # never set in a fork: _after_fork sees to that
-        several = here()
-        if several is not None:
-            return several.state  # type: ignore[no-any-return]
+def _require() -> Worker:
+    worker = current_worker()
+    if worker is None or not worker.in_force:
         raise NotInitializedError(
             "RPC has not been initialized in this process. Call actorrpc.init() or init_rpc() first; a fork (os.fork(), or "
             "multiprocessing's start method 'fork') has nothing of its parent's, and needs a call of its own."
         )
-    return state
+    return worker
 
 
 def is_available() -> bool:
@@ -131,7 +99,8 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     """Say whether RPC is initialised in this process."""
-    return _state is not None or here() is not None
+    worker = current_worker()
+    return worker is not None and worker.in_force
 
 
 def init_rpc(
@@ -158,13 +127,7 @@ def init_rpc(
         RuntimeError: RPC is initialised already.
     """
     name, rank, world_size, options = fill_in(name, rank, world_size, options_of(rpc_backend_options))
-    if isinstance(rank, bool) or not isinstance(rank, numbers.Integral):
-        raise WrongTypeError(f"rank must be an int, not {rank!r}")
-    if world_size is not None and (
-        isinstance(world_size, bool) or not isinstance(world_size, numbers.Integral)
-    ):
-        raise WrongTypeError(f"world_size must be an int or None, not {world_size!r}")
-    rank, world_size = int(rank), None if world_size is None else int(world_size)
+    rank, world_size = integer("rank", rank), integer("world_size", world_size, none=True)
     if world_size == -1:
         world_size = None
     if world_size is not None and (world_size < 1 or rank >= world_size):
@@ -240,15 +203,15 @@ def install(
         RuntimeError: RPC is initialised already.
         Exception: what ``make``, ``ready`` or the floors above raise; nothing is in force then.
     """
-    global _state, _before
+    global _before
     with _lock:
         if is_initialized():
             raise RuntimeError(f"RPC is already initialized: this process is {_require().what}")
         group: Group | None = None
-        state: _GroupState | None = None
+        worker: Worker | None = None
         try:
             group = make()
-            state = _GroupState(group, timeout, what, namespace)
+            worker = worker_of(group, timeout, what, namespace)
             settings = group.agent.settings
             if settings.switch_interval is None:
                 # A worker that is busy in Python would answer after several of the interpreter's 5 ms turns.
@@ -258,41 +221,64 @@ def install(
             else:
                 _before = sys.getswitchinterval()
                 sys.setswitchinterval(settings.switch_interval)
-            rrefs.set_runtime(state.references)
-            groups.set_current(group)
-            _state = state
-            state.stop = stop
+            set_worker(worker)
+            worker.in_force = True
+            worker.stop = stop
             for start in on_start:
-                state.ends.append(start(group.agent, state.references))
+                worker.ends.append(start(group.agent, worker.references))
             if ready is not None:
                 ready(group.agent)
             group.start()
         except BaseException:
-            if state is not None:
-                _close(state)
+            if worker is not None:
+                close(worker)
+                set_worker(None)
             elif group is not None:
                 group.close()
             groups.close_forsaken()
             raise
 
 
+def worker_of(group: Group, timeout: float, what: str, namespace: str = "") -> Worker:
+    """Return the worker that a group has been joined for; the arguments are those of :func:`install`. Nothing is in force."""
+    worker = Worker(group.agent, timeout, what, namespace)
+    worker.group = group
+    worker.references = rrefs.new_references(group.agent, lambda: worker.timeout)
+    return worker
+
+
+def _end(worker: Worker, graceful: bool) -> None:
+    """Tell the floors above that it is over; once, and again only where a signal handler has cut a graceful end short."""
+    while worker.ends:
+        end = worker.ends.pop()
+        try:
+            end(graceful)
+        except BaseException as error:
+            if not isinstance(error, Exception) or is_of_handler(error):
+                if graceful:
+                    worker.ends.append(end)
+                raise
+            _log.exception(
+                "a part of worker %r raised at its end; the others end all the same", worker.agent.name
+            )
+
+
 @uninterruptible
-def _close(state: _GroupState) -> None:
-    """End everything at once, what has been ended already excepted. Under ``_lock``. Takes some seconds at most."""
-    global _state
-    if _state is state:
-        _state = None
+def close(worker: Worker) -> None:
+    """End everything of a worker at once, what has been ended already excepted. Takes some seconds at most.
+
+    The calling thread acts for the worker, and has seen to it that no other one closes it.
+    """
+    worker.in_force = False
     _restore()
     try:
-        state.end(False)
-        stop, state.stop = state.stop, None
+        _end(worker, False)
+        stop, worker.stop = worker.stop, None
         if stop is not None:
             stop(False, 0.0)
     finally:
-        state.references.carry_out(state.references.table.close())
-        state.group.close()
-        rrefs.set_runtime(None)
-        groups.set_current(None)
+        worker.references.carry_out(worker.references.table.close())
+        worker.group.close()
         hush(False)
 
 
@@ -326,24 +312,21 @@ def leave(
         RpcTimeoutError: as :func:`shutdown`.
         Exception: what ``let_go`` raised. This worker is shut down all the same.
     """
-    global _state
-    state = _state
-    if state is None:
-        if is_initialized():
-            raise RuntimeError(f"shutdown is not for {what()}: close the cluster")
+    worker = current_worker()
+    if worker is None or not worker.in_force:
         return ()
-    if os.getpid() != state.agent.pid:
-        _state = None
-        rrefs.set_runtime(None)
+    if os.getpid() != worker.agent.pid:
+        set_worker(None)
         return ()
     seconds = check_timeout(timeout)
-    until = state.agent.leave_by = _time.now() + seconds if seconds else float("inf")
+    until = worker.agent.leave_by = _time.now() + seconds if seconds else float("inf")
     try:
-        return _end_together(state, until, let_go or let_go_of_all) if graceful else ()
+        return _end_together(worker, until, let_go or let_go_of_all) if graceful else ()
     finally:
         with _lock:
-            if _state is state:
-                _close(state)
+            if worker.in_force:
+                close(worker)
+                set_worker(None)
         checkpoint()  # Ctrl-C that came meanwhile
 
 
@@ -360,15 +343,15 @@ def let_go_of_all() -> None:
     references.carry_out(references.table.delete_all_users())
 
 
-def _end_together(state: _GroupState, until: float, let_go: Callable[[], None]) -> Sequence[object]:
+def _end_together(worker: Worker, until: float, let_go: Callable[[], None]) -> Sequence[object]:
     def left() -> float:
         return 0.0 if until == float("inf") else max(0.001, until - _time.now())
 
-    group, references = state.group, state.references
+    group, references = worker.group, worker.references
     group.wait_for_all(0, left())
     # Nobody works any more.
-    state.end(True)
-    stop, state.stop = state.stop, None
+    _end(worker, True)
+    stop, worker.stop = worker.stop, None
     if stop is not None:
         stop(True, left())
         return ()  # all others have ended: there is nobody to settle anything with
@@ -379,39 +362,41 @@ def _end_together(state: _GroupState, until: float, let_go: Callable[[], None]) 
     group.wait_for_all(1, min(left() or _SETTLE_S, _SETTLE_S))
     # A value may have been made here in the meantime: that it is not wanted has been sent, but may not be read yet.
     references.settle(min(until, _time.now() + _LATE_S))
-    return references.table.leaks()
+    leaks: Sequence[object] = references.table.leaks()
+    return leaks
 
 
 @atexit.register
 def _at_exit() -> None:
     """End what a program that exits without shutdown has left: quickly, and without waiting for anybody."""
-    if (state := _state) is not None and os.getpid() == state.agent.pid:
+    worker = process_worker()
+    if worker is not None and worker.in_force and os.getpid() == worker.agent.pid:
         # Without the lock: the thread that holds it may be a thread that never comes back.
-        _close(state)
+        close(worker)
 
 
-def _after_fork() -> None:
+def _after_fork(worker: Worker) -> None:
     """In a child: let go of everything that belongs to the parent."""
-    global _state
-    state, _state = _state, None
-    if state is not None:
-        forked()
-        rrefs.set_runtime(None)
-        groups.set_current(None)
-        state.agent.abandon()
+    forked()
+    worker.agent.abandon()
+
+
+on_fork.append(_after_fork)
 
 
 def _before_fork() -> None:
-    if (state := _state) is not None:
-        state.agent.upkeep.before_fork()
+    worker = process_worker()
+    if worker is not None and worker.in_force:
+        worker.agent.upkeep.before_fork()
 
 
 def _after_fork_in_parent() -> None:
-    if (state := _state) is not None:
-        state.agent.upkeep.after_fork_in_parent()
+    worker = process_worker()
+    if worker is not None and worker.in_force:
+        worker.agent.upkeep.after_fork_in_parent()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent)
 
 
 # -- calling ------------------------------------------------------------------------------------------
@@ -419,8 +404,10 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 def _prepare(
     to: Any, func: Any, args: Any, kwargs: Any, timeout: Any
-) -> tuple[_GroupState, Any, tuple[Any, ...], dict[str, Any], float]:
-    state = _require()
+) -> tuple[Worker, Any, tuple[Any, ...], dict[str, Any], float]:
+    if INTERRUPTED:
+        interruption_point()
+    worker = _require()
     if not callable(func):
         raise TypeError("function should be callable.")
     if args is None:
@@ -438,8 +425,8 @@ def _prepare(
     for key in kwargs:
         if type(key) is not str and not isinstance(key, str):
             raise TypeError(f"kwargs must have names for keys, not {key!r}")
-    seconds = state.timeout if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
-    return state, state.agent.peer(to), args, kwargs, seconds
+    seconds = worker.timeout if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
+    return worker, worker.agent.peer(to), args, kwargs, seconds
 
 
 def rpc_sync(
@@ -468,19 +455,20 @@ def rpc_sync(
     if modern._is_profiler_enabled or profiled():
         there, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
         with calling("sync", func, there.agent, peer):
-            return there.agent.call(peer, func, args, kwargs, seconds).result()  # type: ignore[no-any-return]
-    state = _state
+            return there.agent.ask(peer, func, args, kwargs, seconds)  # type: ignore[no-any-return]
+    worker = current_worker()
     if (
-        state is not None
+        worker is not None
+        and worker.in_force
         and type(args) is tuple
         and kwargs is None
         and timeout == UNSET_RPC_TIMEOUT
         and callable(func)
     ):
-        agent = state.agent
-        return agent.call(agent.peer(to), func, args, {}, state.timeout).result()  # type: ignore[no-any-return]
-    state, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
-    return state.agent.call(peer, func, args, kwargs, seconds).result()  # type: ignore[no-any-return]
+        agent = worker.agent
+        return agent.ask(agent.peer(to), func, args, {}, worker.timeout)  # type: ignore[no-any-return]
+    worker, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
+    return worker.agent.ask(peer, func, args, kwargs, seconds)  # type: ignore[no-any-return]
 
 
 def rpc_async(
@@ -516,8 +504,8 @@ def send(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> None:
     """Do what :func:`rpc_async` does, with a future that the caller has made. For the floors above."""
-    state, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
-    state.agent.call(peer, func, args, kwargs, seconds, future=future)
+    worker, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
+    worker.agent.call(peer, func, args, kwargs, seconds, future=future)
 
 
 def remote(
@@ -531,20 +519,20 @@ def remote(
 
     What the call raises is raised at every use of the RRef. Arguments as for :func:`rpc_sync`.
     """
-    state, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
+    worker, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
     label = getattr(func, "__qualname__", None) or repr(func)
     conn = peer.conn
     if (conn is None or conn.broken) and not peer.is_self:
         # Here, where Ctrl-C can come: it cannot while the reference is being made.
-        state.agent.links.connect(peer, _time.now() + (seconds or _JOIN_TIMEOUT), label)
+        worker.agent.links.connect(peer, _time.now() + (seconds or _JOIN_TIMEOUT), label)
     rref: RRef[T]
     if modern._is_profiler_enabled or profiled():
-        with calling("remote", func, state.agent, peer) as span:
-            rref = state.references.create(peer, func, args, kwargs, seconds, label)
+        with calling("remote", func, worker.agent, peer) as span:
+            rref = worker.references.create(peer, func, args, kwargs, seconds, label)
             assert rref._creation is not None
         rref._creation.add_done_callback(lambda _: span.close())
         return rref
-    rref = state.references.create(peer, func, args, kwargs, seconds, label)
+    rref = worker.references.create(peer, func, args, kwargs, seconds, label)
     return rref
 
 
@@ -557,10 +545,10 @@ def get_worker_info(worker_name: str | WorkerInfo | None = None) -> WorkerInfo:
     Raises:
         UnknownWorkerError: there is no such worker.
     """
-    state = _require()
+    worker = _require()
     if worker_name is None:
-        return state.agent.info
-    return state.agent.peer(worker_name).info
+        return worker.agent.info
+    return worker.agent.peer(worker_name).info
 
 
 def get_worker_infos() -> list[WorkerInfo]:
@@ -603,7 +591,8 @@ def group() -> Group:
     Raises:
         NotInitializedError: RPC is not initialised in this process.
     """
-    return _require().group
+    found: Group = _require().group
+    return found
 
 
 def references() -> References:
@@ -612,7 +601,8 @@ def references() -> References:
     Raises:
         NotInitializedError: RPC is not initialised in this process.
     """
-    return _require().references
+    found: References = _require().references
+    return found
 
 
 _members_log = logging.getLogger("actorrpc.members")

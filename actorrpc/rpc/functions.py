@@ -18,12 +18,12 @@ from actorrpc.agent.executor import ASYNC_MARK
 from actorrpc.group import group
 from actorrpc.rpc import rref
 from actorrpc.rpc.refcount.messages import ForkId, RRefId
-from actorrpc.serialization.data_only import Named, allow, exposed, permit_function, permit_maker
+from actorrpc.serialization.data_only import Named, allow, exposed, permit_maker
 
 __all__ = ["Named", "allow", "async_execution", "exposed"]
 
 for _function in (group._arrive, rref._create, rref._fetch):
-    permit_function(_function)
+    exposed(_function)
 permit_maker(rref._rebuild)
 for _class in (RRefId, ForkId):
     allow(_class)

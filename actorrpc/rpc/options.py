@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +15,7 @@ import torch
 
 from actorrpc.config import Settings
 from actorrpc.errors import ConfigError, WrongTypeError
+from actorrpc.validation import MOST, checks_of, integer, number, text, wrong
 from actorrpc.wire.keys import Key
 
 if TYPE_CHECKING:
@@ -38,27 +38,7 @@ DEFAULT_RPC_TIMEOUT_SEC: Final = 60.0
 DEFAULT_INIT_METHOD: Final = "env://"
 DEFAULT_NUM_WORKER_THREADS: Final = 16
 UNSET_RPC_TIMEOUT: Final = -1.0
-
-_EXTRA: Final = (
-    "transport",
-    "bind",
-    "advertise",
-    "port",
-    "key",
-    "insecure",
-    "tls_cert",
-    "tls_key",
-    "tls_ca",
-    "tls_min_version",
-    "frame_integrity",
-    "data_only",
-    "max_threads",
-    "spin_us",
-    "lane",
-    "window",
-    "heartbeat",
-    "heartbeat_misses",
-)
+_SETTINGS: Final = checks_of(Settings)
 
 
 class BackendType(enum.Enum):
@@ -134,25 +114,8 @@ class RpcBackendOptions:
             raise wrong
         self.rpc_timeout = rpc_timeout
         self.init_method = init_method
-        self._extra = {
-            "transport": transport,
-            "bind": bind,
-            "advertise": advertise,
-            "port": port,
-            "insecure": insecure,
-            "tls_cert": tls_cert,
-            "tls_key": tls_key,
-            "tls_ca": tls_ca,
-            "tls_min_version": tls_min_version,
-            "frame_integrity": frame_integrity,
-            "data_only": data_only,
-            "max_threads": max_threads,
-            "spin_us": spin_us,
-            "lane": lane,
-            "window": window,
-            "heartbeat": heartbeat,
-            "heartbeat_misses": heartbeat_misses,
-        }
+        given = locals()
+        self._extra = {name: given[name] for name in _SETTINGS if name in given}
         # They are checked where they are used, but here first: nothing has been started yet.
         Settings(**{name: value for name, value in self._extra.items() if value is not None})
 
@@ -180,14 +143,9 @@ class RpcBackendOptions:
 
     @init_method.setter
     def init_method(self, value: str) -> None:
-        if not isinstance(value, str):
-            raise WrongTypeError(
-                f"init_method must be a URL such as env:// or tcp://host:port, not {value!r}"
-            )
-        if "://" not in value:
-            raise ConfigError(
-                f"init_method must be a URL such as env://, tcp://host:port or file:///path, not {value!r}"
-            )
+        right = "a URL such as env://, tcp://host:port or file:///path"
+        if "://" not in text("init_method", value, right=right):
+            raise wrong("init_method", value, right)
         self._init_method = value
 
     def __repr__(self) -> str:
@@ -226,20 +184,17 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         _channels: list[str] | None = None,
         **extra: Any,
     ) -> None:
-        unknown = sorted(set(extra) - set(_EXTRA))
+        known = RpcBackendOptions.__init__.__kwdefaults__ or {}
+        unknown = sorted(extra.keys() - known)
         if unknown:
             raise WrongTypeError(
-                f"unknown option {unknown[0]!r}; besides torch's there are: {', '.join(_EXTRA)}"
+                f"unknown option {unknown[0]!r}; besides torch's there are: {', '.join(known)}"
             )
         extra["key"], wrong = _hidden(extra.pop("key", None))
         if wrong is not None:
             raise wrong
         super().__init__(rpc_timeout, init_method, **extra)
-        if isinstance(num_worker_threads, bool) or not isinstance(num_worker_threads, int):
-            raise WrongTypeError(f"num_worker_threads must be a positive integer, not {num_worker_threads!r}")
-        if num_worker_threads < 1:
-            raise ConfigError(f"num_worker_threads must be a positive integer, not {num_worker_threads!r}")
-        self.num_worker_threads = num_worker_threads
+        self.num_worker_threads: int = integer("num_worker_threads", num_worker_threads, least=1)
         self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
         self.devices: list[torch.device] = []
         self.set_devices(() if devices is None else devices)
@@ -320,12 +275,10 @@ def check_timeout(value: Any, name: str = "timeout") -> float:
     Raises:
         ConfigError: it is not a number of seconds >= 0.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
-        raise WrongTypeError(f"{name} must be a number of seconds, not {value!r}")
-    value = float(value)
-    if math.isnan(value) or value < 0:
-        raise ConfigError(f"{name} must be 0 (none) or a positive number of seconds, not {value!r}")
-    return 0.0 if math.isinf(value) else value
+    if type(value) in (float, int) and 0.0 <= value <= MOST:
+        return float(value)
+    value = number(name, value, most=math.inf, right="0 (none) or a positive number of seconds")
+    return 0.0 if value > MOST else float(value)
 
 
 def options_of(given: Any) -> RpcBackendOptions:

@@ -35,6 +35,7 @@ from actorrpc.agent.hooks import RIDERS, Bystander, Interceptor
 from actorrpc.agent.peers import Peer
 from actorrpc.futures import Future
 from actorrpc.transport.signals import uninterruptible
+from actorrpc.wire.headers import Header
 
 __all__ = [
     "Collector",
@@ -65,7 +66,6 @@ modern: Final[Any] = torch.autograd.profiler
 profiled: Final[Callable[[], bool]] = _autograd._profiler_enabled
 
 _log: Final = logging.getLogger("actorrpc")
-_FIELD: Final = "pf"  # of a call's header: [number, name, *settings]; without settings, nobody collects
 _REMOTE: Final = "#remote_op: "
 _enter: Final[Any] = torch.ops.profiler._record_function_enter_new
 _end_with: Final[Any] = torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction
@@ -367,11 +367,11 @@ class _Rider(Bystander):
     What comes back does not come in the answer's header: rows may be more than one takes.
     """
 
-    def request_header(self, header: dict[str, Any], peer: Peer) -> None:
+    def request_header(self, header: Header, peer: Peer) -> None:
         span, _here.calling = _here.calling, None  # calls that making it takes are none of the program's
         if span is not None:
             settings = () if span.collector is None else map(bool, span.collector.settings)
-            header[_FIELD] = [span.number, span.key, *settings]
+            header["profile"] = [span.number, span.key, *settings]
 
 
 _rider: Final = _Rider()
@@ -434,14 +434,14 @@ class _Host(_Rider):
     ) -> Callable[[], Any]:
         """Return what runs the call and records it."""
         assert execution.header is not None
-        number, key, *settings = execution.header[_FIELD]
+        number, key, *settings = execution.header["profile"]
         if settings:
             later = getattr(function, ASYNC_MARK, None) is not None
             return lambda: _record(call, number, ProfilerSettings(*settings), later)
         return lambda: _mark(call, key)
 
 
-RIDERS[_FIELD] = _Host()
+RIDERS["profile"] = _Host()
 
 
 def _mark(call: Callable[[], Any], key: str) -> Any:

@@ -18,7 +18,7 @@ import torch
 from actorrpc._exception_text import cut_frames
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.context import here
+from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import ASYNC_MARK, Later, future_of
 from actorrpc.agent.outbound import MessageContext
 from actorrpc.agent.peers import Peer
@@ -46,21 +46,13 @@ __all__ = [
     "runtime",
     "set_backward",
     "set_class",
-    "set_runtime",
 ]
 
 T = TypeVar("T")
 
 _NO_CONTEXT: Final = -1
 
-_runtime: References | None = None
 _run_backward: Callable[[Any, int, bool], None] | None = None
-
-
-def set_runtime(references: References | None) -> None:
-    """Name the references of the agent that is in force in this process."""
-    global _runtime
-    _runtime = references
 
 
 def set_backward(run: Callable[[Any, int, bool], None]) -> None:
@@ -75,13 +67,11 @@ def runtime() -> References:
     Raises:
         NotInitializedError: there is none, or this is a fork.
     """
-    found = _runtime
-    if found is None:
-        several = here()
-        if several is None:
-            raise NotInitializedError("RPC has not been initialized. Call init_rpc first.")
-        found = several.references
-    return found
+    worker = current_worker()
+    if worker is None:
+        raise NotInitializedError("RPC has not been initialized. Call init_rpc first.")
+    references: References = worker.references
+    return references
 
 
 def _timeout(timeout: float) -> float:
@@ -170,7 +160,8 @@ def _keep_error(references: References, rref_id: RRefId, error: BaseException) -
     if not isinstance(error, RemoteError):
         # Uses of the RRef on this worker raise what uses on others raise; and no frames are kept alive with it.
         cut_frames(error, __file__)
-        packed = exceptions.dump(error, worker=references.agent.name, dumps=codec.dumps)
+        dumps = codec.dumper(references.agent.self_peer.same_main)
+        packed = exceptions.dump(error, worker=references.agent.name, dumps=dumps)
         error = exceptions.load(packed, loads=codec.loads)
     references.carry_out(references.table.set_error(rref_id, error))
 
@@ -327,7 +318,7 @@ class RRef(Generic[T]):
             return future.wait()
         self._check()
         agent = self._references.agent
-        call = agent.call(
+        return agent.ask(  # type: ignore[no-any-return]
             self._references.peer_of(self._handle.owner),
             _fetch,
             (self._handle.rref_id,),
@@ -336,7 +327,6 @@ class RRef(Generic[T]):
             keep=self,
             label="RRef.to_here",
         )
-        return call.result()  # type: ignore[no-any-return]
 
     def _to_future(self, future: Future[Any] | None = None) -> Future[T]:
         """Start to fetch the value, as :meth:`to_here` does, without a time-out of its own. Never raises.
@@ -390,7 +380,7 @@ class RRef(Generic[T]):
         self._check()
         agent = self._references.agent
         peer = self._references.peer_of(self._handle.owner)
-        agent.call(peer, _backward, arguments, {}, 0, keep=self, label="RRef.backward").result()
+        agent.ask(peer, _backward, arguments, {}, 0, keep=self, label="RRef.backward")
 
     def _check(self) -> None:
         """Raise what has happened to this reference, if anything has."""
@@ -560,7 +550,7 @@ class _Method:
     def _send(self, agent: Agent, peer: Peer, arguments: tuple[Any, ...], seconds: float) -> Any:
         rref = self._rref
         if self._style == "rpc_sync":
-            return agent.call(peer, _invoke, arguments, {}, seconds, keep=rref, label=self._name).result()
+            return agent.ask(peer, _invoke, arguments, {}, seconds, keep=rref, label=self._name)
         if self._style == "rpc_async":
             future: Future[Any] = Future()
             agent.call(peer, _invoke, arguments, {}, seconds, future=future, keep=rref, label=self._name)

@@ -16,6 +16,11 @@ texts are, and the decision is cloudpickle's own: it is about the module in whic
 
 Runs on whichever thread encodes, while others register modules: what is registered when an object is looked at
 counts. Takes no lock, does no I/O.
+
+Processes that run the same script have its functions and classes by name. But those that a script defines after it has joined
+its group others may not have come to yet, or never do (``if rank == 0:``): such a *late* one goes as a name and a definition.
+Who has it under that name takes its own, so that all that travels is of the class that the script knows; so does, a little later,
+one whose script is about to come to it. Who will not have it takes the definition, and sends it on in the same way.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import pickle
 import re
 import sys
 import threading
+import time
 import types
 import weakref
 from collections import OrderedDict
@@ -49,6 +55,7 @@ __all__ = [
     "definition_bytes",
     "find_main",
     "goes_by_value",
+    "has_late",
     "hash_of",
     "is_by_value",
     "keep_sent",
@@ -56,7 +63,7 @@ __all__ = [
     "loads_here",
     "modules",
     "names_main",
-    "open_with",
+    "note_main",
     "reduce_method",
     "refuse",
     "stop",
@@ -170,8 +177,6 @@ def loads_here(data: Any, buffers: Iterable[Any] = ()) -> Any:
 
     The C unpickler finds classes by itself, which is why a subclass is used only where the name occurs.
     """
-    if _instead is not None:
-        return _instead(data, buffers)
     if _find_mp_main(data) is None or sys.modules.get("__mp_main__") is sys.modules["__main__"]:
         return pickle.loads(data, buffers=buffers)
     return _MainUnpickler(io.BytesIO(data), buffers=buffers).load()
@@ -179,18 +184,9 @@ def loads_here(data: Any, buffers: Iterable[Any] = ()) -> Any:
 
 def load_here(stream: Any, buffers: Iterable[Any] = ()) -> Any:
     """Unpickle from a file, as :func:`loads_here` does from bytes."""
-    if _instead is not None:
-        return _instead(stream.rest(), buffers)
     return _MainUnpickler(stream, buffers=buffers).load()
 
 
-def open_with(loads: Callable[[Any, Iterable[Any]], Any] | None) -> None:
-    """Have ``loads(data, buffers)`` open what comes from peers from now on, or with None pickle again."""
-    global _instead
-    _instead = loads
-
-
-_instead: Callable[[Any, Iterable[Any]], Any] | None = None
 _find_mp_main: Final = re.compile(b"__mp_main__").search  # takes any buffer; `in` takes five times as long
 _UNLOADED: Final = object()
 
@@ -334,6 +330,113 @@ def fill_class(cls: type, state: Any) -> Any:
         _cloudpickle._class_setstate(cls, state)
         _complete[cls] = True
     return cls
+
+
+# -- what a script defines after it has joined its group ----------------------------------------------
+
+_KINDS: Final = (type, FunctionType)
+_before: frozenset[str] | None = None  # the names that the main module had when the process joined its group
+_late_seen: tuple[int, bool] = (
+    -1,
+    False,
+)  # how many names it had when it was last looked through, and what was found
+_PATIENCE_S: Final = 5.0
+_stalled = -1  # where the script was when it did not come to a name in time: nobody waits for it there again
+_adopted: weakref.WeakSet[Any] = weakref.WeakSet()  # late ones of others, which our main module does not have
+
+
+def note_main() -> None:
+    """Note what the main module has now, as all others that run the same script have it: what comes later is late."""
+    global _before, _late_seen, _stalled
+    _before, _late_seen, _stalled = frozenset(vars(sys.modules["__main__"])), (-1, False), -1
+
+
+def has_late() -> bool:
+    """Say whether anything in the main module is late."""
+    global _late_seen
+    if _before is None:
+        return False
+    space = vars(sys.modules["__main__"])
+    count = len(space)
+    if _late_seen[0] != count:
+        found = any(
+            name not in _before and isinstance(each, _KINDS) and getattr(each, "__module__", None) in MAIN
+            for name, each in space.copy().items()
+        )
+        _late_seen = count, found
+    return _late_seen[1]
+
+
+def _is_late(obj: Any) -> bool:
+    name = obj.__qualname__.partition(".")[0]
+    return _before is not None and name not in _before
+
+
+def _own(name: str, kinds: Any = _KINDS) -> Any:
+    """Return what our main module has under a name, where that is a function or a class of its own."""
+    found: Any = sys.modules["__main__"]
+    try:
+        for part in name.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        return None
+    return found if isinstance(found, kinds) and getattr(found, "__module__", None) in MAIN else None
+
+
+def _ahead(name: str) -> int | None:
+    """Return where the script is, on the main thread, if it assigns a name further down; else None."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    space = vars(sys.modules["__main__"])
+    while frame is not None and not (frame.f_code.co_name == "<module>" and frame.f_globals is space):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    at = frame.f_lasti
+    further = (each for each in dis.get_instructions(frame.f_code) if each.offset > at)
+    return at if any(each.opname == "STORE_NAME" and each.argval == name for each in further) else None
+
+
+def _own_soon(name: str) -> Any:
+    """As :func:`_own`; wait for the script where it is about to come to the name. Bounded, and once for each place."""
+    global _stalled
+    until = time.monotonic() + _PATIENCE_S
+    top = name.partition(".")[0]
+    while (found := _own(name)) is None and threading.current_thread() is not threading.main_thread():
+        at = _ahead(top)
+        if at is None or at == _stalled:
+            return _own(name)  # it may have come to it between the two looks
+        if time.monotonic() > until:
+            _stalled = at
+            return None
+        time.sleep(0.005)
+    return found
+
+
+def late(_main: str, name: str, key: bytes) -> Any:
+    """Return our own function or class of this name, or else what the definition says (wire format)."""
+    found = _own_soon(name)
+    if found is None:
+        found = definition(key)
+        _adopted.add(found)
+    return found
+
+
+def begin_late(_main: str, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """As :func:`late`, of one that stands where it is used; it is filled next (wire format)."""
+    found = _own_soon(name)
+    if found is None:
+        found = make(*args)
+        _adopted.add(found)
+    return found
+
+
+def fill_late(found: Any, state: Any) -> Any:
+    """Fill what :func:`begin_late` has made, where it is not our own (wire format)."""
+    if _in_main(found):
+        return found
+    if isinstance(found, type):
+        return fill_class(found, state)
+    return _cloudpickle._function_setstate(found, state)
 
 
 # -- functions: can what they capture change? -------------------------------------------------------
@@ -492,14 +595,14 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return NotImplemented
             if self._named is not None:
                 try:
-                    return self._name(*self._define_function(obj))
+                    return self._name(obj, *self._define_function(obj))
                 except (_MutableError, _NotADefinitionError):
                     pass
-            return self._dynamic_function_reduce(obj)
+            return self._inline(obj, self._dynamic_function_reduce(obj))
         if isinstance(obj, type):
             found = _classes[self._remote_main].get(obj) if self._named is not None else None
-            if found is not None:
-                return self._name(*found)
+            if found is not None and not self._by_reference(obj):
+                return self._name(obj, *found)
             if self._by_reference(obj):
                 return NotImplemented
             if (
@@ -511,7 +614,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _by_reference(self, obj: Any) -> bool:
         if getattr(obj, "__module__", None) in MAIN:
-            return self._remote_main and _in_main(obj)
+            return self._remote_main and _in_main(obj) and not _is_late(obj)
         return bool(_cloudpickle._should_pickle_by_reference(obj))
 
     def _reduce_class(self, cls: type) -> Any:
@@ -524,13 +627,25 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             else:
                 found = (hash_of(data), data)
                 _classes[self._remote_main][cls] = found
-                return self._name(*found)
+                return self._name(cls, *found)
         reduced = _cloudpickle._dynamic_class_reduce(cls)
-        return (*reduced[:5], fill_class)
+        return self._inline(cls, (*reduced[:5], fill_class))
 
-    def _name(self, key: bytes, data: bytes) -> Any:
+    def _prefers_own(self, obj: Any) -> bool:
+        """Say whether the peer may have this by its name, and is to take that."""
+        ours = self._remote_main and getattr(obj, "__module__", None) in MAIN
+        return ours and (obj in _adopted or _in_main(obj))
+
+    def _inline(self, obj: Any, reduced: tuple[Any, ...]) -> Any:
+        if not self._prefers_own(obj):
+            return reduced
+        return begin_late, (MAIN[0], obj.__qualname__, *reduced[:2]), *reduced[2:5], fill_late
+
+    def _name(self, obj: Any, key: bytes, data: bytes) -> Any:
         assert self._named is not None
         self._named[key] = data
+        if self._prefers_own(obj):
+            return late, (MAIN[0], obj.__qualname__, key)
         return definition, (key,)
 
     def _define_function(self, function: types.FunctionType) -> tuple[bytes, bytes]:

@@ -4,7 +4,7 @@
 that leaves as it is (tensors, numpy arrays, long bytes) and the definitions of what the peer cannot import.
 :func:`decode` takes these apart again, without a copy where that can be. The common case is one pass of the C
 pickler with a dispatch table; by-value functions, the main module and errors take slower ways, each only where
-a message has them.
+a message has them. To workers that take data only the body is no pickle (:mod:`actorrpc.serialization.data_only`).
 
 Runs on whichever thread calls, any number of them; within reducers messages may nest. Pure: does no I/O, and
 an error leaves nothing half sent. Nothing from a peer may come here before the peer has proved who it is.
@@ -22,14 +22,16 @@ import struct
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType, MethodType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import cloudpickle
 import torch
 
-from actorrpc.errors import LimitError, ProtocolError, RpcError, SerializationError
-from actorrpc.serialization import by_value
+from actorrpc._exception_text import is_of_handler
+from actorrpc.errors import LimitError, ProtocolError, RefusedError, RpcError, SerializationError
+from actorrpc.serialization import by_value, data_only
 from actorrpc.serialization import tensors as tensors_module
 from actorrpc.serialization.by_value import (
     ByValuePickler,
@@ -62,6 +64,8 @@ __all__ = [
     "not_rebuilt",
     "punch",
     "register",
+    "restrict",
+    "unpickle",
 ]
 
 _LONG: Final = 64 << 10  # from here on the C pickler hands bytes and text over as they are
@@ -144,12 +148,6 @@ class Pieces:
         self.readinto(found)
         return found
 
-    def rest(self) -> bytearray:
-        """Return everything, body and payloads in one piece."""
-        found = bytearray(sum(map(len, self._parts)) - self._at)
-        self.readinto(found)
-        return found
-
     def readline(self) -> bytes:
         raise pickle.UnpicklingError("a pickle of an old protocol")
 
@@ -158,6 +156,7 @@ _KEEP_PICKLER: Final = 8 << 10  # one that wrote more has grown its buffer, and 
 _MAX_BUFFERS: Final = 10_000
 _STOP: Final = 0x2E
 _MAGIC: Final = 1  # the last byte of a body with a table; a bare pickle ends with a full stop
+_DATA: Final = 2  # the same, of one that is no pickle
 _NOTHING: Final[Mapping[bytes, bytes]] = MappingProxyType({})
 
 
@@ -334,14 +333,19 @@ def _new_pickler() -> _FastPickler:
 
 def encode_body(
     obj: object,
-    remote_main: bool,
+    remote_main: bool | None,
     known: Container[bytes],
     device_map: Mapping[str, str] | None,
     context: object,
 ) -> bytes | Encoded:
     """Do as :func:`encode` does, and return the mere body where there is nothing else. For the path of every call."""
     pickler, encoded = message.pickler, message.spare
-    if pickler is None or message.encoding is not None or copyreg.dispatch_table != _seen:
+    if (
+        pickler is None
+        or remote_main is None
+        or message.encoding is not None
+        or copyreg.dispatch_table != _seen
+    ):
         return encode(obj, remote_main=remote_main, known=known, device_map=device_map, context=context)
     if _by_value_modules:
         pickler.__class__ = _WatchingPickler
@@ -363,7 +367,7 @@ def encode_body(
     pickler.clear_memo()
     if len(chunks) == 1:
         body: bytes = chunks[0]
-        if len(body) <= _KEEP_PICKLER and (remote_main or not _find_main(body)):
+        if len(body) <= _KEEP_PICKLER and ((remote_main and not by_value.has_late()) or not _find_main(body)):
             if encoded.outgoing is None and encoded.buffers is None and encoded.reduced is None:
                 chunks.clear()
                 message.pickler = pickler
@@ -386,6 +390,7 @@ def _finish(
     outer = message.encoding
     message.encoding = encoded
     named: dict[bytes, bytes] | None = None
+    idle: _FastPickler | None = None
     try:
         if error is not None:
             # By all other errors the pickler is lost, and one that has grown is not kept.
@@ -394,13 +399,15 @@ def _finish(
                 pickler.chunks.clear()
                 message.pickler = pickler
             chunks, named = _encode_by_value(obj, encoded, remote_main, error)
-        elif not remote_main and by_value.names_main(pickler.chunks):
+        elif (not remote_main or by_value.has_late()) and by_value.names_main(pickler.chunks):
             chunks, named = _encode_by_value(obj, encoded, remote_main, error)
         else:
             chunks = pickler.chunks
             if len(chunks) == 1 and len(chunks[0]) <= _KEEP_PICKLER:
-                message.pickler = pickler
+                idle = pickler
         _close_body(encoded, chunks, named, known, max_buffers)
+        if idle is not None:  # not before its chunk is gone: a signal handler may raise there
+            message.pickler = idle
     finally:
         message.encoding = outer
         encoded.reduced = None
@@ -415,7 +422,7 @@ _find_main: Final = by_value.find_main
 def encode(
     obj: object,
     *,
-    remote_main: bool = True,
+    remote_main: bool | None = True,
     known: Container[bytes] = (),
     device_map: Mapping[str, str] | None = None,
     context: object = None,
@@ -424,7 +431,7 @@ def encode(
     """Turn an object, often ``(function, args, kwargs)``, into bytes and spans.
 
     Arguments:
-        remote_main: the peer runs the same program: what is in the main module may go by reference.
+        remote_main: the peer runs the same program: what is in the main module may go by reference. None: it takes data only.
         known: hashes of the definitions that the peer has.
         device_map: device here -> device there, for tensors that are not on the CPU.
         context: for registered reducers, see :func:`current_encoding`.
@@ -438,11 +445,15 @@ def encode(
 
 
 def _encode(
-    obj: object, encoded: Encoded, remote_main: bool, known: Container[bytes], max_buffers: int
+    obj: object, encoded: Encoded, remote_main: bool | None, known: Container[bytes], max_buffers: int
 ) -> Encoded:
     outer = message.encoding
     message.encoding = encoded
     try:
+        if remote_main is None:
+            encoded.body = _with_table(data_only.dumps(obj, _own), [], encoded, {}, max_buffers, _DATA)
+            encoded.reduced = None
+            return encoded
         if copyreg.dispatch_table != _seen:
             _follow_copyreg()
         # A message within a message finds no idle pickler and makes its own.
@@ -489,6 +500,8 @@ def _encode_by_value(
         SerializationError: it cannot be done.
     """
     named: dict[bytes, bytes] | None = None if encoded.inline else {}
+    if error is not None and is_of_handler(error):
+        raise error
     if not isinstance(error, (RpcError, RecursionError)):
         encoded.outgoing = encoded.buffers = None
         sink = _Sink()
@@ -503,6 +516,8 @@ def _encode_by_value(
             ).dump(obj)
             return sink.chunks, named
         except Exception as second:
+            if is_of_handler(second):
+                raise
             error = second
     try:
         if isinstance(error, RpcError) and not isinstance(error, SerializationError):
@@ -564,7 +579,12 @@ def _tail(count: int) -> struct.Struct:
 
 
 def _with_table(
-    body: bytes, chunks: list[Any], encoded: Encoded, named: Mapping[bytes, bytes], max_buffers: int
+    body: bytes,
+    chunks: list[Any],
+    encoded: Encoded,
+    named: Mapping[bytes, bytes],
+    max_buffers: int,
+    magic: int = _MAGIC,
 ) -> bytes:
     """Append the table of what lies outside of the pickle; fill ``encoded.spans``."""
     spans: list[TensorSpan] = []
@@ -584,7 +604,7 @@ def _with_table(
         raise LimitError(f"a message of {len(spans)} tensors and buffers: the limit is {max_buffers}")
     encoded.spans = spans
     tail = (_tails[1] if count == 1 else _tail(count)).pack(
-        *numbers, len(body), len(named), len(buffers), count, len(holes), len(names), _MAGIC
+        *numbers, len(body), len(named), len(buffers), count, len(holes), len(names), magic
     )
     if named or holes or names:
         return b"".join((body, small, *named, *holes, names, tail))
@@ -592,6 +612,20 @@ def _with_table(
 
 
 # -- decoding -----------------------------------------------------------------------------------
+
+unpickle: Any = pickle.loads
+_restricted = 0  # agents in this process that take data only
+
+
+def restrict(by: int) -> None:
+    """Note that there is an agent more (1) or less (-1) that takes data only: while there is one, no pickle is opened here."""
+    global unpickle, _restricted
+    _restricted += by
+    unpickle = _refuse_pickle if _restricted else pickle.loads
+
+
+def _refuse_pickle(_body: Any) -> NoReturn:
+    raise RefusedError("a pickle is refused, whatever is in it: this worker takes data only")
 
 
 def decode(
@@ -623,6 +657,8 @@ def decode(
     try:
         if not body:
             raise ProtocolError("an empty message")
+        if _restricted and body[-1] != _DATA:
+            _refuse_pickle(body)
         if body[-1] == _STOP and not buffers:
             return loads_here(body)
         if len(buffers) > max_buffers:
@@ -631,6 +667,8 @@ def decode(
     except RpcError:
         raise
     except Exception as error:
+        if is_of_handler(error):
+            raise
         raise not_rebuilt(error) from error
     finally:
         message.decoding = outer
@@ -642,9 +680,9 @@ def not_rebuilt(error: Exception, what: str = "a message") -> RpcError:
         return ProtocolError(f"{what} cannot be unpickled: {error}")
     if isinstance(error, AttributeError) and "on <module '__main__'" in str(error):
         return SerializationError(
-            f"{error}. Both processes run the same program, so what is in it travels by name, and this one has not come to "
-            "that definition (yet). The RPC pickler does not serialize function code that can be imported where it is called: "
-            "define functions and classes above init() or init_rpc(), on all ranks, or in a module that the program imports"
+            f"{error}. Both processes run the same program, so what it defines above init() or init_rpc() travels by name, and "
+            "this one has not. The RPC pickler does not serialize function code that can be imported where it is called: "
+            "define functions and classes on all ranks, or below init() or init_rpc(), or in a module that the program imports"
         )
     if isinstance(error, (AttributeError, ImportError)):
         return SerializationError(
@@ -664,7 +702,7 @@ def _decode_table(body: bytes | memoryview, buffers: Sequence[Any], decoding: _D
     holes_at = names_at - 16 * holes
     definitions_at = holes_at - 16 * defined
     last = len(buffers) - holes
-    if magic != _MAGIC or not 0 < length <= definitions_at or direct > last:
+    if magic not in (_MAGIC, _DATA) or not 0 < length <= definitions_at or direct > last:
         raise ProtocolError("a message's table does not fit into it")
     if defined:
         keys = [bytes(body[n : n + 16]) for n in range(definitions_at, holes_at, 16)]
@@ -680,13 +718,15 @@ def _decode_table(body: bytes | memoryview, buffers: Sequence[Any], decoding: _D
         # A caller decodes its own reply, in whatever mode it is: tensors arrive as ordinary ones even so.
         with torch.inference_mode(False):
             return _decode_table(body, buffers, decoding)
+    if magic == _DATA:
+        return data_only.loads(body[:length])
     if not holes:
         return loads_here(body, buffers[:direct])
     pieces = [HOLE.unpack_from(body, n) for n in range(holes_at, names_at, 16)]
     return load_here(Pieces(memoryview(body)[:length], pieces, buffers[last:]), buffers[:direct])
 
 
-def dumps(obj: object, *, remote_main: bool = True) -> bytes:
+def dumps(obj: object, *, remote_main: bool | None = True) -> bytes:
     """Encode into bytes that stand by themselves: tensors and definitions are in them.
 
     Raises:
@@ -695,13 +735,9 @@ def dumps(obj: object, *, remote_main: bool = True) -> bytes:
     return _encode(obj, Encoded(None, None, True), remote_main, (), _MAX_BUFFERS).body
 
 
-def _dumps_main(obj: object) -> bytes:
-    return dumps(obj, remote_main=False)
-
-
-def dumper(remote_main: bool) -> Callable[[object], bytes]:
-    """Return :func:`dumps` for a peer that runs the same program, or that does not."""
-    return dumps if remote_main else _dumps_main
+def dumper(remote_main: bool | None) -> Callable[[object], bytes]:
+    """Return :func:`dumps` for a peer that runs the same program, that does not, or that takes data only."""
+    return partial(dumps, remote_main=remote_main)
 
 
 def loads(data: bytes | memoryview) -> Any:

@@ -1,92 +1,57 @@
-"""The data-only mode: what peers send is opened by a machine that can make data and nothing else.
+"""The data-only mode: messages that can hold data and nothing else.
 
-A table has the names that a message may contain: values (dtypes, exposed functions), and makers, each of which checks
-its arguments before it makes one kind of data. Nothing is imported, no attribute of anything is looked up, and a function that
-is named is never called while a message is opened: only the worker calls it, as the function of a request. Any other name is
-refused with :class:`~actorrpc.errors.RefusedError` before anything is done with it.
+Such a message is a row of msgpack values. None, booleans, numbers, texts and bytes stand for themselves; all else is a header,
+which says of what kind it is and how many values it is made of, with these behind it. A table has the kinds, each with a maker
+that checks its values before it makes one thing of them. A function or a class is a text, under which one that is exposed or
+allowed here is found in a table: nothing is imported, no attribute of anything is looked up, and no kind calls a function; only
+the worker does, as the function of a request. All else is refused with :class:`~actorrpc.errors.RefusedError`.
 
-The machine reads the part of pickle's protocol 5 that the codec writes. Python's own unpickler is not used. Lengths are compared
-with what is there before anything is made of them.
+Nothing is made ahead for a length that a message announces. What is one object in several places arrives as several.
 
-The tables are filled when modules are imported (:func:`exposed`, :func:`allow`) and read by the threads that open messages, each
-of which has a machine of its own; each step is one atomic operation of a dictionary. No I/O, no locks.
+The tables are filled when modules are imported (:func:`exposed`, :func:`allow`) and read by the threads that write and read
+messages; each step is one atomic operation of a dictionary. No I/O, no locks.
 """
 
 from __future__ import annotations
 
 import builtins
-import collections
+import copyreg
 import datetime
 import decimal
 import inspect
-import math
 import re
-import struct
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
+from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any, Final, NoReturn, TypeVar, overload
 
+import msgpack
 import torch
 
 from actorrpc import errors
 from actorrpc.errors import ConfigError, ProtocolError, RefusedError, RpcError, WrongTypeError
 from actorrpc.serialization import exceptions, tensors
+from actorrpc.serialization.tensors import INLINE_BYTES
 from actorrpc.wire.identity import WorkerInfo
 
-__all__ = [
-    "MAX_DEPTH",
-    "MAX_KEY",
-    "Maker",
-    "Named",
-    "allow",
-    "attributes_of",
-    "exposed",
-    "find_named",
-    "is_allowed",
-    "loads",
-    "permit_function",
-    "permit_maker",
-    "resolve",
-    "set_state",
-    "wrong",
-]
+__all__ = ["MAX_DEPTH", "Named", "allow", "dumps", "exposed", "find_named", "loads", "permit_maker"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
-_Name = tuple[str, str]
 
+MAX_DEPTH: Final = 100
+"""How deep the values of a message may be nested."""
 
-class Maker:
-    """A name of the table that is no value: it may stand in front of its arguments, and nowhere else.
-
-    ``cls``: the class that it stands for, where instances may be made without its constructor and be given state.
-    ``argument``: it may itself be an argument of a maker that ``takes`` classes, as those of exceptions are.
-    """
-
-    __slots__ = ("argument", "cls", "make", "name", "takes")
-
-    def __init__(
-        self,
-        name: str,
-        make: Callable[..., Any],
-        cls: type | None = None,
-        argument: bool = False,
-        takes: bool = False,
-    ) -> None:
-        self.name = name
-        self.make = make
-        self.cls = cls
-        self.argument = argument
-        self.takes = takes
-
-
-_values: Final[dict[_Name, Any]] = {}
-_makers: Final[dict[_Name, Maker]] = {}
-_named: Final[dict[str, Callable[..., Any]]] = {}
-_allowed: Final[dict[type, bool]] = {}
-_ABSENT: Final = object()
+_functions: Final[dict[str, Callable[..., Any]]] = {}
+_allowed: Final[dict[str, type]] = {}
+_errors: Final[dict[str, type[BaseException]]] = {}
+# By a kind, its maker. By a type, or a function that a reducer names, the kind, and what takes one apart.
+_makers: Final[dict[bytes, Callable[..., Any]]] = {}
+_takers: Final[dict[Any, tuple[bytes, Callable[[Any], Sequence[Any]]]]] = {}
 
 
 # -- what users say -----------------------------------------------------------------------------
@@ -124,26 +89,17 @@ def exposed(function: Any = None, *, name: str | None = None) -> Any:
 def _expose(function: Any, name: str | None) -> Any:
     if not inspect.isroutine(function):
         raise WrongTypeError(f"exposed() marks functions, not {function!r}; types of data are for allow()")
-    module = getattr(function, "__module__", None) or ""
-    qualname = getattr(function, "__qualname__", None) or ""
-    importable = bool(module and qualname and "<" not in qualname)
-    if not importable and name is None:
-        raise ConfigError(f"{function!r} cannot be named by peers: give it a name, exposed(name=...)")
-    title = f"{module}.{qualname}" if name is None else name
+    own = _title(function)
+    title = own if name is None else name
     if not isinstance(title, str) or not title:
         raise WrongTypeError(f"the name of an exposed function is a str, not {name!r}")
-    known = _named.setdefault(title, function)
-    if known is not function and not _same(known, function):
+    if "<" in title and name is None:
+        raise ConfigError(f"{function!r} cannot be named by peers: give it a name, exposed(name=...)")
+    known = _functions.get(title, function)
+    if known is not function and _title(known) != own:  # else its module was loaded again
         raise ConfigError(f"{known!r} is exposed under the name {title!r} already")
-    _named[title] = function
-    if importable:
-        _values[module, qualname] = function
+    _functions[title] = _functions[own] = function
     return function
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether a function is the other one, from its module being loaded again."""
-    return (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
 
 
 def allow(cls: C) -> C:
@@ -157,13 +113,10 @@ def allow(cls: C) -> C:
     """
     if not isinstance(cls, type):
         raise WrongTypeError(f"allow() marks classes, not {cls!r}; functions are for exposed()")
-    if issubclass(cls, (type, types.FunctionType, types.CodeType, types.ModuleType)) or "__call__" in dir(
-        cls
-    ):
+    if issubclass(cls, (type, FunctionType, types.CodeType, types.ModuleType)) or "__call__" in dir(cls):
         raise WrongTypeError(f"{cls.__qualname__} does more than hold data: its instances can be called")
-    _allowed[cls] = True
-    argument = issubclass(cls, BaseException)
-    _makers[cls.__module__, cls.__qualname__] = Maker(_title(cls), cls, cls, argument)
+    table: dict[str, Any] = _errors if issubclass(cls, BaseException) else _allowed
+    table[_title(cls)] = cls
     return cls
 
 
@@ -200,633 +153,294 @@ def find_named(name: str) -> Callable[..., Any]:
     Raises:
         RefusedError: there is none.
     """
-    function = _named.get(name) if isinstance(name, str) else None
-    if function is None:
-        raise RefusedError(f"no function is exposed here under the name {str(name)[:100]!r}")
-    return function
+    return _found(_functions, name)  # type: ignore[no-any-return]
 
 
 # -- what the package says ----------------------------------------------------------------------
 
 
-def permit_function(function: Callable[..., Any]) -> None:
-    """Let peers call a function of this package. For the floors above."""
-    _values[function.__module__, function.__qualname__] = function
-
-
 def permit_maker(function: Callable[..., Any]) -> None:
     """Let messages contain what a function of this package makes. It is called while a message is opened, with any data
     for arguments. For the floors above."""
-    _makers[function.__module__, function.__qualname__] = Maker(
-        f"{function.__module__}.{function.__qualname__}", function
-    )
+    _kind(_name_of(function), function, function)
 
 
-def _title(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+def _kind(name: str, make: Callable[..., Any], what: Any = None, take: Callable[[Any], Any] = tuple) -> None:
+    _makers[name.encode()] = make
+    if what is not None:
+        _takers[what] = name.encode(), take
+
+
+def _title(thing: Any) -> str:
+    """Return the name of a function or class; there is a ``<`` in that of one that cannot be imported."""
+    return f"{getattr(thing, '__module__', None) or '<none>'}.{getattr(thing, '__qualname__', '<none>')}"
+
+
+def _name_of(function: Any) -> str:
+    title = _title(function)
+    if "<" in title or not isinstance(getattr(function, "__self__", None), types.ModuleType | None):
+        _refuse(title)
+    return title
+
+
+def _refuse(what: str) -> NoReturn:
+    raise RefusedError(f"{what[:200]} cannot be sent to a worker that takes data only (see SECURITY.md)")
 
 
 # -- makers: each believes nothing ---------------------------------------------------------------
 
 
-def wrong(what: str) -> NoReturn:
-    """Raise ProtocolError."""
+def _wrong(what: str) -> NoReturn:
     raise ProtocolError(f"a message cannot be opened: {what}")
 
 
-def _whole(values: Iterable[Any]) -> None:
-    for value in values:
-        if type(value) is not int and type(value) is not bool:
-            wrong(f"a {type(value).__name__} where a number must be")
+def _found(table: Mapping[str, Any], name: Any) -> Any:
+    if type(name) is not str or name not in table:
+        shown = name[:200] if type(name) is str else f"a {type(name).__name__} for a name"
+        raise RefusedError(
+            f"{shown} is refused: it is none of what this worker takes. Functions that peers may call are marked with exposed() "
+            f"there, classes of data with allow()"
+        )
+    return table[name]
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    if type(value) is not tuple:
-        wrong(f"a {type(value).__name__} for a shape")
-    _whole(value)
-    if any(size < 0 for size in value):
-        wrong(f"a shape of {value}")
-    return tuple(value)
+def _of(make: Callable[..., Any], *kinds: type) -> Callable[..., Any]:
+    """Return ``make`` for values of these types, also in tuples."""
 
-
-def _with_whole(make: Callable[..., Any], storage: int = 0) -> Callable[..., Any]:
-    """Return ``make`` for whole numbers, also in tuples.
-
-    Where the number of a storage stands, first in tuples or at the position ``storage``, there may be a device's name.
-    """
-
-    def checked(*args: Any) -> Any:
-        for position, each in enumerate(args):
-            values = each if type(each) is tuple else (each,)
-            if values and type(values[0]) is str and (values is each or position == storage):
-                values = values[1:]
-            _whole(values)
-        return make(*args)
+    def checked(*values: Any) -> Any:
+        for value in values:
+            for each in value if type(value) is tuple else (value,):
+                if type(each) not in kinds:
+                    _wrong(f"a {type(each).__name__} where it cannot be")
+        return make(*values)
 
     return checked
 
 
-def _empty(cls: type) -> Callable[..., Any]:
-    def make(*args: Any) -> Any:
-        if args:
-            wrong(f"arguments for an empty {cls.__name__}")
-        return cls()
+def _distinct(make: Callable[..., Any], pairs: bool = False) -> Callable[..., Any]:
+    def checked(*values: Any) -> Any:
+        members = tuple(zip(values[::2], values[1::2], strict=True)) if pairs else values
+        made = make(members)
+        if len(made) != len(members):
+            _wrong("a key, or a member of a set, comes twice")
+        return made
 
-    return make
-
-
-def _deque(items: Any = (), maxlen: Any = None) -> Any:
-    if items != () or (maxlen is not None and type(maxlen) is not int):
-        wrong("a deque that is not empty at first")
-    return collections.deque(maxlen=maxlen)
+    return checked
 
 
-def _number(cls: type) -> Callable[..., Any]:
-    def make(*args: Any) -> Any:
-        for each in args:
-            if type(each) not in (
-                int,
-                float,
-                str,
-                bytes,
-                bool,
-                type(None),
-                datetime.timedelta,
-                datetime.timezone,
-            ):
-                wrong(f"a {type(each).__name__} in a {cls.__name__}")
-        return cls(*args)
-
-    return make
-
-
-def _size(shape: Any = ()) -> torch.Size:
-    return torch.Size(_shape(shape))
-
-
-def _exception(cls: type[BaseException]) -> Callable[..., Any]:
-    return lambda *args: cls(*args)
-
-
-def _create(cls: Any, seed: Any = ()) -> Any:
-    if not isinstance(cls, type) or not issubclass(cls, BaseException) or type(seed) is not tuple:
-        wrong("an exception of no class")
-    return exceptions._create(cls, seed)
-
-
-def _restore(error: Any, state: Any) -> None:
-    if not isinstance(error, BaseException) or type(state) is not tuple or len(state) != 3:
-        wrong("the state of an exception")
-    args, fields, attributes = state
-    if args is not None and type(args) is not tuple:
-        wrong("the arguments of an exception")
-    for each in (fields, attributes):
-        attributes_of(each)
-    exceptions._restore(error, state)
-
-
-def _ended(cls: Any, message: Any, maybe_executed: Any, worker: Any) -> Any:
-    if not isinstance(cls, type) or not issubclass(cls, errors.RpcError):
-        wrong("an error of no class")
-    return errors._rebuild_ended(cls, message, maybe_executed, worker)  # type: ignore[arg-type]
-
-
-def attributes_of(state: Any) -> dict[str, Any]:
+def _attributes(state: Any) -> dict[str, Any]:
     """Return a state that is a dict of plain attributes; others are an error."""
     if type(state) is not dict:
-        wrong(f"a {type(state).__name__} for attributes")
+        _wrong(f"a {type(state).__name__} for attributes")
     for name in state:
         if type(name) is not str or (name.startswith("__") and name != "__notes__"):
-            wrong(f"an attribute {str(name)[:100]!r}")
-    return dict(state)
+            _wrong(f"an attribute {str(name)[:100]!r}")
+    return state
 
 
-# numpy is there where torch has found it; nothing is imported for a message.
+def _exception(name: Any, seed: Any, args: Any, fields: Any, attributes: Any) -> BaseException:
+    cls = _found(_errors, name)
+    if type(seed) is not tuple or type(args) not in (tuple, NoneType):
+        _wrong("the arguments of an exception")
+    return exceptions.assemble(cls, seed, (args, _attributes(fields), _attributes(attributes)))
 
-_DTYPE: Final = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f(?:2|4|8|16)|c(?:8|16|32)|[SU]\d{1,6})", re.ASCII)
+
+def _object(name: Any, new: Any, args: Any, state: Any) -> Any:
+    cls = _found(_allowed, name)
+    made = cls.__new__(cls, *args) if new else cls(*args)
+    if state is not None and hasattr(cls, "__setstate__"):
+        made.__setstate__(state)
+    elif state is not None:
+        for part in state if type(state) is tuple and len(state) == 2 else (state,):
+            for attribute, value in _attributes({} if part is None else part).items():
+                object.__setattr__(made, attribute, value)
+    return made
 
 
-def _numpy() -> Any:
+_DTYPE: Final = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f(?:2|4|8|16)|c(?:8|16|32)|[SU][1-9]\d{0,5})", re.ASCII)
+
+
+def _array(dtype: str, shape: Any, memory: Any) -> Any:
+    """Make an array of numpy, or one number where there is no shape. Nothing is imported: torch has, where it is there."""
     numpy = sys.modules.get("numpy")
-    if numpy is None:
-        raise RefusedError("a message contains numpy's arrays, and this worker has no numpy")
-    return numpy
-
-
-def _np_dtype(text: Any, align: Any = False, _copy: Any = False) -> Any:
-    if type(text) is not str or _DTYPE.fullmatch(text) is None or align is not False:
+    if numpy is None or _DTYPE.fullmatch(dtype) is None:
         raise RefusedError(
-            f"a numpy dtype {str(text)[:100]!r} is not accepted: only plain numbers and texts are"
+            f"a numpy array of {dtype[:100]!r} is refused: only plain numbers and texts are taken"
         )
-    return _numpy().dtype(text, copy=True)
+    data = bytearray(memory) if type(memory) is bytes else memory.cpu().numpy()
+    found = numpy.ndarray(shape or (), dtype, data)  # which looks how much is there; nothing is copied
+    if found.shape != (shape or ()) or found.nbytes != memoryview(data).nbytes:
+        _wrong(f"{memoryview(data).nbytes} bytes for an array of {shape}")
+    return found[()] if shape is None else found
 
 
-def _plain_dtype(dtype: Any) -> Any:
-    if not isinstance(dtype, _numpy().dtype) or dtype.kind not in "biufcSU" or not dtype.itemsize:
-        wrong("an array without a dtype")
-    return dtype
+# -- taking apart --------------------------------------------------------------------------------
 
 
-def _np_frombuffer(buffer: Any, dtype: Any, shape: Any, order: Any) -> Any:
-    if type(buffer) not in (bytes, bytearray, memoryview) or order not in ("C", "F"):
-        wrong("an array of no memory")
-    size = memoryview(buffer).nbytes
-    if size != math.prod(_shape(shape)) * _plain_dtype(dtype).itemsize:
-        wrong(f"{size} bytes for an array of {shape}")
-    return _numpy().frombuffer(buffer, dtype=dtype).reshape(shape, order=order)
+def _array_parts(value: Any, single: bool) -> tuple[Any, ...]:
+    if _DTYPE.fullmatch(value.dtype.str) is None:
+        _refuse(f"a numpy array of {value.dtype}, of which only plain numbers and texts can be,")
+    memory: Any = value.tobytes() if single or value.nbytes <= INLINE_BYTES else None
+    if memory is None:
+        whole = value if value.flags.c_contiguous and value.flags.writeable else value.copy()
+        memory = torch.frombuffer(whole, dtype=torch.uint8)
+    return value.dtype.str, None if single else value.shape, memory
 
 
-def _np_scalar(dtype: Any, data: Any) -> Any:
-    if type(data) is not bytes or len(data) != _plain_dtype(dtype).itemsize:
-        wrong("a number of the wrong size")
-    return _numpy().frombuffer(data, dtype=dtype)[0]
+def _error_parts(error: Any) -> tuple[Any, ...]:
+    cls, seed, state = exceptions.parts(error)
+    return _title(cls), seed, *state
 
 
-def _np_reconstruct(cls: Any, shape: Any, kind: Any) -> Any:
-    if cls is not _makers["numpy", "ndarray"] or shape != (0,) or kind != b"b":
-        wrong("an array of another class")
-    return _numpy().ndarray((0,), "b")
+def _object_parts(value: Any) -> tuple[Any, ...]:
+    """Take an object apart as pickle would: whether its class is allowed is known to the receiver."""
+    cls: Any = type(value)
+    reduced = None if isinstance(value, type | types.ModuleType) else cls.__reduce_ex__(value, 4)
+    if type(reduced) is not tuple or any(part is not None for part in reduced[3:]):
+        _refuse(_title(value if isinstance(value, type) else cls))
+    function, args, state = (*reduced, None)[:3]
+    new = function is copyreg.__newobj__  # type: ignore[attr-defined]
+    if not new and function is not cls:
+        _refuse(_title(cls))
+    return _title(cls), new, tuple(args[new:]), state
 
 
-def _set_dtype(dtype: Any, state: Any) -> None:
-    # All but the byte order has to be what it is: among the rest are flags that numpy believes.
-    known = dtype.__reduce__()[2]
-    if type(state) is not tuple or len(state) != len(known) or state[2:] != known[2:] or state[0] != known[0]:
-        raise RefusedError("a numpy dtype with fields is not accepted: only plain numbers and texts are")
-    if state[1] != known[1] and (known[1] == "|" or state[1] not in ("<", ">")):
-        wrong("the byte order of a dtype")
-    dtype.__setstate__(state)
-
-
-def _set_array(array: Any, state: Any) -> None:
-    if (
-        type(state) is not tuple
-        or len(state) != 5
-        or state[0] != 1
-        or type(state[4]) is not bytes
-        or array.size
-    ):
-        wrong("the state of an array")
-    _, shape, dtype, _fortran, data = state
-    if len(data) != math.prod(_shape(shape)) * _plain_dtype(dtype).itemsize:
-        wrong(f"{len(data)} bytes for an array of {shape}")
-    array.__setstate__((1, shape, dtype, bool(_fortran), data))
+def _apart(value: Any, kind: type, reducers: Mapping[Any, Any]) -> tuple[bytes, Sequence[Any]]:
+    """Return a value's kind, and the values that it is made of."""
+    taker = _takers.get(exceptions.Travel if isinstance(value, BaseException) else kind)
+    if taker is not None:
+        return taker[0], taker[1](value)
+    reducer = reducers.get(kind)
+    if reducer is not None:
+        function, args, *more = reducer(value)
+        taker = _takers.get(function)
+        if taker is None or any(part is not None for part in more):
+            _refuse(_title(kind) + " with attributes" * (taker is not None))
+        return taker[0], args
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
+        return b"array", _array_parts(value, kind is not numpy.ndarray)
+    return b"object", _object_parts(value)
 
 
 def _fill_tables() -> None:
-    def maker(module: str, name: str, make: Callable[..., Any], **more: Any) -> None:
-        _makers[module, name] = Maker(f"{module}.{name}", make, **more)
-
-    for number in (complex, range, slice):
-        maker("builtins", number.__name__, _number(number))
-    maker("builtins", "set", _empty(set))
-    maker("collections", "OrderedDict", _empty(collections.OrderedDict))
-    maker("collections", "deque", _deque)
-    maker("decimal", "Decimal", _number(decimal.Decimal))
-    for moment in ("date", "datetime", "time", "timedelta", "timezone"):
-        maker("datetime", moment, _number(getattr(datetime, moment)))
-    for name, value in vars(torch).items():
-        if isinstance(value, torch.dtype):
-            _values["torch", name] = value
-    maker("torch", "Size", _size)
-    maker("torch", "device", _number(torch.device))
-    for build in (tensors.tensor, tensors.untyped_storage, tensors.typed_storage):
-        maker(build.__module__, build.__qualname__, _with_whole(build))
-    maker(tensors.parameter.__module__, "parameter", _with_whole(tensors.parameter, 1))
-    for sparse in (tensors.sparse_coo, tensors.sparse_compressed):
-        maker(sparse.__module__, sparse.__qualname__, _with_whole(sparse))
-    for core in ("numpy._core", "numpy.core"):
-        maker(f"{core}.numeric", "_frombuffer", _np_frombuffer)
-        maker(f"{core}.multiarray", "scalar", _np_scalar)
-        maker(f"{core}.multiarray", "_reconstruct", _np_reconstruct, takes=True)
-    maker("numpy", "dtype", _np_dtype)
-    maker("numpy", "ndarray", _never, argument=True)
-    for cls in (*vars(builtins).values(), *(getattr(errors, name) for name in errors.__all__)):
-        if (
-            isinstance(cls, type)
-            and issubclass(cls, BaseException)
-            and not issubclass(cls, BaseExceptionGroup)
-        ):
-            maker(cls.__module__, cls.__qualname__, _exception(cls), cls=cls, argument=True)
-    maker(exceptions.__name__, "_create", _create, takes=True)
-    maker(exceptions.__name__, "_restore", _restore)
-    maker(errors.__name__, "_rebuild_ended", _ended, takes=True)
-    maker(__name__, "find_named", find_named)
+    _kind("list", lambda *values: list(values), list)
+    _kind("tuple", lambda *values: values, tuple)
+    for pairs in (dict, OrderedDict):
+        _kind(pairs.__name__, _distinct(pairs, pairs=True), pairs, lambda each: [*chain(*list(each.items()))])
+    for members in (set, frozenset):
+        _kind(members.__name__, _distinct(members), members)
+    _kind("deque", lambda most, *values: deque(values, most), deque, lambda value: (value.maxlen, *value))
+    big: Any = partial(int.from_bytes, byteorder="little", signed=True)
+    _kind("int", _of(big, bytes), int, lambda n: [n.to_bytes(n.bit_length() // 8 + 1, "little", signed=True)])
+    _kind("bytearray", _of(bytearray, bytes), bytearray, lambda value: (bytes(value),))
+    plain = int, float, bool, str, bytes, NoneType, datetime.timedelta, datetime.timezone
+    moments = datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone
+    for cls in (range, slice, decimal.Decimal, *moments, torch.device):
+        _kind(cls.__name__, _of(cls, *plain), cls, lambda value: value.__reduce_ex__(4)[1])
+    _kind("complex", _of(complex, float), complex, lambda value: (value.real, value.imag))
+    dtypes = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    _kind("dtype", dtypes.__getitem__, torch.dtype, lambda value: (str(value).removeprefix("torch."),))
+    _kind("Size", _of(lambda *sizes: torch.Size(sizes), int), torch.Size)
+    built = "tensor", "parameter", "untyped_storage", "typed_storage", "sparse_coo", "sparse_compressed"
+    for name in built:
+        _kind(name, _of(getattr(tensors, name), int, bool, str), getattr(tensors, name))
+    _kind("array", _of(_array, str, int, NoneType, bytes, torch.Tensor))
+    for kind in (FunctionType, BuiltinFunctionType):
+        _kind("function", find_named, kind, lambda function: (_name_of(function),))
+    _kind("function", find_named, Named, lambda named: (named.name,))
+    for known in (*vars(builtins).values(), *(getattr(errors, name) for name in errors.__all__)):
+        if isinstance(known, type) and issubclass(known, BaseException):
+            _errors[_title(known)] = known
+    _kind("exception", _exception, exceptions.Travel, _error_parts)
+    _kind("object", _object)
     allow(WorkerInfo)
-
-
-def _never(*_: Any) -> NoReturn:
-    wrong("an array without memory")
 
 
 _fill_tables()
 
+# -- messages ------------------------------------------------------------------------------------
 
-def resolve(module: Any, name: Any) -> Any:
-    """Return what a name of a message stands for; the names that are not in the tables are refused."""
-    if type(module) is not str or type(name) is not str:
-        wrong("a name that is no text")
-    value = _values.get((module, name), _ABSENT)
-    if value is not _ABSENT:
-        return value
-    maker = _makers.get((module, name))
-    if maker is not None:
-        return maker
-    raise RefusedError(
-        f"{module[:100]}.{name[:100]} is refused: this worker takes data only. Functions that may be called are marked "
-        f"with exposed() there, classes of data with allow()"
-    )
+_HEADER: Final = 1  # the extension's number; it has the count in 4 bytes, and the kind
+_ATOMS: Final = frozenset({NoneType, bool, int, float, str, bytes})
 
 
-def is_allowed(cls: type | None) -> bool:
-    """Whether instances of a class may be made without its constructor and be given state."""
-    return cls is not None and cls in _allowed
+def _write(value: Any, row: list[Any], reducers: Mapping[Any, Any], depth: int = 0) -> None:
+    kind = type(value)
+    if kind in _ATOMS and (kind is not int or -(1 << 63) <= value < 1 << 64):
+        row.append(value)
+        return
+    if depth >= MAX_DEPTH:
+        _refuse(f"a {kind.__qualname__} that is nested deeper than {MAX_DEPTH}, or part of itself,")
+    name, parts = _apart(value, kind, reducers)
+    row.append(msgpack.ExtType(_HEADER, len(parts).to_bytes(4, "big") + name))
+    for part in parts:
+        _write(part, row, reducers, depth + 1)
 
 
-def set_state(target: Any, state: Any) -> None:
-    """Give an object that a message has made its state, if it is of a kind that has one.
+def dumps(obj: Any, reducers: Mapping[Any, Any]) -> bytes:
+    """Write a message. ``reducers``: by type, what takes an object apart, as pickle's; the functions that they name are kinds.
 
     Raises:
-        RefusedError: it is not.
-        ProtocolError: it cannot have this state.
+        RefusedError: something is no data.
+        SerializationError: something cannot be taken apart.
     """
-    kind, numpy = type(target), sys.modules.get("numpy")
-    if kind in _allowed:
-        own = getattr(kind, "__setstate__", None)
-        if own is not None:
-            own(target, state)
-            return
-        plain, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
-        for name, value in {**attributes_of(plain or {}), **attributes_of(slots or {})}.items():
-            object.__setattr__(target, name, value)
-    elif isinstance(target, BaseException):
-        BaseException.__setstate__(target, attributes_of(state))
-    elif numpy is not None and isinstance(target, numpy.dtype):
-        _set_dtype(target, state)
-    elif numpy is not None and kind is numpy.ndarray:
-        _set_array(target, state)
-    else:
-        raise RefusedError(f"the state of a {kind.__qualname__} is refused: this worker takes data only")
+    row: list[Any] = []
+    try:
+        _write(obj, row, reducers)
+        return b"".join(map(msgpack.Packer(unicode_errors="surrogatepass").pack, row))
+    except RpcError:
+        raise
+    except Exception as error:
+        raise errors.SerializationError(
+            f"a message cannot be sent: {type(error).__name__}: {error}"
+        ) from error
 
 
-MAX_DEPTH: Final = 100
-"""How deep tuples, lists, dicts and sets may be nested."""
-MAX_KEY: Final = 1 << 20
-"""How many elements a tuple may have, all told, to be the key of a dict or the member of a set: it is hashed."""
-
-_I4: Final = struct.Struct("<i").unpack_from
-_F8: Final = struct.Struct(">d").unpack_from
-_MARK: Final = object()
-_LINE: Final = 1000
-_PAIRED: Final = (dict, collections.OrderedDict)
+def _header(code: int, data: bytes) -> tuple[Callable[..., Any], int]:
+    make = _makers.get(data[4:])
+    if code != _HEADER or make is None:
+        raise RefusedError(f"a value of the kind {data[4:104]!r} is refused: this worker takes data only")
+    return make, int.from_bytes(data[:4], "big")
 
 
-class _Machine:
-    """Opens one message. Reads no byte twice, makes nothing larger than what the bytes contain."""
-
-    __slots__ = ("_at", "_buffers", "_data", "_depths", "_laden", "_memo", "_sizes", "_stack")
-
-    def __init__(self, data: Any, buffers: Iterable[Any]) -> None:
-        self._data = memoryview(data)
-        self._at = 0
-        self._buffers = iter(buffers)
-        self._stack: list[Any] = []
-        self._memo: list[Any] = []
-        # By id, of objects in the memo: how deep a container is, and how many elements a tuple has, all told.
-        self._depths: dict[int, int] = {}
-        self._sizes: dict[int, int] = {}
-        self._laden: dict[int, Any] = {}  # tuples with a maker in them, which are arguments and nothing else
-
-    def run(self) -> Any:
-        data, table = self._data, _TABLE
-        try:
-            while True:
-                code = data[self._at]
-                self._at += 1
-                if code == 0x2E:  # STOP
-                    break
-                step = table.get(code)
-                if step is None:
-                    raise RefusedError(
-                        f"a message with the pickle opcode {code:#04x} is refused: this worker takes data only"
-                    )
-                step(self)
-            (found,) = self._stack
-            self._data_only((found,))
-            return found
-        except RpcError:
-            raise
-        except Exception as error:
-            raise ProtocolError(
-                f"a message cannot be opened: {type(error).__name__}: {str(error)[:200]}"
-            ) from error
-
-    # -- reading
-
-    def _take(self, size: int) -> memoryview:
-        start = self._at
-        found = self._data[start : start + size]
-        if len(found) != size:
-            wrong(f"{size} bytes announced, {len(found)} there")
-        self._at = start + size
-        return found
-
-    def _sized(self, width: int) -> memoryview:
-        return self._take(int.from_bytes(self._take(width), "little"))
-
-    # -- the stack
-
-    def _pop(self) -> Any:
-        value = self._stack.pop()
-        if value is _MARK:
-            wrong("a mark where a value must be")
-        return value
-
-    def _pop_mark(self) -> list[Any]:
-        stack = self._stack
-        at = len(stack) - 1
-        while stack[at] is not _MARK:  # below the bottom is an IndexError, and so an error in the message
-            at -= 1
-            if at < 0:
-                wrong("no mark")
-        items = stack[at + 1 :]
-        del stack[at:]
-        return items
-
-    def _data_only(self, items: Iterable[Any]) -> int:
-        """Refuse makers among what goes into a container; return how deep the container is then."""
-        depths, deepest, laden = self._depths, 0, self._laden
-        for item in items:
-            if type(item) is Maker:
-                raise RefusedError(f"{item.name} as a value is refused: this worker takes data only")
-            if laden and id(item) in laden:
-                raise RefusedError("a class as a value is refused: this worker takes data only")
-            depth = depths.get(id(item), 0)
-            if depth > deepest:
-                deepest = depth
-        if deepest >= MAX_DEPTH:
-            wrong(f"nested deeper than {MAX_DEPTH}")
-        return deepest + 1
-
-    def _grown(self, container: Any, items: Iterable[Any]) -> None:
-        depth = self._data_only(items)
-        if depth > self._depths.get(id(container), 0):
-            self._depths[id(container)] = depth
-
-    def _hashed(self, keys: Iterable[Any]) -> None:
-        for key in keys:
-            if isinstance(key, tuple) and self._sizes.get(id(key), 0) > MAX_KEY:
-                wrong("a key that is too large to be hashed")
-
-    def _tuple(self, items: tuple[Any, ...]) -> None:
-        self._stack.append(items)
-        if any(type(item) is Maker and item.argument for item in items):
-            self._data_only([item for item in items if type(item) is not Maker or not item.argument])
-            self._laden[id(items)] = items
-            return
-        self._depths[id(items)] = self._data_only(items)
-        sizes = self._sizes
-        sizes[id(items)] = len(items) + sum(
-            [sizes.get(id(item), 0) for item in items if isinstance(item, tuple)]
-        )
-
-    # -- the opcodes that the codec writes
-
-    def _proto(self) -> None:
-        if self._at != 1 or self._take(1)[0] > 5:
-            wrong("a pickle of another protocol")
-
-    def _frame(self) -> None:
-        if int.from_bytes(self._take(8), "little") > len(self._data) - self._at:
-            wrong("a frame that is larger than the message")
-
-    def _text(self, width: int) -> None:
-        self._stack.append(str(self._sized(width), "utf-8", "surrogatepass"))
-
-    def _bytes(self, width: int) -> None:
-        self._stack.append(bytes(self._sized(width)))
-
-    def _integer(self, width: int) -> None:
-        self._stack.append(int.from_bytes(self._take(width), "little"))
-
-    def _long(self, width: int) -> None:
-        self._stack.append(int.from_bytes(self._sized(width), "little", signed=True))
-
-    def _last(self, count: int) -> None:
-        items = [self._pop() for _ in range(count)]
-        self._tuple(tuple(items[::-1]))
-
-    def _append(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) is not list and type(target) is not collections.deque:
-            wrong(f"items for a {type(target).__name__}")
-        self._grown(target, items)
-        target.extend(items)
-
-    def _set_items(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) not in _PAIRED or len(items) % 2:
-            wrong(f"items for a {type(target).__name__}")
-        keys = items[::2]
-        self._grown(target, items)
-        self._hashed(keys)
-        for key, value in zip(keys, items[1::2], strict=True):
-            target[key] = value
-
-    def _add_items(self) -> None:
-        items = self._pop_mark()
-        target = self._stack[-1]
-        if type(target) is not set:
-            wrong(f"items for a {type(target).__name__}")
-        self._grown(target, items)
-        self._hashed(items)
-        target.update(items)
-
-    def _frozenset(self) -> None:
-        items = self._pop_mark()
-        self._hashed(items)
-        depth = self._data_only(items)
-        made = frozenset(items)
-        self._depths[id(made)] = depth
-        self._stack.append(made)
-
-    def _drop(self, items: list[Any]) -> None:
-        pass
-
-    def _recall(self, width: int) -> None:
-        self._stack.append(self._memo[int.from_bytes(self._take(width), "little")])
-
-    def _buffer(self) -> None:
-        self._stack.append(memoryview(next(self._buffers)))
-
-    def _readonly(self) -> None:
-        view = self._pop()
-        if type(view) is not memoryview:
-            wrong(f"a {type(view).__name__} for a buffer")
-        self._stack.append(view.toreadonly())
-
-    def _global(self) -> None:
-        name, module = self._pop(), self._pop()
-        self._stack.append(resolve(module, name))
-
-    def _line(self) -> str:
-        end = bytes(self._data[self._at : self._at + _LINE]).find(b"\n")
-        return str(self._take(end + 1), "utf-8", "replace").strip() if end >= 0 else "?"
-
-    def _old_global(self) -> None:
-        """Refuse the opcodes of old protocols that name something; the codec does not write them."""
-        module, name = self._line(), self._line()
-        raise RefusedError(f"{module}.{name} by an old opcode is refused: this worker takes data only")
-
-    def _arguments(self, maker: Any, args: Any) -> tuple[Any, ...]:
-        if type(maker) is not Maker:
-            shown = maker.__qualname__ if inspect.isroutine(maker) else type(maker).__qualname__
-            raise RefusedError(f"a call of {shown} within a message is refused: this worker takes data only")
-        if type(args) is not tuple:
-            wrong("a maker without arguments")
-        if id(args) not in self._laden:
-            return args
-        if not maker.takes:
-            raise RefusedError(f"a class for {maker.name} is refused: this worker takes data only")
-        return tuple([each.cls or each if type(each) is Maker else each for each in args])
-
-    def _reduce(self) -> None:
-        args, maker = self._pop(), self._pop()
-        arguments = self._arguments(maker, args)
-        self._made(args, maker.make(*arguments))
-
-    def _new(self, kwargs: Any) -> None:
-        args, maker = self._pop(), self._pop()
-        arguments = self._arguments(maker, args)
-        cls = maker.cls
-        if not is_allowed(cls):
-            raise RefusedError(
-                f"{maker.name} without its constructor is refused: this worker takes data only"
-            )
-        self._data_only((kwargs,))
-        self._made(args, cls.__new__(cls, *arguments, **attributes_of(kwargs)))
-
-    def _made(self, args: tuple[Any, ...], made: Any) -> None:
-        """Push what was made; it may be a tuple, too, and is as deep and as large as its arguments."""
-        self._depths[id(made)] = self._depths.get(id(args), 0)
-        if isinstance(made, tuple):
-            self._sizes[id(made)] = self._sizes.get(id(args), 0)
-        self._stack.append(made)
-
-    def _build(self) -> None:
-        state = self._pop()
-        self._data_only((state,))
-        set_state(self._stack[-1], state)
+def _read(values: Iterator[Any], depth: int = 0) -> Any:
+    value = next(values)
+    if type(value) is tuple:
+        if depth >= MAX_DEPTH:
+            _wrong(f"nested deeper than {MAX_DEPTH}")
+        make, count = value
+        return make(*[_read(values, depth + 1) for _ in range(count)])
+    if type(value) not in _ATOMS:
+        _wrong(f"a {type(value).__name__} of msgpack")
+    return value
 
 
-def loads(data: Any, buffers: Iterable[Any] = ()) -> Any:
-    """Open what the codec has pickled, if it is data.
-
-    Arguments:
-        data: the pickle; bytes or anything like them.
-        buffers: the memory beside it, in order.
+def loads(data: Any) -> Any:
+    """Read a message, if it is data.
 
     Raises:
         RefusedError: it names something that is not in the tables; nothing of it was run.
         ProtocolError: it makes no sense.
     """
-    return _Machine(data, buffers).run()
-
-
-def _push(value: Any) -> Callable[[_Machine], None]:
-    return lambda machine: machine._stack.append(value)
-
-
-def _fresh(cls: type) -> Callable[[_Machine], None]:
-    return lambda machine: machine._stack.append(cls())
-
-
-_TABLE: Final[dict[int, Callable[[_Machine], None]]] = {
-    0x80: _Machine._proto,
-    0x95: _Machine._frame,
-    ord("N"): _push(None),
-    0x88: _push(True),
-    0x89: _push(False),
-    ord("J"): lambda machine: machine._stack.append(_I4(machine._take(4))[0]),
-    ord("K"): lambda machine: machine._integer(1),
-    ord("M"): lambda machine: machine._integer(2),
-    0x8A: lambda machine: machine._long(1),
-    0x8B: lambda machine: machine._long(4),
-    ord("G"): lambda machine: machine._stack.append(_F8(machine._take(8))[0]),
-    0x8C: lambda machine: machine._text(1),
-    ord("X"): lambda machine: machine._text(4),
-    0x8D: lambda machine: machine._text(8),
-    ord("C"): lambda machine: machine._bytes(1),
-    ord("B"): lambda machine: machine._bytes(4),
-    0x8E: lambda machine: machine._bytes(8),
-    0x96: lambda machine: machine._stack.append(bytearray(machine._sized(8))),
-    0x97: _Machine._buffer,
-    0x98: _Machine._readonly,
-    ord("("): _push(_MARK),
-    ord(")"): _push(()),
-    0x85: lambda machine: machine._last(1),
-    0x86: lambda machine: machine._last(2),
-    0x87: lambda machine: machine._last(3),
-    ord("t"): lambda machine: machine._tuple(tuple(machine._pop_mark())),
-    ord("]"): _fresh(list),
-    ord("a"): lambda machine: machine._append([machine._pop()]),
-    ord("e"): lambda machine: machine._append(machine._pop_mark()),
-    ord("}"): _fresh(dict),
-    ord("s"): lambda machine: machine._set_items([machine._pop(), machine._pop()][::-1]),
-    ord("u"): lambda machine: machine._set_items(machine._pop_mark()),
-    0x8F: _fresh(set),
-    0x90: _Machine._add_items,
-    0x91: _Machine._frozenset,
-    0x94: lambda machine: machine._memo.append(machine._stack[-1]),
-    ord("h"): lambda machine: machine._recall(1),
-    ord("j"): lambda machine: machine._recall(4),
-    ord("0"): lambda machine: machine._drop([machine._pop()]),
-    ord("1"): lambda machine: machine._drop(machine._pop_mark()),
-    0x93: _Machine._global,
-    ord("c"): _Machine._old_global,
-    ord("i"): _Machine._old_global,
-    ord("R"): _Machine._reduce,
-    0x81: lambda machine: machine._new({}),
-    0x92: lambda machine: machine._new(machine._pop()),
-    ord("b"): _Machine._build,
-}
+    values = msgpack.Unpacker(
+        ext_hook=_header,
+        unicode_errors="surrogatepass",
+        max_buffer_size=len(data),
+        max_array_len=0,
+        max_map_len=0,
+    )
+    try:
+        values.feed(data)
+        found = _read(values)
+        if values.tell() != len(data):
+            _wrong("more behind its end")
+        return found
+    except RpcError:
+        raise
+    except StopIteration:
+        _wrong("it ends too early")
+    except Exception as error:
+        raise ProtocolError(
+            f"a message cannot be opened: {type(error).__name__}: {str(error)[:200]}"
+        ) from error

@@ -30,9 +30,19 @@ from actorrpc._exception_text import MESSAGE as _MESSAGE
 from actorrpc._exception_text import cut, format_error, line_of, notes_of, say, shown, type_name
 from actorrpc._exception_text import dict_of as _dict_of
 from actorrpc._exception_text import names_of as _names_of
-from actorrpc.errors import RemoteError, RemoteTraceback, RpcError
+from actorrpc.errors import RemoteError, RemoteTraceback, RpcError, SerializationError
 
-__all__ = ["MAX_PICKLE", "MAX_TEXT", "dump", "load", "original", "reduce", "traceback_of"]
+__all__ = [
+    "MAX_PICKLE",
+    "MAX_TEXT",
+    "Travel",
+    "assemble",
+    "dump",
+    "load",
+    "original",
+    "parts",
+    "traceback_of",
+]
 
 MAX_TEXT = 64 << 10  # characters of formatted traceback; the middle of a longer one is cut
 MAX_PICKLE = 16 << 20  # bytes of the pickled exception; what makes it larger is left behind
@@ -164,7 +174,7 @@ def _twin(error: BaseException, plan: _Plan, cls: Any) -> Any:
 
 
 @dataclass(slots=True, eq=False)
-class _Travel:
+class Travel:
     """Stands for an exception inside a pickle, and unpickles as it; one for each, so that cycles stay."""
 
     error: BaseException  # keeps the id that it is known by
@@ -183,16 +193,16 @@ class _Packer:
     def __init__(self, fits: Callable[[object], bool] | None = None, *, nested: bool = True) -> None:
         self._fits = fits
         self._nested = nested
-        self._travels: dict[int, _Travel] = {}
+        self._travels: dict[int, Travel] = {}
         self.dropped: list[str] = []
 
-    def travel(self, error: BaseException, *, obey: bool = True) -> _Travel:
+    def travel(self, error: BaseException, *, obey: bool = True) -> Travel:
         found = self._travels.get(id(error))
         if found is not None:
             return found
         cls = _class_of(error)
         plan = _plan(cls)
-        travel = self._travels[id(error)] = _Travel(error, (_create, (cls,)))
+        travel = self._travels[id(error)] = Travel(error, (_create, (cls,)))
         remote = _remote_of(error)
         if (
             remote is not None and cls is not RemoteError
@@ -280,12 +290,26 @@ def _is_small(value: object) -> bool:
     return type(value) in _ATOMS and (not isinstance(value, str | bytes) or len(value) <= _MAX_MESSAGE)
 
 
-def reduce(error: BaseException) -> tuple[Any, ...]:
-    """Return how to pickle an exception that is a value: for a pickler's ``reducer_override``.
+def parts(error: BaseException | Travel) -> tuple[type[BaseException], tuple[Any, ...], _State]:
+    """Return what :func:`assemble` makes an exception of: its class, what its ``__new__`` takes, and its state.
 
-    Other exceptions that it refers to are left to the same pickler. May raise what the user's class raises.
+    Other exceptions in it are left to the caller. May raise what the user's class raises.
     """
-    return _Packer(nested=False).travel(error).reduced
+    if not isinstance(error, Travel):
+        error = _Packer(nested=False).travel(error, obey=False)
+    elif error.reduced[0] is not _create:
+        return parts(error.error)
+    if error.reduced[0] is not _create:
+        raise SerializationError(f"{type_name(type(error.error))} is an enum, and made by its name")
+    (cls, seed), state = error.reduced[1:3]
+    return cls, seed, state
+
+
+def assemble(cls: type[BaseException], seed: tuple[Any, ...], state: _State) -> BaseException:
+    """Make an exception of its parts, without its constructor."""
+    made: BaseException = _create(cls, seed)
+    _restore(made, state)
+    return made
 
 
 # -- packing ---------------------------------------------------------------------------------------------
@@ -369,7 +393,7 @@ def _pickle(
 
     def fits(value: object) -> bool:
         try:  # an exception was taken apart just as carefully
-            return type(value) is _Travel or len(dumps(value)) <= limit // 4
+            return type(value) is Travel or len(dumps(value)) <= limit // 4
         except BaseException:
             return False
 
@@ -596,8 +620,7 @@ def _rebuild(
             made = loads(form)
             if members is not None:
                 cls, message, state = made
-                made = _create(cls, (message, [_member(member, loads) for member in members]))
-                _restore(made, state)
+                made = assemble(cls, (message, [_member(member, loads) for member in members]), state)
             if not issubclass(type(made), BaseException):
                 raise TypeError(f"{type_name(type(made))} is not an exception")
             if failed:

@@ -9,16 +9,15 @@
 
 Each worker has an agent, threads, connections and RRefs of its own, as if it ran on a host of its own: they talk over TCP on
 this host's loopback, through relays that faults act on; nothing goes through shared memory. What a thread does, it does for one
-worker: functions that are called on a worker see it as theirs (``rpc.get_worker_info()``), and so do the threads that they
-start. The test itself acts for the first worker, unless it says otherwise: ``with cluster["worker1"]: ...``, or the methods
-of ``cluster["worker1"]``.
+worker: functions that are called on a worker see it as theirs (``rpc.get_worker_info()``). All other threads, the test's own and
+those that it or such a function starts, act for the first worker, unless they say otherwise: ``with cluster["worker1"]: ...``, or
+the methods of ``cluster["worker1"]``.
 
 Time stands still while the test's own thread waits, unless ``autojump`` is on: a call with a time-out is made with ``rpc_async``,
 then time passes, then its outcome is looked at. Calls that have to connect to a worker that is cut off wait for that.
 
-What it has: calls, RRefs, cancellation, time-outs, states of workers, actors. What it has not: distributed autograd,
-``shutdown``, processes for actors, and the faults of :func:`drop`, :func:`delay` and :func:`kill_at`, which are those of a
-process.
+What it has: calls, RRefs, cancellation, time-outs, states of workers, actors, distributed autograd, ``shutdown``. What it has
+not: processes for actors, and the faults of :func:`drop`, :func:`delay` and :func:`kill_at`, which are those of a process.
 """
 
 from __future__ import annotations
@@ -28,17 +27,15 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, TypeVar
 
-from actorrpc.actors import context as actor_runtime
-from actorrpc.actors import startup as actor_wiring
-from actorrpc.agent.agent import Agent
-from actorrpc.agent.context import WorkerContext, set_here
+from actorrpc.actors import startup as actors
+from actorrpc.agent.context import Worker, begin_acting, begin_several, end_acting, end_several
 from actorrpc.agent.peers import Peer
+from actorrpc.autograd import startup as autograd
 from actorrpc.config import Settings
 from actorrpc.errors import ConfigError, UnknownWorkerError, WrongTypeError
 from actorrpc.futures import Future, hush
@@ -49,6 +46,7 @@ from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT, che
 from actorrpc.rpc.rref import RRef
 from actorrpc.testing.network.proxy import FaultProxy
 from actorrpc.testing.virtual_time import VirtualTime
+from actorrpc.validation import choice, integer
 from actorrpc.wire.identity import WorkerInfo, WorkerRecord, check_name, host_identity
 from actorrpc.wire.keys import Key
 
@@ -59,25 +57,6 @@ T = TypeVar("T")
 #: What does not make sense here: workers are apart, time may stand still, and there is one address family.
 _FIXED: Final = {"transport": "tcp", "bind": "127.0.0.1", "spin_us": 0, "lane": False, "insecure": False}
 _MOST: Final = 64
-
-#: For whom the thread acts, innermost last.
-_acting: ContextVar[tuple[ClusterWorker, ...]] = ContextVar("actorrpc_acting_worker", default=())
-_start_thread = threading.Thread.start
-
-
-def _start_for_worker(thread: threading.Thread) -> None:
-    """Start a thread that acts for the worker that the one which starts it acts for."""
-    acting = _acting.get()
-    if acting:
-        run = thread.run
-
-        def run_for_worker() -> None:
-            _acting.set(acting[-1:])
-            del thread.run
-            run()
-
-        thread.run = run_for_worker  # type: ignore[method-assign]
-    _start_thread(thread)
 
 
 class _Members:
@@ -118,25 +97,21 @@ class ClusterWorker:
         self.name = name
         self.rank = rank
         self._cluster = cluster
-        self._here = WorkerContext()
+        self._worker: Worker | None = None
 
     @property
     def info(self) -> WorkerInfo:
         """Its name and rank, as other workers know them."""
         return WorkerInfo(self.name, self.rank)
 
-    @property
-    def _agent(self) -> Agent:
-        agent: Agent = self._here.state.agent
-        return agent
-
     def __enter__(self) -> ClusterWorker:
         self._cluster._check()
-        _acting.set((*_acting.get(), self))
+        assert self._worker is not None
+        begin_acting(self._worker)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _acting.set(_acting.get()[:-1])
+        end_acting()
 
     def __repr__(self) -> str:
         return f"<worker {self.name!r} of an InProcessCluster>"
@@ -218,12 +193,9 @@ class InProcessCluster:
         rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
         **settings: Any,
     ) -> None:
-        if clock not in ("virtual", "real"):
-            raise ConfigError(f'clock must be "virtual" or "real", not {clock!r}')
+        choice("clock", clock, of=("virtual", "real"))
         if autojump and clock == "real":
             raise ConfigError("the real time does not jump: autojump is for a virtual clock")
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise WrongTypeError(f"seed must be an int, not {seed!r}")
         fixed = _FIXED.keys() & settings.keys()
         if fixed:
             raise ConfigError(f"an in-process cluster decides on {', '.join(sorted(fixed))} itself")
@@ -233,7 +205,7 @@ class InProcessCluster:
             raise ConfigError(f"there are unknown options among {', '.join(settings)}") from None
         self._settings = replace(self._settings, port=0, advertise=None)
         self._timeout = check_timeout(rpc_timeout)
-        self._seed = seed
+        self._seed: int = integer("seed", seed)
         self._clock = VirtualTime(autojump=autojump) if clock == "virtual" else None
         self.workers = tuple(ClusterWorker(self, name, rank) for rank, name in enumerate(_names(workers)))
         self._by_name = {worker.name: worker for worker in self.workers}
@@ -262,10 +234,7 @@ class InProcessCluster:
             if self._clock is not None:
                 stack.enter_context(self._clock)
             stack.callback(hush, False)
-            stack.callback(set_here, None)
-            set_here(self._find_here)
-            stack.callback(setattr, threading.Thread, "start", threading.Thread.start)
-            threading.Thread.start = _start_for_worker  # type: ignore[method-assign, assignment]
+            stack.callback(end_several)
             stack.callback(self._close_relays)
             self._state = "open"
             key = Key(secrets.token_bytes(32))
@@ -275,7 +244,7 @@ class InProcessCluster:
                 stack.callback(self._clock.flow)
             for worker in self.workers:
                 with worker:
-                    worker._here.state.group.start()
+                    api.group().start()
             self._stack = stack.pop_all()
         return self
 
@@ -296,32 +265,27 @@ class InProcessCluster:
         group = groups.enter(
             worker.name, worker.rank, self._members, settings=self._settings, key=key, host=host
         )
-        stack.callback(group.close)
         agent = group.agent
         self._members.records[worker.name] = self._members.records[worker.rank] = agent.record
         agent.links.addresses = partial(self._addresses, worker.name)  # type: ignore[method-assign]
-        here = worker._here
-        here.state = api._GroupState(group, self._timeout, f"{worker.name!r} of an in-process cluster", "")
-        here.references = here.state.references
-        stack.callback(self._end, worker)
+        made = worker._worker = api.worker_of(
+            group, self._timeout, f"{worker.name!r} of an in-process cluster"
+        )
+        if worker.rank == 0:
+            begin_several(made)
+        stack.callback(self._end, made)
+        made.in_force = True
         with worker:
-            end = actor_wiring.start(agent, here.references)
-        here.actors = actor_runtime.current()
-        actor_runtime.set_runtime(None)
-        here.state.ends.append(end)
+            made.ends += [start(agent, made.references) for start in (autograd.start, actors.start)]
 
-    def _end(self, worker: ClusterWorker) -> None:
-        state = worker._here.state
-        _acting.set((worker,))
-        try:
-            state.end(False)
-            state.references.carry_out(state.references.table.close())
-        finally:
-            _acting.set(())
-
-    def _find_here(self) -> WorkerContext | None:
-        acting = _acting.get()
-        return (acting[-1] if acting else self.workers[0])._here
+    @staticmethod
+    def _end(worker: Worker) -> None:
+        if worker.in_force:
+            begin_acting(worker)
+            try:
+                api.close(worker)
+            finally:
+                end_acting()
 
     def _check(self) -> None:
         if self._state != "open":
@@ -403,7 +367,7 @@ class InProcessCluster:
                     relay.reset()
         worker = self[name]
         with worker:
-            worker._agent.close(timeout=0.2)
+            api.group().agent.close(timeout=0.2)
 
     def _pair(self, one: str, other: str) -> frozenset[str]:
         self._check()

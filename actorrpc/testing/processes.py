@@ -12,6 +12,8 @@ import faulthandler
 import os
 import shutil
 import signal
+import subprocess
+import sysconfig
 import tempfile
 import threading
 import time
@@ -37,11 +39,13 @@ __all__ = [
     "scratch",
     "stacks_file",
     "tell_stacks",
+    "wait_for_end",
 ]
 
 _MARK = "ACTORRPC_TEST_SESSION"
 _ASK = signal.SIGUSR2
 _INSIST = signal.SIGRTMIN + 5
+_READ_S = 5.0
 
 
 class ProcessId(NamedTuple):
@@ -175,6 +179,16 @@ def kill(processes: Iterable[ProcessId]) -> None:
     psutil.wait_procs(killed, timeout=5)
 
 
+def wait_for_end(processes: Iterable[ProcessId], seconds: float) -> set[ProcessId]:
+    """Wait until these processes have ended, for at most so many seconds; return those that have not."""
+    until = time.monotonic() + seconds
+    left = set(processes)
+    while left and time.monotonic() < until:
+        time.sleep(0.02)
+        left = {process for process in left if _alive(process) is not None}
+    return left
+
+
 def stacks_file(pid: int) -> Path:
     """Where a process that takes part writes its stacks when it is asked for them."""
     return scratch() / f"stacks-{pid}"
@@ -199,7 +213,12 @@ def tell_stacks() -> None:
 
 
 def dump_stacks(processes: Iterable[ProcessId]) -> str:
-    """Return the stacks of all threads of those processes that can tell, and a line about the others."""
+    """Return the stacks of all threads of those processes: told by themselves, or read from outside by py-spy.
+
+    Args:
+        processes: those whose environment has the session's mark tell them if they have called :func:`tell_stacks`. For the
+            others py-spy has to be installed, and this process be allowed to trace them.
+    """
     asked: dict[ProcessId, tuple[Path, int]] = {}
     parts = []
     for process in sorted(processes):
@@ -209,6 +228,8 @@ def dump_stacks(processes: Iterable[ProcessId]) -> str:
             with contextlib.suppress(ProcessLookupError):
                 asked[process] = (path, path.stat().st_size)
                 os.kill(process.pid, _ASK)
+        elif _alive(process) is not None:
+            parts.append(_read_from_outside(process.pid))
     for process, (path, before) in asked.items():
         told = _read_growth(path, before)
         if not told:  # no thread of it gets the GIL
@@ -217,6 +238,27 @@ def dump_stacks(processes: Iterable[ProcessId]) -> str:
             told = _read_growth(path, before) or "  (no answer)"
         parts.append(f"stacks of process {process.pid}:\n{told}")
     return "\n".join(parts)
+
+
+def _read_from_outside(pid: int) -> str:
+    py_spy = shutil.which(
+        "py-spy", path=f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', '')}"
+    )
+    if py_spy is None:
+        return "  (its stacks are shown where py-spy is installed)"
+    why = ""
+    for how in ([], ["--nonblocking"]):  # the second reads a process that is stopped, too
+        try:
+            done = subprocess.run(
+                [py_spy, "dump", *how, "--pid", str(pid)], capture_output=True, text=True, timeout=_READ_S
+            )
+        except subprocess.TimeoutExpired:
+            why = f"no answer within {_READ_S:g} s"
+        else:
+            if done.returncode == 0:
+                return done.stdout
+            why = done.stderr.partition("\n\n")[0]
+    return f"  (py-spy: {why})"
 
 
 def _read_growth(path: Path, before: int) -> str:

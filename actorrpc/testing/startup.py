@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from actorrpc.agent.agent import Agent
@@ -12,9 +13,10 @@ from actorrpc.rpc import api
 from actorrpc.rpc.options import TensorPipeRpcBackendOptions
 from actorrpc.rpc.refcount.runtime import References
 from actorrpc.testing.messages import active
-from actorrpc.testing.messages.faults import Fault
+from actorrpc.testing.messages.faults import Fault, FaultOptions
 from actorrpc.testing.messages.gate import FaultGate
-from actorrpc.testing.messages.kill_points import KillPoint
+from actorrpc.testing.messages.kill_points import KillOptions, KillPoint
+from actorrpc.validation import read
 
 __all__ = ["VARIABLE", "FaultyRpcBackendOptions", "faults_of", "from_environment", "start"]
 
@@ -45,40 +47,6 @@ class FaultyRpcBackendOptions(TensorPipeRpcBackendOptions):
 VARIABLE: Final = "ACTORRPC_FAULT"
 
 
-def _flag(text: str) -> bool:
-    if text in ("1", "0"):
-        return text == "1"
-    raise ValueError(text)
-
-
-def _list(text: str) -> list[str]:
-    return text.split(",")
-
-
-_FIELDS: Final[Mapping[str, Callable[[str], Any]]] = {
-    "seconds": float,
-    "times": int,
-    "total": int,
-    "to": _list,
-    "function": _list,
-    "probability": float,
-    "seed": int,
-    "at_once": _flag,
-    "on": str,
-}
-
-
-_KILL_FIELDS: Final[Mapping[str, Callable[[str], Any]]] = {
-    "action": str,
-    "nth": int,
-    "code": int,
-    "seconds": float,
-    "to": _list,
-    "function": _list,
-    "on": str,
-}
-
-
 def faults_of(text: str) -> list[Fault | KillPoint]:
     """Return the faults and kill points that a text describes, not started.
 
@@ -101,15 +69,15 @@ def _fault(words: list[str], part: str) -> Fault | KillPoint:
         ) from None
     if action not in ("drop", "delay", "kill"):
         raise ConfigError(f"{part!r} is no fault: it begins with drop, delay or kill, not with {action!r}")
-    known = _KILL_FIELDS if action == "kill" else _FIELDS
+    options = KillOptions if action == "kill" else FaultOptions
+    known = {each.name: str(each.type) for each in dataclasses.fields(options) if each.metadata}
     given: dict[str, Any] = {}
     for field in fields:
         name, sign, value = field.partition("=")
-        convert = known.get(name)
-        if convert is None or not sign or (name == "at_once" and action == "delay"):
+        if name not in known or not sign or (name == "at_once" and action == "delay"):
             raise ConfigError(f"{field!r} in {part!r} means nothing; there are: {', '.join(known)}")
         try:
-            given[name] = convert(value)
+            given[name] = read(known[name], value)
         except ValueError:
             raise ConfigError(f"{field!r} in {part!r} has a value that cannot be used") from None
     if action == "kill":

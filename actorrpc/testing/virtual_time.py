@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 import math
-import numbers
 import os
 import sys
 import threading
@@ -30,9 +29,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from actorrpc import _time
-from actorrpc.errors import ConfigError, WrongTypeError
+from actorrpc.validation import number
 
 __all__ = ["VirtualTime"]
+
+_FORWARD = "a number of seconds of at least 0, finite: time never runs backwards"
 
 _BY_ITSELF_S: Final = 0.1
 _SLICE_S: Final = 0.02  # real: those who wait for a socket look at the time so often
@@ -71,7 +72,7 @@ class VirtualTime:
 
     def __init__(self, *, autojump: bool = False, patience: float = 30.0) -> None:
         self.autojump = bool(autojump)
-        self._patience = _seconds("patience", patience)
+        self._patience = number("patience", patience, unit="seconds")
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._driving = threading.Lock()
@@ -154,7 +155,7 @@ class VirtualTime:
             ConfigError: ``seconds`` is negative or not finite: time never runs backwards.
             RuntimeError: it is not in force, or threads went on running for longer than ``patience``; they are named.
         """
-        length = _seconds("seconds", seconds)
+        length = number("seconds", seconds, right=_FORWARD)
         self._check()
         with self._driving:
             target = self._now + length
@@ -353,11 +354,3 @@ def _running() -> str:
                 f"{thread.name} in {frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
             )
     return "; ".join(shown) or "some, now and then"
-
-
-def _seconds(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise WrongTypeError(f"{name} must be a number of seconds, not {value!r}")
-    if not 0.0 <= float(value) < math.inf:
-        raise ConfigError(f"{name} must be at least 0 and finite, not {value!r}: time never runs backwards")
-    return float(value)

@@ -20,7 +20,7 @@ whose data it is.
 Lock order: ``read_lock`` before ``write_lock``, which is waited for only where the connection is suspended or broken: a writer
 may wait for what has to be read. Neither is ever held while user code, or code that may run the garbage collector into
 user code for long, is called on purpose. The functions that read, write and arm are marked
-uninterruptible: Ctrl-C waits for their end, and any other exception in one of them closes the connection.
+uninterruptible: signal handlers wait for their end, and any exception in one of them closes the connection.
 
 **The agent.** A connection knows it by :class:`Events` only, which the agent's inbox implements; tests put in their own.
 """
@@ -46,7 +46,7 @@ from actorrpc.transport import signals
 from actorrpc.transport.buffers import untouched
 from actorrpc.transport.reader import ARMED, AT_ONCE_S, DISARMED, ReplyWaiter, ServerTurn
 from actorrpc.transport.session import Replay
-from actorrpc.transport.signals import holding, uninterruptible
+from actorrpc.transport.signals import uninterruptible
 from actorrpc.transport.tls import Stream, TlsSocket
 from actorrpc.transport.writer import ChunkSender
 from actorrpc.wire.frames import (
@@ -166,7 +166,11 @@ class Connection:
             if self.replay is not None:
                 self.replay.count(len(leftover))
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller = self.poller()
+        #: wakes for what comes, for :meth:`wake` and, on the main thread, for a signal handler that was put off
+        self._poller = select.poll()
+        for fd in (self.fd, self._wake_fd, signals.wake_fd()):
+            if fd >= 0:
+                self._poller.register(fd, select.POLLIN)
         self._writer_poller: select.poll | None = None
         self.answering = ServerTurn(self)
         self.waiting = ReplyWaiter(self)
@@ -175,15 +179,6 @@ class Connection:
         #: disarmed although nobody reads: the thread that made a call is about to wait for it, or the clock listens again soon
         self.expecting = False
         self.expecting_since = 0.0
-
-    def poller(self) -> select.poll:
-        """Return one that wakes for what comes, for :meth:`wake` and, on the main thread, for a Ctrl-C that was put off."""
-        poller = select.poll()
-        fds = [self.fd, self._wake_fd, signals.wake_fd()]
-        for fd in fds:
-            if fd >= 0:
-                poller.register(fd, select.POLLIN)
-        return poller
 
     @property
     def receiving(self) -> bool:
@@ -353,7 +348,6 @@ class Connection:
                 return
             count = 0
 
-    @holding
     @uninterruptible
     def begin(self) -> list[Frame]:
         """Take what came right behind the handshake, unless somebody who waits for a reply has."""
@@ -379,7 +373,6 @@ class Connection:
 
     # -- writing -----------------------------------------------------------------------------------
 
-    @holding
     @uninterruptible
     def flush(self, wait: bool = False) -> bool:
         """Send what is in the outbox. Returns whether all of it was handed to the kernel.
@@ -394,14 +387,13 @@ class Connection:
             if not self.write_lock.acquire(False):
                 return False  # the holder looks at the outbox again when it is done
             try:
-                try:
-                    done = self._drain()
-                except BaseException as error:
-                    self.failed(error)
-                    return False
-                if not done and wait:  # what a signal handler raises here has torn nothing apart
-                    done = self._wait_writable()
+                done = self._drain()
+                if not done and wait:
+                    self._wait_writable()
                     continue
+            except BaseException as error:
+                self.failed(error)
+                return False
             finally:
                 self.write_lock.release()
             if not done:
@@ -502,17 +494,16 @@ class Connection:
         if rest and count:
             rest[0] = rest[0][count:]
 
-    def _wait_writable(self, deadline: float | None = None) -> bool:
+    def _wait_writable(self, deadline: float | None = None) -> None:
         """Sleep until the kernel takes more, for at most a slice. Under the write lock."""
         if not self._rest and self.replay is not None and self.replay.full:
             self.replay.wait(0.1)
-            return False
+            return
         if (poller := self._writer_poller) is None:
             poller = self._writer_poller = select.poll()
             poller.register(self.sock.wire() if type(self.sock) is TlsSocket else self.fd, select.POLLOUT)
         left = 0.1 if deadline is None else min(0.1, max(0.0, deadline - _time.now()))
         poller.poll(left * 1e3)
-        return False
 
     # -- the end -----------------------------------------------------------------------------------
 

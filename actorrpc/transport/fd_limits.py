@@ -41,7 +41,13 @@ def make_room(fd: int) -> bool:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (OSError, ValueError) as error:  # what happens then, happened before
-        _log.warning("%d descriptors are open, and the limit of %d cannot be raised: %s", fd, soft, error)
+        _log.warning(
+            "%d files and connections are open, the limit is %d and cannot be raised (%s): start with a higher one (ulimit -n), "
+            "or connections will fail",
+            fd,
+            soft,
+            error,
+        )
         return False
     return wanted >= fd + _AHEAD
 

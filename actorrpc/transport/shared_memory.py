@@ -568,7 +568,7 @@ class Borrower:
                 if segment is not None:
                     return segment
                 if self._closed:
-                    raise ProtocolError("the tensor lane is closed")
+                    raise ProtocolError("the connection for shared memory is closed")
                 if wanted in self._unmapped:
                     size, fd = self._unmapped[wanted]
                     self._segments[wanted] = self._map(wanted, size, fd)
@@ -600,7 +600,7 @@ class Borrower:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise ProtocolError(f"the descriptor socket failed: {error}") from error
+            raise ProtocolError(f"the connection for shared memory failed: {error}") from error
         fds = array("i")
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -612,7 +612,7 @@ class Borrower:
         try:
             self._sock.recv(_ANNOUNCEMENT.size, socket.MSG_DONTWAIT)
             if not data and not fds:
-                raise ProtocolError("the peer closed the descriptor socket")
+                raise ProtocolError("the peer closed the connection for shared memory")
             cut = state & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
             if len(data) != _ANNOUNCEMENT.size or len(fds) != 1 or cut:
                 raise ProtocolError("not an announcement of shared memory")

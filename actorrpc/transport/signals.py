@@ -1,18 +1,15 @@
-"""Ctrl-C that never leaves a connection in pieces.
+"""Signal handlers that never leave a connection in pieces, whatever they raise.
 
-A KeyboardInterrupt raised between two bytecodes of the code that reads, writes or arms a connection would
-lose frames of other threads. So while ``signal.default_int_handler`` is in force, it is replaced, on the main
-thread, by a handler that looks whether a function marked :func:`uninterruptible` is on the stack. If none is,
-KeyboardInterrupt is raised as ever. If one is, the interrupt is noted, the wait that the main thread sits in
-is woken, and the interrupt is raised when the section is over: by :func:`checkpoint`, or, where no checkpoint
-follows, by sending the signal again.
+Python runs the program's signal handlers on the main thread, between any two bytecodes. What one raises there (Ctrl-C's
+KeyboardInterrupt first of all) would cut the code that reads, writes or arms a connection in two, and lose frames of other
+threads. Nothing but the handler itself can put that off, so while there is an agent, each handler of the program is run by one
+of ours, which looks whether a function marked :func:`uninterruptible` is on the stack. If none is, the handler runs as ever. If
+one is, that is noted, the wait that the main thread sits in is woken, and the handler runs when the section is over: in
+:func:`checkpoint`, or, where no checkpoint follows, in the handler of a signal that the clock sends (``SIGURG``: it is harmless
+to who does not expect it).
 
-A program that has installed its own SIGINT handler keeps it. No lock is used here: handlers run on the main
-thread only.
-
-Handlers of the program, of any signal, may make calls, in the middle of one that the main thread makes. Who holds a lock that
-such a call would wait for is then below it on the stack, and goes on only when the handler returns: functions that hold one
-are marked :func:`holding`, and :func:`beneath` finds them, for who is about to wait.
+The program does not see ours: what it installs from then on is put behind one, and what it asks for is its own. No lock is
+used here: handlers run on the main thread only.
 """
 
 from __future__ import annotations
@@ -23,17 +20,17 @@ import sys
 import threading
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from actorrpc import _time
+from actorrpc._exception_text import mark_handlers
 
 __all__ = [
-    "beneath",
     "checkpoint",
-    "holding",
     "install",
+    "is_protected",
     "pending_here",
-    "resend",
+    "ring",
     "state",
     "uninstall",
     "uninterruptible",
@@ -41,65 +38,114 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+_Handler = Callable[[int, FrameType | None], Any]
 
 _protected: set[CodeType] = set()
-_holding: set[CodeType] = set()
 _main = threading.main_thread().ident
-_installed = False
+# What ``signal.signal`` and ``signal.getsignal`` call, also where a program has imported those by name.
+_native: Final[Any] = sys.modules["_signal"]
+_set_native: Final[Any] = _native.signal
+_get_native: Final[Any] = _native.getsignal
+_RING: Final = int(signal.SIGURG)
 
 
-class _InterruptState:
-    __slots__ = ("pending", "resend", "resent", "wake_fd")
+class _State:
+    __slots__ = ("laters", "pending", "rung", "wake_fd")
 
     def __init__(self) -> None:
-        self.pending = False
-        self.resent = False
+        self.rung = False  # the signal that comes is ours
+        #: handlers that were put off, by their signals; the main thread's
+        self.pending: dict[int, _Handler] = {}
         self.wake_fd = -1
-        self.resend: Callable[[], None] | None = None
+        #: of each agent, what has :func:`ring` called a moment later
+        self.laters: list[Callable[[], None]] = []
 
 
-state = _InterruptState()
+state = _State()
+
+
+class _Shield:
+    """Runs a handler of the program where it can harm nothing. For ``_RING``, also where the program has none."""
+
+    __slots__ = ("handler",)
+
+    def __init__(self, handler: Any) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        within = bool(state.laters) and _is_within(frame)
+        if number == _RING and state.rung:
+            state.rung = False
+            if within:
+                _nudge()
+            else:
+                _run_pending(frame)
+            return
+        if not callable(self.handler):
+            return
+        if within:
+            state.pending[number] = self.handler
+            _wake()
+            _nudge()
+            return
+        if state.pending.pop(number, None) is not None and not state.pending:
+            _quiet()
+        _run(self.handler, number, frame)
 
 
 def uninterruptible(function: F) -> F:
-    """Mark a function whose execution, callees included, Ctrl-C must not cut in two."""
+    """Mark a function whose execution, callees included, a signal handler must not cut in two."""
     _protected.add(function.__code__)
     return function
 
 
-def holding(function: F) -> F:
-    """Mark a method that holds a lock of its ``self`` while it runs."""
-    _holding.add(function.__code__)
-    return function
+def is_protected(frame: FrameType) -> bool:
+    """Say whether a frame is that of a function marked :func:`uninterruptible`."""
+    return frame.f_code in _protected
 
 
-def beneath(*owners: object) -> int:
-    """Say how many methods marked :func:`holding` of these owners wait, on this thread, for a signal handler to return.
+def _is_within(frame: FrameType | None) -> bool:
+    while frame is not None:
+        # What a finaliser raises is lost, this included.
+        if is_protected(frame) or frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
-    The caller counts where it is one itself. For who would wait otherwise: it looks through the whole stack.
-    """
-    if threading.get_ident() != _main:
-        return 0
-    count = 0
-    walk: FrameType | None = sys._getframe(1)
-    while walk is not None:
-        if walk.f_code in _holding and any(walk.f_locals.get("self") is owner for owner in owners):
-            count += 1
-        walk = walk.f_back
-    return count
+
+def _run(handler: _Handler, number: int, frame: FrameType | None) -> None:
+    try:
+        handler(number, frame)
+    except BaseException as error:
+        mark_handlers(error)
+        raise
 
 
 def pending_here() -> bool:
-    """Say whether this is the main thread and an interrupt has been put off."""
-    return state.pending and threading.get_ident() == _main
+    """Say whether this is the main thread and a handler has been put off."""
+    return bool(state.pending) and threading.get_ident() == _main
 
 
 def checkpoint() -> None:
-    """Raise an interrupt that was put off, if this is the main thread and there is one."""
+    """Run the handlers that were put off, if this is the main thread; they may raise. No lock is held where this is called."""
     if state.pending and threading.get_ident() == _main:
-        state.pending = False
-        _quiet()
-        raise KeyboardInterrupt
+        _run_pending(sys._getframe(1))
+
+
+def _run_pending(frame: FrameType | None) -> None:
+    while state.pending:
+        number = next(iter(state.pending))
+        handler = state.pending.pop(number)
+        if not state.pending:
+            _quiet()
+        _run(handler, number, frame)
+
+
+def _wake() -> None:
+    try:
+        os.eventfd_write(state.wake_fd, 1)
+    except (OSError, OverflowError, ValueError):  # there is none
+        pass
 
 
 def _quiet() -> None:
@@ -109,75 +155,91 @@ def _quiet() -> None:
         pass
 
 
+def _nudge() -> None:
+    laters = state.laters
+    if laters:
+        laters[-1]()
+
+
 def wake_fd() -> int:
-    """Return the eventfd that becomes readable when an interrupt was put off; -1 if there is none.
+    """Return the eventfd that becomes readable when a handler was put off; -1 if there is none.
 
     A thread that polls a connection polls it, too, so that the main thread comes out; others find nothing to do.
     """
     return state.wake_fd
 
 
-def _handle(_signum: int, frame: FrameType | None) -> None:
-    resent, state.resent = state.resent, False
-    if resent and not state.pending:
-        return  # sent again, but a checkpoint has raised it meanwhile
-    walk = frame
-    while walk is not None:
-        # What a finaliser raises is lost, this included.
-        if walk.f_code in _protected or walk.f_code.co_name == "__del__":
-            state.pending = True
-            if state.wake_fd >= 0:
-                os.eventfd_write(state.wake_fd, 1)
-            if state.resend is not None:
-                state.resend()
-            return
-        walk = walk.f_back
-    if state.pending:
-        state.pending = False
-        _quiet()
-    raise KeyboardInterrupt
-
-
-def resend() -> None:
-    """Send the main thread its put-off interrupt again; called by the clock a moment after it was put off."""
+def ring() -> None:
+    """Have the main thread run what was put off; called by the clock a moment after that."""
+    # Without an agent, the handler that makes it harmless may be gone: the signal is ignored then.
     if state.pending and _main is not None:
-        state.resent = True
+        state.rung = True
         try:
-            signal.pthread_kill(_main, signal.SIGINT)
+            signal.pthread_kill(_main, _RING)
         except (OSError, ValueError):
             pass
 
 
-def install(later: Callable[[], None]) -> None:
-    """Take over SIGINT if Python's default handler is in force and this is the main thread.
+def _shielded(number: int, handler: Any) -> Any:
+    if type(handler) is not _Shield and (
+        callable(handler) or (number == _RING and handler in (signal.SIG_DFL, signal.SIG_IGN))
+    ):
+        return _Shield(handler)
+    return handler
 
-    ``later`` is called in the handler and must arrange, without taking a lock that the main thread may hold,
-    for :func:`resend` to be called a moment later.
+
+def _own(handler: Any) -> Any:
+    return handler.handler if type(handler) is _Shield else handler
+
+
+def _set(number: int, handler: Any) -> Any:
+    """Stand in for ``_signal.signal``."""
+    checkpoint()  # what was put off came while the handler was in force that is replaced now
+    return _own(_set_native(number, _shielded(number, handler)))
+
+
+def _get(number: int) -> Any:
+    """Stand in for ``_signal.getsignal``."""
+    return _own(_get_native(number))
+
+
+def install(later: Callable[[], None]) -> None:
+    """Shield what is to come from the program's handlers; those that it has are shielded if this is the main thread.
+
+    ``later`` is called in handlers and must arrange, without taking a lock that the main thread may hold,
+    for :func:`ring` to be called a moment later. :func:`uninstall` takes it back.
     """
-    global _installed, _main
+    global _main
     _main = threading.main_thread().ident
-    if threading.current_thread() is not threading.main_thread():
-        return
-    # It is ours already in a child that was forked from a worker: then only what belonged to the parent is renewed.
-    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _handle):
-        state.pending = state.resent = False
+    if not state.laters:
         _close()
         state.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        state.resend = later
-        signal.signal(signal.SIGINT, _handle)
-        _installed = True
+    state.laters.append(later)
+    _native.signal, _native.getsignal = _set, _get
+    _replace(_shielded)
 
 
-def uninstall() -> None:
-    """Give SIGINT back, if it is still ours and this is the main thread."""
-    global _installed
-    if not _installed or threading.current_thread() is not threading.main_thread():
+def uninstall(later: Callable[[], None]) -> None:
+    """End what :func:`install` has begun; the last one gives the handlers back, if this is the main thread."""
+    try:
+        state.laters.remove(later)
+    except ValueError:
         return
-    if signal.getsignal(signal.SIGINT) is _handle:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    _installed = False
-    state.resend = None
-    _close()
+    if not state.laters:
+        _close()
+        if _replace(lambda _, handler: _own(handler)):
+            _native.signal, _native.getsignal = _set_native, _get_native
+
+
+def _replace(by: Callable[[int, Any], Any]) -> bool:
+    if threading.get_ident() != _main:
+        return False
+    for number in signal.valid_signals():
+        before = _get_native(number)
+        after = by(number, before)
+        if after is not before:
+            _set_native(number, after)
+    return True
 
 
 def _close() -> None:
@@ -187,14 +249,14 @@ def _close() -> None:
 
 
 def abandon() -> None:
-    """Let go, in a forked child, of what belongs to the parent. The handler stays, and acts as Python's own."""
-    state.pending = state.resent = False
-    state.resend = None
+    """Let go, in a forked child, of what belongs to the parent. The program's handlers run as if they were not shielded."""
+    state.pending.clear()
+    state.laters.clear()
     _close()
 
 
 class Taken:
-    """Holds a lock that is waited for in slices: Ctrl-C ends the wait, and can never leave the lock taken."""
+    """Holds a lock that is waited for in slices: a handler that was put off ends the wait, and can never leave it taken."""
 
     __slots__ = ("_limit", "_lock", "held")
 

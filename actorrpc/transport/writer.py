@@ -1,7 +1,7 @@
 """Chunks: how large memory leaves a connection, piece by piece, so that small frames can overtake it.
 
 The thread that sends it sleeps here while the kernel is full, under the connection's write lock, or while the connection waits
-for another socket, without it. It wakes for the deadline, Ctrl-C and the end of the connection.
+for another socket, without it. It wakes for the deadline, signal handlers and the end of the connection.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from actorrpc import _time
-from actorrpc.transport.signals import beneath, holding, pending_here, uninterruptible
+from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
 from actorrpc.wire.frames import CHUNK, STREAM_ABORT, pack_frame, pack_position
 from actorrpc.wire.integrity import chunk_head
 
@@ -38,9 +38,27 @@ class ChunkSender:
         """Send pieces (buffer index, offset, memory) of a stream as chunks, sleeping where the kernel is
         full.
 
-        Small frames overtake between chunks. Returns False if it had to stop (deadline, Ctrl-C, closed); the
-        stream was then aborted cleanly: the chunk that was under way is finished from a copy.
+        Small frames overtake between chunks. Returns False if it had to stop (deadline, closed); the stream was then aborted
+        cleanly, as it is where a signal handler raises: the chunk that was under way is finished from a copy.
         """
+        try:
+            if self._send_all(stream, pieces, deadline):
+                return True
+        except BaseException:
+            self._abort(stream)
+            raise
+        self._abort(stream)
+        return False
+
+    def _abort(self, stream: int) -> None:
+        conn = self._conn
+        if not conn.broken:
+            conn.outbox.append(pack_frame(STREAM_ABORT, stream))
+            conn.flush()
+
+    def _send_all(
+        self, stream: int, pieces: Iterable[tuple[int, int, memoryview]], deadline: float | None
+    ) -> bool:
         conn = self._conn
         copy = memoryview(b"")
         for index, offset, piece in pieces:
@@ -53,9 +71,6 @@ class ChunkSender:
                 piece = copy[: len(piece)]
                 prefix = chunk_head(prefix, piece)
             if not self._send(prefix, piece, deadline):
-                if not conn.broken:
-                    conn.outbox.append(pack_frame(STREAM_ABORT, stream))
-                    conn.flush()
                 return False
         return not conn.broken
 
@@ -63,23 +78,22 @@ class ChunkSender:
         conn = self._conn
         while True:
             done = None if conn.suspended else self._try(prefix, piece, deadline)
+            checkpoint()  # between chunks, without a lock
             if done is not None:
                 return done
-            if conn.broken or pending_here() or (deadline is not None and _time.now() > deadline):
+            if conn.broken or (deadline is not None and _time.now() > deadline):
                 return False
-            time.sleep(_RESUMED_S)
+            if conn.suspended:
+                time.sleep(_RESUMED_S)
 
-    @holding
     def _try(self, prefix: bytes, piece: memoryview, deadline: float | None) -> bool | None:
-        """Send one chunk; None: the socket has failed before it began."""
+        """Send one chunk; None: before it began, the socket has failed or a signal handler was put off."""
         conn = self._conn
         while not conn.write_lock.acquire(timeout=0.1):
-            if (
-                beneath(conn) or beneath(self) > 1
-            ):  # a signal handler sends, and has interrupted who has the lock
+            if conn.broken or (deadline is not None and _time.now() > deadline):
                 return False
-            if conn.broken or pending_here() or (deadline is not None and _time.now() > deadline):
-                return False
+            if pending_here():
+                return None
         begun = False
         try:
             while True:
@@ -95,11 +109,14 @@ class ChunkSender:
                     begun = True
                     continue
                 conn._wait_writable(deadline)
-                if pending_here() or (deadline is not None and _time.now() > deadline):
+                late = deadline is not None and _time.now() > deadline
+                if late or pending_here():
                     # The chunk must be finished, but not by us and not from the caller's memory.
                     conn._rest = [memoryview(bytes(part)) for part in conn._rest]
                     conn._events.submit(conn.flush_waiting)
-                    return begun and not conn._rest
+                    if late:
+                        return begun and not conn._rest  # all of it may have gone
+                    return True if begun else None
         except BaseException as error:
             conn.failed(error)
             return self._leave(begun) if conn.suspended else False

@@ -22,8 +22,6 @@ import struct
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-import msgpack
-
 from actorrpc.errors import LimitError, ProtocolError
 
 __all__ = [
@@ -54,7 +52,6 @@ __all__ = [
     "FrameReader",
     "pack_frame",
     "pack_position",
-    "unpack_extra",
     "unpack_position",
 ]
 
@@ -78,7 +75,7 @@ LANE_RETIRE: Final = 12  # shared memory that the lender no longer uses
 GOODBYE: Final = 13  # end of file after this is no death: the peer leaves; with flags, it takes us for dead
 DEFINITION: Final = 14  # a function or class by value: 16 bytes of hash, then its definition
 STREAM_READY: Final = 15  # the memory for a stream is there: chunks may come over other connections
-NOTICE: Final = 16  # one way, for the floors above: extra["n"] names the handler
+NOTICE: Final = 16  # one way, for the floors above: its header names the handler
 ACK: Final = 17  # id counts the bytes of this connection that have come: so much need not be kept any more
 LAST_KIND: Final = ACK
 UNREAD: Final = (
@@ -126,7 +123,10 @@ def pack_frame(
         LimitError: the extra header is over its limit.
     """
     if len(extra) > MAX_EXTRA:
-        raise LimitError(f"a message header of {len(extra)} bytes is over the limit of {MAX_EXTRA}")
+        raise LimitError(
+            f"the tensors and RRefs of a message need a header of {len(extra)} bytes, and {MAX_EXTRA} may be: send fewer in one "
+            f"call, or stack the tensors; nothing was sent"
+        )
     return (
         PREFIX.pack(len(extra) + len(body) + length, len(extra), kind, flags, remaining, id, chain)
         + extra
@@ -142,21 +142,6 @@ def pack_position(index: int, offset: int) -> int:
 def unpack_position(position: int) -> tuple[int, int]:
     """Return the (buffer index, offset) of a chunk."""
     return position >> _OFFSET_BITS, position & _OFFSET_MASK
-
-
-def unpack_extra(extra: bytes) -> dict[str, Any]:
-    """Return the extra header as a map.
-
-    Raises:
-        ProtocolError: it is not a msgpack map with text keys.
-    """
-    try:
-        header = msgpack.unpackb(extra)
-    except Exception as error:
-        raise ProtocolError(f"the header of a message cannot be read: {error!r}") from error
-    if not isinstance(header, dict) or not all(isinstance(key, str) for key in header):
-        raise ProtocolError("the header of a message is not a map with text keys")
-    return header
 
 
 class FrameReader:
@@ -344,7 +329,7 @@ class FrameReader:
             try:
                 larger = self._allocate(max(needed, 2 * capacity))
             except OSError as error:  # of a mapping
-                raise MemoryError(f"no memory to read a frame of {needed} bytes") from error
+                raise MemoryError(f"no memory to read a message of {needed} bytes") from error
             larger[:here] = self._view[self._start : self._end]
             self._buffer, self._view = larger, memoryview(larger)
             self._whole = [self._view]

@@ -146,7 +146,10 @@ class _Side:
         seals: bool,
     ) -> None:
         if not key and not insecure:
-            raise ConfigError(f"worker {name!r} has no key: {_GIVE_KEY}, or say insecure explicitly")
+            raise ConfigError(
+                f"worker {name!r} has no key: {_GIVE_KEY}, or say insecure=True (ACTORRPC_INSECURE=1) where the "
+                f"network is yours alone"
+            )
         if key and len(key) < _MIN_KEY:
             raise ConfigError(f"a key has at least {_MIN_KEY} bytes, this one has {len(key)}")
         if not 1 <= versions[0] <= versions[1] <= 255:

@@ -43,7 +43,7 @@ _NAME = re.compile(r"[A-Za-z0-9_:-]+", re.ASCII)
 _INCARNATION = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,5})?", re.ASCII)
 _HOST = re.compile(r"[0-9a-zA-Z_.:-]{1,128}", re.ASCII)
-_RECORD_FORMAT = 2
+_RECORD_FORMAT = 3
 _MAX_RECORD = 256 << 10  # device maps name every worker that they are for
 _MAX_ADDRESSES = 64
 # Only used where the kernel does not say which boot this is: then no other process is "on this host".
@@ -134,6 +134,7 @@ class WorkerRecord:
         devices: the devices that its options allow; empty: all.
         device_maps: ``(worker, device here, device there)``: on which device of another worker its tensors arrive. The
             answers of that worker, and gradients, come back the other way.
+        data_only: it opens no pickles: what is sent to it is data and nothing else.
     """
 
     name: str
@@ -147,6 +148,7 @@ class WorkerRecord:
     cuda_devices: int = 0
     devices: tuple[str, ...] = ()
     device_maps: tuple[tuple[str, str, str], ...] = ()
+    data_only: bool = False
 
     @property
     def is_visitor(self) -> bool:
@@ -188,6 +190,8 @@ class WorkerRecord:
             if not (isinstance(route, tuple) and len(route) == 3 and all(map(_is_device, route[1:]))):
                 raise ConfigError("an entry of a device map is (worker, device here, device there)")
             check_name(route[0])
+        if type(self.data_only) is not bool:
+            raise ConfigError("data_only is a bool")
 
     def to_bytes(self) -> bytes:
         """Return the record as a msgpack array."""
@@ -203,6 +207,7 @@ class WorkerRecord:
             self.cuda_devices,
             self.devices,
             self.device_maps,
+            self.data_only,
         ]
         packed: bytes = msgpack.packb([_RECORD_FORMAT, *fields])
         return packed
@@ -216,13 +221,14 @@ class WorkerRecord:
         """
         if len(data) > _MAX_RECORD:
             raise RendezvousError(
-                f"a worker's record has {len(data)} bytes; at most {_MAX_RECORD} make sense"
+                f"what a worker has said of itself has {len(data)} bytes, and at most {_MAX_RECORD} make sense: something "
+                f"else has written to the store, or another version of actorrpc"
             )
         try:
             row: Any = msgpack.unpackb(data, raw=False)
             if not isinstance(row, list) or not row or row[0] != _RECORD_FORMAT or isinstance(row[0], bool):
                 raise ValueError("it was written by another version of actorrpc, or by something else")
-            name, rank, incarnation, host, path, tcp, pid, main, cuda_devices, devices, device_maps = row[1:]
+            _, name, rank, incarnation, host, path, tcp, pid, main, cuda, devices, device_maps, only = row
             if not isinstance(tcp, list) or not all(isinstance(address, list) for address in tcp):
                 raise ValueError("its tcp addresses are not a list of pairs")
             if not isinstance(device_maps, list) or not all(isinstance(route, list) for route in device_maps):
@@ -238,12 +244,15 @@ class WorkerRecord:
                 tcp=tuple(tuple(address) for address in tcp),
                 pid=pid,
                 main=main,
-                cuda_devices=cuda_devices,
+                cuda_devices=cuda,
                 devices=tuple(devices),
                 device_maps=tuple(tuple(route) for route in device_maps),
+                data_only=only,
             )
         except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise RendezvousError(f"the store holds no usable record of a worker: {error}") from error
+            raise RendezvousError(
+                f"what a worker has said of itself in the store cannot be read: {error}"
+            ) from error
 
 
 def _is_int(value: object, low: int, high: int) -> bool:

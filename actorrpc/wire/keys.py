@@ -97,10 +97,14 @@ class Key:
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a key does not travel")
+        raise TypeError(
+            "a key is not pickled or sent: give it to each worker by ACTORRPC_KEY or ACTORRPC_KEY_FILE"
+        )
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError("a key does not travel")
+        raise TypeError(
+            "a key is not pickled or sent: give it to each worker by ACTORRPC_KEY or ACTORRPC_KEY_FILE"
+        )
 
 
 # -- keys that are given ---------------------------------------------------------------------------

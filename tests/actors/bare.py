@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from actorrpc import rpc
-from actorrpc.actors.context import Runtime, current, set_runtime
+from actorrpc.actors.context import Runtime, current
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
 from actorrpc.actors.streams.producer import Streams, StreamTicket, produce
+from actorrpc.agent.context import current_worker
 from actorrpc.rpc import rref as rrefs
 from tests import processes
 
@@ -28,7 +29,9 @@ def bare() -> Iterator[Runtime]:
     before = current()
     made = Runtime(references.agent, references)
     made.streams = Streams(references.agent)
-    set_runtime(made)
+    worker = current_worker()
+    assert worker is not None
+    worker.actors = made
     _in_force.set()
     try:
         yield made
@@ -36,7 +39,7 @@ def bare() -> Iterator[Runtime]:
         _in_force.clear()
         made.streams.close()
         ended()
-        set_runtime(before)
+        worker.actors = before
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from typing import Any
 
 from actorrpc.actors.client import supervisor_client
 from actorrpc.actors.client.route import Route, Routes
-from actorrpc.actors.context import set_runtime
 from actorrpc.actors.host import registry as real_residents
 from actorrpc.actors.host.mailbox import Entry, Mailbox
 from actorrpc.actors.spec.actor_spec import HostedActorGoneError
@@ -28,6 +27,8 @@ from actorrpc.actors.supervision import supervisor as supervisors
 from actorrpc.actors.supervision.names import Names
 from actorrpc.actors.supervision.supervisor import Supervisor
 from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.context import Worker as WorkerInForce
+from actorrpc.agent.context import set_worker
 from actorrpc.agent.executor import Later
 from actorrpc.agent.timers import VirtualClock
 from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, UnknownWorkerError
@@ -209,9 +210,20 @@ class FakeAgent:
         if timeout:
             self.clock.after(timeout, partial(self.submit, call.expire))
         peer.out.append(partial(self._deliver, peer, call, function, args, kwargs, letter))
-        if future is None:
-            call.result = lambda: world.run_until(own)  # type: ignore[attr-defined]
         return call
+
+    def ask(
+        self,
+        peer: FakePeer,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        **options: Any,
+    ) -> Any:
+        future: Future[Any] = Future()
+        self.call(peer, function, args, kwargs, timeout, future=future, **options)
+        return self.world.run_until(future)
 
     def _deliver(
         self, peer: FakePeer, call: FakeCall, function: Any, args: Any, kwargs: Any, letter: Any
@@ -302,8 +314,8 @@ class Resident:
         entry = Entry(
             caller,
             (caller, header, args, answer),
-            place=header.get("n", id),
-            again="n" in header,
+            place=header.get("place", id),
+            again="place" in header,
             ready=self.worker.world.is_there(args),
         )
         self.mailbox.put(entry, self.lane)
@@ -354,6 +366,8 @@ class Worker:
             spawner=world.spawner,
             residents=self,
         )
+        self.in_force = WorkerInForce(self.agent)
+        self.in_force.actors = self.runtime
         self.runtime.names = Names(self.runtime)
         self.runtime.routes = Routes(self.runtime)
         self.runtime.supervisor = Supervisor(self.runtime, lambda: world.jitter)
@@ -361,14 +375,14 @@ class Worker:
     def take(
         self, caller: Worker, header: dict[str, Any], args: Any, kwargs: Any, answer: Any, id: int
     ) -> None:
-        if header.get("c"):
+        if header.get("creates"):
             (spec,) = args
             self.making[spec.resident_id] = answer
             self.world.tasks.append((self, partial(self._construct, spec, answer)))
             return
-        resident = self.residents_here.get(header["a"])
+        resident = self.residents_here.get(header["mailbox"])
         if resident is None:
-            gone = HostedActorGoneError(header["a"])
+            gone = HostedActorGoneError(header["mailbox"])
             self.world.tasks.append((self, partial(answer, None, gone, False)))
             return
         resident.post(caller, header, args, answer, id)
@@ -530,7 +544,7 @@ class World:
     def on(self, worker: Worker) -> None:
         """What follows is done by this worker."""
         self.current = worker
-        set_runtime(worker.runtime)
+        set_worker(worker.in_force)
 
     def create(self, worker: Worker, /, **options: Any) -> Route:
         self.on(worker)

@@ -53,6 +53,7 @@ def agents(count: int, key: Key = KEY, **settings: Any) -> Iterator[list[Agent]]
             mine = record(f"a{rank}", rank, path)
             if path is None:
                 mine = replace(mine, tcp=(listener.getsockname()[:2],))
+            mine = replace(mine, data_only=settings.get("data_only", False))
             records[rank] = records[mine.name] = mine
             agent = Agent(
                 mine,
@@ -105,6 +106,7 @@ class Stranger:
             if data:
                 self.sock.sendall(data)
             if self._dialler.done:
+                self._reader.put(self._dialler.result.leftover)
                 return
             received = self.sock.recv(4096)
             if not received:
@@ -118,6 +120,9 @@ class Stranger:
     def frames(self) -> list[Frame]:
         """Read until there is a whole frame; an empty list at the end of the connection."""
         while True:
+            found = self._reader.fed(0)  # what came behind the handshake
+            if found:
+                return found
             target = self._reader.target()
             try:
                 data = self.sock.recv(len(target[0]))
@@ -131,10 +136,12 @@ class Stranger:
             if found:
                 return found
 
-    def read_to_the_end(self) -> None:
+    def read_to_the_end(self) -> list[Frame]:
         """Read until the other side has closed."""
-        while self.frames():
-            pass
+        read: list[Frame] = []
+        while found := self.frames():
+            read += found
+        return read
 
     def close(self) -> None:
         """Hang up."""

@@ -13,7 +13,8 @@ from typing import Any
 
 from actorrpc.agent import outbound
 from actorrpc.wire import frames
-from actorrpc.wire.frames import Frame, FrameReader, pack_frame, unpack_extra
+from actorrpc.wire.frames import Frame, FrameReader, pack_frame
+from actorrpc.wire.headers import unpack_header
 
 __all__ = ["Other"]
 
@@ -63,8 +64,8 @@ class Other:
     def _take(self, frame: Frame) -> None:
         match frame.kind:
             case frames.REQUEST if frame.flags & outbound.STREAM:
-                header = unpack_extra(frame.extra)
-                self._streams[header["s"]] = [frame.id, sum(header["b"])]
+                header = unpack_header(frame.extra)
+                self._streams[header["stream"]] = [frame.id, sum(header["sizes"])]
             case frames.REQUEST:
                 self.unanswered.append(frame.id)
             case frames.CHUNK:

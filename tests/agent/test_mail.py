@@ -17,7 +17,8 @@ from actorrpc.agent.mail import ActorHeader
 from actorrpc.errors import ProtocolError, RpcError
 from actorrpc.futures import Future
 from actorrpc.transport.writer import ChunkSender
-from actorrpc.wire.frames import Frame, unpack_extra
+from actorrpc.wire.frames import Frame
+from actorrpc.wire.headers import unpack_header
 from tests.agent.agents import agents
 
 
@@ -39,12 +40,12 @@ class Office:
         self.agent.submit(lambda: self._open(conn, peer, frame))
 
     def _open(self, conn: Any, peer: Any, frame: Frame) -> None:
-        header = unpack_extra(frame.extra)
+        header = unpack_header(frame.extra)
         parcel = outbound.MessageContext(peer)
         args, _ = outbound.open_body(conn, frame, header, parcel, self.agent.recorder)
 
         self.agent.executor.answer(
-            conn, frame.id, (header["m"], len(args)), Execution(peer, frame.id, 0.0, 0)
+            conn, frame.id, (header["method"], len(args)), Execution(peer, frame.id, 0.0, 0)
         )
         if conn is not None:
             conn.flush()
@@ -62,7 +63,14 @@ class Office:
 def _send(agent: Agent, to: str, name: str, *args: Any, timeout: float = 10.0) -> tuple[Any, Future[Any]]:
     future: Future[Any] = Future()
     call = agent.call(
-        agent.peer(to), None, args, {}, timeout, future=future, label=name, letter=ActorHeader({"m": name})
+        agent.peer(to),
+        None,
+        args,
+        {},
+        timeout,
+        future=future,
+        label=name,
+        letter=ActorHeader({"method": name}),
     )
     return call, future
 
@@ -154,7 +162,7 @@ def test_the_path_of_executions_travels_with_nested_calls() -> None:
 
 def test_a_path_that_makes_no_sense_is_refused() -> None:
     assert path_of({}, 5) == ()
-    assert path_of({"w": [1]}, _EXECUTIONS[0]) == (1, _EXECUTIONS[0])
+    assert path_of({"path": [1]}, _EXECUTIONS[0]) == (1, _EXECUTIONS[0])
     for wrong in ("x", 5, [None]):
         with pytest.raises(ProtocolError):
-            path_of({"w": wrong}, _EXECUTIONS[0])
+            path_of({"path": wrong}, _EXECUTIONS[0])

@@ -14,11 +14,13 @@ import pytest
 
 from actorrpc import _time
 from actorrpc.agent.agent import Agent
+from actorrpc.agent.connector import Connector
 from actorrpc.errors import ShutdownError
 from actorrpc.transport.connection import Connection
 from actorrpc.wire import frames
 from actorrpc.wire.frames import pack_frame
-from tests.agent.agents import agents
+from actorrpc.wire.headers import pack_header
+from tests.agent.agents import Stranger, agents
 from tests.intruders.doors import tcp_agents
 
 _SYN_SENT = 2  # of the kernel's tcp_states.h
@@ -77,7 +79,9 @@ def _unread(first: Agent, second: Agent) -> Iterator[None]:
     mine, theirs = _conn(first, "a1"), _conn(second, "a0")
     with theirs.read_lock:
         while not mine.outbox:
-            mine.outbox.append(pack_frame(frames.NOTICE, body=bytes(1 << 20), extra=b"\x81\xa1n\xa1x"))
+            mine.outbox.append(
+                pack_frame(frames.NOTICE, body=bytes(1 << 20), extra=pack_header({"notice": "x"}))
+            )
             mine.flush()
         yield
     theirs.arm(1)  # whoever has read arms again: this has kept it from the pool
@@ -198,3 +202,42 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             assert not thread.is_alive()
         assert over.wait(20)
         assert states == ["dead"]
+
+
+def test_who_has_not_introduced_itself_yet_hears_a_goodbye() -> None:
+    """It takes the connection for made, and an end without a goodbye for a death."""
+    with agents(2) as (agent, _):
+        stranger = Stranger(agent)
+        with contextlib.closing(stranger.sock):
+            stranger.shake_hands()
+            while not agent.links.connections():
+                threading.Event().wait(0.001)
+            agent.close()
+            assert frames.GOODBYE in {frame.kind for frame in stranger.read_to_the_end()}
+
+
+def test_the_goodbye_comes_after_the_answer_to_the_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, proceed = threading.Event(), threading.Event()
+    enter = Connector._enter
+
+    def found(links: Connector, conn: Connection) -> None:
+        enter(links, conn)
+        entered.set()
+        assert proceed.wait(20)
+
+    monkeypatch.setattr(Connector, "_enter", found)
+    with agents(2) as (agent, _):
+        stranger = Stranger(agent)
+        with contextlib.closing(stranger.sock):
+            shaking = threading.Thread(target=stranger.shake_hands)
+            shaking.start()
+            assert entered.wait(20)  # it is found, and its answer is still to be sent
+            closing = threading.Thread(target=agent.close, kwargs={"parting": 60.0})
+            time = _Time(monkeypatch, closing)
+            closing.start()
+            assert time.slept.wait(20)  # the goodbye waits
+            proceed.set()
+            for thread in (shaking, closing):
+                thread.join(20)
+                assert not thread.is_alive()
+            assert frames.GOODBYE in {frame.kind for frame in stranger.read_to_the_end()}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ __all__ = [
     "make_leaf",
     "make_root",
     "perform",
-    "used_only",
 ]
 
 Values = dict[int, Tensor]
@@ -463,25 +462,6 @@ class _Generator:
         if not make_root(sorted(names), self.local.values[0]).requires_grad:
             names.add(next(leaf.name for leaf in self.leaves if leaf.worker == 0))
         return tuple(sorted(names))
-
-
-def used_only(program: Program) -> Program | None:
-    """Return a program without messages that the roots do not depend on, and where none is opened twice; None if that
-    cannot be had. It is what a fast pass can do."""
-    if any(
-        isinstance(step, Keep) or (isinstance(step, Compute) and step.op == "detach")
-        for step in program.steps
-    ):
-        return None
-    needed = {name for names in program.roots for name in names}
-    kept: list[Step] = []
-    for step in reversed(program.steps):
-        makes = (step.value,) if isinstance(step, InPlace) else getattr(step, "outs", ())
-        if needed.isdisjoint(makes):
-            continue
-        kept.append(step)
-        needed.update(step.values if isinstance(step, Send) else getattr(step, "inputs", ()))
-    return replace(program, steps=tuple(reversed(kept)))
 
 
 def generate(seed: int, *, workers: int | None = None, steps: int | None = None) -> Program:

@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -26,14 +26,9 @@ from actorrpc.autograd.messages import Discover
 from actorrpc.autograd.startup import contexts, participant
 from actorrpc.errors import PeerDiedError, RpcError
 from actorrpc.rpc.refcount.messages import WorkerKey
-from tests.layers import rest_is_slow
 from tests.ranks import Died, rpc_group
 
-Mode = Literal["smart", "fast"]
-PHASES: dict[Mode, tuple[str, ...]] = {
-    "smart": ("discovery", "first gradient", "later gradient", "finishing"),
-    "fast": ("first gradient", "later gradient", "finishing"),
-}
+PHASES = ("discovery", "first gradient", "later gradient", "finishing")
 DEEP = 300  # nodes: of graphs as large as that a message does not tell where they lead to
 
 # -- gates ---------------------------------------------------------------------------------------
@@ -176,15 +171,15 @@ def _in_phase(phase: str) -> Iterator[None]:
 # -- a worker is killed, or stopped --------------------------------------------------------------
 
 
-def _participant_goes(rank: int, workers: int, fault: str, mode: Mode) -> None:
+def _participant_goes(rank: int, workers: int, fault: str) -> None:
     if rank:
         return
     bystander = "worker1"
     pids = {f"worker{n}": rpc.rpc_sync(f"worker{n}", os.getpid) for n in range(2, workers)}
     try:
-        for phase, goes in zip(PHASES[mode], pids, strict=True):
+        for phase, goes in zip(PHASES, pids, strict=True):
             with _in_phase(phase):
-                _goes_in(phase, fault, mode, goes, bystander)
+                _goes_in(phase, fault, goes, bystander)
                 _works("worker0", bystander)
     finally:
         if fault == "stopped":
@@ -192,7 +187,7 @@ def _participant_goes(rank: int, workers: int, fault: str, mode: Mode) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _goes_in(phase: str, fault: str, mode: Mode, goes: str, bystander: str) -> None:
+def _goes_in(phase: str, fault: str, goes: str, bystander: str) -> None:
     x = _leaf()
     with dist_autograd.context() as context:
         for worker in (goes, bystander):
@@ -202,27 +197,26 @@ def _goes_in(phase: str, fault: str, mode: Mode, goes: str, bystander: str) -> N
         loss = _forward(x, goes, bystander, phase)
         rpc.rpc_sync(goes, _arm, (phase, fault, context, "worker0", 0))
         with pytest.raises(PeerDiedError, match=goes):
-            dist_autograd.backward(context, [loss], retain_graph=True, mode=mode)
+            dist_autograd.backward(context, [loss], retain_graph=True)
         # It counts nowhere, and nobody waits for it.
         assert torch.equal(dist_autograd.get_gradients(context)[x], mine)
         assert torch.equal(rpc.rpc_sync(bystander, _gradient, (context,)), theirs)
         for worker in ("worker0", bystander):
             _until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (1, 0, 0))
         with pytest.raises(PeerDiedError, match=goes):  # another pass that needs it
-            dist_autograd.backward(context, [loss], mode=mode)
+            dist_autograd.backward(context, [loss])
     assert x.grad is None
 
 
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("mode", rest_is_slow(list(PHASES)))
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
-def test_a_worker_that_goes_in_a_pass(fault: str, mode: Mode) -> None:
-    _group(_participant_goes, mode, fault, mode, options={"heartbeat": 0.2})
+def test_a_worker_that_goes_in_a_pass(fault: str) -> None:
+    _group(_participant_goes, fault, options={"heartbeat": 0.2})
 
 
-def _group(fn: Callable[..., None], mode: Mode, *args: Any, **options: Any) -> None:
+def _group(fn: Callable[..., None], *args: Any, **options: Any) -> None:
     """Run a group of two workers that stay, and one for each phase that goes."""
-    goes = range(2, 2 + len(PHASES[mode]))
+    goes = range(2, 2 + len(PHASES))
     ended = rpc_group(fn, goes.stop, *args, may_die=goes, timeout=100, **options)
     assert ended[2:] == [Died(-signal.SIGKILL)] * len(goes)
 
@@ -230,26 +224,28 @@ def _group(fn: Callable[..., None], mode: Mode, *args: Any, **options: Any) -> N
 # -- the origin is killed ------------------------------------------------------------------------
 
 
-def _begin_and_die(phase: str, mode: Mode) -> None:
+def _begin_and_die(phase: str) -> None:
     with dist_autograd.context():
-        _begin_and_die_in_it(phase, mode)
+        _begin_and_die_in_it(
+            phase,
+        )
 
 
-def _begin_and_die_in_it(phase: str, mode: Mode) -> None:
+def _begin_and_die_in_it(phase: str) -> None:
     context = dist_autograd.current_context()
     assert context is not None
     loss = _forward(_leaf(), "worker0", "worker1", phase)
     rpc.rpc_sync("worker0", _arm, (phase, "origin killed", context, "", os.getpid()))
-    dist_autograd.backward(context, [loss], mode=mode)
+    dist_autograd.backward(context, [loss])
 
 
-def _origin_goes(rank: int, workers: int, mode: Mode) -> None:
+def _origin_goes(rank: int, workers: int) -> None:
     if rank:
         return
-    for phase, origin in zip(PHASES[mode], range(2, workers), strict=True):
+    for phase, origin in zip(PHASES, range(2, workers), strict=True):
         with _in_phase(phase):
             with pytest.raises(PeerDiedError, match=f"worker{origin}"):
-                rpc.rpc_sync(f"worker{origin}", _begin_and_die, (phase, mode))
+                rpc.rpc_sync(f"worker{origin}", _begin_and_die, (phase,))
             for worker in ("worker0", "worker1"):
                 _until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (0, 0, 0))
                 assert rpc.rpc_sync(worker, _grad_of_weight) is None
@@ -258,14 +254,14 @@ def _origin_goes(rank: int, workers: int, mode: Mode) -> None:
             _works("worker0", "worker0")
 
 
-def _origin_of_the_pass_goes(rank: int, workers: int, mode: Mode) -> None:
+def _origin_of_the_pass_goes(rank: int, workers: int) -> None:
     """As above, but the context is that of another worker, and outlives the pass."""
     if rank:
         return
-    for phase, origin in zip(PHASES[mode], range(2, workers), strict=True):
+    for phase, origin in zip(PHASES, range(2, workers), strict=True):
         with _in_phase(phase), dist_autograd.context() as context:
             with pytest.raises(PeerDiedError, match=f"worker{origin}"):
-                rpc.rpc_sync(f"worker{origin}", _begin_and_die_in_it, (phase, mode))
+                rpc.rpc_sync(f"worker{origin}", _begin_and_die_in_it, (phase,))
             for worker in ("worker0", "worker1"):
                 _until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (1, 0, 0))
                 assert rpc.rpc_sync(worker, _gradient, (context,)) is None
@@ -278,21 +274,22 @@ def _grad_of_weight() -> Tensor | None:
 
 
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("mode", list(PHASES))
 @pytest.mark.parametrize("goes", [_origin_goes, _origin_of_the_pass_goes])
-def test_an_origin_that_is_killed_in_a_pass(goes: Callable[..., None], mode: Mode) -> None:
-    _group(goes, mode, mode)
+def test_an_origin_that_is_killed_in_a_pass(goes: Callable[..., None]) -> None:
+    _group(goes)
 
 
 # -- the context is left -------------------------------------------------------------------------
 
 
-def _is_left(rank: int, _: int, mode: Mode) -> None:
+def _is_left(rank: int, _: int) -> None:
     if rank:
         return
-    for phase in PHASES[mode]:
+    for phase in PHASES:
         with _in_phase(phase):
-            _leave_in(phase, mode)
+            _leave_in(
+                phase,
+            )
             for worker in ("worker0", "worker1", "worker2"):
                 _until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (0, 0, 0))
                 assert rpc.rpc_sync(worker, _grad_of_weight) is None
@@ -300,7 +297,7 @@ def _is_left(rank: int, _: int, mode: Mode) -> None:
             _works("worker0", "worker2")
 
 
-def _leave_in(phase: str, mode: Mode) -> None:
+def _leave_in(phase: str) -> None:
     x = _leaf()
     errors: list[BaseException] = []
     _at_gate.clear()
@@ -310,7 +307,7 @@ def _leave_in(phase: str, mode: Mode) -> None:
 
         def run() -> None:
             try:
-                dist_autograd.backward(context, [loss], mode=mode)
+                dist_autograd.backward(context, [loss])
             except BaseException as error:
                 errors.append(error)
 
@@ -324,6 +321,5 @@ def _leave_in(phase: str, mode: Mode) -> None:
     _until(lambda: x.grad is None)  # another thread may just be finishing the leaf, with its slot borrowed
 
 
-@pytest.mark.parametrize("mode", list(PHASES))
-def test_a_context_that_is_left_in_a_pass(mode: Mode) -> None:
-    rpc_group(_is_left, 3, mode)
+def test_a_context_that_is_left_in_a_pass() -> None:
+    rpc_group(_is_left, 3)

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from actorrpc.autograd.graph import borrowed
+from actorrpc.autograd.graph import Borrowed
 from actorrpc.errors import RpcTimeoutError
 
 
@@ -19,7 +19,7 @@ def leaf() -> torch.Tensor:
 def test_the_slot_is_empty_and_then_as_it_was() -> None:
     a, b = leaf(), leaf()
     kept = a.grad = torch.full((2,), 7.0)
-    with borrowed([a, b]):
+    with Borrowed([a, b]):
         assert a.grad is None
         assert b.grad is None
         a.grad = b.grad = torch.zeros(2)
@@ -30,10 +30,10 @@ def test_the_slot_is_empty_and_then_as_it_was() -> None:
 def test_after_an_error_as_well() -> None:
     a = leaf()
     kept = a.grad = torch.full((2,), 7.0)
-    with pytest.raises(ValueError, match="mine"), borrowed([a]):
+    with pytest.raises(ValueError, match="mine"), Borrowed([a]):
         raise ValueError("mine")
     assert a.grad is kept
-    with borrowed([a]):
+    with Borrowed([a]):
         pass
 
 
@@ -42,13 +42,13 @@ def test_a_second_user_waits() -> None:
     taken, release, order = threading.Event(), threading.Event(), []
 
     def first() -> None:
-        with borrowed([a, b]):
+        with Borrowed([a, b]):
             taken.set()
             release.wait()
             order.append("first")
 
     def second() -> None:
-        with borrowed([b, c]):
+        with Borrowed([b, c]):
             order.append("second")
 
     threads = [threading.Thread(target=first)]
@@ -56,9 +56,9 @@ def test_a_second_user_waits() -> None:
     taken.wait()
     threads.append(threading.Thread(target=second))
     threads[1].start()
-    with borrowed([c]):  # nobody has taken a part of what they wait for
+    with Borrowed([c]):  # nobody has taken a part of what they wait for
         order.append("other")
-    with pytest.raises(RpcTimeoutError, match="did not give"), borrowed([b], time.monotonic()):
+    with pytest.raises(RpcTimeoutError, match="did not end in time"), Borrowed([b], time.monotonic()):
         pass
     release.set()
     for thread in threads:
@@ -75,7 +75,7 @@ def test_opposite_orders_do_not_lock_each_other_out() -> None:
         start.wait()
         for n in range(300):
             mine = [(seed + k * (n % 5 + 1)) % 6 for k in range(3)]
-            with borrowed([leaves[k] for k in dict.fromkeys(mine)]):
+            with Borrowed([leaves[k] for k in dict.fromkeys(mine)]):
                 for k in set(mine):
                     counts[k] += 1  # nobody else does so at this moment
 

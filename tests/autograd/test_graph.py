@@ -458,7 +458,7 @@ def test_finishing_does_not_depend_on_the_mode_of_the_caller() -> None:
 
 def test_finishing_waits_for_who_uses_grad_only_so_long() -> None:
     a = _leaf(3)
-    with graph_module.borrowed([a]), pytest.raises(RpcTimeoutError):
+    with graph_module.Borrowed([a]), pytest.raises(RpcTimeoutError):
         graph.finish([a], [torch.ones(3)], deadline=0.0)
     assert not graph_module._taken
 

@@ -117,13 +117,12 @@ def _failing(error: BaseException) -> Iterator[None]:
 # -- what is sent ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["smart", "fast"])
-def test_a_pass_of_one_worker_sends_nothing(mode: str) -> None:
+def test_a_pass_of_one_worker_sends_nothing() -> None:
     group = Group()
     a, b = _leaf(), _leaf()
     x = group.send(0, 0, a * b)  # a call to itself
     loss = (x * a).sum()
-    assert group.start(loss, mode=mode).done()
+    assert group.start(loss).done()
     assert not group.network.letters
     torch.testing.assert_close(group.gradients(0)[b], (a * a).detach())
     torch.testing.assert_close(group.gradients(0)[a], (2 * a * b).detach())
@@ -248,20 +247,19 @@ def test_a_graph_is_given_up_as_soon_as_no_later_stratum_needs_it(shares: bool) 
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["smart", "fast"])
-def test_an_error_of_a_node_arrives_and_changes_nothing(mode: str) -> None:
+def test_an_error_of_a_node_arrives_and_changes_nothing() -> None:
     group = Group(3)
     a, b = _leaf(), _leaf()
     x = group.send(2, 1, Fails.apply(group.send(1, 2, group.send(0, 1, a) * b)))
     loss = group.send(1, 0, x * 2).sum()
-    group.backward(loss, retain_graph=True, mode=mode)
+    group.backward(loss, retain_graph=True)
     before = [group.gradients(0)[a].clone(), group.gradients(1)[b].clone()]
     for _ in range(3):
         with (
             _failing(ZeroDivisionError("simulated")),
             pytest.raises(ZeroDivisionError, match=r"^Error on Node 2: simulated\n") as caught,
         ):
-            group.backward(loss, retain_graph=True, mode=mode)
+            group.backward(loss, retain_graph=True)
         assert isinstance(caught.value, RemoteError)
         assert "worker2" in "".join(caught.value.__notes__)
         assert "worker2" in caught.value.traceback
@@ -269,7 +267,7 @@ def test_an_error_of_a_node_arrives_and_changes_nothing(mode: str) -> None:
             assert not group.known(rank).passes
         assert torch.equal(group.gradients(0)[a], before[0])
         assert torch.equal(group.gradients(1)[b], before[1])
-    group.backward(loss, mode=mode)
+    group.backward(loss)
     assert torch.equal(group.gradients(0)[a], 2 * before[0])
     assert torch.equal(group.gradients(1)[b], 2 * before[1])
 
@@ -392,46 +390,6 @@ def test_a_message_that_nobody_sent() -> None:
         part.handle(group.worker(0).me, Discover(8, [7]))
 
 
-# -- fast ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_fast_pass_names_what_gets_no_gradient() -> None:
-    group = Group(3)
-    a = _leaf()
-    group.send(1, 0, group.send(0, 1, a) * 2)  # message 1 of worker 0, and the first of worker 1, for nothing
-    loss = group.send(1, 0, group.send(0, 1, a) * 2).sum()
-    first = min(group.known(1).sends)
-    with pytest.raises(
-        RpcError, match=rf'message 1 of worker worker0, message {first} of worker worker1.*mode="smart"'
-    ):
-        group.backward(loss, mode="fast", retain_graph=True)
-    assert not any(group.known(rank).passes for rank in range(3))
-    assert group.gradients(0) == {}
-
-
-def test_a_fast_pass_refuses_a_message_that_was_opened_twice() -> None:
-    group = Group(3)
-    a = _leaf()
-    kept = group.keep(1, group.send(0, 1, a) * 2)
-    loss = (kept(0) + group.send(2, 0, kept(2) * 3)).sum()
-    with pytest.raises(RpcError, match=r"opened more than once .*mode=\"smart\""):
-        group.backward(loss, mode="fast", retain_graph=True)
-    assert group.gradients(0) == {}
-    group.backward(loss)
-    torch.testing.assert_close(group.gradients(0)[a], torch.full((3,), 8.0, dtype=torch.float64))
-
-
-def test_fast_sums_do_not_depend_on_the_order_of_arrival() -> None:
-    found = []
-    for seed in range(8):
-        group = Group(4, seed)
-        a = torch.linspace(0.1, 0.7, 5, dtype=torch.float32).requires_grad_()
-        parts = [group.send(rank, 0, torch.sin(group.send(0, rank, a * (rank + 0.3)))) for rank in (1, 2, 3)]
-        group.backward(sum(parts).sum(), mode="fast")  # type: ignore[union-attr]
-        found.append(group.gradients(0)[a])
-    assert all(torch.equal(each, found[0]) for each in found)
-
-
 # -- early, late, twice ----------------------------------------------------------------------------------------------
 
 
@@ -469,7 +427,6 @@ def test_gradients_may_come_before_the_plan_and_twice() -> None:
     part.finish()
     part.put(FINISH, True)
     assert part.finished
-    assert part.idle
     assert part.take() is None
     assert not part.context.gradients
     part.commit()
@@ -485,7 +442,6 @@ def test_what_comes_late_of_a_pass_that_is_over_is_ignored() -> None:
     gradient = Gradient(group.context, 99, message, 1, [torch.ones(3, dtype=torch.float64)])
     worker.hear(origin, Verdict(group.context, 99, False))
     assert worker.handle(origin, gradient) is None
-    assert worker.handle(origin, gradient._replace(fast=True)) is None
     with pytest.raises(RpcError, match="given up before worker worker1 began it"):
         worker.handle(origin, Run(group.context, 99, [], False, False, "context", 0.0, []))
     assert not group.known(1).passes
@@ -493,8 +449,6 @@ def test_what_comes_late_of_a_pass_that_is_over_is_ignored() -> None:
     late = Gradient(group.worker(1).participant.contexts.create().id, 99, message, 1, gradient.gradients)
     worker.contexts.release(late.context)
     assert worker.handle(origin, late) is None  # it is posted: there is nobody to tell but the log
-    with pytest.raises(RpcError, match="has been released"):
-        worker.handle(origin, late._replace(fast=True))
     group.backward(x.sum())
     assert group.gradients(0).keys() == {a}
 
@@ -539,8 +493,7 @@ def test_a_context_that_is_released_in_a_pass() -> None:
         group.start(loss)
 
 
-@pytest.mark.parametrize("mode", ["smart", "fast"])
-def test_a_worker_that_stays_silent_is_named(mode: str) -> None:
+def test_a_worker_that_stays_silent_is_named() -> None:
     group = Group(3)
     y = group.send(1, 0, group.send(0, 1, _leaf()) * 2) + group.send(2, 0, group.send(0, 2, _leaf()) * 2)
     worker = group.worker(2)
@@ -548,7 +501,7 @@ def test_a_worker_that_stays_silent_is_named(mode: str) -> None:
     with pytest.raises(
         RpcTimeoutError, match=r"not over within 1000 s: no answer from worker2\. No gradients"
     ) as caught:
-        group.backward(y.sum(), mode=mode)
+        group.backward(y.sum())
     assert caught.value.worker == "worker2"
     assert not group.known(0).passes
     assert not group.known(1).passes
@@ -733,8 +686,7 @@ class Threads(Network):
         self._submit()
 
 
-@pytest.mark.parametrize("mode", ["smart", "fast"])
-def test_passes_on_many_threads(mode: str) -> None:
+def test_passes_on_many_threads() -> None:
     wrong: list[BaseException] = []
 
     def run(seed: int) -> None:
@@ -742,21 +694,13 @@ def test_passes_on_many_threads(mode: str) -> None:
             program = generate(seed, workers=3, steps=20)
             world = World(program, network)
             part = world.origin.participant
-            if mode == "fast":
-                try:
-                    part.backward(world.context, world.roots, mode=mode, retain_graph=True, timeout=30.0)
-                except RpcError as error:
-                    if 'mode="smart"' not in str(error):
-                        raise
-                world.origin.contexts.get(world.context).gradients.clear()
-            else:
-                part.backward(world.context, world.roots, timeout=30.0)
-                found = {}
-                for name, (leaf, tensor) in world.leaves.items():
-                    gradients = network.worker(leaf.worker).participant.gradients(world.context, 30.0)
-                    if tensor in gradients:
-                        found[name] = gradients[tensor]
-                compare(program, found, expected(program))
+            part.backward(world.context, world.roots, timeout=30.0)
+            found = {}
+            for name, (leaf, tensor) in world.leaves.items():
+                gradients = network.worker(leaf.worker).participant.gradients(world.context, 30.0)
+                if tensor in gradients:
+                    found[name] = gradients[tensor]
+            compare(program, found, expected(program))
             part.release(world.context)
         except BaseException as error:
             wrong.append(error)

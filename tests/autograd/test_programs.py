@@ -42,7 +42,6 @@ from tests.autograd.programs import (
     make_leaf,
     make_root,
     perform,
-    used_only,
 )
 from tests.ranks import rpc_group
 
@@ -206,16 +205,10 @@ def _run(seed: int, kind: str, rank: int, workers: int) -> Counter[str]:
     """Run the program of a seed; return what it has done."""
     program = generate(seed, workers=2 + seed % (workers - 1))
     want = expected(program)
-    used = used_only(program) if kind == "fast" else None
-    if kind == "fast" and used is None:
-        kind = "smart"
-    program = used or program
     driver = Driver(f"{seed} of {rank}", program, rank, workers)
     with dist_autograd.context() as context:
         roots = driver.forward()
-        if kind == "fast":
-            dist_autograd.backward(context, roots, mode="fast")
-        elif kind == "grad":
+        if kind == "grad":
             dist_autograd.backward(context, roots, accumulate="grad")
             assert driver.gradients(context) == {}
         else:
@@ -233,7 +226,7 @@ def _run(seed: int, kind: str, rank: int, workers: int) -> Counter[str]:
     return Counter({kind: 1, "leaves": len(found), "sends": sends, "opened": len(driver.keepers)})
 
 
-KINDS = ("smart", "twice", "fast", "grad")
+KINDS = ("once", "twice", "grad")
 
 
 def _until(condition: Callable[[], Any]) -> None:

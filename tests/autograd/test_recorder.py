@@ -14,7 +14,6 @@ from torch.autograd.graph import GradientEdge
 
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.hooks import TAG
 from actorrpc.autograd import recorder as recorder_module
 from actorrpc.autograd.contexts import Context, Contexts, Receipt
 from actorrpc.autograd.graph import receive
@@ -288,7 +287,7 @@ def test_a_block_is_not_that_of_another_call_on_the_same_thread(pair: Pair) -> N
         token = CURRENT.set(execution)
         try:
             assert current_context() is None
-            execution.header = {TAG: [12]}
+            execution.header = {"tag": [12]}
             assert current_context() == 12
         finally:
             CURRENT.reset(token)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from actorrpc.errors import PeerDiedError, RpcError, RpcTimeoutError
-from tests.autograd.programs import Program, compare, expected, generate, used_only
+from tests.autograd.programs import Program, compare, expected, generate
 from tests.autograd.simulator import KINDS, TYPES, Fault, Network, World
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
@@ -71,39 +71,6 @@ def test_passes_over_a_retained_graph_are_equal_to_the_last_bit() -> None:
         for name, each in first.items():
             assert torch.equal((each + each).to_dense(), second[name].to_dense()), (seed, name)
         _leave(world)
-
-
-@nightly
-def test_fast_passes() -> None:
-    done: Counter[str] = Counter()
-    for seed in range(PROGRAMS // 2):
-        program = generate(seed)
-        want = expected(program)
-        used = used_only(program)
-        if used is not None:
-            world = _world(used, seed)
-            world.backward(mode="fast", retain_graph=bool(seed % 2))
-            compare(used, world.gradients(), want)
-            done["clean"] += 1
-            done["gradients"] += world.network.counts["Gradient"]
-            assert not world.network.counts["Discover"]
-            _leave(world)
-        world = _world(program, seed)
-        error = world.failure(mode="fast", retain_graph=True)
-        if error is not None:
-            missing = "no gradient comes for message" in str(error)
-            assert missing or "was opened more than once" in str(error)
-            assert isinstance(error, RpcError)
-            assert 'mode="smart"' in str(error)
-            done["missing" if missing else "twice"] += 1
-            assert world.gradients() == {}
-            world.backward()  # it has done no harm
-        compare(program, world.gradients(), want)
-        _leave(world)
-    assert done["clean"] > PROGRAMS / 6
-    assert done["gradients"] > PROGRAMS / 3
-    assert done["missing"] > PROGRAMS / 6
-    assert done["twice"] > 0
 
 
 @nightly
@@ -197,26 +164,6 @@ def test_a_pass_in_which_something_goes_wrong(kind: str, type: str) -> None:
 
 
 @nightly
-@pytest.mark.parametrize("type", ["Gradient", "Answer", "Verdict"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fast_pass_in_which_something_goes_wrong(kind: str, type: str) -> None:
-    outcomes: Counter[str] = Counter()
-    hit = 0
-    for seed in range(FAULTS):
-        program = used_only(generate(1000 + seed, workers=3 + seed % 3, steps=15))
-        if program is None:
-            continue
-        want = expected(program)
-        for nth in range(3):
-            fault = Fault(kind, type, nth)
-            outcomes[_suffer(program, seed, fault, want, mode="fast")] += 1
-            hit += fault.hit
-    assert hit
-    if kind in ("duplicate", "delay"):
-        assert outcomes.keys() == {"right"}
-
-
-@nightly
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "release"])
 def test_a_release_in_which_something_goes_wrong(kind: str) -> None:
     for seed in range(FAULTS):
@@ -233,7 +180,7 @@ def test_many_contexts_leave_nothing() -> None:
     program = generate(7, workers=3, steps=10)
     network = Network(0, program.workers)
     worlds = [World(program, network) for _ in range(50)]
-    futures = [world.start(mode="smart") for world in worlds]  # all at the same time
+    futures = [world.start() for world in worlds]  # all at the same time
     network.settle(lambda: all(future.done() for future in futures))
     want = expected(program)
     for world, future in zip(worlds, futures, strict=True):

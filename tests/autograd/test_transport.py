@@ -44,7 +44,7 @@ _STRATA = [
     [
         Discover(5, [1, 2]),
         Settle(5, 6),
-        Gradient(5, 6, 3, 1, [None], True, True, True, "grad", 2.5),
+        Gradient(5, 6, 3, 1, [None], True),
         Run(5, 6, _STRATA, True, False, "grad", 1.5, [Gradient(5, 6, 3, 1, [None, None])]),
         Run(5, 6, [], False, True, "context", 0.0, []),
     ],

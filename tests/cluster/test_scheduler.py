@@ -208,7 +208,7 @@ def test_the_drivers_own_process_and_that_of_an_actor(driver: ClusterContext) ->
     ("given", "says"),
     [
         ({"labels": ["zone"]}, "labels must be a dict of words"),
-        ({"labels": {"zone": 1}}, "labels must be a dict of words"),
+        ({"labels": {"zone": 1}}, r"labels\['zone'\] must be a str, not 1"),
         ({"resources": {"disk": -1}}, r"resources\['disk'\] must be"),
         ({"resources": {"GPU": 1}}, "say GPU with num_gpus"),
         ({"spread": 1}, "spread must be True or False"),

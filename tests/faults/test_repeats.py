@@ -158,7 +158,15 @@ def _talk(a: Agent, b: Agent) -> list[Any]:
     for number in range(6):
         future: Future[Any] = Future()
         body = torch.zeros(400_000 if number % 3 == 0 else 1)
-        a.call(a.peer(b.name), None, (body,), {}, 0.0, future=future, letter=ActorHeader({"m": f"n{number}"}))
+        a.call(
+            a.peer(b.name),
+            None,
+            (body,),
+            {},
+            0.0,
+            future=future,
+            letter=ActorHeader({"method": f"n{number}"}),
+        )
         came.append(future.wait())
     came.append(len(office.places))
     # Calls that are given up, some before they run and some meanwhile.

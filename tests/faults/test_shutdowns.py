@@ -24,7 +24,6 @@ import actorrpc
 from actorrpc import rpc
 from actorrpc.errors import ActorError, PeerDiedError, RpcError, ShutdownError
 from actorrpc.futures import Future
-from actorrpc.group import group as groups
 from actorrpc.testing import FaultProxy
 from actorrpc.wire import keys
 from tests.faults.figures import NIGHTLY, note
@@ -262,7 +261,7 @@ def _passive(rank: int, world_size: int, directory: str) -> bool:
 
 
 def _is_leaving() -> bool:
-    barrier = groups._current.barrier  # type: ignore[attr-defined]
+    barrier = rpc.api.group().barrier  # type: ignore[attr-defined]
     return "worker0" in barrier._arrived.get(0, ())
 
 

@@ -29,6 +29,18 @@ def fail(text: str) -> None:
     raise ValueError(text)
 
 
+@exposed
+def grow(size: int) -> str:
+    """Return a text that is as long."""
+    return "x" * size
+
+
+@exposed
+def give() -> Any:
+    """Return what cannot be sent."""
+    return lambda: 1
+
+
 def hidden() -> str:
     """Return something that nobody may have."""
     return "hidden"
@@ -72,3 +84,13 @@ class Secret:
     """Data that nobody has allowed."""
 
     value: int
+
+
+class Complaint(Exception):
+    """An error that nobody has allowed."""
+
+
+@exposed
+def complain() -> None:
+    """Raise it."""
+    raise Complaint("why")

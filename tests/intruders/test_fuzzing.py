@@ -25,7 +25,7 @@ from actorrpc.agent.agent import Agent
 from actorrpc.agent.outbound import INLINE, LANE, STREAM
 from actorrpc.errors import LimitError, ProtocolError, RpcError
 from actorrpc.serialization import by_value, codec, data_only
-from actorrpc.wire import frames, handshake
+from actorrpc.wire import frames, handshake, headers
 from actorrpc.wire.frames import Frame, FrameReader, pack_frame
 from actorrpc.wire.handshake import Acceptor, Dialler, Refusal
 from actorrpc.wire.identity import WorkerRecord, new_incarnation
@@ -60,9 +60,9 @@ def no_unpickling(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     for module, name in (
         *((pickle, "loads"), (pickle, "load"), (pickle, "Unpickler"), (_pickle, "loads"), (_pickle, "load")),
         *((_pickle, "Unpickler"), (cloudpickle, "loads"), (torch, "load")),
-        *((outbound, "_loads"), (outbound, "open_plain"), (outbound, "open_body"), (codec, "decode")),
+        *((codec, "unpickle"), (outbound, "open_plain"), (outbound, "open_body"), (codec, "decode")),
         *((codec, "loads_here"), (codec, "load_here"), (by_value, "loads_here"), (data_only, "loads")),
-        *((msgpack, "unpackb"), (frames, "unpack_extra"), (outbound, "begin_stream")),
+        *((msgpack, "unpackb"), (headers, "unpack_header"), (outbound, "begin_stream")),
         *((WorkerRecord, "from_bytes"), (FrameReader, "fed")),
     ):
         monkeypatch.setattr(module, name, refuse(f"{getattr(module, '__name__', module)}.{name}"))
@@ -238,6 +238,7 @@ def _frames_of(rng: random.Random) -> list[bytes]:
     """Frames of each kind that make sense, or nearly."""
     body = codec.dumps((service.add, (1, [2, {"x": torch.ones(2)}]), {}))
     plain = pickle.dumps((service.add, (1, 2), {}), 5)
+    data = codec.dumps((service.add, (1, [2, {"x": torch.ones(2)}]), {}), remote_main=None)
     found = [
         pack_frame(
             kind,
@@ -247,26 +248,26 @@ def _frames_of(rng: random.Random) -> list[bytes]:
         )
         for kind in range(1, 20)
     ]
-    headers: list[dict[str, Any]] = [
-        {"b": [4, 4]},
-        {"b": [1 << 40, 1]},
-        {"b": "x"},
-        {"b": [-1]},
-        {"b": [3], "s": 1},
-        {"b": [3], "s": 1, "r": 1},
-        {"p": b"x" * 40},
-        {"p": outbound.Placement(segment_id=1, loan=1, offsets=(0,), sizes=(4,)).pack()}
+    maps: list[dict[str, Any]] = [
+        {"sizes": [4, 4]},
+        {"sizes": [1 << 40, 1]},
+        {"sizes": "x"},
+        {"sizes": [-1]},
+        {"sizes": [3], "stream": 1},
+        {"sizes": [3], "stream": 1, "striped": 1},
+        {"placement": b"x" * 40},
+        {"placement": outbound.Placement(segment_id=1, loan=1, offsets=(0,), sizes=(4,)).pack()}
         if _PLACES
-        else {"p": b""},
-        {"n": "rref"},
-        {"n": "nobody"},
-        {"n": 3},
-        {"f": b"\x01" * 33},
-        {"w": [1, 2]},
-        {"w": "x"},
-        {"m": "x"},
+        else {"placement": b""},
+        {"notice": "receipt"},
+        {"notice": "nobody"},
+        {"notice": 3},
+        {"references": b"\x01" * 33},
+        {"path": [1, 2]},
+        {"path": "x"},
+        {"method": "x"},
     ]
-    for header in headers:
+    for header in maps:
         for flags in (
             0,
             INLINE,
@@ -282,7 +283,7 @@ def _frames_of(rng: random.Random) -> list[bytes]:
                 pack_frame(
                     kind,
                     rng.randrange(5),
-                    rng.choice((body, plain)),
+                    rng.choice((body, plain, data)),
                     flags=flags,
                     extra=msgpack.packb(header),
                 )
@@ -291,6 +292,7 @@ def _frames_of(rng: random.Random) -> list[bytes]:
     found.append(pack_frame(frames.DEFINITION, body=by_value.hash_of(b"x") + b"x"))
     found.append(pack_frame(frames.REQUEST, 1, plain))
     found.append(pack_frame(frames.REQUEST, 2, body))
+    found.append(pack_frame(frames.REQUEST, 3, data))
     return found
 
 

@@ -89,7 +89,7 @@ def test_clearing_waits_for_whoever_has_the_gradients(leaves: list[torch.Tensor]
         local_optimizer.clear(leaves, None, True)
 
     thread = threading.Thread(target=clear)
-    with graph.borrowed(leaves):
+    with graph.Borrowed(leaves):
         thread.start()
         assert entered.wait(30)
     thread.join()

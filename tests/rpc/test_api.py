@@ -435,10 +435,11 @@ def _theirs(rank: int, world_size: int, path: str) -> dict[tuple[str, str, int],
 
 
 @pytest.mark.slow
+@pytest.mark.limit(300)
 @pytest.mark.prints(*TORCH_RPC)
 def test_scenarios_agree_with_torch_and_with_a_local_call(tmp_path: Any) -> None:
     ours = rpc_group(_ours, 2)[0]
-    theirs = run_group(_theirs, 2, unused_path("torch"), leak_wait=None)[0]
+    theirs = run_group(_theirs, 2, unused_path("torch"), leak_wait=None, timeout=240)[0]  # it polls
     problems = []
     for key, outcome in ours.items():
         if not outcome.ok and key[0] not in _OWN_TEXT:

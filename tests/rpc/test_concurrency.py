@@ -194,7 +194,7 @@ def _all_threads_blocked() -> None:
     rpc.rpc_sync("worker1", _await_entered, ("wall", 24))
     assert rpc.rpc_sync("worker1", operator.add, (1, 1)) == 2
     # Heartbeats are answered (every 0.1 s here, to a peer that is silent).
-    conn = rpc.api._state.agent.peer("worker1").conn  # type: ignore[union-attr, attr-defined]
+    conn = rpc.api.group().agent.peer("worker1").conn  # type: ignore[attr-defined]
     for _ in range(3):
         heard = conn.heard
         _until(lambda heard=heard: conn.heard != heard)
@@ -333,7 +333,7 @@ def _full_pool(rank: int, world_size: int, directory: str) -> None:
         return
     if rank:
         return
-    agent = rpc.api._state.agent  # type: ignore[union-attr, attr-defined]
+    agent = rpc.api.group().agent  # type: ignore[attr-defined]
     first = rpc.rpc_async("worker1", _hold, ("full",))
     peer = agent.peer("worker1")
     # Queued there and cancelled, or out of time: never run.

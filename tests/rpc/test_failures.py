@@ -16,7 +16,6 @@ import torch
 
 from actorrpc import rpc
 from actorrpc.errors import NotInitializedError, PeerDiedError, RpcTimeoutError
-from actorrpc.group import group as groups
 from tests.layers import rest_is_slow
 from tests.ranks import Died, rpc_group
 
@@ -217,7 +216,7 @@ def _fork(directory: str) -> int:
 
 def _in_the_last_barrier() -> None:
     """Its function is over: it sits in shutdown when it is killed. Ours ends all the same."""
-    barrier = groups._current.barrier  # type: ignore[attr-defined]
+    barrier = rpc.api.group().barrier  # type: ignore[attr-defined]
     _until(lambda: "worker6" in barrier._arrived.get(0, ()))
     _kill("worker6")
 
@@ -249,7 +248,7 @@ def test_calls_to_killed_workers_end(tmp_path: Path, transport: str) -> None:
 def _first_dies(rank: int, world_size: int) -> None:
     """Worker0, whom all ask at the end, dies while they wait for it."""
     if rank == 0:
-        barrier = groups._current.barrier  # type: ignore[attr-defined]
+        barrier = rpc.api.group().barrier  # type: ignore[attr-defined]
         _until(lambda: len(barrier._arrived.get(0, ())) == world_size - 1)
         os.kill(os.getpid(), signal.SIGKILL)
 

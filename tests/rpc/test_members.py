@@ -180,7 +180,7 @@ def _dynamic(rank: int, _: int, path: str) -> None:
     _until(lambda: _ends(heard))
     os.kill(_pid("worker2"), signal.SIGKILL)
     _until(lambda: len(_ends(heard)) == 2)
-    assert _ends(heard) == [("worker1", "left"), ("worker2", "dead")]
+    assert _ends(heard) == [("worker1", "left"), ("worker2", "dead")], (heard.changes, heard.reasons)
     assert _states() == {"worker0": "alive", "worker1": "left", "worker2": "dead"}
     rpc.shutdown()
 

@@ -225,7 +225,7 @@ def _headers(rank: int, _: int) -> Any:
 def test_nothing_travels_where_no_profile_is() -> None:
     before, inside, after = rpc_group(_headers, 2)[0]
     assert before is None
-    assert inside == {"pf": [0, "rpc_sync#header(worker0 -> worker1)"]}
+    assert inside == {"profile": [0, "rpc_sync#header(worker0 -> worker1)"]}
     assert after is None
 
 

@@ -18,7 +18,6 @@ import torch
 
 from actorrpc import rpc
 from actorrpc.errors import NotInitializedError, RpcTimeoutError, ShutdownError
-from actorrpc.group import group as groups
 from actorrpc.wire import keys
 from tests.layers import rest_is_slow
 from tests.output import check
@@ -65,7 +64,7 @@ def _serve_in_shutdown(rank: int, world_size: int) -> None:
     """All but worker0 sit in shutdown at once; they serve worker0 and each other as long as it works."""
     if rank:
         return
-    barrier = groups._current.barrier  # type: ignore[attr-defined]
+    barrier = rpc.api.group().barrier  # type: ignore[attr-defined]
     _until(lambda: len(barrier._arrived.get(0, ())) == world_size - 1)
     for i in range(100):
         assert rpc.rpc_sync(f"worker{1 + i % 2}", operator.add, (i, 1)) == i + 1

@@ -240,10 +240,12 @@ def _over_torch(rank: int, world_size: int, path: str) -> dict[str, dict[str, An
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.limit(300)
 @pytest.mark.prints(*TORCH_RPC, *ODD_TENSORS)
 def test_torchs_rpc_does_not_keep_more() -> None:
     """Where what arrives over torch's RPC equals what was sent, it does over ours; our exceptions are its, too."""
-    theirs = run_group(_over_torch, 2, unused_path("tensors"), leak_wait=None)[0]
+    theirs = run_group(_over_torch, 2, unused_path("tensors"), leak_wait=None, timeout=240)[0]  # it polls
     kept, lost = 0, 0
     for name, sent in _compared().items():
         wanted, over_torch = describe(sent), theirs[name]

@@ -34,7 +34,7 @@ def test_faults_are_read() -> None:
         ("drop call when=now", "'when=now'"),
         ("drop call times=often", "'times=often'"),
         ("drop call times=-3", "times"),
-        ("drop call at_once=yes", "'at_once=yes'"),
+        ("drop call at_once=perhaps", "'at_once=perhaps'"),
         ("drop call seconds=1", "'drop call seconds=1'"),
         ("delay call", "seconds="),
         ("delay call seconds=1 at_once=1", "'at_once=1'"),

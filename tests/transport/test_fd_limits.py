@@ -62,7 +62,7 @@ def test_it_stays_within_the_hard_limit(soft: int, monkeypatch: pytest.MonkeyPat
     assert len(asked) == 1
 
 
-@pytest.mark.prints(r"the limit of \d+ cannot be raised: not allowed to raise maximum limit")
+@pytest.mark.prints(r"the limit is \d+ and cannot be raised \(not allowed to raise maximum limit\)")
 def test_where_it_cannot_be_raised_that_is_said_and_no_error(
     soft: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

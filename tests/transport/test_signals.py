@@ -1,8 +1,9 @@
-"""Ctrl-C never leaves anything in pieces: sections that it must not cut, and a storm of it beside other calls."""
+"""Signal handlers never leave anything in pieces: sections that they must not cut, and a storm of them beside other calls."""
 
 from __future__ import annotations
 
 import operator
+import os
 import signal
 import threading
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from actorrpc import rpc
 from actorrpc.transport import signals
 from tests.announced import BETWEEN_STEPS
+from tests.interruptions import Interrupted, raising
 from tests.ranks import rpc_group
 
 
@@ -21,22 +23,27 @@ def _raise_signal() -> None:
 
 
 @pytest.fixture
-def resends() -> Any:
-    """Take over SIGINT; the list counts how often it was to be sent again."""
+def rings() -> Any:
+    """Shield what is marked; the list counts how often the clock was asked to ring."""
     asked: list[None] = []
-    signals.install(lambda: asked.append(None))
+
+    def later() -> None:
+        asked.append(None)
+
+    signals.install(later)
     yield asked
-    signals.uninstall()
+    signals.uninstall(later)
+    assert type(signal._signal.getsignal(signal.SIGINT)) is not signals._Shield  # type: ignore[attr-defined]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_outside_of_sections_it_is_raised_at_once(resends: list[None]) -> None:
+def test_outside_of_sections_it_is_raised_at_once(rings: list[None]) -> None:
     with pytest.raises(KeyboardInterrupt):
         _raise_signal()
-    assert not resends
+    assert not rings
 
 
-def test_in_a_section_it_waits_for_the_checkpoint(resends: list[None]) -> None:
+def test_in_a_section_it_waits_for_the_checkpoint(rings: list[None]) -> None:
     done: list[str] = []
 
     @signals.uninterruptible
@@ -49,39 +56,38 @@ def test_in_a_section_it_waits_for_the_checkpoint(resends: list[None]) -> None:
 
     section()
     assert done == ["first", "second"]
-    assert len(resends) == 2
+    assert len(rings) == 2
     with pytest.raises(KeyboardInterrupt):
         signals.checkpoint()
     signals.checkpoint()  # once is enough
 
 
-def test_without_a_checkpoint_it_is_sent_again(resends: list[None]) -> None:
+def test_without_a_checkpoint_the_clock_rings(rings: list[None]) -> None:
+    @signals.uninterruptible
+    def section() -> None:
+        _raise_signal()
+        signals.ring()  # too early
+        assert len(rings) == 2
+
+    section()
+    with pytest.raises(KeyboardInterrupt):
+        signals.ring()
+    signals.ring()  # it has been raised
+    signals.checkpoint()
+
+
+def test_one_that_comes_outside_takes_along_the_one_that_was_put_off(rings: list[None]) -> None:
     @signals.uninterruptible
     def section() -> None:
         _raise_signal()
 
     section()
     with pytest.raises(KeyboardInterrupt):
-        signals.resend()
-    signals.resend()  # it has been raised
-    signals.checkpoint()
-
-
-def test_one_that_was_raised_meanwhile_does_not_come_twice(resends: list[None]) -> None:
-    @signals.uninterruptible
-    def section() -> None:
         _raise_signal()
-        # The clock sends it again while the section is still running: it stays one interrupt.
-        signals.resend()
-
-    section()
-    with pytest.raises(KeyboardInterrupt):
-        signals.checkpoint()
-    signals.resend()
     signals.checkpoint()
 
 
-def test_other_threads_never_see_it(resends: list[None]) -> None:
+def test_other_threads_never_see_it(rings: list[None]) -> None:
     @signals.uninterruptible
     def section() -> None:
         _raise_signal()
@@ -101,17 +107,102 @@ def test_other_threads_never_see_it(resends: list[None]) -> None:
         signals.checkpoint()
 
 
-def test_a_handler_of_the_program_stays() -> None:
-    def handler(*_: Any) -> None: ...
+def test_handlers_of_the_program_are_put_off_and_not_seen(rings: list[None]) -> None:
+    @signals.uninterruptible
+    def section() -> None:
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1):
+            signal.raise_signal(number)
 
-    before = signal.signal(signal.SIGINT, handler)
+    with raising() as raised, raising(signal.SIGUSR2):
+        handler = signal.getsignal(signal.SIGUSR1)
+        assert getattr(handler, "__name__", "") == "handler"
+        section()
+        assert not raised
+        for _ in range(2):
+            with pytest.raises(Interrupted):
+                signals.checkpoint()
+        signals.checkpoint()
+        assert raised == [signal.SIGUSR1]  # like the kernel, which keeps one of each
+        with pytest.raises(Interrupted):
+            signal.raise_signal(signal.SIGUSR1)
+        assert signal.signal(signal.SIGUSR1, handler) is handler
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_handler_that_was_there_before_is_put_off_and_given_back() -> None:
+    asked: list[None] = []
+
+    def later() -> None:
+        asked.append(None)
+
+    @signals.uninterruptible
+    def section() -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    with raising() as raised:
+        handler = signal.getsignal(signal.SIGUSR1)
+        signals.install(later)
+        section()
+        assert not raised
+        with pytest.raises(Interrupted):
+            signals.checkpoint()
+        signals.uninstall(later)
+        assert signal._signal.getsignal(signal.SIGUSR1) is handler  # type: ignore[attr-defined]
+        with pytest.raises(Interrupted):
+            section()
+    assert len(asked) == 1
+
+
+def test_what_was_put_off_comes_before_the_handler_is_replaced(rings: list[None]) -> None:
+    @signals.uninterruptible
+    def section() -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    with raising() as raised:
+        section()
+        with pytest.raises(Interrupted):
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        assert len(raised) == 1
+
+
+def test_the_signal_of_the_clock_is_no_signal_of_the_program(rings: list[None]) -> None:
+    heard: list[int] = []
+
+    @signals.uninterruptible
+    def section() -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    assert signal.getsignal(signal.SIGURG) is signal.SIG_DFL
+    signal.raise_signal(signal.SIGURG)
+    before = signal.signal(signal.SIGURG, lambda number, _: heard.append(number))
+    assert before is signal.SIG_DFL
     try:
-        signals.install(lambda: None)
-        assert signal.getsignal(signal.SIGINT) is handler
-        signals.uninstall()
-        assert signal.getsignal(signal.SIGINT) is handler
+        with raising():
+            section()
+            with pytest.raises(Interrupted):
+                signals.ring()
+        assert not heard
+        signal.raise_signal(signal.SIGURG)
+        assert heard == [signal.SIGURG]
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGURG, before)
+
+
+def test_each_of_several_agents_has_it_to_its_end() -> None:
+    def one() -> None: ...
+    def other() -> None: ...
+
+    signals.install(one)
+    fd = signals.wake_fd()
+    signals.install(other)
+    assert signals.wake_fd() == fd
+    signals.uninstall(one)
+    signals.uninstall(one)
+    assert signals.wake_fd() == fd
+    signals.uninstall(other)
+    assert signals.wake_fd() == -1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 # -- a storm ---------------------------------------------------------------------------------------------
@@ -121,7 +212,11 @@ def _echo(value: Any) -> Any:
     return value
 
 
-def _storm(rank: int, world_size: int, storm: int, large: bool) -> int | None:
+def _interrupt(number: int, _: Any) -> None:
+    raise Interrupted
+
+
+def _storm(rank: int, world_size: int, storm: int, large: bool, number: int) -> int | None:
     """The main thread is interrupted again and again; whatever it does, the other thread's calls are right."""
     if rank:
         return None
@@ -134,7 +229,7 @@ def _storm(rank: int, world_size: int, storm: int, large: bool) -> int | None:
     def interrupt() -> None:
         for _ in range(storm):
             ready.acquire()
-            signal.pthread_kill(main, signal.SIGINT)
+            signal.pthread_kill(main, number)
 
     def call() -> None:
         nonlocal calls
@@ -157,6 +252,8 @@ def _storm(rank: int, world_size: int, storm: int, large: bool) -> int | None:
         except BaseException as error:
             wrong.append(error)
 
+    if number != signal.SIGINT:
+        signal.signal(number, _interrupt)
     threads = [threading.Thread(target=each) for each in (interrupt, call)]
     for each in threads:
         each.start()
@@ -180,7 +277,7 @@ def _storm(rank: int, world_size: int, storm: int, large: bool) -> int | None:
                     got = rpc.rpc_sync("worker1", operator.add, (i, 0))
                 if got != i:
                     bad.append((i, got))
-        except KeyboardInterrupt:
+        except (Interrupted, KeyboardInterrupt):
             caught += 1
     over.set()
     for each in threads:
@@ -201,8 +298,17 @@ def _storm(rank: int, world_size: int, storm: int, large: bool) -> int | None:
 @pytest.mark.limit(120)
 @pytest.mark.prints(BETWEEN_STEPS)
 @pytest.mark.parametrize(
-    ("storm", "options"), [(10_000, {}), (1_500, {"transport": "tcp", "lane": False})], ids=["unix", "tcp"]
+    ("storm", "number", "options"),
+    [
+        (10_000, signal.SIGINT, {}),
+        (5_000, signal.SIGUSR1, {}),
+        (1_500, signal.SIGINT, {"transport": "tcp", "lane": False}),
+        (1_500, signal.SIGUSR1, {"transport": "tcp", "lane": False}),
+    ],
+    ids=["unix", "unix-usr1", "tcp", "tcp-usr1"],
 )
-def test_a_storm_of_interrupts_does_not_harm_other_threads(storm: int, options: dict[str, Any]) -> None:
-    calls = rpc_group(_storm, 2, storm, bool(options), timeout=100, options=options)[0]
+def test_a_storm_of_interrupts_does_not_harm_other_threads(
+    storm: int, number: int, options: dict[str, Any]
+) -> None:
+    calls = rpc_group(_storm, 2, storm, bool(options), number, timeout=100, options=options)[0]
     assert calls > 0

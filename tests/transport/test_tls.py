@@ -437,7 +437,7 @@ def _wrong(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
         "the key of another": ({"tls_key": foreign().key}, "key values mismatch"),
         "of another CA": ({"tls_ca": foreign().ca}, "signed by that CA"),
         "expired": ({"tls_cert": expired.cert, "tls_key": expired.key}, "expired"),
-        "an old version": ({"tls_min_version": "1.1"}, "'1.2' or '1.3'"),
+        "an old version": ({"tls_min_version": "1.1"}, "one of '1.2', '1.3'"),
     } | {"nothing": (dict.fromkeys(good), "")}
 
 

@@ -47,6 +47,7 @@ _RECORDS = st.builds(
     cuda_devices=st.integers(0, 16),
     devices=st.lists(_DEVICES, max_size=3).map(tuple),
     device_maps=st.lists(st.tuples(_NAMES, _DEVICES, _DEVICES), max_size=3).map(tuple),
+    data_only=st.booleans(),
 )
 
 
@@ -141,6 +142,7 @@ def test_a_record_with_one_other_field_is_read_or_refused(
         {"tcp": (("a", 1),) * 65},
         {"pid": -1},
         {"main": "x" * 65},
+        {"data_only": 1},
     ],
 )
 def test_a_record_is_checked_when_it_is_made(changes: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ def test_a_key_does_not_show_itself() -> None:
         assert TEXT not in shown
     assert not hasattr(key, "__dict__")
     for refused in (pickle.dumps, key.__getstate__, key.__reduce__):
-        with pytest.raises(TypeError, match="does not travel"):
+        with pytest.raises(TypeError, match="is not pickled or sent"):
             refused(key) if refused is pickle.dumps else refused()  # type: ignore[call-arg]
     assert copy.copy(key) is copy.deepcopy(key) is key
 

@@ -36,8 +36,8 @@ def is_importable(obj: Any) -> bool:
 
     What is in the main module is not: other processes have other main modules. Nor is what is to go by value.
     """
-    module, name = obj.__module__, obj.__qualname__
-    if module in _MAIN or goes_by_value(obj):
+    module, name = obj.__module__, getattr(obj, "__qualname__", None)  # what a partial() was made of has none
+    if module in _MAIN or name is None or goes_by_value(obj):
         return False
     found: Any = sys.modules.get(module)
     try:

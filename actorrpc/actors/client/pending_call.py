@@ -25,6 +25,7 @@ from actorrpc.agent.mail import ActorHeader
 from actorrpc.errors import BackpressureError, CancelledError, RpcTimeoutError, ShutdownError
 from actorrpc.futures import Future
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
+from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
     from actorrpc.actors.client.call_queue import CallQueue
@@ -105,30 +106,30 @@ class CallTemplate:
         self._there: CallTemplate | None = None
         if location is None:
             return
-        header: dict[str, Any] = {"a": location.resident_id, "m": method.name}
+        header: Header = {"mailbox": location.resident_id, "method": method.name}
         if options.concurrency_group is not None:
-            header["g"] = options.concurrency_group
+            header["group"] = options.concurrency_group
         if options.priority:
-            header["y"] = options.priority
+            header["priority"] = options.priority
         if method.kind in _GENERATORS or options.num_returns == "streaming":
-            header["q"] = options.max_buffered_items or 0
+            header["window"] = options.max_buffered_items or 0
         elif options.num_returns != 1:
-            header["nr"] = options.num_returns
+            header["num_returns"] = options.num_returns
         if refs:
-            header["k"] = 1
+            header["keep"] = True
         if options.allow_out_of_order:
-            header["o"] = 1
+            header["unordered"] = True
         self.letter = self.kept_letter = self._letter(header)
 
     # -- object_ref.ResultPolicy ----------------------------------------------------------------------------
 
     def fetched(self) -> None:
         """Have large results come with the reply from now on: that is half the way, and one copy less."""
-        if self.kept_letter is not None and not self.inlines and "nr" not in self.kept_letter.header:
+        if self.kept_letter is not None and not self.inlines and "num_returns" not in self.kept_letter.header:
             self.inlines = True
-            self.letter = self._letter(
-                {name: value for name, value in self.kept_letter.header.items() if name != "k"}
-            )
+            header = self.kept_letter.header.copy()
+            header.pop("keep", None)
+            self.letter = self._letter(header)
 
     def handed_on(self) -> None:
         """Have large results stay where they are made: they go directly to where they are wanted."""
@@ -152,15 +153,15 @@ class CallTemplate:
         """
         if place is not None and place[1] == self.epoch and self.letter is not None:
             held = self.letter_for(unresolved)
-            return held and ActorHeader({**held.header, "n": place[0]})
+            return held and ActorHeader({**held.header, "place": place[0]})
         if not unresolved or self.letter is None:
             return self.letter
         if self._fetching is None:
             kept = self.kept_letter or self.letter
-            self._fetching = self._letter({**kept.header, "u": 1})
+            self._fetching = self._letter({**kept.header, "unresolved": True})
         return self._fetching
 
-    def _letter(self, header: dict[str, Any]) -> ActorHeader:
+    def _letter(self, header: Header) -> ActorHeader:
         # Only for a time-out that the caller has asked for himself: an interrupted method may leave its state half changed.
         interrupts = self.options.interrupt and bool(self.options.timeout)
         return ActorHeader(header, interrupts=interrupts, late=_late(self.method.kind, interrupts))

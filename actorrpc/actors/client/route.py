@@ -29,7 +29,7 @@ from actorrpc.actors.spec.options import CallOptions
 from actorrpc.actors.streams.consumer import Again, ObjectRefGenerator
 from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import ActorDiedError, PeerDiedError, PendingCallsLimitExceeded, SerializationError
-from actorrpc.futures import Future
+from actorrpc.futures import INTERRUPTED, Future, interruption_point
 from actorrpc.rpc.profiling import ProfiledSpan, modern, profiled
 from actorrpc.serialization import exceptions
 
@@ -200,6 +200,8 @@ class Route:
             PendingCallsLimitExceeded: more calls wait than ``max_pending_calls`` allows.
             BackpressureError, ShutdownError, CancelledError: nothing was sent.
         """
+        if INTERRUPTED:
+            interruption_point()
         if modern._is_profiler_enabled or profiled():
             return self._call_in_profile(method, options, args, kwargs, refs, timeout)
         line = self._line

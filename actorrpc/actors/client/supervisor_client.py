@@ -128,9 +128,10 @@ def ask_for_detached(
     Raises:
         RpcError: rank 0 does not answer, or refuses: as :meth:`Supervisor.create`.
     """
-    made = agent.call(agent.peer(0), create_detached, (actor_id, cls, arguments, info, options), {}, CREATE_S)
     try:
-        card: Card = made.result()
+        card: Card = agent.ask(
+            agent.peer(0), create_detached, (actor_id, cls, arguments, info, options), {}, CREATE_S
+        )
     except RemoteError as error:
         raise exceptions.original(error) from None
     return card

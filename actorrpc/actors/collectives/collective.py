@@ -49,6 +49,7 @@ from actorrpc.errors import (
 )
 from actorrpc.futures import Future
 from actorrpc.serialization import exceptions
+from actorrpc.validation import integer, number, text
 
 __all__ = ["Collective", "collective", "collective_group"]
 
@@ -118,6 +119,9 @@ def collective(
     return made
 
 
+_seconds = partial(number, unit="seconds", above=True, most=1e9)
+
+
 class Collective:
     """Actors that are in a process group of ``torch.distributed``. Thread-safe; stays in the process that made it.
 
@@ -142,21 +146,15 @@ class Collective:
         timeout: float,
         join_timeout: float,
     ) -> None:
-        for what, seconds in (("timeout", timeout), ("join_timeout", join_timeout)):
-            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-                raise WrongTypeError(f"{what} must be a number of seconds, not {seconds!r}")
-            if not 0 < seconds < 1e9:
-                raise ConfigError(f"{what} must be a positive number of seconds, not {seconds!r}")
-        if name is not None and (not isinstance(name, str) or not name):
-            raise WrongTypeError(f"the name of a collective is a str that is not empty, not {name!r}")
+        self._timeout_s = float(_seconds("timeout", timeout))
+        self._join_s = float(_seconds("join_timeout", join_timeout))
+        text("the name of a collective", name, none=True, empty=False, error=WrongTypeError)
         self._source = actors if isinstance(actors, ActorGroup) else _checked_handles(actors)
         self._members = _members(self._source)
         _check(self._members)
         self.backend = backend
         self.generation = 0
         self.destroyed = False
-        self._timeout_s = float(timeout)
-        self._join_s = float(join_timeout)
         self._meeting: Generation | None = None
         self._making = threading.RLock()
         self.name = name if name is not None else f"collective-{id(self):x}"
@@ -234,8 +232,7 @@ class Collective:
 
         Raises: as :meth:`call`; ConfigError: there is no such rank.
         """
-        if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < len(self):
-            raise ConfigError(f"src must be a rank from 0 to {len(self) - 1}, not {src!r}")
+        integer("src", src, least=0, most=len(self) - 1, right=f"a rank from 0 to {len(self) - 1}")
         return self.call(member.broadcast, self.name, what, src)
 
     # -- generations -----------------------------------------------------------------------------------

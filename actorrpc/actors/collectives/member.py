@@ -135,9 +135,7 @@ class Members:
         peer = peer_of(agent, ticket.maker)
 
         def ask(what: str, *args: Any) -> Any:
-            asked = agent.call(peer, meetings.ask, (ticket.key, what, *args), {}, ticket.join_s)
-            agent.flush()
-            return asked.result()
+            return agent.ask(peer, meetings.ask, (ticket.key, what, *args), {}, ticket.join_s)
 
         record = agent.record
         mine = (record.host, record.tcp[0][0] if record.tcp else socket.gethostname())

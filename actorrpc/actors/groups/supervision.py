@@ -14,8 +14,6 @@ What decides is in ``supervision/strategies.py``, what carries it out in ``super
 from __future__ import annotations
 
 import itertools
-import math
-import numbers
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NoReturn
 
@@ -27,6 +25,7 @@ from actorrpc.actors.supervision.record import ActorRecord
 from actorrpc.actors.supervision.strategies import STRATEGIES, Strategy
 from actorrpc.errors import ConfigError, SerializationError, SupervisionError, WrongTypeError
 from actorrpc.futures import Future
+from actorrpc.validation import choice, integer, number, text
 
 __all__ = ["Supervision", "supervise"]
 
@@ -179,13 +178,12 @@ def supervise(
         ConfigError: a child belongs to another process or to another group, or has ``max_restarts=0``; or a value is wrong.
         ActorDiedError: a child is dead already.
     """
-    if strategy not in STRATEGIES:
-        raise ConfigError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, not {strategy!r}")
-    limit = _limit(max_restarts)
-    period_s = _seconds("period", period, zero=False)
-    backoff_s = _seconds("backoff", backoff, zero=True)
-    if name is not None and (not isinstance(name, str) or not name):
-        raise WrongTypeError(f"name must be a non-empty str or None, not {name!r}")
+    choice("strategy", strategy, of=STRATEGIES)
+    right = "an int of at least 0 (a group that never gives up tells nobody that something is wrong)"
+    limit = integer("max_restarts of a group", max_restarts, least=0, right=right)
+    period_s = number("period", period, unit="seconds", above=True)
+    backoff_s = number("backoff", backoff, unit="seconds")
+    text("name", name, none=True, empty=False, error=WrongTypeError)
     if on_failure is not None and not callable(on_failure):
         raise WrongTypeError(f"on_failure must be callable, not a {type(on_failure).__name__}")
     given = tuple(_flat(children))
@@ -244,24 +242,3 @@ def _child(here: Runtime, given: ActorHandle[Any] | Supervision) -> ActorRecord 
             "for a restart. Make it with .options(max_restarts=-1); in a group, the group's max_restarts counts"
         )
     return actor
-
-
-def _limit(value: Any) -> int:
-    right = "max_restarts of a group must be an int of at least 0"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise WrongTypeError(f"{right}, not {value!r}")
-    if value < 0:
-        raise ConfigError(
-            f"{right}, not {value!r}: a group that never gives up tells nobody that something is wrong"
-        )
-    return int(value)
-
-
-def _seconds(what: str, value: Any, *, zero: bool) -> float:
-    right = f"{what} must be a number of seconds {'of at least' if zero else 'above'} 0"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise WrongTypeError(f"{right}, not {value!r}")
-    number = float(value)
-    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
-        raise ConfigError(f"{right}, not {value!r}")
-    return number

@@ -65,6 +65,7 @@ def send_ended(runtime: Runtime, spec: ActorSpec, kind: str, text: str) -> None:
         _log.info("the supervisor of actor %s cannot be told: %s", spec.card.title, error)
 
 
+_AGAIN_S: Final = 0.02
 _BLOCKED_S: Final = 5.0
 _MOST_SHOWN: Final = 100
 _NOT_THEIR_OWN: Final = frozenset({"builtins", "collections", "torch", "typing"})  # says all that is in it
@@ -147,21 +148,21 @@ class HostedActor:
 
     def _put(self, entry: Envelope) -> None:
         header = entry.header
-        name = header.get("m", "")
+        name = header.get("method", "")
         lane = self._plans.get(name)
-        if lane is None or "g" in header:
-            lane = self._lane_of(name, header.get("g"))
+        if lane is None or "group" in header:
+            lane = self._lane_of(name, header.get("group"))
         todo = self.mailbox.put(entry, lane)
         if todo is None:
             self._refuse_gone(entry)
             return
         if todo.wake or todo.start:
             self.carry_out(todo)
-        if lane.running and lane.limit == 1 and self.crew and self.crew[0].waiting:
+        if lane.running and lane.limit == 1 and (lane.is_async or (self.crew and self.crew[0].waits)):
             self.runtime.residents.deadlocks.poke()
         if entry.seat is not None and not entry.seat.waiting:  # type: ignore[attr-defined]
-            self.agent.clock.after(_BLOCKED_S, partial(self._look_after, entry))
-        if entry.whole and "u" in header:
+            self.agent.clock.after(_AGAIN_S, partial(self._look_after, entry, _AGAIN_S))
+        if entry.whole and "unresolved" in header:
             self.agent.submit(partial(self._resolve, entry))
 
     def _lane_of(self, name: str, group: str | None) -> GroupQueue:
@@ -184,8 +185,8 @@ class HostedActor:
         """Say whether a call is of a plain method: once begun it runs to its end, and gives one result."""
         assert self.spec is not None
         header = entry.header
-        method = self.spec.info.methods.get(header.get("m", ""))
-        return "q" not in header and (method is None or method.kind == "sync")
+        method = self.spec.info.methods.get(header.get("method", ""))
+        return "window" not in header and (method is None or method.kind == "sync")
 
     def arrived(self, entry: Envelope, conn: Any, frame: Frame) -> None:
         """Take the rest of a letter that had been announced."""
@@ -195,9 +196,9 @@ class HostedActor:
             with self._lock:
                 if self._intake is not None:
                     entry.whole = True
-                    entry.ready = "u" not in entry.header
+                    entry.ready = "unresolved" not in entry.header
                     return
-        if "u" in entry.header:
+        if "unresolved" in entry.header:
             self.agent.submit(partial(self._resolve, entry))
         else:
             self.carry_out(self.mailbox.ready(entry))
@@ -313,18 +314,25 @@ class HostedActor:
         if self.spec is not None:
             send_ended(self.runtime, self.spec, "broken", why)
 
-    def _look_after(self, entry: Envelope) -> None:
-        """Report a call that waits for its own ancestor, which blocks where we cannot run it. On the clock's thread."""
-        seat = entry.seat
-        if entry.state != "new" or seat is None or seat.waiting:  # type: ignore[attr-defined]
+    def _look_after(self, entry: Envelope, elapsed: float) -> None:
+        """Report a call that waits for its own ancestor, which blocks where we cannot run it. On the clock's thread.
+
+        Before that: an event loop that the ancestor has begun since runs it.
+        """
+        seat: Any = entry.seat
+        if entry.state != "new" or seat is None or seat.waiting:
+            return
+        if elapsed < _BLOCKED_S:
+            seat.wake()
+            self.agent.clock.after(elapsed, partial(self._look_after, entry, 2 * elapsed))
             return
         _log.warning(
             "a call of %s on actor %s has waited for %.0f s for a call that it descends from, which blocks outside of actorrpc's "
             "waits: it can run only when that is over, or waits with get(). What that one is doing:\n%s",
-            entry.header.get("m"),
+            entry.header.get("method"),
             self.title,
             _BLOCKED_S,
-            seat.stack(),  # type: ignore[attr-defined]
+            seat.stack(),
         )
 
     def _refuse_gone(self, entry: Envelope) -> None:
@@ -351,10 +359,15 @@ class HostedActor:
             elif execution is not None:  # a plain method is never interrupted on the loop
                 execution.cancel(stop)
             return
+        if stop:
+            # Before the calls that it waits for are given up: it is told once, and not by their errors, too.
+            self.interrupt(entry)
         if execution is not None:
             execution.cancel(stop)
-        if stop:
-            self.interrupt(entry)
+        # A stream may stand in its place since it was looked for. One that comes later looks at the execution, in that order.
+        stream = entry.peer.running.get(entry.frame.id)
+        if stream is not None and stream is not entry:
+            stream.cancel(stop)
 
     def deadlocked(self, entry: Envelope, error: RpcError) -> None:
         """End a call that can never go on; does nothing if it is over."""
@@ -378,10 +391,9 @@ class HostedActor:
     def interrupt(self, entry: Entry) -> None:
         """Interrupt the station that runs an entry, if one does."""
         for station in list(self.crew):
-            if station.running is entry:
-                station.interrupt(
-                    entry, lambda delay, run: self.agent.clock.after(delay, partial(self.agent.submit, run))
-                )
+            station.interrupt(
+                entry, lambda delay, run: self.agent.clock.after(delay, partial(self.agent.submit, run))
+            )
 
     # -- construction --------------------------------------------------------------------------------
 

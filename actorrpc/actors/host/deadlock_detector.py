@@ -2,10 +2,11 @@
 
 Where calls wait for an actor, and the actor itself waits for a call for a second, its worker asks the worker of that
 call what *it* waits for, and so on. Only what is certain is followed: a method that waits for a call (or for all of
-several; a coroutine that awaits one), and a call that waits for the one method that a serial actor runs, for an event loop
-that is blocked, for its arguments, or for an earlier call of its caller that waits for its arguments. If the question comes
-back to where it began, twice in a row, none of them can ever go on: the call that closes the circle fails with
-DeadlockError, which names all of it. (Edge chasing, after Chandy, Misra and Haas.)
+several; a coroutine that awaits one, also where the method runs the event loop itself), and a call that waits for the one
+method that a serial actor runs, for an event loop that is blocked, for its arguments, or for an earlier call of its
+caller that waits for its arguments. If the question comes back to where it began, twice in a row, none of them can ever
+go on: the call that closes the circle fails with DeadlockError, which names all of it. (Edge chasing, after Chandy,
+Misra and Haas.)
 
 A stream is in the way where its generator pauses and holds its actor, as its reader has not taken what is there. Then a
 search begins with the pause, when calls wait for the actor and all of its places are held by calls that wait, or where the reader
@@ -19,6 +20,7 @@ Runs on the clock's thread and on pool threads; takes no lock of its own.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final
 from actorrpc import _time
 from actorrpc.actors.context import current
 from actorrpc.actors.host.envelope import Envelope
-from actorrpc.actors.host.mailbox import NEW, GroupQueue
+from actorrpc.actors.host.mailbox import NEW, Entry, GroupQueue
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.streams.producer import Producer
 from actorrpc.actors.streams.stalls import PATIENCE_S, Stall, StreamReader, awaited, awaited_by
@@ -101,16 +103,14 @@ class DeadlockDetector:
                 busy = True
                 probe = Probe(self._runtime.references.me, resident.id, -head.number, (_say(head),))
                 self._inquire(seen, (resident.id, head.number), _awaited_arguments(head), probe)
-            for station in _blocked(resident):
+            for running, found in _blocked(resident):
                 busy = True  # also where it waits for no call yet: one to an actor that is being made comes later
-                calls = [each for each in station.waits_for if not isinstance(each, Producer)]
-                running = station.running
+                calls = [each for each in found if not isinstance(each, Producer)]
                 if not isinstance(running, Envelope) or running.execution is None:
                     continue
-                probe = Probe(
-                    self._runtime.references.me, resident.id, running.execution.chain, (_say(running),)
-                )
-                self._inquire(seen, id(station), calls, probe)
+                chain = running.execution.chain
+                probe = Probe(self._runtime.references.me, resident.id, chain, (_say(running),))
+                self._inquire(seen, (resident.id, chain), calls, probe)
         return busy
 
     def _inquire(
@@ -139,14 +139,32 @@ def _awaited_arguments(entry: Envelope) -> list[Call | Stall]:
     return [found for each in refs for found in awaited(each._fetched or each._future)]
 
 
-def _blocked(resident: HostedActor) -> list[ActorThread | LoopThread]:
-    """Return what calls wait for at an actor and waits itself: the station of a serial one, and its event loops."""
-    found: list[ActorThread | LoopThread] = []
+def _blocked(resident: HostedActor) -> list[tuple[Entry | None, list[Call | Stall]]]:
+    """Return what calls wait for at an actor and waits itself, and for what: the method of a serial one, and event loops."""
+    stations: list[ActorThread | LoopThread] = []
     lane = resident.mailbox.lanes[""]
-    if lane.limit == 1 and not lane.yielding and lane.waiting:
-        found += [each for each in list(resident.crew) if each.lane is lane and each.waiting][:1]
-    found += [loop.station for loop in list(resident.loops.values()) if loop.station.waiting]
+    if _is_serial(lane) and lane.waiting:
+        stations += [each for each in list(resident.crew) if each.lane is lane and each.waits][:1]
+    stations += [loop.station for loop in list(resident.loops.values()) if loop.station.waiting]
+    found: list[tuple[Entry | None, list[Call | Stall]]] = [
+        (each.running, each.waits_for) for each in stations
+    ]
+    for lane in resident.mailbox.async_lanes.values():
+        if _is_serial(lane) and lane.waiting:
+            found += [(each, awaited_by(task)) for each, task in _coroutines(resident, lane)]
     return found
+
+
+def _is_serial(lane: GroupQueue) -> bool:
+    """Say whether a call of the lane waits for the end of the one that runs."""
+    return lane.limit == 1 and not lane.yielding
+
+
+def _coroutines(resident: HostedActor, lane: GroupQueue) -> list[tuple[Envelope, asyncio.Task[Any]]]:
+    """Return the calls of a lane that run on the event loop, all of which have to end before another can begin."""
+    loop = resident.loop_of(lane)
+    entries = [] if loop is None else list(loop.station.entries.values())
+    return [(each, task) for each in entries if (task := each.task) is not None]
 
 
 def _holder(entry: Envelope, resident: HostedActor) -> Envelope | None:
@@ -165,7 +183,7 @@ def _holder(entry: Envelope, resident: HostedActor) -> Envelope | None:
         return held
     if entry.state is not NEW:
         return entry
-    if lane is None or lane.limit != 1 or lane.yielding or not entry.ready:
+    if lane is None or not _is_serial(lane) or not entry.ready:
         return None
     station = next((each for each in list(resident.crew) if each.lane is lane), None)
     found = station.running if station is not None else None
@@ -174,7 +192,7 @@ def _holder(entry: Envelope, resident: HostedActor) -> Envelope | None:
 
 def _say(entry: Envelope) -> str:
     resident = entry.office
-    name = entry.header.get("m", "__init__")
+    name = entry.header.get("method", "__init__")
     return f"{resident.title}.{name}()" if resident is not None else f"{name}()"
 
 
@@ -235,7 +253,14 @@ def _pursue(id: int, probe: Probe) -> None:
                 _send(runtime, call, probe.past(_say(first)))
     running = _holder(entry, resident)
     if running is None:
-        _pursue_task(runtime, entry, probe)
+        if entry.state is not NEW:
+            _pursue_task(runtime, entry, probe)
+        elif lane is not None and _is_serial(lane):
+            for each, _task in _coroutines(resident, lane):
+                if each.execution is not None and probe.began(runtime, resident, each.execution.chain):
+                    _verdict(resident, entry, probe)
+                    return
+                _pursue_task(runtime, each, probe)
         return
     execution = running.execution
     if execution is None:
@@ -489,7 +514,8 @@ def _verdict(resident: HostedActor, entry: Envelope, probe: Probe, behind: Envel
         "Let the first call go on without waiting (async def, or get() later), give the actor max_concurrency > 1, or leave it "
         "reentrant if the calls descend from each other"
     )
-    on_loop = entry.lane is not None and entry.lane.is_async
+    loop = resident.loop_of(entry.lane)
+    on_loop = loop is not None and loop.station.waiting
     if behind is not None:
         advice = (
             f"The last one stands behind {_say(behind)}, an earlier call of the same caller, whose argument is what it is to "

@@ -8,6 +8,7 @@ from actorrpc import _time
 from actorrpc.actors.host.mailbox import Entry
 from actorrpc.agent.calls import CALLER_BIT, FRAME_BIT
 from actorrpc.agent.executor import path_of
+from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
     import asyncio
@@ -53,16 +54,16 @@ class Envelope(Entry):
         "whole",
     )
 
-    def __init__(self, conn: Any, peer: Peer, frame: Frame, header: dict[str, Any], whole: bool) -> None:
+    def __init__(self, conn: Any, peer: Peer, frame: Frame, header: Header, whole: bool) -> None:
         chain = frame.chain
-        again = header.get("n")
+        again = header.get("place")
         Entry.__init__(
             self,
             (peer, chain >> CALLER_BIT & _CALLER),
             path=path_of(header, chain) if chain >> FRAME_BIT else (),
-            priority=int(header.get("y", 0)),
-            ready=whole and "u" not in header,
-            loose=bool(header.get("o")),
+            priority=int(header.get("priority", 0)),
+            ready=whole and "unresolved" not in header,
+            loose=bool(header.get("unordered")),
             place=frame.id if again is None else int(again),
             again=again is not None,
         )

@@ -29,7 +29,7 @@ from actorrpc.actors.streams.producer import aproduce, produce
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, Execution
 from actorrpc.agent.executor import ASYNC_MARK, Later, future_of, named
-from actorrpc.agent.hooks import TAG, intercepted
+from actorrpc.agent.hooks import intercepted
 from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
 from actorrpc.wire.frames import CREDIT, LETTER, pack_frame
@@ -135,7 +135,7 @@ class ActorExecutor:
             self.agent.end_fork(self.label(entry), error)
         if is_a(error, ActorExit):
             self.resident.exited(entry, str(error))
-        elif is_a(error, SystemExit) and "m" in entry.header:  # otherwise it is the constructor's
+        elif is_a(error, SystemExit) and "method" in entry.header:  # otherwise it is the constructor's
             self.resident.exited(entry, exit_text(error), "sys.exit")
         elif is_a(error, Interrupted):
             self.fail(entry, CancelledError(f"{self.label(entry)} was interrupted: its call was cancelled"))
@@ -154,7 +154,7 @@ class ActorExecutor:
         execution.path = (*entry.path, id)
         execution.actor = self.resident
         execution.header = entry.header
-        execution.what = entry.header.get("m")
+        execution.what = entry.header.get("method")
         self.mailbox.begin(id, station)
         return execution
 
@@ -172,14 +172,14 @@ class ActorExecutor:
         return True
 
     def label(self, entry: Envelope) -> str:
-        return f"the call of {self.resident.title}.{entry.header.get('m', '__init__')}()"
+        return f"the call of {self.resident.title}.{entry.header.get('method', '__init__')}()"
 
     def open(self, entry: Envelope) -> Any:
         """Return ``(args, kwargs)`` of a letter."""
         frame, conn, agent = entry.frame, entry.conn, self.agent
         if not entry.unseal():
             raise CancelledError(f"{self.label(entry)} was given up", maybe_executed=False)
-        if frame.flags == LETTER and "f" not in entry.header and TAG not in entry.header:
+        if frame.flags == LETTER and "references" not in entry.header and "tag" not in entry.header:
             return outbound.open_plain(frame.body, entry.peer)
         parcel = outbound.MessageContext(entry.peer)
         agent.inbox.arrived(parcel, entry.header)
@@ -209,16 +209,16 @@ class ActorExecutor:
     def _call(self, entry: Envelope, execution: Execution) -> Any:
         """Run the method; return its result, or ``_NOTHING`` where the answer comes later or has been given."""
         header = entry.header
-        name = header.get("m")
+        name = header.get("method")
         if name is None:
             return self.resident.make(entry)
         args, kwargs = self.arguments(entry)
         self.resident.calls += 1
         method, kind = self._method(name)
-        if kind == "sync" and "q" not in header and not self.agent.interceptors:
+        if kind == "sync" and "window" not in header and not self.agent.interceptors:
             return self._returned(entry, method, method(*args, **kwargs))
         call = intercepted(self.agent.interceptors, execution, method, args, kwargs)
-        if kind == "generator" or ("q" in header and kind == "sync"):
+        if kind == "generator" or ("window" in header and kind == "sync"):
             items = call()
             self._stream(entry, items if inspect.isgenerator(items) else (item for item in items))
             return _NOTHING
@@ -268,13 +268,17 @@ class ActorExecutor:
 
     def _stream(self, entry: Envelope, generator: Any) -> None:
         producer = self.runtime.streams.open(
-            int(entry.header.get("q", 0)), entry.peer, owner=self.resident, entry=entry
+            int(entry.header.get("window", 0)), entry.peer, owner=self.resident, entry=entry
         )
         if not self.answer(entry, producer.ticket(), keep=False):
             producer.close()
             generator.close()
             return
         producer.serves(entry.frame.id)
+        if (
+            entry.execution is not None and entry.execution.cancelled
+        ):  # while it was still the call that was given up
+            producer.close()
         if entry.conn is not None:
             entry.conn.flush(True)
         produce(self._checkpoints.behind(generator), producer, partial(self._end_of_stream, entry))
@@ -440,7 +444,7 @@ class ActorExecutor:
             return _NOTHING
         args, kwargs = self.arguments(entry)
         self.resident.calls += 1
-        method, _ = self._method(entry.header["m"])
+        method, _ = self._method(entry.header["method"])
         return method, intercepted(self.agent.interceptors, execution, method, args, kwargs)()
 
     async def _answer_when_kept(self, entry: Envelope, found: tuple[Any, Any], execution: Execution) -> None:
@@ -459,11 +463,11 @@ class ActorExecutor:
                 raise HostedActorGoneError(self.resident.id, self.resident.why)
             args, kwargs = self.arguments(entry)
             self.resident.calls += 1
-            method, kind = self._method(entry.header["m"])
+            method, kind = self._method(entry.header["method"])
             call = intercepted(self.agent.interceptors, execution, method, args, kwargs)
             if kind != "async":
                 producer = self.runtime.streams.open(
-                    int(entry.header.get("q", 0)), entry.peer, owner=self.resident, entry=entry
+                    int(entry.header.get("window", 0)), entry.peer, owner=self.resident, entry=entry
                 )
                 generator = call() if kind == "async_generator" else _stepwise(call())
                 if self.answer(entry, producer.ticket(), keep=False):
@@ -501,15 +505,15 @@ class ActorExecutor:
         header = entry.header
         execution = entry.execution
         assert execution is not None
-        count = header.get("nr", 1)
+        count = header.get("num_returns", 1)
         if count != 1:
             try:
-                value = self._split(entry, value, count, bool(header.get("k")))
+                value = self._split(entry, value, count, bool(header.get("keep")))
             except BaseException as error:
                 self.agent.executor.fail(entry.conn, entry.frame.id, error, execution)
                 return True
         wants_kept = None
-        if keep and header.get("k"):
+        if keep and header.get("keep"):
             wants_kept = _keep_itself if entry.sole else keep_large
         self.agent.executor.answer(entry.conn, entry.frame.id, value, execution, wants_kept)
         return True

@@ -134,7 +134,7 @@ class LoopThread:
         if not self._warned:
             self._warned = True
             entry = self.running
-            name = "a task" if entry is None else f"{entry.header.get('m')}()"
+            name = "a task" if entry is None else f"{entry.header.get('method')}()"
             self._resident.agent.submit(
                 partial(
                     _log.warning,
@@ -153,6 +153,8 @@ class LoopThread:
 
     def begin_await(self) -> None:
         """See futures.NestedRunner. Its coroutines are no task's: those that wait make no room for one."""
+        if self.lane.limit == 1 and self.lane.waiting:
+            self._resident.runtime.residents.deadlocks.poke()
 
     def end_await(self) -> None:
         """See futures.NestedRunner."""
@@ -216,11 +218,11 @@ class LoopThread:
 
     def _circle(self, entry: Envelope) -> DeadlockError:
         running = self.running
-        waiter = "a task of its own" if running is None else f"{running.header.get('m')}()"
+        waiter = "a task of its own" if running is None else f"{running.header.get('method')}()"
         title = self._resident.title
         return DeadlockError(
-            f"{title}.{entry.header.get('m')}() can never end: {waiter} waits for it with get(), which blocks the event loop of "
-            f"{title} that it needs. Await it instead",
+            f"{title}.{entry.header.get('method')}() can never end: {waiter} waits for it with get(), which blocks the event "
+            f"loop of {title} that it needs. Await it instead",
             maybe_executed=entry.execution is not None,
             worker=self._resident.agent.name,
         )
@@ -254,4 +256,4 @@ class LoopThread:
         entry = self.plain
         if entry is None and task is not None:
             entry = next((each for each in list(self.entries.values()) if each.task is task), None)
-        return "" if entry is None else f"{self._resident.title}.{entry.header.get('m')}()"
+        return "" if entry is None else f"{self._resident.title}.{entry.header.get('method')}()"

@@ -26,7 +26,8 @@ from actorrpc.agent.executor import Later
 from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future, collect_all
 from actorrpc.rpc.refcount.messages import WorkerKey
-from actorrpc.wire.frames import LETTER, Frame, unpack_extra
+from actorrpc.wire.frames import LETTER, Frame
+from actorrpc.wire.headers import Header, unpack_header
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
@@ -69,7 +70,7 @@ class ActorRegistry:
         self._stations = ActorThreads()
         self.deadlocks = DeadlockDetector(runtime)
         self._closed = False
-        self._headers: dict[bytes, dict[str, Any]] = {}
+        self._headers: dict[bytes, Header] = {}
         # Not at import: processes that were forked from one another would all begin with the same number.
         self._executions = itertools.count(int.from_bytes(os.urandom(5), "little"))
         self._callers = itertools.count()
@@ -101,21 +102,21 @@ class ActorRegistry:
     def _drop(self, conn: Connection | None, peer: Peer, frame: Frame, whole: bool) -> None:
         header = self._headers.get(frame.extra)
         if header is None:
-            header = unpack_extra(frame.extra)
-            if not isinstance(header.get("a"), int):
+            header = unpack_header(frame.extra)
+            if not isinstance(header.get("mailbox"), int):
                 raise ProtocolError("a letter names no actor")
             if whole and len(frame.extra) < _SHORT and not frame.flags & ~LETTER:
                 # Calls of one method have equal headers. Nobody changes one.
                 if len(self._headers) >= _HEADERS:
                     self._headers.clear()
                 self._headers[frame.extra] = header
-        resident_id: int = header["a"]
+        resident_id: int = header["mailbox"]
         entry = Envelope(conn, peer, frame, header, whole)
         resident = self._table.get(resident_id)
         if resident is not None:
             resident.post(entry)
             return
-        if header.get("c"):
+        if header.get("creates"):
             with self._lock:
                 if not self._closed:
                     resident = self._table[resident_id] = HostedActor(

@@ -2,7 +2,8 @@
 
 A serial actor has one :class:`ActorThread`, which runs everything, its constructor included: renderers, database
 connections and event loops are used from the thread that made them. A station that waits in one of our waits runs
-the calls that descend from its own meanwhile, nested on the same thread.
+the calls that descend from its own meanwhile, nested on the same thread. So does one whose method runs an event loop of its
+own (``asyncio.run()``): the loop runs them between the steps of its coroutines, whatever those await.
 
 An idle station waits on the connection of its last caller (see ``transport/reader.py``), and so reads the next call itself;
 where somebody else reads that, it parks on a lock of its own. A worker keeps at most ``MAX_STATIONS``; beyond that,
@@ -11,6 +12,7 @@ the station that has been idle longest ends, and its actor gets a new one with i
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import sys
 import threading
@@ -19,6 +21,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,11 +30,12 @@ import torch
 from actorrpc import _time
 from actorrpc._limits import NO_THREAD
 from actorrpc.actors.host.mailbox import Entry, GroupQueue, Wakeups
-from actorrpc.actors.streams.stalls import Stall, awaited
+from actorrpc.actors.streams.stalls import Stall, awaited, awaited_by
 from actorrpc.agent.calls import Call
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.agent.threads import follow_torch
-from actorrpc.futures import WAITING, stand_by
+from actorrpc.futures import INTERRUPTED, WAITING, stand_by
+from actorrpc.transport.signals import is_protected
 
 if TYPE_CHECKING:
     from actorrpc.actors.host.actor import HostedActor
@@ -49,7 +53,13 @@ __all__ = [
 
 MAX_STATIONS: Final = 1024
 _AGAIN_S: Final = 0.02  # how soon an interruption is tried again on a thread that is in our own code
+# What a call that runs on a thread is, as far as interruptions go.
+_RUNS: Final = "runs"
+_WANTED: Final = "is to be interrupted"
+_RAISED: Final = "was interrupted where it called us"
+_STRUCK: Final = "was interrupted wherever it was"
 _set_async_exc: Final = ctypes.pythonapi.PyThreadState_SetAsyncExc
+_IMPORT: Final = "<frozen importlib."  # the file of the frames of a running import
 _PACKAGE: Final = __name__.partition(".")[0] + "."
 
 
@@ -64,7 +74,8 @@ class Interrupted(KeyboardInterrupt):
 def _bears_interruption(frame: FrameType | None) -> bool:
     """Tell whether an exception that is set for a thread with this stack arrives, and cuts none of our own code in two.
 
-    A ``__del__`` loses it: the interpreter prints what is raised there, and the method goes on. So does ``Thread.start``:
+    An import is left alone as well: what it has half made can often not be imported again. A ``__del__`` loses the exception:
+    the interpreter prints what is raised there, and the method goes on. So does ``Thread.start``:
     CPython 3.11 gives the state of a new thread the id of the thread that makes it, until the new one runs. Meanwhile an
     exception that is set for this id goes to the new thread, as the first found, and that ends before its first line.
     """
@@ -73,10 +84,25 @@ def _bears_interruption(frame: FrameType | None) -> bool:
     if frame is None or _module(frame).startswith(_PACKAGE):
         return False
     while frame is not None:
-        if frame.f_code is threading.Thread.start.__code__ or frame.f_code.co_name == "__del__":
+        code = frame.f_code
+        if (
+            code is threading.Thread.start.__code__
+            or code.co_name == "__del__"
+            or code.co_filename.startswith(_IMPORT)
+        ):
             return False
         frame = frame.f_back
     return True
+
+
+def _may_raise(frame: FrameType) -> bool:
+    """Tell whether an interruption may be raised where this code of ours runs, which a method has called."""
+    found: FrameType | None = frame
+    while found is not None and _module(found).startswith(_PACKAGE):
+        if found.f_code in (ActorThread._run.__code__, ActorThread.serve.__code__) or is_protected(found):
+            return False  # it does its own work, before a method or behind it; or it must not be cut in two
+        found = found.f_back
+    return _bears_interruption(found)
 
 
 def _module(frame: FrameType) -> str:
@@ -123,11 +149,15 @@ class ActorThread:
         self.lane = lane
         self._ending = False
         self._stirs: list[tuple[Callable[[], None], object]] = []
+        # The event loops on which coroutines of its methods await something of ours, one for each of those.
+        self._awaits: list[asyncio.AbstractEventLoop] = []
+        self._context = Context()
         self._parked = threading.Lock()
         self._parked.acquire()
-        # Guards the delivery of an interruption against the end of what it is for; leaf.
-        self._interrupts = threading.Lock()
-        self._interrupted: Entry | None = None
+        # What runs here, the innermost last. Guarded by the lock, as the delivery of an interruption is against the end of
+        # what it is for; it is a leaf, and re-entrant, as the collector may run there, and finalisers call us.
+        self._entered: dict[Entry, str] = {}
+        self._interrupts = threading.RLock()
 
     def start(self) -> None:
         """Start the thread. Where the system has none, the calls hear of it that wait for one."""
@@ -147,12 +177,34 @@ class ActorThread:
         return bool(self._stirs)
 
     @property
+    def waits(self) -> bool:
+        """Whether the thread is in one of our waits, or a coroutine is, on an event loop that a method runs itself."""
+        return bool(self._stirs or self._awaits)
+
+    @property
     def waits_for(self) -> list[Call | Stall]:
         """What the thread waits for, all of it; nothing where it does not wait, or for something else."""
         try:
             return awaited(self._stirs[-1][1])
         except IndexError:
-            return []
+            return awaited_by(self._own_loop()[1])
+
+    def _own_loop(self) -> tuple[asyncio.AbstractEventLoop | None, Any]:
+        """Return the event loop that the method runs itself, if it is asyncio's, and the task for whose end it runs.
+
+        The thread's stack tells, for any thread: what runs the loop may be a library's, and says nothing to us.
+        """
+        frame = sys._current_frames().get(self.ident)
+        while frame is not None and frame.f_code is not ActorThread.serve.__code__:
+            caller = frame.f_back
+            if frame.f_code is asyncio.BaseEventLoop.run_forever.__code__:
+                until = asyncio.BaseEventLoop.run_until_complete.__code__
+                task = (
+                    caller.f_locals.get("future") if caller is not None and caller.f_code is until else None
+                )
+                return frame.f_locals["self"], task
+            frame = caller
+        return None, None
 
     def runs(self, execution: int) -> bool:
         """Whether an execution is under way here."""
@@ -161,6 +213,8 @@ class ActorThread:
     def wake(self) -> None:
         """Have the thread look for work, whether it is parked or waits for something."""
         if threading.get_ident() == self.ident:
+            if self.work and not self._stirs:
+                self._serve_on(asyncio._get_running_loop())
             return  # it has read its own letter, and is about to look
         stirs = self._stirs
         if stirs:
@@ -176,6 +230,11 @@ class ActorThread:
         conn = self.attends
         if conn is not None:
             conn.wake()
+        if self.work:
+            # It runs a method. One that is about to run a loop sees the work when it first awaits something of ours.
+            loop, _ = self._own_loop()
+            awaits = self._awaits[-1:]
+            self._serve_on(awaits[0] if loop is None and awaits else loop)
 
     def retire(self) -> bool:
         """End the thread if it is idle."""
@@ -193,6 +252,7 @@ class ActorThread:
         self.ident = threading.get_ident()
         WAITING.station = self
         follow_torch()
+        self._context = copy_context()
         resident, lane, mailbox = self._resident, self.lane, self._resident.mailbox
         entry: Entry | None = None
         try:
@@ -254,23 +314,52 @@ class ActorThread:
         if self.lane.waiting:
             self._resident.runtime.residents.deadlocks.poke()
         if len(self._stirs) == 1:
-            self.begin_await()
+            self._rest()
 
     def end_wait(self) -> None:
         """See futures.NestedRunner."""
         self._stirs.pop()
         if not self._stirs:
-            self.end_await()
+            self._resume()
 
     def begin_await(self) -> None:
         """See futures.NestedRunner."""
+        loop = asyncio.get_running_loop()
+        self._awaits.append(loop)
+        if self.work:
+            self._serve_on(loop)
+        if self.lane.waiting:
+            self._resident.runtime.residents.deadlocks.poke()
+        self._rest()
+
+    def end_await(self) -> None:
+        """See futures.NestedRunner. Of a coroutine that nobody has any more the collector calls it, on any thread."""
+        self._resume()
+        try:
+            self._awaits.pop()
+        except IndexError:
+            pass
+
+    def _rest(self) -> None:
         if self.lane.yielding:
             self._resident.carry_out(self._resident.mailbox.rest(self.lane))
 
-    def end_await(self) -> None:
-        """See futures.NestedRunner."""
+    def _resume(self) -> None:
         if self.lane.yielding:
             self._resident.mailbox.resume(self.lane)
+
+    def _serve_on(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Have the event loop that the method runs itself, if any, run what may run, between the steps of its coroutines."""
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(self._serve_between, loop, context=self._context.copy())
+            except RuntimeError:  # it has ended: the thread looks in its next wait
+                pass
+
+    def _serve_between(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self.work and threading.get_ident() == self.ident:
+            self.serve()
+            self._serve_on(loop)  # there may be more
 
     def serve(self) -> None:
         """See futures.NestedRunner."""
@@ -280,6 +369,9 @@ class ActorThread:
         outer, stirs = self.running, self._stirs
         # A wait below is not stirred by calls that run above it; a wait up there brings its own.
         self._stirs = []
+        # Nor is an event loop below theirs: they may run one of their own.
+        loop = asyncio._get_running_loop()
+        asyncio._set_running_loop(None)
         # Nor does a `with torch.no_grad():` below that waits mean the calls that run within it.
         grad = torch.is_grad_enabled()
         if grad is not self._grad:
@@ -288,48 +380,76 @@ class ActorThread:
             self._resident.callee.run(entry, self)
         finally:
             torch._C._set_grad_enabled(grad)
+            asyncio._set_running_loop(loop)
             self._stirs = stirs
             self.running = outer
 
     # -- interruption ------------------------------------------------------------------------------
 
     def interrupt(self, entry: Entry, again: Callable[[float, Callable[[], None]], object]) -> None:
-        """Raise :class:`Interrupted` in the method that runs ``entry``, if it (still) does.
+        """Raise :class:`Interrupted` in the method that runs ``entry``, if it (still) does, once.
 
         Not while the thread is in our own code, which must not be cut in two, nor where it would be lost
         (:func:`_bears_interruption`): then it is tried again a little later (``again(delay, run)``), for as long as the
-        entry runs.
+        entry runs. A method that is hardly ever in code of its own is interrupted when it next calls us, or in its wait.
         """
         time.sleep(0)  # a fresh turn of the interpreter: the thread cannot move between the look and the blow
         with self._interrupts:
-            if self.running is not entry or self._interrupted is not None:
+            if self._entered.get(entry) not in (_RUNS, _WANTED):
                 return
-            if _bears_interruption(sys._current_frames().get(self.ident)):
-                self._interrupted = entry
+            if self.running is entry and _bears_interruption(sys._current_frames().get(self.ident)):
+                self._settle(entry, _STRUCK)
                 _set_async_exc(ctypes.c_ulong(self.ident), ctypes.py_object(Interrupted))
                 return
+            self._entered[entry] = _WANTED
+            INTERRUPTED.add(self)
+        try:
+            self._stirs[-1][0]()
+        except IndexError:
+            pass
         again(_AGAIN_S, lambda: self.interrupt(entry, again))
+
+    def raise_interruption(self) -> None:
+        """Raise the interruption of what runs here, if there is one. On this thread: see futures.interruption_point."""
+        with self._interrupts:
+            entry = self.running
+            if entry is None or self._entered.get(entry) != _WANTED or not _may_raise(sys._getframe(2)):
+                return
+            self._settle(entry, _RAISED)
+        raise Interrupted
+
+    def _settle(self, entry: Entry, state: str) -> None:
+        self._entered[entry] = state
+        if _WANTED not in self._entered.values():
+            INTERRUPTED.discard(self)
 
     def enter(self, entry: Entry) -> None:
         """Note that the thread runs ``entry`` from now on: it may be interrupted."""
+        self._entered[entry] = _RUNS
         self.running = entry
 
     def leave(self) -> None:
         """Note that the entry is over. An interruption that was on its way for it arrives here or never."""
+        entry = self.running
         try:
             with self._interrupts:
                 self.running = None
-                if self._interrupted is not None:
+                if self._forget(entry) == _STRUCK:
                     # Not delivered yet, or just now. Taken back by being delivered here: where it is replaced by
                     # none, CPython 3.11 checks for one at every step of every thread ever after, and a traced
                     # function (a debugger, coverage) waits for that in its first step for ever.
-                    self._interrupted = None
                     if _set_async_exc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(Interrupted)):
                         while True:
                             time.sleep(0)
         except Interrupted:
             self.running = None
-            self._interrupted = None
+            self._forget(entry)
+
+    def _forget(self, entry: Entry | None) -> str | None:
+        found = None if entry is None else self._entered.pop(entry, None)
+        if found == _WANTED and _WANTED not in self._entered.values():
+            INTERRUPTED.discard(self)
+        return found
 
     def stack(self) -> str:
         """Return what the thread is doing, as a traceback."""

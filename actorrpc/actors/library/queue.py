@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import numbers
+import math
 import os
 import queue as standard
 from collections import deque
@@ -25,7 +25,8 @@ from actorrpc.actors.client.handle import kill
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.wait import get, wait
 from actorrpc.agent.calls import CURRENT
-from actorrpc.errors import ConfigError, RpcError, ShutdownError, WrongTypeError
+from actorrpc.errors import RpcError, ShutdownError, WrongTypeError
+from actorrpc.validation import integer, number
 
 if TYPE_CHECKING:
     from actorrpc.actors.client.handle import ActorHandle
@@ -228,11 +229,7 @@ def _check_timeout(block: bool, timeout: Any) -> float | None:
         return 0
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
-        raise WrongTypeError(f"timeout must be a number of seconds or None, not {timeout!r}")
-    if not float(timeout) >= 0:
-        raise ConfigError(f"'timeout' must be a non-negative number, not {timeout!r}")
-    return float(timeout)
+    return float(number("timeout", timeout, unit="seconds", most=math.inf))
 
 
 def _look_away(future: Any) -> None:
@@ -261,11 +258,9 @@ class Queue(Generic[T]):
     """
 
     def __init__(self, maxsize: int = 0, actor_options: Mapping[str, Any] | None = None) -> None:
-        if isinstance(maxsize, bool) or not isinstance(maxsize, numbers.Integral):
-            raise WrongTypeError(f"maxsize must be an int, not {maxsize!r}")
         if actor_options is not None and not isinstance(actor_options, Mapping):
             raise WrongTypeError(f"actor_options must be a dict of options, not {actor_options!r}")
-        self.maxsize: int = int(maxsize)
+        self.maxsize: int = integer("maxsize", maxsize)
         self.actor: ActorHandle[QueueActor] | None = (
             ActorClass(QueueActor)
             .options(**{"max_concurrency": _MAX_WAITING, **(actor_options or {})})
@@ -424,12 +419,9 @@ class Queue(Generic[T]):
             Empty: there are fewer; none was taken out.
             ConfigError: ``num_items`` is negative (a ValueError), or no int (a TypeError).
         """
-        if isinstance(num_items, bool) or not isinstance(num_items, numbers.Integral):
-            raise WrongTypeError(f"num_items must be an int, not {num_items!r}")
-        if num_items < 0:
-            raise ConfigError(f"num_items must be at least 0, not {num_items}")
+        num_items = integer("num_items", num_items, least=0)
         ticket = self._ticket()
-        found = self._wait(self._call("get_batch", int(num_items), ticket, self._arrived()), ticket)
+        found = self._wait(self._call("get_batch", num_items, ticket, self._arrived()), ticket)
         if isinstance(found, int):
             raise Empty(f"cannot get {num_items} items from a queue of size {found}")
         self._received.append(ticket)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.client.route import Route
     from actorrpc.agent.peers import Peer
 
-__all__ = ["RemoteFunction", "TaskFuture", "TaskRunner", "forget"]
+__all__ = ["RemoteFunction", "TaskFuture", "TaskRunner"]
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
@@ -217,7 +217,7 @@ class _Crews:
             count = len(crew.runners) + 1
         agent = self.runtime.agent
         plain = replace(options, name=None, retry_exceptions=False)
-        handles = agent.call(agent.peer(0), _share, (plain, count), {}, _ASK_S).result()
+        handles = agent.ask(agent.peer(0), _share, (plain, count), {}, _ASK_S)
         with self._lock:
             known = {each.handle for each in crew.runners}
             crew.runners.extend(_Runner(each) for each in handles if each not in known)
@@ -249,25 +249,17 @@ def _make(options: TaskOptions, **how: Any) -> ActorHandle[Any]:
     return handle
 
 
-_crews: _Crews | None = None
-_crews_lock: Final = threading.RLock()  # guards the making of `_crews`
+_crews_lock: Final = threading.RLock()  # guards the making of a runtime's crews
 
 
 def _crews_of(in_force: Runtime) -> _Crews:
-    global _crews
-    found = _crews
-    if found is None or found.runtime is not in_force:
+    found: _Crews | None = in_force.crews
+    if found is None:
         with _crews_lock:
-            found = _crews
-            if found is None or found.runtime is not in_force:
-                found = _crews = _Crews(in_force)
+            found = in_force.crews
+            if found is None:
+                found = in_force.crews = _Crews(in_force)
     return found
-
-
-def forget() -> None:
-    """Let go of all runners: this process leaves its group."""
-    global _crews
-    _crews = None
 
 
 # -- tasks ---------------------------------------------------------------------------------------------------------
@@ -299,7 +291,7 @@ def _told(label: object, error: BaseException) -> BaseException:
     # Whatever it died of is in the text; that it can be called again later is no comfort to the task.
     cause = str(error.__cause__ or error).partition("is being restarted: ")[2] or str(error)
     told = PeerDiedError(
-        f"{label} was not finished, and is not run again (max_retries=): {cause.partition('. Call again')[0]}",
+        f"{label} was not finished, and is not run (again): max_retries= says how often. {cause.partition('. Call again')[0]}",
         maybe_executed=error.maybe_executed,
         worker=error.worker,
     )

@@ -17,11 +17,12 @@ from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.agent.outbound import MessageContext
 from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, RRefError, SerializationError
-from actorrpc.futures import ConcurrentFuture, Future
+from actorrpc.futures import INTERRUPTED, ConcurrentFuture, Future, interruption_point
 from actorrpc.rpc import rref as rrefs
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import codec, exceptions
 from actorrpc.serialization.local_refs import LocalReferences
+from actorrpc.transport.signals import uninterruptible
 
 __all__ = ["SMALL", "ObjectRef", "ResultPolicy", "StoredResult", "keep_large", "put"]
 
@@ -113,6 +114,7 @@ class _Pursuit:
         claim = self._claim = [step]
         step.add_done_callback(lambda _: self._arrived(claim))
 
+    @uninterruptible
     def _arrived(self, claim: list[Future[Any]]) -> None:
         try:
             step = claim.pop()
@@ -477,6 +479,8 @@ def put(value: T) -> ObjectRef[T]:
         TypeError: it is an ObjectRef already.
         SerializationError: it cannot be sent.
     """
+    if INTERRUPTED:
+        interruption_point()
     if isinstance(value, ObjectRef):
         raise TypeError(f"put() takes a value, and {value!r} is a reference already")
     runtime(start=True)

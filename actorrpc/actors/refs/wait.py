@@ -17,7 +17,7 @@ from actorrpc import _time
 from actorrpc.actors.refs.object_ref import ObjectRef, StoredResult
 from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import RpcTimeoutError
-from actorrpc.futures import Future
+from actorrpc.futures import INTERRUPTED, Future, interruption_point
 from actorrpc.rpc.rref import RRef
 
 __all__ = [
@@ -433,6 +433,8 @@ def wait(
         TypeError: ``refs`` is not a list, or there is nothing to wait for in it.
         ValueError: an ObjectRef is in it twice, or ``num_returns`` or ``timeout`` makes no sense.
     """
+    if INTERRUPTED:
+        interruption_point()
     if not isinstance(refs, (list, tuple)):
         raise TypeError(f"wait() takes a list of ObjectRefs, not {type(refs).__name__} {_short(refs)}")
     if isinstance(num_returns, bool) or not isinstance(num_returns, int):
@@ -568,6 +570,8 @@ class Completed(Generic[T]):
                     raise self._late() from None
 
     def _take(self, stop: type[Exception]) -> tuple[Any, Future[None] | None]:
+        if INTERRUPTED:
+            interruption_point()
         if not self._left:
             raise stop
         found, signal = self._stream.next()

@@ -21,7 +21,8 @@ from typing import Any, Final, Literal, TypeVar, overload
 from torch import nn
 
 from actorrpc.actors.spec.options import CallOptions
-from actorrpc.errors import ConfigError, SerializationError, WrongTypeError
+from actorrpc.errors import ConfigError, SerializationError
+from actorrpc.validation import flag
 
 __all__ = ["ClassInfo", "Kind", "MethodInfo", "Signature", "kind_of", "method"]
 
@@ -335,9 +336,7 @@ def method(function: Any = None, /, **options: Any) -> Any:
         ConfigError: an option is unknown, or its value is wrong.
         TypeError: it is not a function.
     """
-    threaded = options.pop("thread", False)
-    if not isinstance(threaded, bool):
-        raise WrongTypeError(f"thread must be True or False, not {threaded!r}")
+    threaded = flag("thread", options.pop("thread", False))
     checked = CallOptions.check(options)
 
     def mark(function: Any) -> Any:

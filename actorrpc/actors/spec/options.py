@@ -7,13 +7,26 @@ refused with the list of those there are, and one that only makes sense in Ray w
 from __future__ import annotations
 
 import difflib
-import math
-import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Literal, Self
+from functools import partial
+from typing import Any, ClassVar, Final, Literal, Self
 
 from actorrpc.errors import ConfigError, WrongTypeError
+from actorrpc.validation import (
+    Check,
+    amounts,
+    checks_of,
+    flag,
+    integer,
+    mapping,
+    number,
+    option,
+    text,
+    variables,
+    words,
+    wrong,
+)
 from actorrpc.wire.identity import WorkerInfo
 
 __all__ = ["NEW_PROCESS", "ActorOptions", "CallOptions", "TaskOptions"]
@@ -25,67 +38,10 @@ NEW_PROCESS: Final = "new process"
 # -- checks of single values ----------------------------------------------------------------------------
 
 
-def _wrong(name: str, value: object, right: str, *, kind: bool = False) -> ConfigError:
-    text = f"{name} must be {right}, not {value!r}"
-    return WrongTypeError(text) if kind else ConfigError(text)
-
-
-def _integer(least: int, right: str, *, none: bool = False) -> Callable[[str, Any], Any]:
-    def check(name: str, value: Any) -> Any:
-        if value is None and none:
-            return None
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise _wrong(name, value, right, kind=True)
-        if value < least:
-            raise _wrong(name, value, right)
-        return int(value)
-
-    return check
-
-
-def _number(right: str, *, none: bool = False, zero: bool = True) -> Callable[[str, Any], Any]:
-    def check(name: str, value: Any) -> Any:
-        if value is None and none:
-            return None
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise _wrong(name, value, right, kind=True)
-        number = float(value)
-        if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
-            raise _wrong(name, value, right)
-        return int(value) if isinstance(value, numbers.Integral) else number
-
-    return check
-
-
-def _text(name: str, value: Any) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise _wrong(name, value, "a non-empty str or None", kind=True)
-    if not value:
-        raise _wrong(name, value, "a non-empty str or None")
-    return str(value)
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong(name, value, "True or False", kind=True)
-    return value
-
-
-def _flag_or_none(name: str, value: Any) -> bool | None:
-    return None if value is None else _flag(name, value)
-
-
 def _num_returns(name: str, value: Any) -> Any:
-    right = 'an int of at least 0, or "streaming"'
     if value in ("streaming", "dynamic"):  # Ray's older word for nearly the same
         return "streaming"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise _wrong(name, value, right, kind=True)
-    if value < 0:
-        raise _wrong(name, value, right)
-    return int(value)
+    return integer(name, value, least=0, right='an int of at least 0, or "streaming"')
 
 
 def _exceptions(name: str, value: Any) -> bool | tuple[type[BaseException], ...]:
@@ -95,10 +51,10 @@ def _exceptions(name: str, value: Any) -> bool | tuple[type[BaseException], ...]
         value = (value,)
     right = "True, False, or a list of exception classes"
     if not isinstance(value, (list, tuple)):
-        raise _wrong(name, value, right, kind=True)
+        raise wrong(name, value, right, WrongTypeError)
     for each in value:
         if not (isinstance(each, type) and issubclass(each, BaseException)):
-            raise _wrong(name, each, right, kind=True)
+            raise wrong(name, each, right, WrongTypeError)
     return tuple(value)
 
 
@@ -106,7 +62,7 @@ def _lifetime(name: str, value: Any) -> str | None:
     if value in (None, "owned", "non_detached"):
         return None
     if value != "detached":
-        raise _wrong(name, value, '"detached", or "owned" (the default: it ends with its last handle)')
+        raise wrong(name, value, '"detached", or "owned" (the default: it ends with its last handle)')
     return "detached"
 
 
@@ -114,83 +70,25 @@ def _worker(name: str, value: Any) -> Any:
     right = f"a worker's name, rank or WorkerInfo, an actor's handle, or {NEW_PROCESS!r}"
     if value is None or isinstance(value, WorkerInfo) or getattr(type(value), "_is_actor_handle", False):
         return value
-    if isinstance(value, bool) or not isinstance(value, (str, numbers.Integral)):
-        called, rank = getattr(value, "name", None), getattr(value, "id", None)
-        if isinstance(called, str) and isinstance(rank, int):
-            return WorkerInfo(called, rank)  # torch's own
-        raise _wrong(name, value, right, kind=True)
+    called, rank = getattr(value, "name", None), getattr(value, "id", None)
+    if isinstance(called, str) and isinstance(rank, int):
+        return WorkerInfo(called, rank)  # torch's own
     if isinstance(value, str):
-        if not value:
-            raise _wrong(name, value, right)
-        return str(value)
-    if value < 0:
-        raise _wrong(name, value, right)
-    return int(value)
+        return text(name, value, empty=False, right=right)
+    return integer(name, value, least=0, right=right)
 
 
 def _groups(name: str, value: Any) -> dict[str, int]:
     right = 'a dict of limits by group, like {"io": 2, "compute": 4}'
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise _wrong(name, value, right, kind=True)
-    for group, limit in value.items():
-        if not isinstance(group, str) or isinstance(limit, bool) or not isinstance(limit, numbers.Integral):
-            raise _wrong(name, value, right, kind=True)
-        if not group or limit < 1:
-            raise _wrong(name, value, right)
-    return {str(group): int(limit) for group, limit in value.items()}
+    return mapping(name, value, partial(integer, least=1), right=right, none=True) or {}
 
 
-def _max_pending(name: str, value: Any) -> int:
+def _max_pending(name: str, value: Any) -> Any:
     right = "-1 (no limit) or an int of at least 1"
-    number: int = _integer(-1, right)(name, value)
-    if number == 0:
-        raise _wrong(name, value, right)
-    return number
-
-
-def _variables(name: str, value: Any) -> dict[str, str]:
-    right = 'a dict of environment variables, like {"OMP_NUM_THREADS": "1"}'
-    if not isinstance(value, Mapping):
-        raise _wrong(name, value, right, kind=True)
-    found: dict[str, str] = {}
-    for key, each in value.items():
-        # Numbers are what people write; anything else is a mistake.
-        if not isinstance(key, str) or isinstance(each, bool) or not isinstance(each, (str, int, float)):
-            raise _wrong(name, value, right, kind=True)
-        if not key or "=" in key or "\0" in key or "\0" in str(each):
-            raise _wrong(name, value, right)
-        found[key] = str(each)
-    return found
-
-
-def _words(name: str, value: Any) -> dict[str, str] | None:
-    right = 'a dict of words by name, like {"zone": "a"}'
-    if value is None:
-        return None
-    if not isinstance(value, Mapping) or not all(
-        isinstance(key, str) and key and isinstance(each, str) for key, each in value.items()
-    ):
-        raise _wrong(name, value, right, kind=True)
-    return dict(value)
-
-
-def _amounts(name: str, value: Any) -> dict[str, float] | None:
-    right = 'a dict of amounts by name, like {"disk": 2}'
-    if value is None:
-        return None
-    if not isinstance(value, Mapping):
-        raise _wrong(name, value, right, kind=True)
-    check = _number("an amount of at least 0")
-    found = {}
-    for key, each in value.items():
-        if not isinstance(key, str) or not key:
-            raise _wrong(name, value, right, kind=True)
-        if key in ("CPU", "GPU"):
-            raise ConfigError(f"{name}: say {key} with num_{key.lower()}s")
-        found[key] = float(check(f"{name}[{key!r}]", each))
-    return found
+    limit = integer(name, value, least=-1, right=right)
+    if limit == 0:
+        raise wrong(name, value, right)
+    return limit
 
 
 _RUNTIME_ENV: Final = ("env_vars", "working_dir")
@@ -224,44 +122,8 @@ def _environment(given: dict[str, Any]) -> None:
         if value.get("working_dir") is not None:
             given.setdefault("working_dir", value["working_dir"])
         value = value.get("env_vars") or {}
-    given["env"] = _variables(name, value)
+    given["env"] = variables(name, value)
 
-
-_CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
-    "allow_out_of_order": _flag,
-    "allow_out_of_order_execution": _flag_or_none,
-    "checkpoint_every": _integer(1, "an int of at least 1: after how many calls a checkpoint is made"),
-    "concurrency_group": _text,
-    "concurrency_groups": _groups,
-    "env": _variables,
-    "get_if_exists": _flag,
-    "host": _text,
-    "interrupt": _flag,
-    "labels": _words,
-    "lifetime": _lifetime,
-    "max_buffered_items": _integer(1, "an int of at least 1, or None (64 MiB)", none=True),
-    "max_concurrency": _integer(1, "an int of at least 1, or None", none=True),
-    "max_pending_calls": _max_pending,
-    "max_restarts": _integer(-1, "an int of at least 0, or -1 (for ever)"),
-    "max_retries": _integer(-1, "an int of at least 0, or -1 (for ever)"),
-    "max_task_retries": _integer(-1, "an int of at least 0, or -1 (for ever)", none=True),
-    "name": _text,
-    "namespace": _text,
-    "num_cpus": _number("a number of at least 0, or None", none=True),
-    "num_gpus": _number("a number of at least 0, or None", none=True),
-    "num_returns": _num_returns,
-    "placement_timeout": _number("a number of seconds of at least 0, or None", none=True),
-    "priority": _integer(-(1 << 31), "an int; higher goes first"),
-    "reentrant": _flag,
-    "resources": _amounts,
-    "restart_backoff_s": _number("a number of seconds of at least 0"),
-    "restart_window_s": _number("a number of seconds above 0, or None", none=True, zero=False),
-    "retry_exceptions": _exceptions,
-    "spread": _flag,
-    "timeout": _number("a number of seconds (0: no limit), or None (the default)", none=True),
-    "worker": _worker,
-    "working_dir": _text,
-}
 
 # Names of Ray's that nobody should have to guess about.
 _ELSEWHERE: Final[dict[str, str]] = {
@@ -296,33 +158,23 @@ def _buffered(given: dict[str, Any]) -> None:
             given["max_buffered_items"] = None if value == -1 and name == _BACKPRESSURE[1] else value
 
 
-def _check(cls: type[Any], given: dict[str, Any], what: str) -> dict[str, Any]:
+def _check(cls: type[_Options], given: dict[str, Any]) -> dict[str, Any]:
     """Return the options that were given, each checked, in the form in which they are kept.
 
     Raises:
         ConfigError: one is unknown, or its value is wrong.
     """
-    allowed = _names(cls)
-    if "env" in allowed:
+    checks = _CHECKS[cls]
+    if "env" in checks:
         _environment(given)
     _buffered(given)
     for name in given:
-        if name not in allowed:
-            raise _unknown(cls, name, allowed, what)
-    return {name: _CHECKS[name](name, value) for name, value in given.items()}
+        if name not in checks:
+            raise _unknown(cls, name)
+    return {name: checks[name](name, value) for name, value in given.items()}
 
 
-_allowed: Final[dict[type, tuple[str, ...]]] = {}
-
-
-def _names(cls: type[Any]) -> tuple[str, ...]:
-    found = _allowed.get(cls)
-    if found is None:
-        found = _allowed[cls] = tuple(sorted(each.name for each in fields(cls) if each.name in _CHECKS))
-    return found
-
-
-def _unknown(cls: type[Any], name: str, allowed: tuple[str, ...], what: str) -> ConfigError:
+def _unknown(cls: type[_Options], name: str) -> ConfigError:
     if name == "thread" and cls is CallOptions:
         return ConfigError(
             "thread=True is said where a method is defined, @method(thread=True), not of a single call"
@@ -334,13 +186,14 @@ def _unknown(cls: type[Any], name: str, allowed: tuple[str, ...], what: str) -> 
             f"{name!r} places actors, and tasks share processes that stay: make it a method of an actor with that option, or say "
             "where the task runs with worker="
         )
-    others = [other for other in _KINDS if name in _names(_KINDS[other])]
+    allowed = sorted(_CHECKS[cls])
+    others = [kind.what for kind, checks in _CHECKS.items() if name in checks]
     close = difflib.get_close_matches(name, allowed, n=2)
     hint = f" It is an option of {' and of '.join(others)}." if others else ""
     if close:
         hint += f" Did you mean {' or '.join(map(repr, close))}?"
     return ConfigError(
-        f"{name!r} is not an option of {what}.{hint} The options of {what} are: {', '.join(allowed)}"
+        f"{name!r} is not an option of {cls.what}.{hint} The options of {cls.what} are: {', '.join(allowed)}"
     )
 
 
@@ -354,22 +207,95 @@ def _check_interrupt(interrupt: bool, timeout: float | None) -> None:
         )
 
 
-def _reduce(options: Any) -> tuple[Any, ...]:
-    """Options travel with every handle: only what differs from the defaults does."""
-    given = {
-        each.name: value
-        for each in fields(options)
-        if (value := getattr(options, each.name)) != each.default or type(value) is not type(each.default)
-    }
-    return _rebuild, (type(options), given)
-
-
 def _rebuild(cls: type[Any], given: dict[str, Any]) -> Any:
     return cls(**given)
 
 
+_some = partial(integer, least=1, none=True)
+_name = partial(text, none=True, empty=False)
+_times = partial(integer, least=-1, right="an int of at least 0, or -1 (for ever)")
+_CHECKPOINT: Final = "an int of at least 1: after how many calls a checkpoint is made"
+_amount = partial(number, none=True)
+_seconds = partial(number, unit="seconds", none=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """What may be said of actors, calls and tasks alike."""
+
+    __slots__ = ()
+    what: ClassVar[str]
+
+    timeout: float | None = option(
+        None, partial(_seconds, right="a number of seconds (0: no limit), or None (the default)")
+    )
+    priority: int = option(0, partial(integer, least=-(1 << 31), right="an int; higher goes first"))
+    max_buffered_items: int | None = option(
+        None, partial(_some, right="an int of at least 1, or None (64 MiB)")
+    )
+    name: str | None = option(None, _name)
+    retry_exceptions: bool | tuple[type[BaseException], ...] = option(False, _exceptions)
+
+    def merged(self, **given: Any) -> Self:
+        """Return these options with some of them changed.
+
+        Raises:
+            ConfigError: one is unknown or wrong.
+        """
+        if not given:
+            return self
+        made = replace(self, **_check(type(self), given))
+        made._check_changed(given)
+        return made
+
+    def _check_changed(self, given: dict[str, Any]) -> None:
+        """Look at what single values do not show; ``given`` are those that were changed."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Options travel with every handle: only what differs from the defaults does.
+        given = {
+            each.name: value
+            for each in fields(self)
+            if (value := getattr(self, each.name)) != each.default or type(value) is not type(each.default)
+        }
+        return _rebuild, (type(self), given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MethodOptions:
+    """What may be said of an actor, for its methods, and of a call of one of them."""
+
+    __slots__ = ()
+
+    concurrency_group: str | None = option(None, _name)
+    max_task_retries: int | None = option(None, partial(_times, none=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunOptions:
+    """What may be said of what runs once, a call or a task."""
+
+    __slots__ = ()
+
+    num_returns: int | Literal["streaming"] = option(1, _num_returns)
+    interrupt: bool = option(False, flag)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ProcessOptions:
+    """What may be said of the process of an actor, or of tasks."""
+
+    __slots__ = ()
+
+    worker: Any = option(None, _worker)
+    num_cpus: float | None = option(None, _amount)
+    num_gpus: float | None = option(None, _amount)
+    env: Mapping[str, str] | None = option(None, variables)
+    working_dir: str | None = option(None, _name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallOptions:
+class CallOptions(_Options, _MethodOptions, _RunOptions):
     """How one call of a method is made: ``handle.method.options(...)`` and ``@method(...)``. Immutable.
 
     Attributes:
@@ -410,16 +336,9 @@ class CallOptions:
     before it is out of that.
     """
 
-    num_returns: int | Literal["streaming"] = 1
-    timeout: float | None = None
-    interrupt: bool = False
-    priority: int = 0
-    concurrency_group: str | None = None
-    max_task_retries: int | None = None
-    retry_exceptions: bool | tuple[type[BaseException], ...] = False
-    max_buffered_items: int | None = None
-    name: str | None = None
-    allow_out_of_order: bool = False
+    what: ClassVar[str] = "a method"
+
+    allow_out_of_order: bool = option(False, flag)
     patient: bool = False
 
     @staticmethod
@@ -429,26 +348,14 @@ class CallOptions:
         Raises:
             ConfigError: one is unknown or wrong.
         """
-        return _check(CallOptions, dict(given), "a method")
+        return _check(CallOptions, dict(given))
 
-    def merged(self, **given: Any) -> Self:
-        """Return these options with some of them changed.
-
-        Raises:
-            ConfigError: one is unknown or wrong.
-        """
-        if not given:
-            return self
-        made = replace(self, **_check(type(self), given, "a method"))
-        _check_interrupt("interrupt" in given and made.interrupt, made.timeout)
-        return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _reduce(self)
+    def _check_changed(self, given: dict[str, Any]) -> None:
+        _check_interrupt("interrupt" in given and self.interrupt, self.timeout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActorOptions:
+class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
     """How an actor is made and looked after: ``@remote(...)`` and ``Cls.options(...)``. Immutable.
 
     Attributes:
@@ -494,50 +401,27 @@ class ActorOptions:
         place: internal: the actor's place in its group.
     """
 
-    name: str | None = None
-    namespace: str | None = None
-    get_if_exists: bool = False
-    lifetime: str | None = None
-    worker: Any = None
-    max_concurrency: int | None = None
-    concurrency_groups: Mapping[str, int] | None = None
-    max_pending_calls: int = -1
-    max_restarts: int = 0
-    restart_window_s: float | None = None
-    restart_backoff_s: float = 0.1
-    max_task_retries: int | None = None
-    retry_exceptions: bool | tuple[type[BaseException], ...] = False
-    num_cpus: float | None = None
-    num_gpus: float | None = None
-    env: Mapping[str, str] | None = None
-    working_dir: str | None = None
-    host: str | None = None
-    labels: Mapping[str, str] | None = None
-    resources: Mapping[str, float] | None = None
-    spread: bool = False
-    placement_timeout: float | None = None
-    allow_out_of_order_execution: bool | None = None
-    reentrant: bool = True
-    checkpoint_every: int = 1
-    timeout: float | None = None
-    priority: int = 0
-    concurrency_group: str | None = None
-    max_buffered_items: int | None = None
+    what: ClassVar[str] = "an actor"
+
+    namespace: str | None = option(None, _name)
+    get_if_exists: bool = option(False, flag)
+    lifetime: str | None = option(None, _lifetime)
+    max_concurrency: int | None = option(None, _some)
+    concurrency_groups: Mapping[str, int] | None = option(None, _groups)
+    max_pending_calls: int = option(-1, _max_pending)
+    max_restarts: int = option(0, _times)
+    restart_window_s: float | None = option(None, partial(_seconds, above=True))
+    restart_backoff_s: float = option(0.1, partial(number, unit="seconds"))
+    host: str | None = option(None, _name)
+    labels: Mapping[str, str] | None = option(None, partial(words, none=True))
+    resources: Mapping[str, float] | None = option(None, partial(amounts, none=True))
+    spread: bool = option(False, flag)
+    placement_timeout: float | None = option(None, _seconds)
+    allow_out_of_order_execution: bool | None = option(None, partial(flag, none=True))
+    reentrant: bool = option(True, flag)
+    checkpoint_every: int = option(1, partial(integer, least=1, right=_CHECKPOINT))
     yielding: bool = False
     place: Mapping[str, int] | None = None
-
-    def merged(self, **given: Any) -> Self:
-        """Return these options with some of them changed.
-
-        Raises:
-            ConfigError: one is unknown or wrong.
-        """
-        if not given:
-            return self
-        return replace(self, **_check(type(self), given, "an actor"))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _reduce(self)
 
     def check_together(self) -> None:
         """Look at what single values do not show.
@@ -589,7 +473,7 @@ class ActorOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskOptions:
+class TaskOptions(_Options, _RunOptions, _ProcessOptions):
     """How a task (a ``@remote`` function) is run: ``@remote(...)`` and ``f.options(...)``. Immutable.
 
     Attributes:
@@ -602,34 +486,12 @@ class TaskOptions:
             so there is no ``host``, ``labels``, ``resources`` or ``spread``. What is to be placed is an actor, or names a worker.
     """
 
-    num_returns: int | Literal["streaming"] = 1
-    timeout: float | None = None
-    interrupt: bool = False
-    priority: int = 0
-    max_buffered_items: int | None = None
-    name: str | None = None
-    max_retries: int = 3
-    retry_exceptions: bool | tuple[type[BaseException], ...] = False
-    worker: Any = None
-    num_cpus: float | None = None
-    num_gpus: float | None = None
-    env: Mapping[str, str] | None = None
-    working_dir: str | None = None
+    what: ClassVar[str] = "a task"
 
-    def merged(self, **given: Any) -> Self:
-        """Return these options with some of them changed.
+    max_retries: int = option(3, _times)
 
-        Raises:
-            ConfigError: one is unknown or wrong.
-        """
-        if not given:
-            return self
-        made = replace(self, **_check(type(self), given, "a task"))
-        _check_interrupt(made.interrupt, made.timeout)
-        return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _reduce(self)
+    def _check_changed(self, given: dict[str, Any]) -> None:
+        _check_interrupt(self.interrupt, self.timeout)
 
     def for_calls(self) -> CallOptions:
         """Return how the process that runs the task is called."""
@@ -647,8 +509,6 @@ class TaskOptions:
 
 
 _DEFAULT_CALL: Final = CallOptions()
-_KINDS: Final[dict[str, type[Any]]] = {
-    "an actor": ActorOptions,
-    "a method": CallOptions,
-    "a task": TaskOptions,
+_CHECKS: Final[dict[type[_Options], dict[str, Check]]] = {
+    kind: checks_of(kind) for kind in (ActorOptions, CallOptions, TaskOptions)
 }

@@ -33,7 +33,7 @@ from actorrpc.actors.streams.stalls import PATIENCE_S, Stall, StreamReader
 from actorrpc.agent.calls import CURRENT, Execution
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import CancelledError, DeadlockError, RpcTimeoutError, SerializationError
-from actorrpc.futures import Future, generation
+from actorrpc.futures import INTERRUPTED, Future, generation, interruption_point
 from actorrpc.rpc import rref as rrefs
 from actorrpc.serialization import codec, exceptions
 
@@ -651,6 +651,8 @@ def _late(consumer: _Consumer, timeout: float | None) -> RpcTimeoutError:
 def _take(consumer: _Consumer, timeout: float | None) -> tuple[Any, BaseException | None]:
     until = deadline_of(timeout)
     while True:
+        if INTERRUPTED:
+            interruption_point()
         value, error, signal = consumer.take()
         if signal is None:
             return value, error
@@ -664,6 +666,8 @@ def _take(consumer: _Consumer, timeout: float | None) -> tuple[Any, BaseExceptio
 async def _take_async(consumer: _Consumer) -> tuple[Any, BaseException | None]:
     until = deadline_of(None)
     while True:
+        if INTERRUPTED:
+            interruption_point()
         value, error, signal = consumer.take()
         if signal is None:
             return value, error

@@ -107,7 +107,7 @@ class Names:
                 return self._runtime.supervisor.ends(known.actor_id).wait(left)
             agent = self._runtime.agent
             peer = peer_of(agent, known.supervisor)
-            return bool(agent.call(peer, _ends, (known.actor_id,), {}, left).result())
+            return bool(agent.ask(peer, _ends, (known.actor_id,), {}, left))
         except (PeerDiedError, UnknownWorkerError):  # it was the supervisor's, and has ended with it
             return True
         except RpcTimeoutError:
@@ -122,7 +122,7 @@ class Names:
 
         def tell() -> None:
             try:
-                agent.call(self._registrar(), _unregister, (name, namespace, actor_id), {}, _ASK_S).result()
+                agent.ask(self._registrar(), _unregister, (name, namespace, actor_id), {}, _ASK_S)
             except RpcError:  # then there are no names any more
                 pass
 
@@ -154,7 +154,7 @@ class Names:
             return function(*args, names=self)
         agent = self._runtime.agent
         try:
-            return agent.call(self._registrar(), function, args, {}, _ASK_S).result()
+            return agent.ask(self._registrar(), function, args, {}, _ASK_S)
         except UnknownActorError as error:
             # As it would be raised on rank 0: where it was found out is of no interest to anybody.
             raise exceptions.original(error) from None

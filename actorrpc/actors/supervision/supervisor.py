@@ -39,6 +39,7 @@ from actorrpc.futures import Future, collect_all
 from actorrpc.rpc.refcount.messages import WorkerKey
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import exceptions
+from actorrpc.transport.signals import uninterruptible
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
@@ -147,9 +148,14 @@ class Supervisor:
                 return known
         actor = ActorRecord(card, cls, arguments, shown, place, self.draw)
         actor.options = options if place is None else shown
+        return self._enter(actor)
+
+    @uninterruptible
+    def _enter(self, actor: ActorRecord) -> Card:
+        card, actor_id = actor.card, actor.card.actor_id
         with self.lock:
             self._actors[actor_id] = actor
-        if options.lifetime != "detached":
+        if actor.options.lifetime != "detached":
             card = replace(card, anchor=RRef(LifetimeToken(self.drop, actor_id)))
         self._agent.submit(partial(self.begin, actor))
         return card
@@ -236,7 +242,7 @@ class Supervisor:
                 0,
                 future=future,
                 label=f"{spec.info.name}()",
-                letter=ActorHeader({"a": resident_id, "c": 1}),
+                letter=ActorHeader({"mailbox": resident_id, "creates": True}),
             )
             self._agent.flush()
         except RpcError as error:

@@ -41,6 +41,7 @@ from actorrpc.errors import (
 from actorrpc.futures import Future
 from actorrpc.transport import fd_limits
 from actorrpc.transport.signals import uninterruptible
+from actorrpc.validation import variables
 from actorrpc.wire import keys
 from actorrpc.wire.identity import MAX_NAME, WorkerInfo, WorkerRecord
 
@@ -254,13 +255,7 @@ class LocalCluster:
                 "less, or say init(num_cpus=...)"
             )
         threads = max(1, int(cpus))
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        for name, value in spec.env.items():
-            if not (isinstance(name, str) and isinstance(value, str)):
-                raise ConfigError(f"environment variables are strings; {name!r}={value!r} is not")
-            if not name or "=" in name or "\0" in name + value:
-                raise ConfigError(f"there can be no environment variable {name!r}={value!r}")
-            environment[name] = value
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **variables("env", spec.env)}
         path = import_path()
         directory = spec.working_dir
         if directory is not None:

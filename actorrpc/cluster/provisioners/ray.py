@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +28,7 @@ from actorrpc.cluster.provisioners.base import LaunchedEngine, LaunchRequest, No
 from actorrpc.cluster.provisioners.ray_host import Host
 from actorrpc.cluster.provisioners.ray_link import STRATEGIES, Link, missing, package
 from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcTimeoutError, WrongTypeError
+from actorrpc.validation import amounts, choice, integer, number
 from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord
 
@@ -103,15 +103,11 @@ class RayEngine(LaunchedEngine):
         ray_options: Mapping[str, Any] | None = None,
     ) -> None:
         package()  # before all else: what is wrong first is that it is not there
-        self.num_workers = _count(num_workers, "num_workers", 0)
-        self._max_restarts = _count(max_restarts, "max_restarts", -1)
-        self._timeout = _amount(start_timeout, "start_timeout")
-        if not self._timeout:
-            raise ConfigError("start_timeout must be a number of seconds > 0")
+        self.num_workers = integer("num_workers", num_workers, least=0, error=WrongTypeError)
+        self._max_restarts = integer("max_restarts", max_restarts, least=-1, error=WrongTypeError)
+        self._timeout = float(_amount("start_timeout", start_timeout, unit="seconds", above=True))
         self._shape = _shape(num_cpus, num_gpus, resources or {})
-        if strategy is not None and strategy not in STRATEGIES:
-            raise ConfigError(f"strategy must be one of {', '.join(STRATEGIES)}, or None, not {strategy!r}")
-        if strategy is not None and not self._shape:
+        if choice("strategy", strategy, of=STRATEGIES, none=True) is not None and not self._shape:
             raise ConfigError(
                 f"strategy={strategy!r} needs something to book for each worker: num_cpus=1, for example"
             )
@@ -485,6 +481,9 @@ def make(address: str | None = None, **options: Any) -> RayEngine:
     return RayEngine(address, **options)
 
 
+_amount = partial(number, error=WrongTypeError)
+
+
 def _needs(order: LaunchRequest) -> dict[str, float]:
     """Return what the worker of one actor books."""
     return _shape(order.spec.num_cpus or 0, order.spec.num_gpus or 0, order.resources)
@@ -492,26 +491,9 @@ def _needs(order: LaunchRequest) -> dict[str, float]:
 
 def _shape(num_cpus: float, num_gpus: float, resources: Mapping[str, float]) -> dict[str, float]:
     """Return what a worker books, by Ray's names; what is 0 is left out."""
-    if not isinstance(resources, Mapping):
-        raise WrongTypeError(f"resources must be a dict of numbers by name, not {resources!r}")
-    for name in ("CPU", "GPU"):
-        if name in resources:
-            raise ConfigError(f"resources: say {name} with num_{name.lower()}s")
-    found = {"CPU": _amount(num_cpus, "num_cpus"), "GPU": _amount(num_gpus, "num_gpus")}
-    found.update({str(name): _amount(amount, f"resources[{name!r}]") for name, amount in resources.items()})
-    return {name: amount for name, amount in found.items() if amount}
-
-
-def _amount(value: Any, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise WrongTypeError(f"{what} must be a number >= 0, not {value!r}")
-    return float(value)
-
-
-def _count(value: Any, what: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise WrongTypeError(f"{what} must be an int >= {least}, not {value!r}")
-    return value
+    found = {"CPU": _amount("num_cpus", num_cpus), "GPU": _amount("num_gpus", num_gpus)}
+    found.update(amounts("resources", resources, error=WrongTypeError))
+    return {name: float(amount) for name, amount in found.items() if amount}
 
 
 def _words(error: BaseException) -> str:

@@ -225,7 +225,9 @@ def pack_forks(forks: Sequence[ForkData]) -> bytes:
     if not forks:
         return b""
     if len(forks) > _MAX_FORKS:
-        raise RRefError(f"{len(forks)} RRefs in one message; at most {_MAX_FORKS} may travel together")
+        raise RRefError(
+            f"{len(forks)} RRefs in one message; at most {_MAX_FORKS} may travel together: send them in several calls"
+        )
     packed: bytes = msgpack.packb(
         [*_pack_rows(data[:3] for data in forks), [data.type_name for data in forks]]
     )

@@ -20,8 +20,9 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from actorrpc._exception_text import line_of
 from actorrpc.errors import ProtocolError, RRefError, ShutdownError
 from actorrpc.rpc.refcount.messages import (
     MAX_NAME,
@@ -56,6 +57,9 @@ class Leak(NamedTuple):
     rref_id: RRefId
     fork_id: ForkId
     holder: WorkerKey
+
+
+_SHUT_DOWN: Final = "RPC was shut down on this worker: its RRefs are of no use any more"
 
 
 class PendingCounts(NamedTuple):
@@ -247,7 +251,9 @@ class RRefTable:
             entry = self._values.entries.get(rref_id)
             if entry is None:
                 if self._closed:
-                    return Outcome(error=ShutdownError("the owner of this RRef was shut down"))
+                    return Outcome(
+                        error=ShutdownError("the worker that holds the value of this RRef was shut down")
+                    )
                 if self._values.gone(rref_id):
                     return Outcome(error=released(rref_id))
                 entry = self._values.expect(rref_id)
@@ -296,7 +302,9 @@ class RRefTable:
                         return ForkData(user.owner, user.rref_id, fork_id, type_name[:MAX_NAME])
         if failed is None:
             raise released(handle.rref_id)
-        raise RRefError("an RRef that failed cannot be sent to other workers") from failed
+        raise RRefError(
+            f"an RRef without a value cannot be sent to other workers: {line_of(failed)}"
+        ) from failed
 
     @uninterruptible
     def rollback(self, forks: Iterable[ForkData]) -> Effects:
@@ -443,7 +451,7 @@ class RRefTable:
         step = Effects()
         with self._lock:
             self._closed = True
-            error = ShutdownError("RPC was shut down")
+            error = ShutdownError(_SHUT_DOWN)
             self._values.close(error, step)
             self._held.close(error, step)
             self._drops.clear()
@@ -500,7 +508,7 @@ class RRefTable:
 
     def _open(self) -> None:
         if self._closed:
-            raise ShutdownError("RPC was shut down", maybe_executed=False)
+            raise ShutdownError(_SHUT_DOWN, maybe_executed=False)
 
     def _new_rref_id(self) -> RRefId:
         return RRefId(self.me.rank, next(self._count), self.me.incarnation)

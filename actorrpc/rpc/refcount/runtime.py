@@ -115,7 +115,8 @@ class References:
         if peer.record.incarnation == key.incarnation:
             return peer
         error = PeerDiedError(
-            f"worker {key.rank} has ended and another one, {peer.name!r}, has taken its place",
+            f"the worker of rank {key.rank} that held the value of this RRef has ended, and another one, {peer.name!r}, has "
+            f"taken its place: make the RRef anew there",
             maybe_executed=True,
             worker=peer.name,
         )
@@ -131,7 +132,7 @@ class References:
         peer = self._peer(key)
         if peer is None:
             raise RRefError(
-                f"the owner of this RRef, worker {key.rank}, is gone: another one has taken its place"
+                f"the worker of rank {key.rank} that held the value of this RRef is gone: make the RRef anew"
             )
         return peer
 
@@ -205,7 +206,8 @@ class References:
             remaining = execution.deadline - _time.now()
             if remaining <= 0:
                 raise RpcTimeoutError(
-                    "the RRefs in the arguments were not confirmed by their owners in time",
+                    "the call was not executed: the workers that hold the values of the RRefs in its arguments did not answer in "
+                    "time. Give a longer timeout=, or see what they are doing",
                     maybe_executed=False,
                 )
             if done.acquire(timeout=min(_time.patience(remaining), 5.0)):
@@ -249,7 +251,8 @@ class References:
         """
         try:
             if isinstance(error, RemoteError):
-                packed = exceptions.dump(error, worker=self.agent.name, dumps=codec.dumps)
+                dumps = codec.dumper(self.agent.self_peer.same_main)
+                packed = exceptions.dump(error, worker=self.agent.name, dumps=dumps)
                 return exceptions.load(packed, loads=codec.loads)
             made = copy.copy(error)
             made.__cause__ = error.__cause__

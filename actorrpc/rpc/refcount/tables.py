@@ -179,7 +179,10 @@ class Deaths:
         """Give the error for a dead worker. Earlier lives of this very one are dead without being told."""
         error = self._errors.get(worker)
         if error is None and worker.rank == self._me.rank and worker != self._me:
-            error = PeerDiedError("the RRef's owner was restarted", maybe_executed=False)
+            error = PeerDiedError(
+                "the worker that held the value of this RRef was restarted: make the RRef anew",
+                maybe_executed=False,
+            )
         return error
 
 

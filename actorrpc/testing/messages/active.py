@@ -5,51 +5,33 @@ Here is also which workers and functions the arguments of faults and kill points
 
 from __future__ import annotations
 
-import math
-import numbers
 import os
 import threading
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
-from actorrpc.errors import ConfigError, WrongTypeError
+from actorrpc.errors import WrongTypeError
 from actorrpc.testing.messages.types import names_of
+from actorrpc.validation import check_fields, option, text
 from actorrpc.wire.identity import WorkerInfo
 
 if TYPE_CHECKING:
-    from actorrpc.testing.messages.faults import Fault
     from actorrpc.testing.messages.gate import FaultGate
-    from actorrpc.testing.messages.kill_points import KillPoint
     from actorrpc.testing.messages.types import Message
 
-__all__ = ["begin", "enforce", "functions_named", "is_meant", "lift", "number", "worker", "workers_named"]
-
-
-def number(name: str, value: Any, most: float = math.inf) -> float:
-    """Return a number from 0 to ``most`` as a float.
-
-    Raises:
-        ConfigError: it is none, or not finite.
-    """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise WrongTypeError(f"{name} must be a number, not {value!r}")
-    found = float(value)
-    if math.isnan(found) or math.isinf(found) or not 0.0 <= found <= most:
-        limit = "" if math.isinf(most) else f" and at most {most:g}"
-        raise ConfigError(f"{name} must be at least 0{limit}, not {value!r}")
-    return found
+__all__ = ["Injection", "InjectionOptions", "begin", "worker"]
 
 
 def _several(given: Any) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple, set, frozenset)) else [given]
 
 
-def workers_named(given: Any) -> list[str]:
-    """Return the names, patterns and ranks by which workers were named.
-
-    Raises:
-        WrongTypeError: something else was given.
-    """
+def _workers(_name: str, given: Any) -> list[str] | None:
+    """Check the names, patterns and ranks by which workers are named."""
+    if given is None:
+        return None
     found = []
     for each in _several(given):
         name = each.name if isinstance(each, WorkerInfo) else each
@@ -59,18 +41,10 @@ def workers_named(given: Any) -> list[str]:
     return found
 
 
-def is_meant(message: Message, workers: list[str]) -> bool:
-    """Say whether a message's peer is among the workers that :func:`workers_named` returned."""
-    peer = message.peer
-    return any(worker == str(peer.rank) or fnmatchcase(peer.name, worker) for worker in workers)
-
-
-def functions_named(given: Any) -> list[str]:
-    """Return the names and patterns by which functions were named.
-
-    Raises:
-        WrongTypeError: something else was given.
-    """
+def _functions(_name: str, given: Any) -> list[str] | None:
+    """Check the names and patterns by which functions are named."""
+    if given is None:
+        return None
     found = []
     for each in _several(given):
         names = names_of(each)
@@ -81,30 +55,111 @@ def functions_named(given: Any) -> list[str]:
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InjectionOptions:
+    """What may be said of faults and of kill points."""
+
+    to: Any = option(None, _workers)
+    function: Any = option(None, _functions)
+    on: str | None = option(None, partial(text, none=True, right="the name of a worker, or a pattern"))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def mean(self, message: Message) -> bool:
+        """Say whether a message is among those that it concerns."""
+        peer = message.peer
+        if self.to is not None and not any(
+            worker == str(peer.rank) or fnmatchcase(peer.name, worker) for worker in self.to
+        ):
+            return False
+        return self.function is None or any(
+            fnmatchcase(name, pattern) for pattern in self.function for name in names_of(message.called)
+        )
+
+
+class Injection:
+    """What goes wrong on purpose: a fault or a kill point. Thread-safe.
+
+    It can be started again; and it can be pickled, without its counters, to be given to a process that is started.
+
+    Args:
+        call: the function that makes it, and what that gets by position.
+        given: what it gets by name.
+        options: the same, checked.
+    """
+
+    def __init__(self, call: tuple[str, ...], given: dict[str, Any], options: InjectionOptions) -> None:
+        self._call = call
+        default = {each.name: each.default for each in fields(options)}
+        self._given = {name: value for name, value in given.items() if value != default[name]}
+        self._on = options.on
+        # Guards this and the counters; a leaf.
+        self._lock = threading.Lock()
+        self._started = False
+
+    def start(self) -> Self:
+        """Bring it into force on this worker; before ``init_rpc``, it is in force as soon as the worker has joined.
+
+        Raises:
+            RuntimeError: it is in force already.
+        """
+        with self._lock:
+            if self._started:
+                raise RuntimeError(f"{self!r} has been started already")
+            self._started = True
+        self._enforce()
+        return self
+
+    def stop(self) -> None:
+        """Take it out of force. Messages that it holds up leave now, in order. Idempotent."""
+        with _lock:
+            if self in _early:
+                _early.remove(self)
+            gate = _gate
+        if gate is not None:
+            gate.remove(self)
+        self.ended()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def active(self) -> bool:
+        """Whether it has been started, and neither stopped nor ended with its agent."""
+        return self._started
+
+    def is_for(self, worker: str) -> bool:
+        """Say whether it has any effect on this worker."""
+        return self._on is None or fnmatchcase(worker, self._on)
+
+    def ended(self) -> None:
+        """Note that it is in force no more."""
+        with self._lock:
+            self._started = False
+
+    def _enforce(self) -> None:
+        """Bring it into force: now, or when this process joins a group."""
+        with _lock:
+            if _gate is None:
+                _early.append(self)
+            else:
+                _gate.add(self)
+
+    def __repr__(self) -> str:
+        name, *arguments = self._call
+        given = [f"{key}={value!r}" for key, value in self._given.items()]
+        return f"{name}({', '.join([*map(repr, arguments), *given])})"
+
+
 # Guards the two below. The gate's and the faults' own locks are taken under it.
 _lock = threading.Lock()
 _gate: FaultGate | None = None
 _worker = ""  # who this process is, or was last: points come even after the end of its agent
-_early: list[Fault | KillPoint] = []  # started before there was an agent
-
-
-def enforce(fault: Fault | KillPoint) -> None:
-    """Bring a fault or kill point into force: now, or when this process joins a group."""
-    with _lock:
-        if _gate is None:
-            _early.append(fault)
-        else:
-            _gate.add(fault)
-
-
-def lift(fault: Fault | KillPoint) -> None:
-    """Take a fault or kill point out of force. What it holds up leaves now."""
-    with _lock:
-        if fault in _early:
-            _early.remove(fault)
-        gate = _gate
-    if gate is not None:
-        gate.remove(fault)
+_early: list[Injection] = []  # started before there was an agent
 
 
 def begin(gate: FaultGate | None) -> None:

@@ -11,27 +11,45 @@ the end of the agent. Where several would take a message, the one that was start
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
-from actorrpc.errors import ConfigError, WrongTypeError
-from actorrpc.testing.messages import active as active_module
-from actorrpc.testing.messages.active import functions_named, is_meant, number, workers_named
-from actorrpc.testing.messages.types import ANSWER, CONTROL, Message, names_of, types_named
+from actorrpc.testing.messages.active import Injection, InjectionOptions
+from actorrpc.testing.messages.types import ANSWER, CONTROL, Message, types_named
+from actorrpc.validation import flag, integer, number, option
 
 __all__ = ["Fault", "delay", "drop"]
 
 _KEYS: Final = 10_000  # of so many messages that have been hit is it known how often
 
 
-class Fault:
-    """One kind of fault of one worker, made by :func:`drop` or :func:`delay`. Thread-safe.
+def _count(name: str, value: Any) -> Any:
+    count = integer(name, value, least=-1, none=True, right="a number of messages, -1 or None (all)")
+    return None if count == -1 else count
 
-    Counters stay after the end. It can be started again; and it can be pickled, without its counters, to be given to a
-    process that is started.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultOptions(InjectionOptions):
+    """What may be said of faults: see :func:`drop` and :func:`delay`."""
+
+    seconds: float = option(0.0, partial(number, unit="seconds"))
+    at_once: bool = option(False, flag)
+    times: int | None = option(None, _count)
+    total: int | None = option(None, _count)
+    probability: float = option(1.0, partial(number, most=1.0))
+    seed: int = option(0, integer)
+    when: Callable[[Message], bool] | None = None
+    bounded: bool = True
+
+
+class Fault(Injection):
+    """One kind of fault of one worker, made by :func:`drop` or :func:`delay`. Thread-safe; counters stay after the end.
+
+    Args:
+        given: fields of :class:`FaultOptions`.
 
     Attributes:
         action: ``"drop"`` or ``"delay"``.
@@ -41,90 +59,18 @@ class Fault:
         bounded: calls that it holds up bring their deadlines along.
     """
 
-    def __init__(
-        self,
-        action: Literal["drop", "delay"],
-        types: Iterable[str],
-        *,
-        seconds: float = 0.0,
-        at_once: bool = False,
-        times: int | None = None,
-        total: int | None = None,
-        to: Any = None,
-        function: Any = None,
-        probability: float = 1.0,
-        seed: int = 0,
-        on: str | None = None,
-        when: Callable[[Message], bool] | None = None,
-        bounded: bool = True,
-    ) -> None:
+    def __init__(self, action: Literal["drop", "delay"], types: Iterable[str], **given: Any) -> None:
         self.action = action
         self.types = types_named(types)
-        self.seconds = number("seconds", seconds)
-        self.at_once = at_once
-        self.bounded = bounded
-        self._times = _count("times", times)
-        self._total = _count("total", total)
-        self._to = None if to is None else workers_named(to)
-        self._function = None if function is None else functions_named(function)
-        self._probability = number("probability", probability, 1.0)
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise WrongTypeError(f"seed must be an int, not {seed!r}")
-        if on is not None and not isinstance(on, str):
-            raise WrongTypeError(f"on is the name of a worker, or a pattern, not {on!r}")
-        self._on = on
-        self._when = when
-        self._given = {
-            "seconds": seconds,
-            "at_once": at_once,
-            "times": times,
-            "total": total,
-            "to": to,
-            "function": function,
-            "probability": probability,
-            "seed": seed,
-            "on": on,
-            "when": when,
-            "bounded": bounded,
-        }
-        # Guards all below; a leaf.
-        self._lock = threading.Lock()
-        self._random = random.Random(seed)
+        self._options = options = FaultOptions(**given)
+        super().__init__((action, *sorted(self.types)), given, options)
+        self.seconds = options.seconds
+        self.at_once = options.at_once
+        self.bounded = options.bounded
+        self._random = random.Random(options.seed)
         self._hits: OrderedDict[bytes, int] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._held = 0
-        self._started = False
-
-    # -- its life ----------------------------------------------------------------------------------
-
-    def start(self) -> Fault:
-        """Bring it into force on this worker; before ``init_rpc``, it is in force as soon as the worker has joined.
-
-        Raises:
-            RuntimeError: it is in force already.
-        """
-        with self._lock:
-            if self._started:
-                raise RuntimeError(f"{self!r} has been started already")
-            self._started = True
-        active_module.enforce(self)
-        return self
-
-    def stop(self) -> None:
-        """Take it out of force. Messages that it holds up leave now, in order. Idempotent."""
-        active_module.lift(self)
-        self.ended()
-
-    def __enter__(self) -> Fault:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    @property
-    def active(self) -> bool:
-        """Whether it has been started, and neither stopped nor ended with its agent."""
-        return self._started
 
     # -- what it has done --------------------------------------------------------------------------
 
@@ -153,29 +99,20 @@ class Fault:
         """Whether it has to know which question an answer is the answer of."""
         return ANSWER in self.types or CONTROL in self.types
 
-    def is_for(self, worker: str) -> bool:
-        """Say whether it has any effect on this worker."""
-        return self._on is None or fnmatchcase(worker, self._on)
-
     def takes(self, message: Message) -> bool:
         """Say whether it takes a message, and count it if so."""
         if message.type not in self.types:
             return False
-        if self._to is not None and not is_meant(message, self._to):
+        options = self._options
+        if not options.mean(message) or (options.when is not None and not options.when(message)):
             return False
-        if self._function is not None:
-            names = names_of(message.called)
-            if not any(fnmatchcase(name, pattern) for pattern in self._function for name in names):
-                return False
-        if self._when is not None and not self._when(message):
-            return False
-        key = b"" if self._times is None else message.key()
+        key = b"" if options.times is None else message.key()
         with self._lock:
-            if self._total is not None and self._counts.total() >= self._total:
+            if options.total is not None and self._counts.total() >= options.total:
                 return False
-            if self._probability < 1.0 and self._random.random() >= self._probability:
+            if options.probability < 1.0 and self._random.random() >= options.probability:
                 return False
-            if self._times is not None and not self._again(key, self._times):
+            if options.times is not None and not self._again(key, options.times):
                 return False
             self._counts[message.type] += 1
             return True
@@ -197,24 +134,12 @@ class Fault:
 
     def ended(self) -> None:
         """Note that it is in force no more."""
+        super().ended()
         with self._lock:
-            self._started = False
             self._hits.clear()
 
-    # -- Python ------------------------------------------------------------------------------------
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.action, sorted(self.types), self._given)
-
-    def __repr__(self) -> str:
-        default = {"seconds": 0.0, "at_once": False, "probability": 1.0, "seed": 0, "bounded": True}
-        given = [f"{name}={value!r}" for name, value in self._given.items() if value != default.get(name)]
-        types = [repr(name) for name in sorted(self.types)]
-        return f"{self.action}({', '.join(types + given)})"
-
-
-def _rebuild(action: Literal["drop", "delay"], types: list[str], given: dict[str, Any]) -> Fault:
-    return Fault(action, types, **given)
+        return partial(type(self), self.action, sorted(self.types), **self._given), ()
 
 
 def drop(
@@ -300,16 +225,3 @@ def delay(
         seed=seed,
         on=on,
     )
-
-
-# -- arguments ---------------------------------------------------------------------------------------
-
-
-def _count(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise WrongTypeError(f"{name} must be an int or None, not {value!r}")
-    if value < -1:
-        raise ConfigError(f"{name} must be a number of messages, or -1 for all, not {value!r}")
-    return None if value == -1 else value

@@ -26,10 +26,12 @@ from actorrpc.autograd import transport
 from actorrpc.errors import RpcError, RpcTimeoutError, ShutdownError
 from actorrpc.serialization import codec, exceptions
 from actorrpc.serialization.tensors import TensorSpan
+from actorrpc.testing.messages.faults import Fault
 from actorrpc.testing.messages.kill_points import KillPoint, finishing
 from actorrpc.testing.messages.types import ANSWER, CONTROL, Message, type_of_notice, type_of_request
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire import frames
+from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.mail import ActorHeader
     from actorrpc.agent.outbound import MessageContext
     from actorrpc.agent.peers import Peer
-    from actorrpc.testing.messages.faults import Fault
+    from actorrpc.testing.messages.active import Injection
     from actorrpc.transport.connection import Connection
 
 __all__ = ["FaultGate", "HeldMessage", "WaitingRoom", "copied"]
@@ -195,7 +197,7 @@ class FaultGate:
         self.worker = agent.name
         self._faults: tuple[Fault, ...] = ()
         self._kills: tuple[KillPoint, ...] = ()
-        self._idle: list[Fault | KillPoint] = []  # they are for other workers
+        self._idle: list[Injection] = []  # they are for other workers
         self._rooms: dict[Peer, WaitingRoom] = {}
         self._lost: dict[bytes, tuple[Fault, Peer, str, bytes]] = {}  # notices that did not get through yet
         self._questions = _Questions()
@@ -205,7 +207,7 @@ class FaultGate:
 
     # -- faults --------------------------------------------------------------------------------------
 
-    def add(self, fault: Fault | KillPoint) -> None:
+    def add(self, fault: Injection) -> None:
         """Bring a fault or kill point into force, if it is for this worker."""
         with self._lock:
             if self._closed or not fault.is_for(self.worker):
@@ -213,11 +215,11 @@ class FaultGate:
             elif isinstance(fault, KillPoint):
                 self._kills = (*self._kills, fault)
                 self._look()
-            else:
+            elif isinstance(fault, Fault):
                 self._faults = (*self._faults, fault)
                 self._look()
 
-    def remove(self, fault: Fault | KillPoint) -> None:
+    def remove(self, fault: Injection) -> None:
         """Take a fault or kill point out of force: what it holds up leaves now, and notices that it dropped are sent."""
         with self._lock:
             self._kills = tuple(each for each in self._kills if each is not fault)
@@ -228,7 +230,7 @@ class FaultGate:
             for key in lost:
                 del self._lost[key]
         for room in rooms:
-            if not isinstance(fault, KillPoint):
+            if isinstance(fault, Fault):
                 room.hasten(fault)
             self._agent.submit(room.release)
         for _, peer, name, body in lost.values():
@@ -328,7 +330,7 @@ class FaultGate:
         function: Any,
         args: tuple[Any, ...],
         encoded: Any,
-        header: dict[str, Any] | None,
+        header: Header | None,
         letter: ActorHeader | None,
         parcel: MessageContext,
     ) -> bool:
@@ -381,7 +383,7 @@ class FaultGate:
         self,
         call: Call,
         encoded: Any,
-        header: dict[str, Any] | None,
+        header: Header | None,
         letter: ActorHeader | None,
         parcel: MessageContext,
         fault: Fault,
@@ -402,7 +404,7 @@ class FaultGate:
         self,
         call: Call,
         whole: Any,
-        header: dict[str, Any] | None,
+        header: Header | None,
         parcel: MessageContext,
         left: float,
         flags: int,
@@ -425,7 +427,7 @@ class FaultGate:
         peer: Peer,
         id: int,
         whole: Any,
-        header: dict[str, Any] | None,
+        header: Header | None,
         left: float,
         chain: int,
         flags: int,
@@ -463,7 +465,7 @@ class FaultGate:
         function: Any,
         args: tuple[Any, ...],
         encoded: Any,
-        header: dict[str, Any] | None,
+        header: Header | None,
         chain: int,
         parcel: MessageContext,
     ) -> bool:
@@ -491,7 +493,7 @@ class FaultGate:
         self,
         peer: Peer,
         whole: Any,
-        header: dict[str, Any] | None,
+        header: Header | None,
         chain: int,
         parcel: MessageContext,
         type: str,
@@ -543,7 +545,7 @@ class FaultGate:
         kind: int,
         id: int,
         encoded: Any,
-        header: dict[str, Any] | None,
+        header: Header | None,
         execution: Execution | None,
         parcel: MessageContext | None,
     ) -> bool:
@@ -568,11 +570,11 @@ class FaultGate:
             self._room(peer).put(HeldMessage(fault, send, discard), fault.seconds)
             return False
         discard()
-        receipt = None if header is None else header.get(RECEIPT)
+        receipt = None if header is None else header.get("receipt")
         if fault.at_once or execution is None or execution.deadline == _INFINITE:
             error = _loss("the answer of a call", peer, fault)
-            data = exceptions.dump(error, worker=agent.name, dumps=codec.dumps)
-            rest = None if receipt is None else {RECEIPT: receipt}
+            data = exceptions.dump(error, worker=agent.name, dumps=codec.dumper(peer.same_main))
+            rest: Header | None = None if receipt is None else {"receipt": receipt}
             self._send_answer(conn, frames.FAILURE, id, outbound.Plain(data), rest, _nothing)
         elif receipt is not None:
             agent.notify(peer, RECEIPT, receipt)  # that is no part of the answer, and rides on it
@@ -584,7 +586,7 @@ class FaultGate:
         kind: int,
         id: int,
         encoded: Any,
-        header: dict[str, Any] | None,
+        header: Header | None,
         discard: Callable[[], None],
     ) -> None:
         agent = self._agent

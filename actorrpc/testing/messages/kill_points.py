@@ -16,14 +16,16 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Final, Literal, NoReturn
 
 from actorrpc.agent import hooks
 from actorrpc.errors import ConfigError, WrongTypeError
-from actorrpc.testing.messages import active as active_module
-from actorrpc.testing.messages.active import functions_named, is_meant, number, workers_named
-from actorrpc.testing.messages.types import ANSWER, MESSAGES, NOTICES, Message, names_of
+from actorrpc.testing.messages import active
+from actorrpc.testing.messages.types import ANSWER, MESSAGES, NOTICES, Message
+from actorrpc.validation import choice, integer, number, option
 
 __all__ = ["POINTS", "KillPoint", "KillPointError", "finishing", "kill_at"]
 
@@ -58,99 +60,44 @@ POINTS: Final[Mapping[str, str]] = {
 }
 """Every point, and when it is reached."""
 
-_ACTIONS: Final = ("exit", "kill", "stop", "raise", "sleep")
-
 
 class KillPointError(RuntimeError):
     """Raised at a point by a kill point whose action is ``"raise"``."""
 
 
-class KillPoint:
-    """What happens at a point, made by :func:`kill_at`. Thread-safe; can be pickled, without its counter.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillOptions(active.InjectionOptions):
+    """What may be said of kill points: see :func:`kill_at`."""
+
+    action: str = option("exit", partial(choice, of=("exit", "kill", "stop", "raise", "sleep")))
+    nth: int = option(1, partial(integer, least=1))
+    code: int = option(1, integer)
+    seconds: float = option(1.0, partial(number, unit="seconds"))
+
+
+class KillPoint(active.Injection):
+    """What happens at a point, made by :func:`kill_at`. Thread-safe.
+
+    Args:
+        given: fields of :class:`KillOptions`.
 
     Attributes:
         points: the points that it stands at.
         action: what it does.
     """
 
-    def __init__(
-        self,
-        point: str,
-        *,
-        action: Literal["exit", "kill", "stop", "raise", "sleep"] = "exit",
-        nth: int = 1,
-        code: int = 1,
-        seconds: float = 1.0,
-        to: Any = None,
-        function: Any = None,
-        on: str | None = None,
-    ) -> None:
+    def __init__(self, point: str, **given: Any) -> None:
         self.points = _points_named(point)
-        if action not in _ACTIONS:
-            raise ConfigError(f"action must be one of {', '.join(_ACTIONS)}, not {action!r}")
-        self.action = action
-        for name, value in (("nth", nth), ("code", code)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise WrongTypeError(f"{name} must be an int, not {value!r}")
-        if nth < 1:
-            raise ConfigError(f"nth counts from 1, not from {nth!r}")
-        if on is not None and not isinstance(on, str):
-            raise WrongTypeError(f"on is the name of a worker, or a pattern, not {on!r}")
-        self._given = {
-            "action": action,
-            "nth": nth,
-            "code": code,
-            "seconds": seconds,
-            "to": to,
-            "function": function,
-            "on": on,
-        }
-        self._point = point
-        self._nth = nth
-        self._code = code
-        self._seconds = number("seconds", seconds)
-        self._to = None if to is None else workers_named(to)
-        self._function = None if function is None else functions_named(function)
-        self._on = on
-        # Guards the two below; a leaf.
-        self._lock = threading.Lock()
+        self._options = KillOptions(**given)
+        super().__init__(("kill_at", point), given, self._options)
+        self.action = self._options.action
         self._count = 0
-        self._started = False
 
-    # -- its life ----------------------------------------------------------------------------------
-
-    def start(self) -> KillPoint:
-        """Stand at the points of this process from now on; before ``init_rpc``, as soon as the worker comes there.
-
-        Raises:
-            RuntimeError: it stands there already.
-        """
-        with self._lock:
-            if self._started:
-                raise RuntimeError(f"{self!r} has been started already")
-            self._started = True
+    def _enforce(self) -> None:
         if not self.points.isdisjoint(hooks.POINTS):
             _states.add(self)
         if self.points - hooks.POINTS.keys():
-            active_module.enforce(self)
-        return self
-
-    def stop(self) -> None:
-        """Go away. Idempotent."""
-        _states.remove(self)
-        active_module.lift(self)
-        self.ended()
-
-    def __enter__(self) -> KillPoint:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    @property
-    def active(self) -> bool:
-        """Whether it has been started, and neither stopped nor ended with its agent."""
-        return self._started
+            super()._enforce()
 
     @property
     def count(self) -> int:
@@ -160,15 +107,10 @@ class KillPoint:
 
     # -- for the gate ------------------------------------------------------------------------------
 
-    def is_for(self, worker: str) -> bool:
-        """Say whether it has any effect on this worker."""
-        return self._on is None or fnmatchcase(worker, self._on)
-
     def ended(self) -> None:
         """Note that it stands nowhere any more."""
         _states.remove(self)
-        with self._lock:
-            self._started = False
+        super().ended()
 
     def wants(self, *stages: str) -> bool:
         """Say whether it stands at any such stage of a message."""
@@ -182,52 +124,36 @@ class KillPoint:
         """
         if point not in self.points:
             return
+        options = self._options
         if message is None:
-            if self._to is not None or self._function is not None:
+            if options.to is not None or options.function is not None:
                 return
-        else:
-            if self._to is not None and not is_meant(message, self._to):
-                return
-            names = names_of(message.called)
-            if self._function is not None and not any(
-                fnmatchcase(name, each) for each in self._function for name in names
-            ):
-                return
+        elif not options.mean(message):
+            return
         with self._lock:
             self._count += 1
-            if self._count != self._nth:
+            if self._count != options.nth:
                 return
         self._act(point)
 
     def _act(self, point: str) -> None:
         if self.action == "exit":
-            os._exit(self._code)
+            os._exit(self._options.code)
         elif self.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.action == "stop":
             # To this thread: sent to the process, another one may take it, and this one would go on for a moment.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         elif self.action == "sleep":
-            time.sleep(self._seconds)
+            time.sleep(self._options.seconds)
         else:
             self._fail(point)
 
     def _fail(self, point: str) -> NoReturn:
         raise KillPointError(f"{self!r} was to raise at {point}")
 
-    # -- Python ------------------------------------------------------------------------------------
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._point, self._given)
-
-    def __repr__(self) -> str:
-        default = {"nth": 1, "code": 1, "seconds": 1.0, "to": None, "function": None, "on": None}
-        given = [f"{name}={value!r}" for name, value in self._given.items() if value != default.get(name)]
-        return f"kill_at({', '.join([repr(self._point), *given])})"
-
-
-def _rebuild(point: str, given: dict[str, Any]) -> KillPoint:
-    return KillPoint(point, **given)
+        return partial(type(self), self._call[1], **self._given), ()
 
 
 def kill_at(
@@ -297,7 +223,7 @@ class _States:
 
     def _reached(self, point: str, worker: str) -> None:
         for kill in list(self._standing):
-            if kill.is_for(worker or active_module.worker()):
+            if kill.is_for(worker or active.worker()):
                 kill.reach(point)
 
     def forget(self) -> None:

@@ -133,7 +133,7 @@ def type_of_request(
 ) -> tuple[str, Any, Any]:
     """Return the type of a call, what it calls, and which value it is about."""
     if letter is not None:
-        return ("actor_call", label, None) if "m" in letter.header else ("actor_control", label, None)
+        return ("actor_call", label, None) if "method" in letter.header else ("actor_control", label, None)
     module = getattr(function, "__module__", None)
     if not isinstance(module, str) or not module.startswith("actorrpc."):
         return "call", function, None

@@ -9,19 +9,40 @@ kernel cuts the stream into pieces, the same seed disturbs the same bytes.
 from __future__ import annotations
 
 import math
-import numbers
 import random
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
-from actorrpc.errors import ConfigError, WrongTypeError
+from actorrpc.errors import WrongTypeError
+from actorrpc.validation import check_fields, choice, integer, number, option, wrong
 
 __all__ = ["Disturbance", "bit_flips", "cut", "half_close", "latency", "reset", "stall", "throttle"]
 
 Action = Literal["latency", "throttle", "bit_flips", "stall", "half_close", "reset", "cut"]
-_DIRECTIONS: Final = ("to", "from", "both")
 STRIKING: Final = frozenset({"stall", "half_close", "reset", "cut"})
+
+
+def _after(name: str, value: Any) -> tuple[int, int]:
+    low, high = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
+    right = "a number of bytes from 0, or the least and the most"
+    for each, least in ((low, 0), (high, low)):
+        integer(f"{name}={value!r}", each, least=least, right=right)
+    return low, high
+
+
+def _connections(name: str, value: Any) -> frozenset[int] | None:
+    if value is None:
+        return None
+    try:
+        return frozenset(integer(name, each) for each in value)
+    except TypeError:
+        raise wrong(name, value, "numbers, from 0, or None", WrongTypeError) from None
+
+
+_number = partial(number, unit="seconds")
+_share = partial(number, most=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +63,19 @@ class Disturbance:
     """
 
     action: Action
-    seconds: float = 0.0
-    jitter: float = 0.0
+    seconds: float = option(0.0, partial(_number, most=math.inf))
+    jitter: float = option(0.0, _number)
     rate: float = 0.0
     every: int = 0
-    after: tuple[int, int] = (0, 0)
-    part: float = 0.0
-    direction: str = "both"
-    connections: frozenset[int] | None = None
-    probability: float = 1.0
-    times: int | None = None
+    after: tuple[int, int] = option((0, 0), _after)
+    part: float = option(0.0, _share)
+    direction: str = option("both", partial(choice, of=("to", "from", "both")))
+    connections: frozenset[int] | None = option(None, _connections)
+    probability: float = option(1.0, _share)
+    times: int | None = option(None, partial(integer, least=0, none=True))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def concerns(self, connection: int, direction: str, dice: random.Random) -> bool:
         """Say whether it concerns a stream; draws one number."""
@@ -62,6 +86,13 @@ class Disturbance:
     def draw(self, dice: random.Random) -> int:
         """Return after how many bytes it strikes a stream."""
         return dice.randint(*self.after)
+
+
+def _made(
+    action: Action, direction: Any, connections: Any, probability: Any, times: Any = None, **given: Any
+) -> Disturbance:
+    which = {"direction": direction, "connections": connections, "probability": probability, "times": times}
+    return Disturbance(action, **which, **given)
 
 
 def latency(
@@ -82,12 +113,8 @@ def latency(
     Raises:
         ConfigError: an argument cannot be used.
     """
-    return Disturbance(
-        "latency",
-        seconds=_number("seconds", seconds),
-        jitter=_number("jitter", jitter),
-        **_which(direction, connections, probability, None),
-    )
+    seconds = _number("seconds", seconds)
+    return _made("latency", direction, connections, probability, seconds=seconds, jitter=jitter)
 
 
 def throttle(
@@ -98,9 +125,10 @@ def throttle(
     probability: float = 1.0,
 ) -> Disturbance:
     """Let at most ``rate`` bytes per second pass in each stream. The other arguments: :func:`latency`."""
-    if _number("rate", rate) == 0.0:
-        raise ConfigError("rate must be more than 0 bytes per second; to let nothing pass, use stall()")
-    return Disturbance("throttle", rate=float(rate), **_which(direction, connections, probability, None))
+    rate = number(
+        "rate", rate, above=True, right="more than 0 bytes per second; to let nothing pass, use stall()"
+    )
+    return _made("throttle", direction, connections, probability, rate=rate)
 
 
 def bit_flips(
@@ -112,12 +140,8 @@ def bit_flips(
     after: int | tuple[int, int] = 0,
 ) -> Disturbance:
     """Flip one bit in every so many bytes, on average, once ``after`` bytes have passed. The others: :func:`latency`."""
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise WrongTypeError(f"every must be an int, not {every!r}")
-    if every < 1:
-        raise ConfigError(f"every must be at least 1 byte, not {every!r}")
-    which = _which(direction, connections, probability, None)
-    return Disturbance("bit_flips", every=every, after=_after(after), **which)
+    every = integer("every", every, least=1)
+    return _made("bit_flips", direction, connections, probability, every=every, after=after)
 
 
 def stall(
@@ -140,8 +164,7 @@ def stall(
 
     The others: :func:`latency`.
     """
-    which = _which(direction, connections, probability, times)
-    return Disturbance("stall", seconds=_stalled(seconds), after=_after(after), part=_part(part), **which)
+    return _made("stall", direction, connections, probability, times, after=after, part=part, seconds=seconds)
 
 
 def half_close(
@@ -154,8 +177,7 @@ def half_close(
     times: int | None = None,
 ) -> Disturbance:
     """End a stream, but not the other one of its connection: what is sent into it gets lost. Arguments: :func:`stall`."""
-    which = _which(direction, connections, probability, times)
-    return Disturbance("half_close", after=_after(after), part=_part(part), **which)
+    return _made("half_close", direction, connections, probability, times, after=after, part=part)
 
 
 def reset(
@@ -168,8 +190,7 @@ def reset(
     times: int | None = None,
 ) -> Disturbance:
     """Abort a connection: both ends get a RST (a Unix socket just closes). Arguments: :func:`stall`."""
-    which = _which(direction, connections, probability, times)
-    return Disturbance("reset", after=_after(after), part=_part(part), **which)
+    return _made("reset", direction, connections, probability, times, after=after, part=part)
 
 
 def cut(
@@ -182,60 +203,4 @@ def cut(
     times: int | None = None,
 ) -> Disturbance:
     """Close a connection at both ends, as when a process ends. Arguments: :func:`stall`."""
-    which = _which(direction, connections, probability, times)
-    return Disturbance("cut", after=_after(after), part=_part(part), **which)
-
-
-# -- arguments ---------------------------------------------------------------------------------------
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise WrongTypeError(f"{name} must be a number, not {value!r}")
-    if not 0.0 <= float(value) < math.inf:
-        raise ConfigError(f"{name} must be at least 0 and finite, not {value!r}")
-    return float(value)
-
-
-def _stalled(seconds: Any) -> float:
-    return math.inf if seconds == math.inf else _number("seconds", seconds)
-
-
-def _part(value: Any) -> float:
-    part = _number("part", value)
-    if part > 1.0:
-        raise ConfigError(f"part must be from 0 to 1, not {value!r}")
-    return part
-
-
-def _after(value: Any) -> tuple[int, int]:
-    low, high = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
-    if any(isinstance(each, bool) or not isinstance(each, int) for each in (low, high)):
-        raise WrongTypeError(f"after must be a number of bytes, or the least and the most, not {value!r}")
-    if not 0 <= low <= high:
-        raise ConfigError(f"after must be a number of bytes from 0, or the least and the most, not {value!r}")
-    return low, high
-
-
-def _which(direction: Any, connections: Any, probability: Any, times: Any) -> dict[str, Any]:
-    if direction not in _DIRECTIONS:
-        raise ConfigError(f"direction must be one of {', '.join(map(repr, _DIRECTIONS))}, not {direction!r}")
-    if connections is not None:
-        try:
-            connections = frozenset(connections)
-        except TypeError:
-            raise WrongTypeError(f"connections are numbers, from 0, or None, not {connections!r}") from None
-        if not all(isinstance(each, int) and not isinstance(each, bool) for each in connections):
-            raise WrongTypeError(f"connections are numbers, from 0, not {sorted(connections, key=repr)}")
-    if _number("probability", probability) > 1.0:
-        raise ConfigError(f"probability must be from 0 to 1, not {probability!r}")
-    if times is not None and (isinstance(times, bool) or not isinstance(times, int)):
-        raise WrongTypeError(f"times must be an int or None, not {times!r}")
-    if times is not None and times < 0:
-        raise ConfigError(f"times must be at least 0, not {times!r}")
-    return {
-        "direction": direction,
-        "connections": connections,
-        "probability": float(probability),
-        "times": times,
-    }
+    return _made("cut", direction, connections, probability, times, after=after, part=part)

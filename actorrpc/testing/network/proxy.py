@@ -32,6 +32,7 @@ from typing import Any, Final, TypeVar
 from actorrpc.errors import ConfigError, WrongTypeError
 from actorrpc.rpc import api
 from actorrpc.testing.network.disturbances import STRIKING, Disturbance
+from actorrpc.validation import integer
 
 __all__ = ["FaultProxy", "Relay", "abort"]
 
@@ -424,9 +425,7 @@ class FaultProxy:
         self._disturbances = list(disturbances)
         for each in self._disturbances:
             _check(each)
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise WrongTypeError(f"seed must be an int, not {seed!r}")
-        self.seed = seed
+        self.seed: int = integer("seed", seed)
         self._host = host
         self._kept: list[socket.socket] = []  # bound, never listening: nobody else gets these ports
         self._is_for_worker = target is None

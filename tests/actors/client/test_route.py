@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from actorrpc.actors.context import set_runtime
 from actorrpc.actors.spec.options import CallOptions
+from actorrpc.agent.context import set_worker
 from actorrpc.errors import (
     ActorDiedError,
     ActorUnavailableError,
@@ -31,7 +31,7 @@ from tests.layers import rest_is_slow
 @pytest.fixture(autouse=True)
 def _no_runtime() -> Iterator[None]:
     yield
-    set_runtime(None)
+    set_worker(None)
 
 
 def _outcome(future: Future[Any]) -> Any:
@@ -74,7 +74,11 @@ def test_a_call_to_an_actor_that_is_there_goes_straight_to_it(monkeypatch: pytes
     second = world.call(driver, route, 2)
     assert [entry[0][2] for entry in sent] == [(1,), (2,)]
     assert sent[0][1]["letter"] is sent[1][1]["letter"]  # prepared once
-    assert sent[0][1]["letter"].header == {"a": located.value().resident_id, "m": "step", "k": 1}
+    assert sent[0][1]["letter"].header == {
+        "mailbox": located.value().resident_id,
+        "method": "step",
+        "keep": True,
+    }
     assert route.pending == 2
     world.settle()
     assert (first.value(), second.value()) == (1, 2)
@@ -106,10 +110,10 @@ def test_options_go_into_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
         {},
         refs=True,
     )
-    base = {"a": line.location.resident_id, "m": "step"}
+    base = {"mailbox": line.location.resident_id, "method": "step"}
     assert headers == [
-        {**base, "g": "io", "y": 3, "nr": 2, "o": 1},
-        {**base, "q": 4, "k": 1},
+        {**base, "group": "io", "priority": 3, "num_returns": 2, "unordered": True},
+        {**base, "window": 4, "keep": True},
     ]
     world.settle()
 

@@ -130,6 +130,8 @@ class Node:
                 return [here, *head.rpc_sync().visit(rest, style)]
             if style == "async":
                 return [here, *head.rpc_async().visit(rest, style).wait()]
+            if style == "await":
+                return [here, *asyncio.run(awaited(head.visit.remote(rest, style)))]
             raise ValueError(style)
         finally:
             self.depth -= 1
@@ -200,6 +202,10 @@ class Node:
         return threading.active_count()
 
 
+async def awaited(ref: Any) -> Any:
+    return await ref
+
+
 def call_back(node: Any, line: Any) -> Any:
     return actorrpc.get(node.note.remote(line))
 
@@ -209,7 +215,7 @@ def task_back(node: Any, line: Any) -> Any:
     return actorrpc.get(node.note.remote(line))
 
 
-@pytest.mark.parametrize("style", ["get", "sync", "async"])
+@pytest.mark.parametrize("style", ["get", "sync", "async", "await"])
 def test_cycles(style: str) -> None:
     a, b = Node.remote(), Node.remote()
     assert actorrpc.get(a.visit.remote([b, a], style)) == [True] * 3

@@ -122,7 +122,7 @@ class TestWrongUse:
             actorrpc.collective([actor, "actor"])  # type: ignore[list-item]
         with pytest.raises(TypeError, match="a list of handles"):
             actorrpc.collective(actor)  # type: ignore[arg-type]
-        with pytest.raises(error, match="timeout must be a positive"):
+        with pytest.raises(error, match="timeout must be a number of seconds above 0"):
             actorrpc.collective([actor], timeout=0)
         with pytest.raises(TypeError, match="name of a collective"):
             actorrpc.collective([actor], name="")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import importlib
+import itertools
 import sys
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,8 +18,10 @@ from typing import Any
 import pytest
 
 import actorrpc
-from actorrpc import CancelledError, cancel, get
-from actorrpc.actors.host.threads import ActorThread, _bears_interruption
+from actorrpc import CancelledError, Future, cancel, get, rpc
+from actorrpc.actors.host.threads import ActorThread, Interrupted, _bears_interruption
+from actorrpc.actors.streams.producer import Producer
+from actorrpc.futures import INTERRUPTED
 from tests.actors.alone import alone
 from tests.actors.e2e.kit import until
 
@@ -146,6 +152,134 @@ def test_an_interruption_is_not_lost_in_a_del(tmp_path: Path, monkeypatch: pytes
         del actor, ref
 
 
+class Own:
+    """Whether the method that calls without an end has begun, and has been interrupted."""
+
+    begun = threading.Event()
+    interrupted = threading.Event()
+
+
+@actorrpc.remote
+class Calls:
+    """Calls the library without an end, and whatever errors it gets."""
+
+    def ready(self) -> None:
+        """Answer."""
+
+    def numbers(self) -> Iterator[int]:
+        yield from itertools.count()
+
+    def calls(self, how: str, me: Any, other: Any) -> None:
+        ref, never = actorrpc.put(1), Future[None]()
+        stream = other.numbers.remote()
+        calls: dict[str, Callable[[], Any]] = {
+            "put": lambda: actorrpc.put(1),
+            "remote": other.ready.remote,
+            "rpc_async": lambda: rpc.rpc_async("w0", threading.get_ident),
+            "get": lambda: get(ref),
+            "wait": lambda: actorrpc.wait([ref]),
+            "as_completed": lambda: next(actorrpc.as_completed([ref])),
+            "next": lambda: next(stream),
+            "values": lambda: next(stream.values()),
+            "await": lambda: asyncio.run(_all_of(itertools.repeat(ref))),
+            "what never comes": never.wait,
+            "its own": lambda: get(me.ready.remote()),
+            "another's": lambda: get(other.ready.remote()),
+            "rpc_sync": lambda: rpc.rpc_sync("w0", threading.get_ident),
+        }
+        try:
+            while True:
+                Own.begun.set()
+                with contextlib.suppress(Exception):
+                    calls[how]()
+        except Interrupted:
+            Own.interrupted.set()
+            raise
+
+
+async def _all_of(refs: Iterable[Any]) -> None:
+    for ref in refs:
+        await ref
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "put",
+        "remote",
+        "rpc_async",
+        "get",
+        "wait",
+        "as_completed",
+        "next",
+        "values",
+        "await",
+        "what never comes",
+        "its own",
+        "another's",
+        "rpc_sync",
+    ],
+)
+def test_a_method_is_interrupted_where_it_calls_us(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    Own.begun.clear()
+    Own.interrupted.clear()
+    with alone(tmp_path):
+        actor, other = Calls.remote(), Calls.remote()
+        get([actor.ready.remote(), other.ready.remote()])
+        ref = actor.calls.remote(how, actor, other)
+        assert Own.begun.wait(20)
+        # It is never seen in code of its own.
+        monkeypatch.setattr(sys, "_current_frames", dict)
+        assert cancel(ref)
+        with pytest.raises(CancelledError):
+            get(ref)
+        assert Own.interrupted.wait(20)
+        get(actor.ready.remote())
+        until(lambda: not INTERRUPTED)  # the stream is given up as well
+        del actor, other, ref
+
+
+@actorrpc.remote
+class Streams:
+    """Has a stream without an end."""
+
+    def numbers(self) -> Iterator[int]:
+        yield from itertools.count()
+
+
+@pytest.mark.parametrize("moment", ["before it is answered", "when its stream is there"])
+def test_a_call_that_becomes_a_stream_while_it_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    # Who gives the call up has found it among those that run, and the stream takes its place there.
+    ticket, serves = Producer.ticket, Producer.serves
+
+    def give_up(producer: Producer) -> None:
+        assert producer.entry is not None
+        producer.entry.cancel()
+
+    def give_up_before(producer: Producer) -> Any:
+        give_up(producer)
+        return ticket(producer)
+
+    def give_up_behind(producer: Producer, call: int) -> None:
+        serves(producer, call)
+        give_up(producer)
+
+    with alone(tmp_path):
+        actor = Streams.remote()
+        if moment == "before it is answered":
+            monkeypatch.setattr(Producer, "ticket", give_up_before)
+        else:
+            monkeypatch.setattr(Producer, "serves", give_up_behind)
+        monkeypatch.setattr(ActorThread, "interrupt", lambda *_: None)  # it would end the generator as well
+        stream = actor.numbers.options(max_buffered_items=1).remote()
+        assert len(list(itertools.islice(stream, 1000))) < 1000
+        del actor, stream
+
+
 @pytest.mark.parametrize(("caller", "bears"), [("actorrpc.rpc.rref", False), ("__main__", True)])
 def test_what_makes_a_named_tuple_is_interrupted_only_where_its_caller_may_be(
     caller: str, bears: bool
@@ -166,3 +300,15 @@ def test_what_makes_a_named_tuple_is_interrupted_only_where_its_caller_may_be(
     finally:
         sys.setprofile(before)
     assert found == [bears]
+
+
+def test_an_import_is_not_cut_in_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+    monkeypatch.setattr(
+        sys, "look", lambda: found.append(_bears_interruption(sys._getframe())), raising=False
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "half_made_by_a_test.py").write_text("import sys\nsys.look()\n")
+    importlib.import_module("half_made_by_a_test")
+    sys.look()  # type: ignore[attr-defined]
+    assert found == [False, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,7 @@ def test_kinds_of_functions(here: None) -> None:
     assert [get(ref) for ref in things.tick.remote(3)] == [0, 1, 2]
     local = Remote(lambda x: x + 1)
     assert get(local.remote(1)) == 2
+    assert get(Remote(functools.partial(max, 3)).remote(5)) == 5
     assert asyncio.run(_awaited()) == 3
 
 

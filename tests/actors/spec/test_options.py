@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -22,6 +24,13 @@ def test_the_defaults() -> None:
     assert (actor.max_restarts, actor.max_task_retries, actor.max_pending_calls) == (0, None, -1)
     assert (actor.reentrant, actor.allow_out_of_order_execution, actor.lifetime) == (True, None, None)
     assert (task.max_retries, task.retry_exceptions) == (3, False)
+
+
+@pytest.mark.parametrize("cls", [ActorOptions, CallOptions, TaskOptions])
+def test_the_docstring_has_a_row_for_each_field(cls: type[Any]) -> None:
+    _, _, rows = (cls.__doc__ or "").partition("Attributes:")
+    described = ", ".join(re.findall(r"^ {8}(\w[\w, ]*): ", rows, re.MULTILINE))
+    assert sorted(described.split(", ")) == sorted(each.name for each in fields(cls))
 
 
 def test_merging_makes_new_options() -> None:
@@ -154,7 +163,7 @@ def test_the_bound_of_a_stream_has_three_names() -> None:
 
 @pytest.mark.parametrize(("options", "name", "value"), _WRONG)
 def test_wrong_values_are_refused_with_what_is_right(options: Any, name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"^{name} must be .*, not ") as caught:
+    with pytest.raises(ConfigError, match=rf"^{name}(\['.*'\])? must be .*, not ") as caught:
         options.merged(**{name: value})
     assert isinstance(caught.value, ValueError)
 

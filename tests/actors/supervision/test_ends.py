@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from actorrpc.actors.context import set_runtime
 from actorrpc.actors.groups.supervision import Supervision
 from actorrpc.actors.supervision.strategies import STRATEGIES
+from actorrpc.agent.context import set_worker
 from actorrpc.errors import (
     ActorDiedError,
     ConfigError,
@@ -24,7 +24,7 @@ from tests.actors.scene import Scene, error_of
 @pytest.fixture(autouse=True)
 def _no_runtime() -> Iterator[None]:
     yield
-    set_runtime(None)
+    set_worker(None)
 
 
 # -- giving up ------------------------------------------------------------------------------------------------------

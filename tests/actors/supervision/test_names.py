@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from actorrpc.actors.context import set_runtime
 from actorrpc.actors.spec.actor_spec import Card
+from actorrpc.agent.context import set_worker
 from actorrpc.errors import ActorDiedError, NameTakenError, PeerDiedError, UnknownActorError
 from actorrpc.rpc.refcount.messages import WorkerKey
 from tests.actors.fleet import INFO, World
@@ -17,7 +17,7 @@ from tests.actors.fleet import INFO, World
 @pytest.fixture(autouse=True)
 def _no_runtime() -> Iterator[None]:
     yield
-    set_runtime(None)
+    set_worker(None)
 
 
 def _run(world: World, worker: int, what: str, *args: object, **options: object) -> object:

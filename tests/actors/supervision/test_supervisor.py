@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from actorrpc.actors.context import set_runtime
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.death_report import ActorState, SharedSlot
 from actorrpc.actors.spec.options import NEW_PROCESS
+from actorrpc.agent.context import set_worker
 from actorrpc.errors import ActorDiedError, ConfigError, PeerDiedError, ShutdownError, UnknownWorkerError
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerInfo
@@ -23,7 +23,7 @@ from tests.actors.fleet import Worker, World
 @pytest.fixture(autouse=True)
 def _no_runtime() -> Iterator[None]:
     yield
-    set_runtime(None)
+    set_worker(None)
 
 
 def _state(worker: Worker) -> ActorState:

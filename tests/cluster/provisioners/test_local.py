@@ -141,7 +141,7 @@ def test_variables_directory_and_threads(tmp_path: Path, monkeypatch: pytest.Mon
         ({"working_dir": "/not/there"}, "'/not/there' of 'Bad' is not a directory"),
         ({"env": {"A=B": "c"}}, "A=B"),
         ({"env": {"A": "null\0byte"}}, "null"),
-        ({"env": {"A": 1}}, "are strings"),
+        ({"env": {"A": None}}, r"env\['A'\] must be"),
         ({"num_cpus": 5}, "this cluster has 4"),
         ({"num_gpus": 1000}, "CUDA devices"),
         ({"num_gpus": 1.5}, "whole number"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import pickle
 from collections import Counter
@@ -15,8 +16,11 @@ import torch
 
 from actorrpc import testing
 from actorrpc.errors import ConfigError
-from actorrpc.testing import Fault, delay, drop
+from actorrpc.testing import Fault, delay, drop, kill_at
+from actorrpc.testing.messages.faults import FaultOptions
+from actorrpc.testing.messages.kill_points import KillOptions
 from actorrpc.testing.messages.types import MESSAGES, Message
+from actorrpc.validation import checks_of
 from actorrpc.wire.identity import WorkerInfo
 
 
@@ -73,6 +77,15 @@ def test_unknown_types_are_refused_and_the_known_ones_listed(names: tuple[str, .
 def test_what_makes_no_sense_is_refused(make: Callable[[], object]) -> None:
     with pytest.raises(ConfigError):
         make()
+
+
+def test_the_signatures_have_the_options_that_there_are() -> None:
+    names = {
+        each: set(inspect.signature(each).parameters) - {"types", "point"} for each in (drop, delay, kill_at)
+    }
+    assert names[drop] == set(checks_of(FaultOptions)) - {"seconds"}
+    assert names[delay] == set(checks_of(FaultOptions)) - {"at_once"}
+    assert names[kill_at] == set(checks_of(KillOptions))
 
 
 def test_times_are_counted_for_each_message() -> None:

@@ -64,9 +64,12 @@ def test_requests(function: Any, args: tuple[Any, ...], expected: tuple[Any, ...
 
 
 def test_letters() -> None:
-    method = type_of_request(None, (), ActorHeader({"a": 1, "m": "add"}), "Counter.add")
+    method = type_of_request(None, (), ActorHeader({"mailbox": 1, "method": "add"}), "Counter.add")
     assert method == ("actor_call", "Counter.add", None)
-    assert type_of_request(None, (), ActorHeader({"a": 1, "c": 1}), "Counter()")[0] == "actor_control"
+    assert (
+        type_of_request(None, (), ActorHeader({"mailbox": 1, "creates": True}), "Counter()")[0]
+        == "actor_control"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,234 @@
+"""Checks of the values that users give: what each kind of option accepts, and what is said of anything else.
+
+A check takes the option's name and the value, and returns the value in the form in which it is kept. A dataclass of options
+declares with :func:`option` how each of its fields is checked; other functions call the checks themselves. What they raise
+names the option, the value, and what is right.
+
+Most checks take ``none`` (None is right, too), and ``right``, which is said of a wrong value in place of the bounds.
+"""
+
+from __future__ import annotations
+
+import functools
+import numbers
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, fields
+from typing import Any, Final, TypeAlias
+
+from actorrpc.errors import ConfigError, WrongTypeError
+
+__all__ = [
+    "MOST",
+    "Check",
+    "amounts",
+    "check_fields",
+    "checks_of",
+    "choice",
+    "flag",
+    "integer",
+    "mapping",
+    "number",
+    "option",
+    "read",
+    "text",
+    "variables",
+    "words",
+    "wrong",
+]
+
+Check: TypeAlias = Callable[[str, Any], Any]
+
+MOST: Final = sys.float_info.max
+"""The largest finite number: no wait can be told a longer time."""
+
+
+def option(default: Any, check: Check, **more: Any) -> Any:
+    """Declare a field of a dataclass of options: its default, how it is checked, and what else there is to say of it."""
+    given = {"default_factory": dict} if default is dict else {"default": default}
+    return field(**given, metadata={"check": check, **more})
+
+
+def checks_of(cls: type[Any]) -> dict[str, Check]:
+    """Return the checks of the fields that :func:`option` declares, by name."""
+    return {each.name: each.metadata["check"] for each in fields(cls) if each.metadata}
+
+
+def check_fields(options: Any) -> None:
+    """Check all that :func:`option` declares of an immutable dataclass, which calls this in its ``__post_init__``."""
+    for name, check in checks_of(type(options)).items():
+        object.__setattr__(options, name, check(name, getattr(options, name)))
+
+
+def read(declared: str, said: str) -> Any:
+    """Return what a text says for a field of this type; a list has commas.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    return _READ.get(declared.partition(" ")[0], _read_list)(said)
+
+
+def _read_flag(said: str) -> bool:
+    for words, meant in ((("1", "true", "yes", "on"), True), (("0", "false", "no", "off"), False)):
+        if said.lower() in words:
+            return meant
+    raise ValueError("it is neither true nor false")
+
+
+def _read_list(said: str) -> list[str]:
+    return said.split(",")
+
+
+_READ: Final[dict[str, Callable[[str], Any]]] = {"bool": _read_flag, "int": int, "float": float, "str": str}
+
+
+def wrong(name: str, value: object, right: str, error: type[ConfigError] = ConfigError) -> ConfigError:
+    """Return the error of a value that cannot be used."""
+    return error(f"{name} must be {right}, not {value!r}")
+
+
+def flag(name: str, value: Any, *, none: bool = False) -> Any:
+    """Check a truth value: numbers and words are none."""
+    if isinstance(value, bool) or (none and value is None):
+        return value
+    raise wrong(name, value, f"True or False, of type bool{', or None' * none}", WrongTypeError)
+
+
+def text(
+    name: str,
+    value: Any,
+    *,
+    none: bool = False,
+    empty: bool = True,
+    right: str = "",
+    error: type[ConfigError] = ConfigError,
+) -> Any:
+    """Check a str, of which the plain text is kept; ``error`` is raised of one that is empty and must not be."""
+    if isinstance(value, str) and (value or empty):
+        return str.__str__(value)
+    if none and value is None:
+        return None
+    right = right or f"a {'' if empty else 'non-empty '}str{' or None' * none}"
+    raise wrong(name, value, right, error if isinstance(value, str) else WrongTypeError)
+
+
+def choice(name: str, value: Any, *, of: Sequence[str], none: bool = False) -> Any:
+    """Check one of several words."""
+    right = f"one of {', '.join(map(repr, of))}{', or None' * none}"
+    word = text(name, value, none=none, right=right)
+    if word in (*of, None):
+        return word
+    raise wrong(name, value, right)
+
+
+def integer(
+    name: str,
+    value: Any,
+    *,
+    least: int | None = None,
+    most: int | None = None,
+    none: bool = False,
+    right: str = "",
+    error: type[ConfigError] = ConfigError,
+) -> Any:
+    """Check a whole number: True and False are none, though Python has it so.
+
+    Args:
+        error: what is raised where it is out of bounds.
+    """
+    if type(value) is not int:
+        if none and value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise wrong(name, value, right or _right("an int", least, most, none=none), WrongTypeError)
+        value = int(value)
+    if (least is None or value >= least) and (most is None or value <= most):
+        return value
+    raise wrong(name, value, right or _right("an int", least, most, none=none), error)
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    unit: str = "",
+    least: float = 0.0,
+    most: float = MOST,
+    above: bool = False,
+    none: bool = False,
+    right: str = "",
+    error: type[ConfigError] = ConfigError,
+    kind: Any = numbers.Real,
+) -> Any:
+    """Check a number, finite unless ``most`` is infinite; a whole one stays an int.
+
+    Args:
+        above: it must be more than ``least``.
+        error: what is raised where it is out of bounds.
+        kind: the types that are taken; truth values never are.
+    """
+    if type(value) is not float and type(value) is not int:
+        if none and value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, kind):
+            what = right or _right(f"a number{unit and f' of {unit}'}", least, most, above=above, none=none)
+            raise wrong(name, value, what, WrongTypeError)
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)
+    if least <= value <= most and not (above and value == least):
+        return value
+    what = right or _right(f"a number{unit and f' of {unit}'}", least, most, above=above, none=none)
+    raise wrong(name, value, what, error)
+
+
+def _right(
+    what: str, least: float | None, most: float | None, *, above: bool = False, none: bool = False
+) -> str:
+    """Say which numbers are right."""
+    bounds = [] if least is None else [f"{'above' if above else 'of at least'} {least:.12g}"]
+    if most is not None and most < MOST:
+        bounds.append(f"of at most {most:.12g}")
+    return f"{what} {' and '.join(bounds)}".rstrip() + ", finite" * (most == MOST) + ", or None" * none
+
+
+def mapping(name: str, value: Any, each: Check, *, right: str, none: bool = False) -> Any:
+    """Check a dict by names, each of its values with a check."""
+    if none and value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
+        raise wrong(name, value, right, WrongTypeError)
+    return {key: each(f"{name}[{key!r}]", item) for key, item in value.items()}
+
+
+def words(name: str, value: Any, *, none: bool = False) -> Any:
+    """Check a dict of words by name."""
+    return mapping(name, value, text, right="a dict of words by name, like {'zone': 'a'}", none=none)
+
+
+def amounts(name: str, value: Any, *, none: bool = False, error: type[ConfigError] = ConfigError) -> Any:
+    """Check a dict of amounts by name: of what has no option of its own."""
+    right = "a dict of numbers of at least 0 by name, like {'disk': 2}"
+    found = mapping(name, value, functools.partial(number, error=error), right=right, none=none)
+    for key in ("CPU", "GPU"):
+        if found and key in found:
+            raise ConfigError(f"{name}: say {key} with num_{key.lower()}s")
+    return found
+
+
+def variables(name: str, value: Any) -> dict[str, str]:
+    """Check a dict of environment variables; numbers become text."""
+    right = 'a dict of environment variables, like {"OMP_NUM_THREADS": "1"}'
+    found: dict[str, str] = mapping(name, value, _variable, right=right)
+    for key in found:
+        if "=" in key or "\0" in key:
+            raise wrong(name, value, right)
+    return found
+
+
+def _variable(name: str, value: Any) -> str:
+    # Numbers are what people write; anything else is a mistake.
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise wrong(name, value, "a str or a number", WrongTypeError)
+    if "\0" in str(value):
+        raise wrong(name, value, "without zero bytes")
+    return str(value)

@@ -1,0 +1,65 @@
+"""The header of a message: what is said of it where it can be read without unpickling its body. No I/O, no locks.
+
+On the wire it is a msgpack map of the fields that are there, in a frame's ``extra`` bytes. Most messages have none.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypedDict
+
+import msgpack
+
+from actorrpc.errors import ProtocolError
+
+__all__ = ["Header", "pack_header", "unpack_header"]
+
+
+class Header(TypedDict, total=False):
+    """The fields of a header. Those who read one check the values that they use: a peer may send anything."""
+
+    # Any message
+    sizes: list[int]  # of its buffers, in bytes
+    stream: int  # the number under which its buffers come in chunks
+    striped: bool  # chunks come over other connections as well, once the receiver has said that it is ready
+    placement: bytes  # where in shared memory its buffers are (shared_memory.Placement)
+    references: Any  # the references that it carries, as the protocol of reference counts packs them
+    receipt: bytes  # of an answer: which references of the call have arrived
+    tag: Any  # the recorder's, of the tensors that it carries (hooks.Recorder)
+    profile: list[
+        Any
+    ]  # of a call: the profiled call's number and name, and the settings of the profiler that collects
+
+    # Notices
+    notice: str  # the name of its handler
+
+    # Requests
+    path: tuple[int, ...] | list[int]  # the mailbox executions that it descends from, the outermost first
+    mailbox: int  # the number of the mailbox that it is for
+    creates: bool  # it makes what the mailbox is of
+    method: str
+    group: str  # the concurrency group, where it is not the method's own
+    priority: int
+    window: int  # the result is a stream, of so many buffered items at most; 0: bounded by bytes only
+    num_returns: int  # where it is not 1
+    keep: bool  # a large result stays where it was made until it is fetched
+    unordered: bool  # it need not wait for earlier requests of the same caller
+    place: int  # the id of the same request when it was first made: it takes that one's place in the order
+    unresolved: bool  # arguments are still to be fetched by the receiver
+
+
+pack_header: Final = msgpack.packb
+
+
+def unpack_header(extra: bytes) -> Header:
+    """Return the header of a frame.
+
+    Raises:
+        ProtocolError: it is not a msgpack map with text keys.
+    """
+    try:
+        header = msgpack.unpackb(extra)
+    except Exception as error:
+        raise ProtocolError(f"the header of a message cannot be read: {error!r}") from error
+    if not isinstance(header, dict) or not all(isinstance(key, str) for key in header):
+        raise ProtocolError("the header of a message is not a map with text keys")
+    return header  # type: ignore[return-value]

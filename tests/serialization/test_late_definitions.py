@@ -1,0 +1,198 @@
+"""What a script defines after it has joined its group reaches the others that run it, over real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.joiners import CLEAN
+from tests.ports import free_port
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+# What all ranks can import.
+_SHARED = """
+    import threading
+
+    go, came = threading.Event(), threading.Event()
+    own = None  # the class as the script of this rank knows it
+
+
+    def let_go():
+        go.set()
+
+
+    def is_own(thing):
+        assert came.wait(20)
+        return isinstance(thing, own)
+"""
+
+_JOINS = """
+    import os
+
+    import shared
+
+    import actorrpc
+    from actorrpc import rpc
+
+
+    class Early:
+        pass
+
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
+"""
+
+_DEFINES = """
+    class Late(Early):
+        def __init__(self, value):
+            self.value = value
+
+        def twin(self):
+            return Late(self.value)
+
+
+    class Refused(Exception):
+        pass
+
+
+    def made(value):
+        return Late(value)
+
+
+    def is_late(thing):
+        return isinstance(thing, Late) and isinstance(thing, Early) and type(thing.twin()) is Late
+
+
+    def refuse():
+        raise Refused("no")
+
+
+    def passed_on(to, thing):
+        return rpc.rpc_sync(to, is_late, (thing,)), rpc.rpc_sync(to, list, ([thing],))[0]
+
+
+    shared.own = Late
+    shared.came.set()
+    if rank == 0:
+
+        class Only(Late):
+            pass
+
+        def only(thing):
+            return isinstance(thing, Only) and isinstance(thing, Late)
+
+        def check(to):
+            assert rpc.rpc_sync(to, is_late, (Late(1),))
+            assert type(rpc.rpc_sync(to, made, (2,))) is Late
+            assert rpc.rpc_sync(to, only, (Only(3),))
+            assert rpc.rpc_sync(to, isinstance, (Late(4), Early))
+            found = rpc.rpc_sync(to, list, ([Only(5), Late(6), Early()],))
+            assert [type(each) for each in found] == [Only, Late, Early]
+            try:
+                rpc.rpc_sync(to, refuse)
+            except Refused as error:
+                assert str(error) == "no"
+            else:
+                raise AssertionError
+
+        @actorrpc.remote
+        class Actor:
+            def twin(self, thing):
+                assert isinstance(thing, Late)
+                return thing.twin()
+
+            def items(self):
+                yield from map(Late, range(3))
+
+            def refuse(self):
+                raise Refused("no")
+
+        def check_actor(worker):
+            actor = Actor.options(worker=worker).remote()
+            assert type(actorrpc.get(actor.twin.remote(Late(1)))) is Late
+            assert [type(each) for each in actor.items.remote().values()] == [Late] * 3
+            assert type(actorrpc.get(actor.twin.remote(actorrpc.put(Late(2))))) is Late
+            try:
+                actorrpc.get(actor.refuse.remote())
+            except Refused:
+                return
+            raise AssertionError
+"""
+
+# One rank comes to the definitions when it has been sent things of them.
+_COMES_LATER = (
+    _JOINS
+    + """
+    if rank == 1:
+        assert shared.go.wait(20)
+"""
+    + _DEFINES
+    + """
+        sent = [rpc.rpc_async("worker1", shared.is_own, (kind(1),)) for kind in (Late, Only)]
+        rpc.rpc_sync("worker1", shared.let_go)
+        assert [each.wait() for each in sent] == [True, True]
+        check("worker1")
+        check_actor("worker1")
+    rpc.shutdown()
+"""
+)
+
+# One rank only serves, from before the definitions; it passes on what it has been sent.
+_NEVER_COMES = (
+    _JOINS
+    + """
+    if rank == 1:
+        rpc.shutdown()
+        raise SystemExit
+"""
+    + _DEFINES
+    + """
+        for _ in range(2):
+            check("worker1")
+            check_actor("worker1")
+            for kind in (Late, Only):
+                right, thing = rpc.rpc_sync("worker1", passed_on, ("worker2", kind(5)))
+                assert right and type(thing) is kind
+                assert rpc.rpc_sync("worker1", rpc.rpc_sync, ("worker2", shared.is_own, (kind(6),)))
+            check("worker2")
+    rpc.shutdown()
+"""
+)
+
+
+def _run(folder: Path, script: str, count: int) -> None:
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(script))
+    (folder / "shared.py").write_text(textwrap.dedent(_SHARED))
+    shared = {**CLEAN, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(count)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(path)],
+            env={**shared, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+        )
+        for rank in range(count)
+    ]
+    said = [each.communicate()[0] for each in ranks]
+    assert [each.returncode for each in ranks] == [0] * count, "\n".join(said)
+    assert said == [""] * count
+
+
+def test_a_rank_that_comes_to_the_definitions_later(tmp_path: Path) -> None:
+    _run(tmp_path, _COMES_LATER, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.limit(120)
+def test_a_rank_that_never_comes_to_them(tmp_path: Path) -> None:
+    _run(tmp_path, _NEVER_COMES, 3)

@@ -1,0 +1,138 @@
+"""Checks of values: what each takes, what it keeps, and what is said of anything else."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import numpy
+import pytest
+
+from actorrpc.errors import ConfigError, WrongTypeError
+from actorrpc.validation import (
+    Check,
+    amounts,
+    check_fields,
+    checks_of,
+    choice,
+    flag,
+    integer,
+    number,
+    option,
+    read,
+    text,
+    variables,
+    words,
+)
+
+_port = partial(integer, least=0, most=65535)
+_share = partial(number, most=1.0)
+_time = partial(number, unit="seconds", above=True)
+_word = partial(choice, of=("to", "from"))
+
+
+class _Way(enum.StrEnum):
+    TO = "to"
+
+
+@pytest.mark.parametrize(
+    ("check", "value", "kept"),
+    [
+        (flag, False, False),
+        (partial(flag, none=True), None, None),
+        (text, "", ""),
+        (partial(text, empty=False, none=True), None, None),
+        (_word, "to", "to"),
+        (text, numpy.str_("x"), "x"),
+        (_word, _Way.TO, "to"),
+        (partial(_word, none=True), None, None),
+        (_port, 65535, 65535),
+        (_port, numpy.int64(80), 80),
+        (integer, -(1 << 80), -(1 << 80)),
+        (number, 2, 2),
+        (number, numpy.float32(0.5), 0.5),
+        (number, numpy.int8(3), 3),
+        (number, Fraction(1, 2), 0.5),
+        (partial(number, most=math.inf), math.inf, math.inf),
+        (partial(number, none=True), None, None),
+        (words, {"zone": "a"}, {"zone": "a"}),
+        (amounts, {"disk": 2}, {"disk": 2}),
+        (partial(amounts, none=True), None, None),
+        (variables, {"THREADS": 1}, {"THREADS": "1"}),
+    ],
+)
+def test_what_is_kept(check: Check, value: Any, kept: Any) -> None:
+    found = check("it", value)
+    assert found == kept
+    assert type(found) is type(kept)
+
+
+@pytest.mark.parametrize(
+    ("check", "value", "says", "wrong_type"),
+    [
+        (flag, 1, "it must be True or False, of type bool, not 1", True),
+        (text, 3, "it must be a str, not 3", True),
+        (partial(text, empty=False), "", "it must be a non-empty str, not ''", False),
+        (_word, "up", "it must be one of 'to', 'from', not 'up'", False),
+        (_word, None, "it must be one of 'to', 'from', not None", True),
+        (_port, 65536, "it must be an int of at least 0 and of at most 65535, not 65536", False),
+        (_port, True, "it must be an int of at least 0 and of at most 65535, not True", True),
+        (integer, 1.0, "it must be an int, not 1.0", True),
+        (number, "1", "it must be a number of at least 0, finite, not '1'", True),
+        (number, math.nan, "it must be a number of at least 0, finite, not nan", False),
+        (number, 10**400, "it must be a number of at least 0, finite, not 1000", False),
+        (_share, 1.5, "it must be a number of at least 0 and of at most 1, not 1.5", False),
+        (_time, 0, "it must be a number of seconds above 0, finite, not 0", False),
+        (partial(_time, none=True), -1, "a number of seconds above 0, finite, or None, not -1", False),
+        (partial(number, kind=(int, float)), Fraction(1, 2), "it must be a number", True),
+        (partial(number, error=WrongTypeError), -1, "it must be a number", True),
+        (words, {"zone": 1}, r"it['zone'] must be a str, not 1", True),
+        (words, {"": "a"}, "it must be a dict of words by name", True),
+        (amounts, {"disk": -1}, "it['disk'] must be a number of at least 0", False),
+        (amounts, {"GPU": 1}, "it: say GPU with num_gpus", False),
+        (variables, {"A=": "1"}, "it must be a dict of environment variables", False),
+        (variables, {"A": "a\0b"}, "it['A'] must be without zero bytes", False),
+        (variables, {"A": True}, "it['A'] must be a str or a number", True),
+    ],
+)
+def test_what_is_said_of_anything_else(check: Check, value: Any, says: str, wrong_type: bool) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check("it", value)
+    assert says in str(caught.value)
+    assert isinstance(caught.value, TypeError) is wrong_type
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    port: int = option(80, _port)
+    labels: dict[str, str] = option(dict, words)
+    unchecked: object = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def test_a_dataclass_of_options() -> None:
+    made = _Options(port=numpy.int32(7), unchecked=object())  # type: ignore[arg-type]
+    assert type(made.port) is int
+    assert _Options().labels == {}
+    assert list(checks_of(_Options)) == ["port", "labels"]
+    with pytest.raises(WrongTypeError, match="port must be an int"):
+        _Options(port="80")  # type: ignore[arg-type]
+
+
+def test_texts_are_read_by_the_type_of_the_field() -> None:
+    assert [read("int", "3"), read("float | None", "0.5"), read("bool", "Yes"), read("str", "3")] == [
+        3,
+        0.5,
+        True,
+        "3",
+    ]
+    assert read("Any", "a,b") == ["a", "b"]
+    for declared, said in (("int", "much"), ("bool", "perhaps")):
+        with pytest.raises(ValueError, match=said if declared == "int" else "neither"):
+            read(declared, said)
