@@ -18,9 +18,6 @@ from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.errors import ActorDiedError, ConfigError, RpcTimeoutError, WrongTypeError
 from actorrpc.futures import Future
 
-# An example of hypothesis that is broken off in the middle leaves failures that nobody gets, which a later test may collect.
-pytestmark = pytest.mark.prints(r"a future failed and nobody looked at the error: ValueError\('x'\)$")
-
 
 class _Actor:
     """Notes calls; each is over when the test says so."""
@@ -38,8 +35,10 @@ class _Actor:
         value, future = self.calls.popleft()
         future.set_result(value * 10)
 
-    def fail(self, error: Exception) -> None:
-        self.calls.popleft()[1].set_exception(error)
+    def fail(self, error: Exception) -> Future[Any]:
+        future = self.calls.popleft()[1]
+        future.set_exception(error)
+        return future
 
     def __repr__(self) -> str:
         return f"actor {self.name}"
@@ -345,7 +344,7 @@ def test_failures_that_nobody_fetches_are_reported(
     actors[1].fail(ValueError("unseen"))
     del pool
     gc.collect()
-    assert len(reported) == 1
+    assert len([line for line in reported if "unseen" in line]) == 1  # those of earlier tests may come now
 
 
 # -- time ---------------------------------------------------------------------------------------------------
@@ -424,7 +423,8 @@ def test_every_task_is_done_once(data: st.DataObject, count: int, tasks: int) ->
         if busy and data.draw(st.booleans(), label="finish"):
             actor = data.draw(st.sampled_from(busy), label="whom")
             if data.draw(st.booleans(), label="fail"):
-                actor.fail(ValueError("x"))
+                # Hypothesis breaks off some examples: nobody gets their failures, and a later test would collect them.
+                actor.fail(ValueError("x")).acknowledge()
             else:
                 actor.finish()
             continue

@@ -155,6 +155,8 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is to be logged of failures that nobody looked at."""
     lines: list[str] = []
     monkeypatch.setattr("actorrpc.futures._reporter.report", lines.append)
+    gc.collect()
+    lines.clear()  # what earlier tests have left
     return lines
 
 
