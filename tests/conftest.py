@@ -15,11 +15,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
 # Before anything imports torch: one thread in each process, as there are many.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Some environments forbid to keep compiled modules: each process that a test starts would compile them all anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # In every process that a test starts; what it prints fails the test (tests/output.py).
 os.environ.setdefault("PYTHONWARNINGS", "default::ResourceWarning")
 # To look for GPUs in another way than this would open them, and no process could use them that is forked after that.
@@ -54,21 +57,60 @@ _SLOW = (
     "faults/",
     "tutorials/",
 )
-# But these of them: what users meet first, and each promise once.
+# But these of them (files, or beginnings of the names of tests): what users meet first, and each promise once.
 _QUICK = (
-    "actors/e2e/test_cancel.py",
-    "actors/e2e/test_chains.py",
+    "actors/e2e/test_cancel.py::test_a_running_method_is_interrupted",
+    "actors/e2e/test_cancel.py::test_a_method_that_waits_is_told_once",
+    "actors/e2e/test_cancel.py::test_a_call_that_waits_never_runs",
+    "actors/e2e/test_cancel.py::test_a_coroutine[",
+    "actors/e2e/test_cancel.py::test_a_stream[",
+    "actors/e2e/test_cancel.py::test_all_calls_of_a_chain_are_given_up",
+    "actors/e2e/test_cancel.py::test_a_cancelled_call_is_not_made_again",
+    "actors/e2e/test_cancel.py::test_a_task[",
+    "actors/e2e/test_cancel.py::test_what_cannot_be_cancelled",
+    "actors/e2e/test_chains.py::test_agent_and_observers",
+    "actors/e2e/test_chains.py::test_cycles",
+    "actors/e2e/test_chains.py::test_without_reentrancy_a_cycle_is_reported",
+    "actors/e2e/test_chains.py::test_back_through_a_plain_call",
+    "actors/e2e/test_chains.py::test_others_wait_their_turn",
     "actors/e2e/test_deadlines.py",
     "actors/e2e/test_ends.py",
-    "actors/e2e/test_errors.py",
-    "actors/e2e/test_event_loops.py",
+    "actors/e2e/test_errors.py::test_what_the_constructor_raised_reaches_every_call",
+    "actors/e2e/test_errors.py::test_exceptions_have_both_types",
+    "actors/e2e/test_errors.py::test_no_exception_ends_the_worker[embedded-base-stop]",
+    "actors/e2e/test_errors.py::test_a_result_that_cannot_be_sent",
+    "actors/e2e/test_errors.py::test_wrong_calls_are_refused_here",
+    "actors/e2e/test_errors.py::test_timeouts_of_waits_are_typed",
+    "actors/e2e/test_event_loops.py::test_plain_methods_run_on_the_loop",
+    "actors/e2e/test_event_loops.py::test_a_circle_through_other_actors_is_found",
+    "actors/e2e/test_event_loops.py::test_unrelated_calls_wait",
+    "actors/e2e/test_event_loops.py::test_calls_end_with_their_actor_also_where_the_loop_is_held",
     "actors/e2e/test_exits.py",
-    "actors/e2e/test_gradients.py",
+    "actors/e2e/test_gradients.py::test_gradients[",
+    "actors/e2e/test_gradients.py::test_calls_that_are_made_before_the_actors_are_there",
+    "actors/e2e/test_gradients.py::test_an_actor_as_the_origin",
+    "actors/e2e/test_gradients.py::test_tasks",
+    "actors/e2e/test_gradients.py::test_contexts_are_forgotten",
     "actors/e2e/test_in_a_group.py",
-    "actors/e2e/test_order.py",
+    "actors/e2e/test_order.py::test_calls_with_unresolved_arguments_keep_their_place",
+    "actors/e2e/test_order.py::test_each_thread_that_calls_keeps_its_order",
+    "actors/e2e/test_order.py::test_calls_made_before_the_actor_is_there_keep_their_order",
+    "actors/e2e/test_order.py::test_a_call_behind_one_that_waits_for_it_is_a_deadlock_and_said_so",
+    "actors/e2e/test_order.py::test_kill_while_it_is_busy_in_c",
+    "actors/e2e/test_order.py::test_async_calls_of_one_caller_start_in_order",
     "actors/e2e/test_restarts.py",
-    "actors/e2e/test_results.py",
-    "actors/e2e/test_streaming.py",
+    "actors/e2e/test_results.py::test_large_results_are_handed_over_as_they_were",
+    "actors/e2e/test_results.py::test_values_outlive_handles",
+    "actors/e2e/test_results.py::test_generators_stream",
+    "actors/e2e/test_results.py::test_streams_end_early",
+    "actors/e2e/test_results.py::test_a_process_that_dies_in_mid_stream",
+    "actors/e2e/test_streaming.py::test_for_and_async_for",
+    "actors/e2e/test_streaming.py::test_errors_come_in_their_place",
+    "actors/e2e/test_streaming.py::test_back_pressure",
+    "actors/e2e/test_streaming.py::test_early_ends",
+    "actors/e2e/test_streaming.py::test_the_producer_dies_in_mid_stream",
+    "actors/e2e/test_streaming.py::test_circles[",
+    "actors/e2e/test_streaming.py::test_a_stream_whose_producer_calls_its_reader",
     "actors/e2e/test_supervision_groups.py",
     "actors/e2e/test_unruly.py",
     "faults/test_maybe_executed.py",
@@ -91,6 +133,7 @@ hypothesis.settings.load_profile("actorrpc")
 
 @pytest.hookimpl(trylast=True)  # the plugin makes the session's directory before
 def pytest_configure() -> None:
+    sys.dont_write_bytecode = False
     if certificates.OVER_TLS:
         certificates.switch_on()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -104,7 +147,7 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
     """Mark what is slow as a whole; behind the selection, get ready what needs a GPU."""
     for item in items:
-        name = item.path.relative_to(_TESTS).as_posix() if item.path.is_relative_to(_TESTS) else ""
+        name = item.nodeid.removeprefix("tests/") if item.path.is_relative_to(_TESTS) else ""
         if name.startswith(_SLOW) and not name.startswith(_QUICK):
             item.add_marker(pytest.mark.slow)
     yield

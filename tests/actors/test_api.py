@@ -21,6 +21,7 @@ from actorrpc.errors import (
 )
 from tests.actors import things
 from tests.actors.alone import alone
+from tests.actors.e2e.kit import row_of, until
 from tests.ranks import rpc_group
 
 
@@ -139,6 +140,7 @@ def test_cancel(counter: ActorHandle[Any]) -> None:
     assert actorrpc.cancel(waits)
     with pytest.raises(CancelledError):
         get(waits)
+    until(lambda: row_of(counter).pending_calls == 0)  # its worker hears of it behind the caller
     things.Counter.gate.set()
     assert get(blocked)
     assert get(counter.add.remote(0)) == 3  # it was not started
