@@ -49,6 +49,7 @@ from actorrpc.serialization import codec
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import BufferPool
 from actorrpc.transport.connection import Connection
+from actorrpc.transport.connection_state import CLOSED, SUSPENDED, Goodbye
 from actorrpc.transport.failure_detector import holds_back
 from actorrpc.transport.reader import spinner
 from actorrpc.transport.signals import uninterruptible
@@ -238,7 +239,7 @@ class Agent:
             if parcel.sent:
                 header = self.announce(parcel, header)
             conn = peer.conn
-            if (conn is None or conn.broken) and not peer.is_self:
+            if (conn is None or conn.state is CLOSED) and not peer.is_self:
                 self.links.connect(peer, deadline, label)
             if current is None and (peer.charged or len(peer.pending) >= MAX_PENDING) and peer.full:
                 self.flush()
@@ -321,14 +322,14 @@ class Agent:
             self.loop_back(frames.REQUEST, call.id, whole, header, call.deadline, call.chain, flags)
             return
         conn = peer.conn
-        if conn is None or conn.broken:
+        if conn is None or conn.state is CLOSED:
             if self.closed_down:
                 raise self._shut_down(call)
             raise peer.died(f"cannot call {call.label}", maybe_executed=False)
         call.conn = conn
         idle = not peer.pending
         peer.pending[call.id] = call
-        if conn.broken or peer.state != "alive":
+        if conn.state is CLOSED or peer.state != "alive":
             peer.check_alive(f"cannot call {call.label}")
             if self.closed_down:
                 raise self._shut_down(call)
@@ -356,7 +357,7 @@ class Agent:
             deadline=call.deadline,
             flags=flags,
         ):
-            if not conn.broken:  # the end of the connection ends the call
+            if conn.state is not CLOSED:  # the end of the connection ends the call
                 call.expire()
             return
         if call.future is not None:  # without one, the thread that waits for it sends it
@@ -424,7 +425,7 @@ class Agent:
             return False
         try:
             conn = peer.conn
-            if conn is None or conn.broken:
+            if conn is None or conn.state is CLOSED:
                 conn = self.links.connect(peer, _time.now() + self.settings.connect_timeout, name)
         except RpcError:
             return False
@@ -462,7 +463,7 @@ class Agent:
     def lost(self, conn: Connection, error: BaseException | None) -> None:
         """See to what a connection that has ended leaves behind. Runs on a pool thread."""
         self.pool.forget(conn.fd)
-        if not conn.goodbye and not self.closed_down:
+        if conn.goodbye is None and not self.closed_down:
             # A failed write is no proof of death: what the peer said last may lie there unread.
             last = conn.read_rest()
             if last:
@@ -478,9 +479,9 @@ class Agent:
             peer.conn = None
         if self.closed_down:
             return
-        if conn.given_up:
+        if conn.goodbye is Goodbye.GIVES_UP:
             self.peer_ended(peer, "dead", "it takes this worker for dead, and has ended the connection")
-        elif conn.goodbye:
+        elif conn.goodbye is Goodbye.LEAVES:
             self.peer_ended(peer, "left", "")
         else:
             closed = error is None or isinstance(error, EOFError)
@@ -497,7 +498,7 @@ class Agent:
         if not self.roster.end(peer, state, cause):
             return
         for conn in list(peer.conns):
-            if state == "dead" and not conn.broken:
+            if state == "dead" and conn.state is not CLOSED:
                 # It may live and hear us still, the way from it being lost: else it would find out as late again.
                 conn.outbox.appendleft(pack_frame(frames.GOODBYE, flags=1))
                 conn.flush()
@@ -589,7 +590,7 @@ class Agent:
         """
 
         def hurried(conn: Connection) -> bool:
-            return conn.suspended or signal.SIGINT in signals.state.pending
+            return conn.state is SUSPENDED or signal.SIGINT in signals.state.pending
 
         for conn in conns:
             conn.outbox.append(pack_frame(frames.GOODBYE))
@@ -603,7 +604,7 @@ class Agent:
                     and conn.flush()
                     and (conn.local or not holds_back(conn.sock))
                 )
-                or conn.broken
+                or conn.state is CLOSED
                 or _time.now() - begun >= (min(parting, _GOODBYE_S) if hurried(conn) else parting)
             ):
                 _time.sleep(0.001)

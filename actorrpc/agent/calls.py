@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from actorrpc import _time
 from actorrpc.errors import CancelledError, RpcTimeoutError
 from actorrpc.futures import INTERRUPTED, WAITING, Future, interruption_point
+from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import checkpoint, uninterruptible
 from actorrpc.transport.signals import state as _interrupts
 from actorrpc.wire.frames import CANCEL, pack_frame
@@ -235,7 +236,7 @@ class Call:
                 agent.pool.kick()  # what is queued must not wait for a thread that waits
             foreign = (
                 conn.waiting.read_for(self, bounded)
-                if reads and conn is not None and not conn.broken
+                if reads and conn is not None and conn.state is not CLOSED
                 else None
             )
             if _interrupts.pending:
@@ -429,7 +430,7 @@ class Call:
         """Tell the worker that nobody waits for the call any more."""
         conn = self.conn
         if conn is not None:
-            if self.may_arrive and not conn.broken:
+            if self.may_arrive and conn.state is not CLOSED:
                 # Behind the call itself, also where that is still to leave.
                 conn.outbox.append(pack_frame(CANCEL, self.id, flags=int(stop)))
                 self.agent.cork(conn)

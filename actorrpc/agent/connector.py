@@ -48,6 +48,7 @@ from actorrpc.errors import (
 )
 from actorrpc.transport import fd_limits
 from actorrpc.transport.connection import Connection
+from actorrpc.transport.connection_state import CLOSED, SUSPENDED
 from actorrpc.transport.failure_detector import process_state, set_up_tcp
 from actorrpc.transport.shared_memory import Borrower, Lender
 from actorrpc.transport.signals import Taken, checkpoint, uninterruptible
@@ -105,7 +106,7 @@ class Resumption:
 
     @staticmethod
     def _over(conn: Connection, lapse: int) -> bool:
-        return conn.broken or not conn.suspended or conn.lapses != lapse
+        return conn.state is not SUSPENDED or conn.lapses != lapse
 
     @staticmethod
     def _end(conn: Connection, error: BaseException) -> None:
@@ -231,7 +232,7 @@ class Resumption:
     @staticmethod
     def _belongs(conn: Connection, session: Session) -> bool:
         return (
-            not conn.broken
+            conn.state is not CLOSED
             and conn.replay is not None
             and conn.other == (session.peer_name, session.peer_incarnation)
         )
@@ -318,7 +319,7 @@ class Connector:
         if session.purpose is Purpose.RESUME:
             self.resumption.admit(sock, session, answer, main)
             return
-        if main is None or main.broken:
+        if main is None or main.state is CLOSED:
             sock.close()
             return
         if session.purpose is Purpose.LANE and isinstance(sock, socket.socket) and guest.local:
@@ -370,7 +371,7 @@ class Connector:
                 conn.sock.setblocking(True)
                 conn.sock.sendall(answer)
         except OSError:
-            conn.broken = True
+            conn.enter(CLOSED)
             self.forget(conn)
             conn.reap()  # the thread that closes the agent may be at it as well
             raise
@@ -420,7 +421,7 @@ class Connector:
         for stripe in list(conn.stripes):  # they may have been faster
             stripe.peer = peer
         peer.conns.append(conn)
-        if peer.conn is None or peer.conn.broken:
+        if peer.conn is None or peer.conn.state is CLOSED:
             peer.conn = conn
         self._agent.upkeep.pulse.poke()
 
@@ -454,7 +455,7 @@ class Connector:
             with Taken(peer.dial_lock, limit) as taken:
                 if taken.held:
                     conn = peer.conn
-                    if conn is not None and not conn.broken:
+                    if conn is not None and conn.state is not CLOSED:
                         return conn
                     peer.check_alive(f"cannot call {what}")
                     return self._dial_main(peer, limit, what, deadline)
@@ -707,7 +708,7 @@ class Connector:
     def _dial_stripes(self, conn: Connection, deadline: float) -> None:
         peer: Peer = conn.peer
         with peer.dial_lock:
-            if conn.stripes or conn.lane_failed or conn.broken:
+            if conn.stripes or conn.lane_failed or conn.state is CLOSED:
                 return
             limit = min(deadline, _time.now() + self._agent.settings.handshake_timeout)
             for _ in range(self._agent.settings.stripes - 1):
@@ -794,7 +795,7 @@ class Connector:
         try:
             while not ready.acquire(timeout=0.1):
                 checkpoint()
-                if conn.broken or _time.now() > until:
+                if conn.state is CLOSED or _time.now() > until:
                     return False
             for stripe in stripes:
                 self._agent.submit(partial(send, stripe))
@@ -809,7 +810,7 @@ class Connector:
                 left.clear()  # nobody waits for the others: each ends with the chunk that it has begun
                 with self._lock:
                     self._ready.pop((conn, stream), None)
-                if not conn.broken:
+                if conn.state is not CLOSED:
                     conn.outbox.append(pack_frame(STREAM_ABORT, stream))
                     conn.flush()
 

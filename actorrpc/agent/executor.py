@@ -30,6 +30,7 @@ from actorrpc.errors import (
     SerializationError,
 )
 from actorrpc.serialization import codec, exceptions
+from actorrpc.transport.connection_state import CLOSED
 from actorrpc.wire.frames import CREDIT, FAILURE, POST, REPLY, Frame, pack_frame
 from actorrpc.wire.headers import Header, unpack_header
 
@@ -357,12 +358,12 @@ class Executor:
         if conn is None:
             agent.loop_back(kind, id, encoded, header, INFINITE, 0)
             return True
-        if conn.broken:
+        if conn.state is CLOSED:
             return False
         try:
             return outbound.send(agent, conn, kind, id, encoded, remaining=INFINITE, chain=0, header=header)
         except RpcError as error:
-            if conn.broken or kind == FAILURE:
+            if conn.state is CLOSED or kind == FAILURE:
                 return False
             data = exceptions.dump(error, worker=agent.name, dumps=codec.dumper(conn.peer.same_main))
             header = {"receipt": header["receipt"]} if header and "receipt" in header else None

@@ -25,6 +25,7 @@ from actorrpc.agent.calls import Execution
 from actorrpc.agent.hooks import RECEIPT
 from actorrpc.errors import LimitError, ProtocolError
 from actorrpc.serialization import codec, exceptions
+from actorrpc.transport.connection_state import Goodbye
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, pack_frame
@@ -162,8 +163,7 @@ class Inbox:
         elif kind == frames.STREAM_READY:
             self._agent.links.stream_ready(conn, frame.id)
         elif kind == frames.GOODBYE:
-            conn.given_up = bool(frame.flags)
-            conn.goodbye = True
+            conn.goodbye = Goodbye.GIVES_UP if frame.flags else Goodbye.LEAVES
         elif kind == frames.NOTICE:
             return frame
         return None

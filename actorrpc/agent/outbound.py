@@ -27,6 +27,7 @@ from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.hooks import Recorder, recorded
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError, ShutdownError
 from actorrpc.serialization import codec
+from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.shared_memory import Placement
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, pack_frame, unpack_position
@@ -245,7 +246,7 @@ def _post(conn: Connection, frame: bytes, call: Any) -> None:
     else:
         call.frame = frame
         conn.outbox.append(call)
-    if conn.broken and call is None:  # the end of the connection ends its calls
+    if conn.state is CLOSED and call is None:  # the end of the connection ends its calls
         raise PeerDiedError("the connection was closed", maybe_executed=False)
 
 
@@ -434,7 +435,7 @@ def post(
             agent.loop_back(frames.REQUEST, id, encoded, header, _INFINITE, chain, frames.POST)
             return
         conn = peer.conn
-        if conn is None or conn.broken:
+        if conn is None or conn.state is CLOSED:
             agent.links.connect(peer, _INFINITE, label)
             conn = peer.conn
             assert conn is not None

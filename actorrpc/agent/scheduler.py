@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from actorrpc import _time
 from actorrpc.agent.peers import MembershipEvents
 from actorrpc.agent.timers import Tick
+from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.failure_detector import is_direct, process_state
 from actorrpc.wire import frames
 from actorrpc.wire.frames import pack_frame
@@ -112,7 +113,7 @@ class Scheduler:
         self._ringing = False
         for peer in self._agent.peers():
             for conn in list(peer.conns):
-                if not conn.broken and conn.hand_back():
+                if conn.state is not CLOSED and conn.hand_back():
                     self._agent.pool.submit(conn.flush)
         return False
 
@@ -182,7 +183,7 @@ class Scheduler:
         wait = INFINITE
         for peer in self._agent.peers():
             conn = peer.conn
-            if conn is None or conn.broken or peer.state != "alive":
+            if conn is None or conn.state is CLOSED or peer.state != "alive":
                 continue
             wait = min(wait, self._look_at(peer, conn, now))
         if wait == INFINITE:

@@ -49,6 +49,7 @@ from actorrpc.futures import Future
 from actorrpc.group import device_maps
 from actorrpc.group.rendezvous import Rendezvous
 from actorrpc.serialization.by_value import note_main
+from actorrpc.transport.connection_state import CLOSED
 from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord, host_identity, main_identity, new_incarnation
 from actorrpc.wire.keys import Key
@@ -618,7 +619,7 @@ class Reachability:
 
     def _connect(self, peer: Peer) -> None:
         conn = peer.conn
-        if peer.is_self or peer.state != "alive" or (conn is not None and not conn.broken):
+        if peer.is_self or peer.state != "alive" or (conn is not None and conn.state is not CLOSED):
             return
         if peer.name not in self._dialling:
             self._dialling[peer.name] = None
@@ -638,7 +639,7 @@ class Reachability:
         To be called again and again while one waits: the time runs from the first call that finds it out of reach.
         """
         conn = peer.conn
-        if conn is not None and not conn.broken:
+        if conn is not None and conn.state is not CLOSED:
             self._failed.pop(peer.name, None)
         if peer.is_self or not (peer.name in self._failed or state_of(peer) == "suspect"):
             self._since.pop(peer.name, None)

@@ -40,6 +40,7 @@ from actorrpc.rpc.profiling import ProfiledFuture, calling, modern, profiled
 from actorrpc.rpc.refcount.runtime import References
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import torchscript
+from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import checkpoint, uninterruptible
 from actorrpc.transport.tls import Tls
 from actorrpc.validation import integer
@@ -522,7 +523,7 @@ def remote(
     worker, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
     label = getattr(func, "__qualname__", None) or repr(func)
     conn = peer.conn
-    if (conn is None or conn.broken) and not peer.is_self:
+    if (conn is None or conn.state is CLOSED) and not peer.is_self:
         # Here, where Ctrl-C can come: it cannot while the reference is being made.
         worker.agent.links.connect(peer, _time.now() + (seconds or _JOIN_TIMEOUT), label)
     rref: RRef[T]

@@ -44,6 +44,7 @@ from actorrpc.config import Settings
 from actorrpc.errors import ProtocolError
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import untouched
+from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED, Goodbye, StateMachine
 from actorrpc.transport.reader import ARMED, AT_ONCE_S, DISARMED, ReplyWaiter, ServerTurn
 from actorrpc.transport.session import Replay
 from actorrpc.transport.signals import uninterruptible
@@ -99,7 +100,7 @@ _PARTS: Final = 512  # in one sendmsg; the kernel takes 1024
 _BULK_READS: Final = 64  # reads in one turn while chunks are coming in
 
 
-class Connection:
+class Connection(StateMachine):
     """One connected, authenticated stream socket."""
 
     def __init__(
@@ -114,6 +115,7 @@ class Connection:
         seals: Seals | None = None,
         leftover: bytes = b"",
     ) -> None:
+        super().__init__()
         sock.setblocking(True)  # non-blocking operations say so themselves (MSG_DONTWAIT)
         self.sock: Stream = sock
         self.fd = sock.fileno()
@@ -128,15 +130,11 @@ class Connection:
         self.main: Connection | None = None  # a stripe carries chunks for it and nothing else
         self.stripes: list[Connection] = []
         self.assemblies: dict[int, Any] = {}
-        self.goodbye = False
-        self.given_up = False  # the goodbye of a peer that takes this worker for dead
-        self.broken = False
+        self.goodbye: Goodbye | None = None
         # What is between hosts may break and go on over another socket; on one host, the end of a socket is a death.
         self.replay = Replay() if not local and settings.session_grace else None
         self.dialled = False
         self.other = ("", "")  # name and incarnation of the worker at the other end, as it has proved itself
-        self.suspended = False  # the socket has failed, and no other has taken its place yet
-        self.lapses = 0
         #: attempts to come back; each draws its number before it says anything
         self.attempts = itertools.count(1)
         self._told = 0  # the latest attempt over which the other side was told how far reading has come
@@ -196,7 +194,7 @@ class Connection:
 
     def arm(self, mask: int) -> None:
         """Arm (the kernel wakes a pool thread for the next bytes) or disarm. Harmless when closed."""
-        if not self.broken:
+        if self.state is not CLOSED:
             try:
                 self._epoll.modify(self.fd, mask)
             except (OSError, ValueError):
@@ -205,18 +203,18 @@ class Connection:
     @uninterruptible
     def turn(self) -> list[Frame] | None:
         """Read what is there, as a pool thread that was woken for it. ``None``: somebody else is reading."""
-        if self.suspended or not self.read_lock.acquire(False):
+        if self.state is SUSPENDED or not self.read_lock.acquire(False):
             return None
         frames: list[Frame] = []
         try:
-            if not self.suspended:
+            if self.state is not SUSPENDED:
                 self.receive(frames)
         except BaseException as error:
             self.failed(error)
         finally:
             self.expecting = False
             self.read_lock.release()
-        if not self.broken:
+        if self.state is not CLOSED:
             try:
                 self._epoll.modify(self.fd, ARMED)
             except (OSError, ValueError):
@@ -311,7 +309,7 @@ class Connection:
     def _receive_chunks(self, frames: list[Frame]) -> None:
         reader, sock = self._reader, self.sock
         for _ in range(_BULK_READS):
-            if frames or self.broken:
+            if frames or self.state is CLOSED:
                 return
             target = reader.target()
             try:
@@ -382,7 +380,7 @@ class Connection:
         if self.borrower is not None or self.lender is not None:
             self.hand_back()
         while self.outbox or self._rest or (self.replay is not None and self.replay.owed):
-            if self.broken or self.suspended:
+            if self.state is not OPEN:
                 return False
             if not self.write_lock.acquire(False):
                 return False  # the holder looks at the outbox again when it is done
@@ -513,19 +511,16 @@ class Connection:
             error = MemoryError(
                 f"{error or 'no memory for what goes over the connection'}: {explain_memory()}"
             )
-        if self.replay is not None and not self.goodbye and isinstance(error, (OSError, EOFError)):
+        if self.replay is not None and self.goodbye is None and isinstance(error, (OSError, EOFError)):
             self.suspend(error)
         else:
             self.close(error)
 
     def suspend(self, error: BaseException) -> None:
         """Give the socket up, which has failed, and have another one looked for. Idempotent; never blocks."""
-        if self.suspended or self.broken:
-            return
-        self.lapses += 1
-        self.suspended = True
-        self._shut()
-        self._events.suspended(self, error)
+        if self.enter(SUSPENDED):
+            self._shut()
+            self._events.suspended(self, error)
 
     def overtaken(self, attempt: int) -> bool:
         """Whether a later attempt to come back has told the other side how far reading has come."""
@@ -560,7 +555,7 @@ class Connection:
         assert self.replay is not None
         with self.read_lock:
             # Before the other lock: who has that may wait for an acknowledgement, which somebody has to read.
-            if self.broken or not self.suspended or self.overtaken(attempt):
+            if self.state is not SUSPENDED or self.overtaken(attempt):
                 return False
             with self.write_lock:
                 self._rest = self.replay.rewind(arrived) + self._rest
@@ -571,16 +566,13 @@ class Connection:
                 self._poller.register(self.fd, select.POLLIN)
                 self.expecting = False
                 self.heard = _time.now()
-                self.suspended = False
-        return True
+                return self.enter(OPEN)
 
     def close(self, error: BaseException | None = None) -> None:
         """Shut the connection, waking everybody who uses it. Idempotent; never blocks."""
-        if self.broken:
-            return
-        self.broken = True
-        self._shut()
-        self._events.closed(self, error)
+        if self.enter(CLOSED):
+            self._shut()
+            self._events.closed(self, error)
 
     def _shut(self) -> None:
         try:
@@ -622,7 +614,7 @@ class Connection:
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child, where locks may be held by threads that do not exist."""
-        self.broken = True
+        self.state = CLOSED  # not by enter(): another thread may have held the lock at the fork
         for close in (self.sock.close, lambda: os.close(self._wake_fd)):
             try:
                 close()

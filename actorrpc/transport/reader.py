@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc import _time
+from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire.frames import FAILURE, REQUEST, Frame
 
@@ -151,7 +152,7 @@ class ReplyWaiter:
         Returns ``None`` if somebody else is reading, otherwise whether something else than replies came.
         """
         conn = self._conn
-        if conn.suspended or not conn.read_lock.acquire(False):
+        if conn.state is SUSPENDED or not conn.read_lock.acquire(False):
             return None
         frames: list[Frame] = []
         # Disarmed before the call is sent: otherwise the reply wakes a pool thread that has nothing to do here.
@@ -164,7 +165,7 @@ class ReplyWaiter:
             except (OSError, ValueError):
                 pass
         try:
-            if conn.suspended:
+            if conn.state is SUSPENDED:
                 return None
             if conn.outbox:
                 conn.flush()
@@ -177,7 +178,7 @@ class ReplyWaiter:
         finally:
             call.polling = None
             conn.read_lock.release()
-        if not conn.broken:
+        if conn.state is not CLOSED:
             try:
                 modify(conn.fd, ARMED)
             except (OSError, ValueError):
@@ -270,19 +271,19 @@ class ServerTurn:
                 return frames
         else:
             conn.flush(True)
-        return None if conn.broken else self._linger()
+        return None if conn.state is CLOSED else self._linger()
 
     @uninterruptible
     def _read(self, read: Callable[[list[Frame]], None]) -> list[Frame] | None:
         """Have ``read(frames)`` read, with nobody else reading before or between; ``None``: somebody else reads."""
         conn = self._conn
-        if conn.broken or conn.suspended or not conn.read_lock.acquire(False):
+        if conn.state is not OPEN or not conn.read_lock.acquire(False):
             return None
         frames: list[Frame] = []
         conn.expecting = False
         conn.arm(DISARMED)
         try:
-            if conn.suspended:
+            if conn.state is SUSPENDED:
                 return None
             read(frames)
         except BaseException as error:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from actorrpc import _time
+from actorrpc.transport.connection_state import CLOSED, SUSPENDED
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
 from actorrpc.wire.frames import CHUNK, STREAM_ABORT, pack_frame, pack_position
 from actorrpc.wire.integrity import chunk_head
@@ -52,7 +53,7 @@ class ChunkSender:
 
     def _abort(self, stream: int) -> None:
         conn = self._conn
-        if not conn.broken:
+        if conn.state is not CLOSED:
             conn.outbox.append(pack_frame(STREAM_ABORT, stream))
             conn.flush()
 
@@ -72,34 +73,34 @@ class ChunkSender:
                 prefix = chunk_head(prefix, piece)
             if not self._send(prefix, piece, deadline):
                 return False
-        return not conn.broken
+        return conn.state is not CLOSED
 
     def _send(self, prefix: bytes, piece: memoryview, deadline: float | None) -> bool:
         conn = self._conn
         while True:
-            done = None if conn.suspended else self._try(prefix, piece, deadline)
+            done = None if conn.state is SUSPENDED else self._try(prefix, piece, deadline)
             checkpoint()  # between chunks, without a lock
             if done is not None:
                 return done
-            if conn.broken or (deadline is not None and _time.now() > deadline):
+            if conn.state is CLOSED or (deadline is not None and _time.now() > deadline):
                 return False
-            if conn.suspended:
+            if conn.state is SUSPENDED:
                 time.sleep(_RESUMED_S)
 
     def _try(self, prefix: bytes, piece: memoryview, deadline: float | None) -> bool | None:
         """Send one chunk; None: before it began, the socket has failed or a signal handler was put off."""
         conn = self._conn
         while not conn.write_lock.acquire(timeout=0.1):
-            if conn.broken or (deadline is not None and _time.now() > deadline):
+            if conn.state is CLOSED or (deadline is not None and _time.now() > deadline):
                 return False
             if pending_here():
                 return None
         begun = False
         try:
             while True:
-                if conn.broken:
+                if conn.state is CLOSED:
                     return False
-                if conn.suspended:
+                if conn.state is SUSPENDED:
                     return self._leave(begun)
                 if conn._drain():
                     if begun:
@@ -119,7 +120,7 @@ class ChunkSender:
                     return True if begun else None
         except BaseException as error:
             conn.failed(error)
-            return self._leave(begun) if conn.suspended else False
+            return self._leave(begun) if conn.state is SUSPENDED else False
         finally:
             conn.write_lock.release()
             conn.flush()

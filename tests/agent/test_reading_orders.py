@@ -40,6 +40,7 @@ from actorrpc.errors import BackpressureError, CancelledError, PeerDiedError, Rp
 from actorrpc.futures import WAITING, Future
 from actorrpc.transport import connection, reader, writer
 from actorrpc.transport.connection import Connection
+from actorrpc.transport.connection_state import CLOSED
 from actorrpc.wire import frames
 from actorrpc.wire.frames import pack_frame
 from tests.agent.agents import record
@@ -460,7 +461,7 @@ class _World:
         """Say what is left although nobody can go on."""
         conn, wrong = self.conn, []
         tasks = self.steps.tasks
-        if conn.broken:
+        if conn.state is CLOSED:
             return ["the connection has ended"]
         for each in self.calls:
             if each.id in self.other.answered and not each.done:

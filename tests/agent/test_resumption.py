@@ -26,6 +26,7 @@ from actorrpc.futures import Future
 from actorrpc.testing import FaultProxy
 from actorrpc.transport import session
 from actorrpc.transport.connection import Connection
+from actorrpc.transport.connection_state import CLOSED
 from actorrpc.wire import handshake
 from actorrpc.wire.frames import REPLY, Frame, pack_frame
 from actorrpc.wire.identity import WorkerRecord
@@ -360,7 +361,7 @@ def alone(leftover: bytes = b"") -> Iterator[tuple[Connection, socket.socket, _Q
             conn.register()
             yield conn, there, events
         finally:
-            conn.broken = True
+            conn.enter(CLOSED)
             conn.reap()
 
 

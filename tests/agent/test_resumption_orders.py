@@ -26,6 +26,7 @@ from actorrpc.config import Settings
 from actorrpc.transport import session as session_module
 from actorrpc.transport import writer
 from actorrpc.transport.connection import Connection
+from actorrpc.transport.connection_state import CLOSED
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame
 from actorrpc.wire.integrity import Seals
@@ -302,7 +303,7 @@ class _World:
 
     def close(self) -> None:
         for end in self.ends:
-            end.broken = True
+            end.enter(CLOSED)
         for line in self.lines:
             line.cut()
         while self.steps.left:

@@ -15,6 +15,7 @@ import pytest
 from actorrpc.agent.agent import Agent
 from actorrpc.transport import signals
 from actorrpc.transport.connection import Connection
+from actorrpc.transport.connection_state import CLOSED
 from tests.agent.agents import agents
 from tests.interruptions import Interrupted, Steps, raising
 
@@ -141,7 +142,7 @@ def test_what_a_handler_raises_ends_the_wait_and_not_the_connection() -> None:
         assert _add(one, other).result() == 3
         assert to.conn is conn
         assert conn is not None
-        assert not conn.broken
+        assert conn.state is not CLOSED
 
 
 def test_a_message_in_chunks_is_not_torn_by_handlers() -> None:

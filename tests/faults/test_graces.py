@@ -25,6 +25,7 @@ from actorrpc.config import Settings
 from actorrpc.errors import PeerDiedError
 from actorrpc.futures import Future
 from actorrpc.testing import FaultProxy
+from actorrpc.transport.connection_state import SUSPENDED
 from actorrpc.wire.identity import WorkerInfo, WorkerRecord
 from tests.agent.agents import KEY, record
 
@@ -163,7 +164,7 @@ def test_a_grace_is_no_respite_for_who_is_silent() -> None:
             end.proxy.cut()
         conns = [end.agent.peer(end.other).conn for end in ends]
         for _ in itertools.count():
-            if all(conn is None or conn.suspended for conn in conns):
+            if all(conn is None or conn.state is SUSPENDED for conn in conns):
                 break
             threading.Event().wait(0.002)
         held: list[Future[Any]] = []

@@ -12,6 +12,7 @@ import pytest
 
 from actorrpc.agent.agent import Agent
 from actorrpc.errors import AuthenticationError, ProtocolError, VersionError
+from actorrpc.transport.connection_state import CLOSED
 from actorrpc.wire import handshake
 from actorrpc.wire.handshake import Acceptor, Dialler, Purpose
 from actorrpc.wire.identity import new_incarnation
@@ -296,7 +297,9 @@ def test_a_recording_opens_nothing() -> None:
                 sock.shutdown(socket.SHUT_WR)
             until(sock)
             sock.close()
-        assert not [conn for conn in agent.links.connections() if not conn.broken and conn.peer is not None]
+        assert not [
+            conn for conn in agent.links.connections() if conn.state is not CLOSED and conn.peer is not None
+        ]
 
 
 @pytest.mark.parametrize("purpose", [Purpose.LANE, Purpose.BULK])

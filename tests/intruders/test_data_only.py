@@ -40,6 +40,7 @@ from actorrpc.errors import (
 )
 from actorrpc.rpc import Named, allow, exposed
 from actorrpc.serialization import codec, data_only, exceptions
+from actorrpc.transport.connection_state import CLOSED
 from actorrpc.wire.frames import FAILURE, REPLY, REQUEST, pack_frame
 from tests.agent.agents import KEY, Stranger, agents
 from tests.intruders import payloads, service
@@ -584,7 +585,7 @@ def test_a_reply_is_data_as_well() -> None:
                 call.result()
         server.executor.answer = original  # type: ignore[method-assign]
         assert caller.call(caller.peer("a1"), service.add, (1, 2), {}, 0).result() == 3
-        assert not conn.broken
+        assert conn.state is not CLOSED
         assert not FIRED
 
 

@@ -35,6 +35,7 @@ from actorrpc.agent.calls import Call
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.agent.threads import follow_torch
 from actorrpc.futures import INTERRUPTED, WAITING, stand_by
+from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import is_protected
 
 if TYPE_CHECKING:
@@ -294,7 +295,7 @@ class ActorThread:
                 return
             if conn.outbox:
                 conn.flush(True)
-            if conn.broken:
+            if conn.state is CLOSED:
                 self.caller = None
             # Somebody else is reading it: what that thread brings in is worth one turn of the interpreter.
             time.sleep(0)

@@ -36,6 +36,7 @@ from actorrpc.errors import (
 from actorrpc.rpc import api as core
 from actorrpc.rpc.profiling import calling, modern, profiled
 from actorrpc.rpc.rref import RRef as CoreRRef
+from actorrpc.transport.connection_state import CLOSED
 from actorrpc.wire.identity import WorkerInfo
 
 __all__ = [
@@ -225,7 +226,7 @@ def _connect(to: Any) -> None:
     agent = core.group().agent
     peer = agent.peer(_checked(to))
     conn = peer.conn
-    if (conn is None or conn.broken) and not peer.is_self and peer.state == "alive":
+    if (conn is None or conn.state is CLOSED) and not peer.is_self and peer.state == "alive":
         agent.links.connect(peer, float("inf"), "remote")
 
 

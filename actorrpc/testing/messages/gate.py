@@ -29,6 +29,7 @@ from actorrpc.serialization.tensors import TensorSpan
 from actorrpc.testing.messages.faults import Fault
 from actorrpc.testing.messages.kill_points import KillPoint, finishing
 from actorrpc.testing.messages.types import ANSWER, CONTROL, Message, type_of_notice, type_of_request
+from actorrpc.transport.connection_state import CLOSED, OPEN
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire import frames
 from actorrpc.wire.headers import Header
@@ -447,7 +448,7 @@ class FaultGate:
             return
         peer.check_alive(f"cannot call {label}")
         conn = peer.conn
-        if conn is None or conn.broken:
+        if conn is None or conn.state is CLOSED:
             conn = agent.links.connect(peer, _INFINITE, label)
         if call is not None and not call.done:
             call.conn = conn  # from now on, a caller that gives the call up says so over there
@@ -590,7 +591,7 @@ class FaultGate:
         discard: Callable[[], None],
     ) -> None:
         agent = self._agent
-        if agent.closed_down or (conn is not None and conn.broken):
+        if agent.closed_down or (conn is not None and conn.state is CLOSED):
             discard()
         elif conn is None:
             agent.loop_back(kind, id, encoded, header, _INFINITE, 0)
@@ -605,7 +606,7 @@ class FaultGate:
 
 def _hand_over(conn: Connection | None) -> None:
     """Wait until the kernel has all that a connection was given to send, or the connection is lost."""
-    while conn is not None and not conn.broken and not conn.suspended:
+    while conn is not None and conn.state is OPEN:
         conn.flush(True)
         with (
             conn.write_lock
