@@ -52,7 +52,7 @@ from actorrpc.transport.failure_detector import process_state, set_up_tcp
 from actorrpc.transport.shared_memory import Borrower, Lender
 from actorrpc.transport.signals import Taken, checkpoint, uninterruptible
 from actorrpc.transport.tls import Stream, Tls, explain
-from actorrpc.wire.frames import INTRO, STREAM_ABORT, pack_frame
+from actorrpc.wire.frames import INTRO, pack_frame
 from actorrpc.wire.handshake import Dialler, Purpose, Session
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.integrity import Seals
@@ -809,9 +809,7 @@ class Connector:
                 left.clear()  # nobody waits for the others: each ends with the chunk that it has begun
                 with self._lock:
                     self._ready.pop((conn, stream), None)
-                if not conn.broken:
-                    conn.outbox.append(pack_frame(STREAM_ABORT, stream))
-                    conn.flush()
+                conn.chunks.abort(stream)
 
     # -- the end -----------------------------------------------------------------------------------------
 
