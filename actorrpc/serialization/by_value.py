@@ -6,21 +6,20 @@ and it comes home as the class that it was. A function whose captured state coul
 closure, a tensor, an RRef) is no definition: it travels whole in each message, as its state is at the time.
 A class is read when it is first sent to anybody: attributes set on it later do not travel.
 
-Runs on whichever thread encodes or decodes. Never does I/O, and never loads or pickles under a lock.
-
 Some things go by value though they could be imported: the main module, modules that are registered so, and what lies in them.
 ``cloudpickle.register_pickle_by_value(module)`` says that others do not have a module, nor what lies in it. Most
 messages have nothing of such modules, and the fast pickler writes them: it shows each object here before it would
 write a name, and stops at the first that has to go by value. So a message is read once, however long its bytes and
 texts are, and the decision is cloudpickle's own: it is about the module in which an object is found.
 
-Runs on whichever thread encodes, while others register modules: what is registered when an object is looked at
-counts. Takes no lock, does no I/O.
-
 Processes that run the same script have its functions and classes by name. But those that a script defines after it has joined
 its group others may not have come to yet, or never do (``if rank == 0:``): such a *late* one goes as a name and a definition.
-Who has it under that name takes its own, so that all that travels is of the class that the script knows; so does, a little later,
-one whose script is about to come to it. Who will not have it takes the definition, and sends it on in the same way.
+A worker that has it under that name takes its own, so that all that travels is of the class that the script knows; so does, a
+little later, one whose script is about to come to it. One that will not have it takes the definition, and sends it on in the same
+way.
+
+Runs on whichever thread encodes or decodes, while others register modules: what is registered when an object is looked at counts.
+Never does I/O, and never loads or pickles under a lock.
 """
 
 from __future__ import annotations
@@ -315,7 +314,7 @@ def _make_room(size: int) -> None:
     """Forget the oldest definitions that were sent, until one of ``size`` bytes fits."""
     kept = list(
         _sent.copy().items()
-    )  # a copy is one step; a list of items makes tuples, and the collector may run
+    )  # copied in one step: the collector may run while a list of items is made
     total = size + sum(len(data) for _, data in kept)
     for at, (key, data) in enumerate(kept):
         if total <= _MAX_SENT_BYTES and len(kept) - at < _MAX_SENT:
@@ -339,7 +338,7 @@ _before: frozenset[str] | None = None  # the names that the main module had when
 _late_seen: tuple[int, bool] = (
     -1,
     False,
-)  # how many names it had when it was last looked through, and what was found
+)  # how many names it had when last looked through, and what was found
 _PATIENCE_S: Final = 5.0
 _stalled = -1  # where the script was when it did not come to a name in time: nobody waits for it there again
 _adopted: weakref.WeakSet[Any] = weakref.WeakSet()  # late ones of others, which our main module does not have
@@ -372,7 +371,7 @@ def _is_late(obj: Any) -> bool:
     return _before is not None and name not in _before
 
 
-def _own(name: str, kinds: Any = _KINDS) -> Any:
+def _own(name: str) -> Any:
     """Return what our main module has under a name, where that is a function or a class of its own."""
     found: Any = sys.modules["__main__"]
     try:
@@ -380,7 +379,7 @@ def _own(name: str, kinds: Any = _KINDS) -> Any:
             found = getattr(found, part)
     except AttributeError:
         return None
-    return found if isinstance(found, kinds) and getattr(found, "__module__", None) in MAIN else None
+    return found if isinstance(found, _KINDS) and getattr(found, "__module__", None) in MAIN else None
 
 
 def _ahead(name: str) -> int | None:
@@ -605,9 +604,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return self._name(obj, *found)
             if self._by_reference(obj):
                 return NotImplemented
-            if (
-                getattr(obj, "__module__", None) == "builtins"
-            ):  # type(None), the type of code: no module has them by their name
+            # type(None), the type of code: no module has them by their name.
+            if getattr(obj, "__module__", None) == "builtins":
                 return _cloudpickle._class_reduce(obj)
             return self._reduce_class(obj)
         return NotImplemented
@@ -669,11 +667,5 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _in_main(obj: Any) -> bool:
-    """Say whether the main module has this very object under its name."""
-    found: Any = sys.modules.get("__main__")
-    try:
-        for part in obj.__qualname__.split("."):
-            found = getattr(found, part)
-    except AttributeError:
-        return False
-    return found is obj
+    """Say whether the main module has this very function or class, of its own, under its name."""
+    return _own(obj.__qualname__) is obj
