@@ -23,7 +23,7 @@ from actorrpc.actors import context as context_module
 from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.actors.supervision.migration import hand_over
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.context import Worker, current_worker, on_fork
+from actorrpc.agent.context import Worker, on_fork
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import driver_rpc
 from actorrpc.cluster import join as join_module
@@ -376,8 +376,9 @@ def _drive(
         keys.sweep()
         return group.enter(name, 0, directory, settings=made, key=Key.from_text(secret))
 
-    def ready(agent: Agent) -> None:
+    def ready(joined: Worker) -> None:
         nonlocal cluster, key_file, local, worker
+        agent = joined.agent
         directory.add(agent.record)
         for_others = dataclasses.asdict(_for_others(made, agent))
         where = join_module.show(*agent.record.tcp[0]) if agent.record.tcp else ""
@@ -415,7 +416,7 @@ def _drive(
             holder.hosts |= {host} if host else frozenset()
             return [holder]
 
-        cluster = Cluster(
+        cluster = joined.cluster = Cluster(
             agent,
             directory,
             given if given is not None else local,  # type: ignore[arg-type]
@@ -423,13 +424,10 @@ def _drive(
             nodes=nodes,
             seats_first=seats_first,
         )
-        worker = current_worker()
-        assert worker is not None
-        worker.cluster = cluster
+        worker = joined
         api.before_the_end(begin)
-        found = context_module.current()
-        if found is not None:
-            found.spawner = cluster
+        if joined.actors is not None:
+            joined.actors.spawner = cluster
 
     def begin(graceful: bool) -> None:
         """Before anything else ends: have others work with what is here, where they do; then the time runs."""
