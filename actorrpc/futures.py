@@ -256,7 +256,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         self._done = False
         self._value: Any = None
         self._error: BaseException | None = None
-        # May be set before the future fails, to that of another one with the same error: who looks at one has seen both.
+        # May be set before the future fails, to that of another one with the same error: a look at one is a look at both.
         self._report: _Unretrieved | None = None
         self._callbacks: list[Callable[[Future[T]], Any]] = []
         self._parked: list[threading.Lock] = []

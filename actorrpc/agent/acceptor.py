@@ -11,8 +11,8 @@ An address whose guests fail to prove the key gets ``FAILURES_PER_S`` answers a 
 answered and hold their places until their time is over, or others need them: nobody learns any faster, and members
 who share the address (one host, one NAT) are served as ever.
 
-Where there are certificates, the handshake of TLS comes first, within the same time and in the same places; who speaks no
-TLS is told so. Who fails in it is heard until it closes, or its time is over: closed at once, its unread bytes would have
+Where there are certificates, the handshake of TLS comes first, within the same time and in the same places; a guest that speaks
+no TLS is told so. One that fails in it is heard until it closes, or its time is over: closed at once, its unread bytes would have
 the kernel take back the alert that tells it why.
 
 Where there are no descriptors for another one, the listeners rest, and are tried again: those who are in have what they need,

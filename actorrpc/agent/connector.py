@@ -182,7 +182,7 @@ class Resumption:
         """Look whether the peer's process is still there, as far as its address says so."""
         if self._over(conn, lapse):
             return
-        # Who has not introduced itself yet, has no address.
+        # A peer that has not introduced itself yet has no address.
         addresses = [] if conn.peer is None else self._links.addresses(conn.peer)
         gone = bool(addresses)
         for family, address in addresses:
@@ -477,7 +477,7 @@ class Connector:
                 sock, session = self.dial(peer, family, address, Purpose.MAIN, attach, limit)
                 return self._establish(peer, sock, family == socket.AF_UNIX, session)
             except PeerDiedError:
-                # Nothing was proved; but who could lie here could as well refuse the connection, which says the same.
+                # Nothing was proved; but a liar could as well refuse the connection, which says the same.
                 self._agent.peer_ended(peer, "dead", "a new life of it answers at its address")
                 raise
             except LimitError as error:

@@ -5,8 +5,8 @@ that are not over; taking a call out of it (``dict.pop``, atomic) is the right t
 its calls that are being executed here. ``dial_lock`` guards the making of connections and is held while dialling; no other lock
 is held when it is taken. ``_credit`` guards ``charged`` and is a leaf. Nothing calls out under either.
 
-**PeerTable**: which peer a name, a rank or a WorkerInfo means, and who has ended. Who has ended stays for a while: calls to it
-fail and say why, and what it sent last can still be opened. The last ``KEPT`` of them are kept, without what only a living peer
+**PeerTable**: which peer a name, a rank or a WorkerInfo means, and which have ended. One that has ended stays for a while: calls
+to it fail and say why, and what it sent last can still be opened. The last ``KEPT`` are kept, without what only a living peer
 needs once ``_SETTLED_S`` have passed. Of the last ``_REMEMBERED`` it is known that they have ended, and why: no record of them,
 however it comes, makes them live again. Any thread may ask. ``_lock`` guards the tables and the end of a peer; nothing is
 called under it.

@@ -51,7 +51,7 @@ def timed_out(error: BaseException | None) -> bool:
 
 
 def late(context: str, timeout: float, names: Sequence[str]) -> RpcTimeoutError:
-    """Return the error for a pass that was not over in time, with the names of who has not answered."""
+    """Return the error for a pass that was not over in time, with the names of those that have not answered."""
     return RpcTimeoutError(
         f"the backward pass of {context} was not over within {timeout:g} s: no answer from {', '.join(names)}. No gradients "
         f"were changed",

@@ -521,7 +521,7 @@ def _settings(given: dict[str, Any], listen: str | None) -> Settings:
         given = {**given, "transport": "unix"}
     else:
         if transport == "unix":
-            raise ConfigError("transport='unix' and listen= contradict each other: who joins comes over TCP")
+            raise ConfigError("transport='unix' and listen= contradict each other: others join over TCP")
         host, port = join_module.parse(listen, "listen", listen=True)
         if given.get("bind") is not None or given.get("port"):
             raise ConfigError("listen= says where to listen: leave bind= and port= out")
@@ -670,7 +670,7 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
         except RpcTimeoutError:
             raise late from None
         except RpcError:
-            pass  # who looked after them is gone
+            pass  # the worker that looked after them is gone
     try:
         while _runs(agent, peer, left()) > 1:  # this very call is one
             if _time.now() >= until:

@@ -552,7 +552,7 @@ def enter(
 ) -> Group:
     """Enter the group that a directory lists; :meth:`Group.start` is still to be called.
 
-    The directory is not told: who makes the group knows how. Workers listen as the settings say.
+    The directory is not told: the caller knows how. Workers listen as the settings say.
 
     Args:
         host: what tells this host from others; by default, what does so in truth.

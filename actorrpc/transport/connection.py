@@ -559,7 +559,7 @@ class Connection:
         """
         assert self.replay is not None
         with self.read_lock:
-            # Before the other lock: who has that may wait for an acknowledgement, which somebody has to read.
+            # Before the other lock: the thread that has that may wait for an acknowledgement, which somebody has to read.
             if self.broken or not self.suspended or self.overtaken(attempt):
                 return False
             with self.write_lock:

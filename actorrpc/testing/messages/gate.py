@@ -48,7 +48,7 @@ _log = logging.getLogger("actorrpc.testing")
 
 
 def copied(encoded: Any) -> Any:
-    """Have a packed message keep copies of the memory that goes with it: who has made it may change that soon."""
+    """Have a packed message keep copies of the memory that goes with it: the caller may change that soon."""
     if not isinstance(encoded, bytes) and encoded.spans:
         encoded.spans = [TensorSpan.of(bytearray(span.view())) for span in encoded.spans]
         encoded.outgoing = None
