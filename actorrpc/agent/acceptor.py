@@ -226,9 +226,8 @@ class Admission:
             full = len(self._guests) >= max(1, agent.settings.max_unauthenticated)
             out = self._least() if full else None
             if out is not None:
-                del self._guests[
-                    out.fd
-                ]  # in one step with the entry of the next: nobody else chooses it as well
+                # In one step with the entry of the next: nobody else chooses it as well.
+                del self._guests[out.fd]
             if not closed:
                 self._guests[guest.fd] = guest
         if closed:  # while it was on its way from the door to here
@@ -241,10 +240,8 @@ class Admission:
         agent.pool.watch(guest.fd, partial(self._serve, guest))
         try:
             agent.pool.epoll.register(guest.fd, select.EPOLLIN | select.EPOLLONESHOT)
-        except (
-            OSError,
-            ValueError,
-        ):  # the next one has taken its place already, or the agent has been closed
+        except (OSError, ValueError):
+            # The next one has taken its place already, or the agent has been closed.
             self._dismiss(guest)
 
     def _acceptor(self, local: bool, binding: bytes = b"") -> Acceptor:

@@ -285,9 +285,8 @@ class Connector:
         self.tls = Tls.load(agent.settings)
         # What TLS carries needs no seals.
         self.seals = agent.settings.frame_integrity and self.tls is None
-        self._lock = (
-            threading.RLock()
-        )  # re-entrant: a signal handler may make a call while the main thread has it
+        # Re-entrant: a signal handler may make a call while the main thread has it.
+        self._lock = threading.RLock()
         self.guests = Admission(agent, self._key, self._admit, self.tls)
         self._mains: dict[bytes, Connection] = {}
         self._introducing: dict[Connection, Session] = {}

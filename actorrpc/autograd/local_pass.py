@@ -497,9 +497,8 @@ class LocalPass:
         gradients, lock = self.context.gradients, self.context.lock
         while True:
             before = gradients.get(leaf)
-            total = (
-                gradient if before is None else graph.add(before, gradient)
-            )  # not under the lock: it may be long
+            # Not under the lock: it may be long.
+            total = gradient if before is None else graph.add(before, gradient)
             with lock:
                 if gradients.get(leaf) is before:
                     gradients[leaf] = total

@@ -340,9 +340,8 @@ def _drive(
     """Make this process the driver of a cluster."""
     name = "driver" if name is None else name
     if given is not None and listen is None:
-        own_host = getattr(
-            given, "host", join_module.own_address
-        )  # an engine may know better how it is reached
+        # An engine may know better how it is reached.
+        own_host = getattr(given, "host", join_module.own_address)
         listen = join_module.show(own_host(), 0)
     host = None if listen is None else join_module.parse(listen, "listen", listen=True)[0]
     made = _settings(settings, listen)

@@ -213,9 +213,8 @@ class Group:
             self._together = True
             return
         until = _time.now() + timeout if timeout else float("inf")
-        self.barrier.reached(
-            stage, self.agent.name
-        )  # others may ask this one because those before it are gone
+        # Others may ask this one because those before it are gone.
+        self.barrier.reached(stage, self.agent.name)
         while True:
             peer = self._whom_to_ask()
             if peer.is_self:
@@ -276,9 +275,8 @@ class Group:
                 _time.sleep(_AGAIN_S)  # all its threads are blocked at present: that may pass
                 return False
             except RpcTimeoutError:
-                if (
-                    not future.done()
-                ):  # else it is the time of a call that this is done in, or it has just come
+                if not future.done():
+                    # Otherwise the time-out is that of a call that this is done in, or the answer has just come.
                     if peer.is_self:
                         self._review(stage)
                     if _time.now() >= until or self._whom_to_ask() is not peer:

@@ -312,9 +312,8 @@ def keep_sent(named: dict[bytes, bytes], known: Container[bytes]) -> dict[bytes,
 
 def _make_room(size: int) -> None:
     """Forget the oldest definitions that were sent, until one of ``size`` bytes fits."""
-    kept = list(
-        _sent.copy().items()
-    )  # copied in one step: the collector may run while a list of items is made
+    # Copied in one step: the collector may run while a list of items is made.
+    kept = list(_sent.copy().items())
     total = size + sum(len(data) for _, data in kept)
     for at, (key, data) in enumerate(kept):
         if total <= _MAX_SENT_BYTES and len(kept) - at < _MAX_SENT:
@@ -335,10 +334,8 @@ def fill_class(cls: type, state: Any) -> Any:
 
 _KINDS: Final = (type, FunctionType)
 _before: frozenset[str] | None = None  # the names that the main module had when the process joined its group
-_late_seen: tuple[int, bool] = (
-    -1,
-    False,
-)  # how many names it had when last looked through, and what was found
+# How many names it had when last looked through, and what was found.
+_late_seen: tuple[int, bool] = (-1, False)
 _PATIENCE_S: Final = 5.0
 _stalled = -1  # where the script was when it did not come to a name in time: nobody waits for it there again
 _adopted: weakref.WeakSet[Any] = weakref.WeakSet()  # late ones of others, which our main module does not have

@@ -363,9 +363,8 @@ class Connection:
     def _sink_for(self, stream: int, position: int, length: int) -> memoryview:
         assembly = self.assemblies.get(stream)
         if assembly is None:
-            if (
-                self.main is not None
-            ):  # the stream was given up, and its other connection was faster to say so
+            if self.main is not None:
+                # The stream was given up, and its other connection was faster to say so.
                 return memoryview(bytearray(length))
             raise ProtocolError(f"a chunk of unknown stream {stream}")
         sink: memoryview = assembly.sink(position, length)

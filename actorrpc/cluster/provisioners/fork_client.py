@@ -231,9 +231,8 @@ class ForkServer:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
             process.kill()
-            with contextlib.suppress(
-                subprocess.TimeoutExpired
-            ):  # the kernel may be at something that cannot be ended
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                # The kernel may be at something that cannot be ended.
                 process.wait(_END_S)
 
     # -- the end ---------------------------------------------------------------------------------------
