@@ -344,24 +344,8 @@ def test_random_changes_of_messages_are_errors_or_data() -> None:
 
 def _all_kinds() -> list[Any]:
     return [
-        *(
-            None,
-            True,
-            False,
-            0,
-            -1,
-            255,
-            2**31,
-            2**63,
-            2**64 - 1,
-            2**64,
-            -(2**63),
-            -(2**63) - 1,
-            -(2**200),
-            1.5,
-            float("inf"),
-            1j,
-        ),
+        *(None, True, False, 1.5, float("inf"), 1j),
+        *(0, -1, 255, 2**31, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, -(2**200)),
         *("", "x" * 300, "\ud800", b"", b"y" * 300, bytearray(b"z"), range(1, 9, 2), slice(1, None)),
         [1, [2, [3]]],
         (1, (2, (3, (4, 5, 6, 7)))),
