@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actorrpc.errors import PeerDiedError, RemoteError, RpcTimeoutError
+from actorrpc.errors import PeerDiedError, RemoteError, RpcError, RpcTimeoutError
 from actorrpc.rpc.refcount.messages import WorkerKey
 
-__all__ = ["blame", "died", "late", "timed_out"]
+__all__ = ["blame", "died", "late", "released", "timed_out"]
 
 _PREFIX = "Error on Node "
 _NOTE = "had in a backward pass"
@@ -43,6 +43,11 @@ def died(worker: WorkerKey, name: str) -> PeerDiedError:
         f"worker {name} (rank {worker.rank}) died during a backward pass that needed it: no gradients were changed anywhere",
         worker=name,
     )
+
+
+def released(context: object) -> RpcError:
+    """Return the error for a context that has been released meanwhile."""
+    return RpcError(f"{context} was released: its `with` block has ended")
 
 
 def timed_out(error: BaseException | None) -> bool:
