@@ -35,7 +35,7 @@ import time
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final, TypeVar
 
@@ -51,13 +51,11 @@ __all__ = [
     "GoesByValueError",
     "UnknownDefinitionError",
     "captured",
-    "definition_bytes",
     "find_main",
     "goes_by_value",
     "has_late",
     "hash_of",
     "is_by_value",
-    "keep_sent",
     "load_here",
     "loads_here",
     "modules",
@@ -136,12 +134,11 @@ def stop(pickler: Any, obj: Any) -> Any:
 
 
 MAIN: Final = ("__main__", "__mp_main__")  # multiprocessing's children call their main module the latter
-_MAX_SENT: Final = 1024
-_MAX_SENT_BYTES: Final = 64 << 20
+_MAX_CACHED: Final = 1024
 
 
 class UnknownDefinitionError(ProtocolError):
-    """A message names definitions that this side does not have (any more); the sender can send them again.
+    """A message names definitions that this side does not have (any more).
 
     Raised before anything of the message is unpickled, so decoding may simply be tried again.
     """
@@ -281,9 +278,8 @@ _classes: dict[bool, weakref.WeakKeyDictionary[type, tuple[bytes, bytes]]] = {
     False: weakref.WeakKeyDictionary(),
 }
 
-# Definitions made here, to send again; bounded. Each operation on these is one step under the interpreter's
+# The definitions of functions that were made here; bounded. Each operation on it is one step under the interpreter's
 # lock: keys may hold classes, whose metaclass may say how they compare, and that may not happen under ours.
-_sent: dict[bytes, bytes] = {}
 _functions: dict[Any, tuple[bytes, bytes]] = {}
 
 
@@ -293,33 +289,6 @@ def _remember(cls: type, key: bytes, data: bytes) -> None:
     _classes[True].setdefault(cls, (key, data))
     if not any(name.encode() in data for name in MAIN):
         _classes[False].setdefault(cls, (key, data))
-
-
-def definition_bytes(key: bytes) -> bytes | None:
-    """Return a definition that this process made and sent not too long ago, to send it again."""
-    return _sent.get(key)
-
-
-def keep_sent(named: dict[bytes, bytes], known: Container[bytes]) -> dict[bytes, bytes]:
-    """Return those definitions that the peer does not know; they can be sent again later."""
-    unknown = {key: data for key, data in named.items() if key not in known}
-    for key, data in unknown.items():
-        if len(_sent) >= _MAX_SENT or len(data) > _MAX_SENT_BYTES // _MAX_SENT:
-            _make_room(len(data))
-        _sent[key] = data
-    return unknown
-
-
-def _make_room(size: int) -> None:
-    """Forget the oldest definitions that were sent, until one of ``size`` bytes fits."""
-    # Copied in one step: the collector may run while a list of items is made.
-    kept = list(_sent.copy().items())
-    total = size + sum(len(data) for _, data in kept)
-    for at, (key, data) in enumerate(kept):
-        if total <= _MAX_SENT_BYTES and len(kept) - at < _MAX_SENT:
-            break
-        _sent.pop(key, None)
-        total -= len(data)
 
 
 def fill_class(cls: type, state: Any) -> Any:
@@ -473,7 +442,7 @@ def _rebinds(code: types.CodeType) -> bool:
             or (each.opname in ("STORE_DEREF", "DELETE_DEREF") and each.argval in code.co_freevars)
             for each in dis.get_instructions(code)
         ) or any(_rebinds(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
-        if len(_rebinding) >= _MAX_SENT:
+        if len(_rebinding) >= _MAX_CACHED:
             _rebinding.clear()
         _rebinding[code] = found
     return found
@@ -652,7 +621,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         data = self._dump_definition(function)
         found = (hash_of(data), data)
         if cache_key is not None:
-            if len(_functions) >= _MAX_SENT:
+            if len(_functions) >= _MAX_CACHED:
                 _functions.clear()
             _functions[cache_key] = found
         return found
