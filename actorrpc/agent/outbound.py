@@ -167,7 +167,7 @@ def send(
         peer = conn.peer
         for digest, definition in encoded.definitions.items():
             conn.outbox.append(pack_frame(frames.DEFINITION, body=digest + definition))
-            peer.known.add(digest)
+            peer.sent_definition(digest, len(definition))
 
     def put(body: bytes, flags: int, header: Header | None) -> None:
         extra = pack_header(header) if header else b""
