@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -261,10 +260,3 @@ class ForkServer:
         self._outbox.clear()
         if self._process is not None:
             self._process.returncode = 0  # it is no child of this process: nobody waits for it here
-
-    def wait_until_ready(self, timeout: float) -> bool:
-        """Wait until the server has imported all that it needs. For benchmarks."""
-        until = time.monotonic() + timeout
-        while not self.is_ready and not self.is_gone and time.monotonic() < until:
-            time.sleep(0.005)
-        return self.is_ready
