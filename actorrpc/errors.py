@@ -48,9 +48,8 @@ __all__ = [
     "WrongTypeError",
 ]
 
-_CAUSE: Any = BaseException.__dict__[
-    "__cause__"
-]  # a user's class may refuse to be asked for it, or given one
+# A user's class may refuse to be asked for it, or given one.
+_CAUSE: Any = BaseException.__dict__["__cause__"]
 
 
 class RpcError(RuntimeError):

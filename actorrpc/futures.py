@@ -122,14 +122,12 @@ class _Unretrieved:
     def __init__(self, error: BaseException, label: object) -> None:
         self.error = error
         self.label = label
-        self.seen = (
-            type(error) is CancelledError or _reporter.hushed
-        )  # the one that cancels, or leaves, knows
+        # The one that cancels, or leaves, knows.
+        self.seen = type(error) is CancelledError or _reporter.hushed
 
     def __del__(self) -> None:
-        if (
-            not self.seen and not sys.is_finalizing()
-        ):  # then no thread starts any more, and waits for it never end
+        if not self.seen and not sys.is_finalizing():
+            # (While the interpreter ends no thread starts any more, and waits for it never end.)
             # Logging takes locks, and this may run anywhere: a thread of its own reports it.
             _reporter.report(f"{self.label} failed and nobody looked at the error: {say(self.error, repr)}")
 
@@ -256,7 +254,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         self._done = False
         self._value: Any = None
         self._error: BaseException | None = None
-        # May be set before the future fails, to that of another one with the same error: who looks at one has seen both.
+        # May be set before the future fails, to that of another one with the same error: a look at one is a look at both.
         self._report: _Unretrieved | None = None
         self._callbacks: list[Callable[[Future[T]], Any]] = []
         self._parked: list[threading.Lock] = []

@@ -131,7 +131,7 @@ def main() -> int:
         except (actorrpc.CollectiveError, actorrpc.ActorUnavailableError) as error:
             print(f"epoch {epoch + 1}: {type(error).__name__}: a trainer is lost", file=sys.stderr)
             collective.rebuild()
-            # Whoever has come furthest gives the others its weights, the new one among them.
+            # The one that has come furthest gives the others its weights, the new one among them.
             places = actorrpc.get([each.where.remote() for each in trainers])
             (epoch, first), best = max((place, rank) for rank, place in enumerate(places))
             actorrpc.get(collective.broadcast("model", src=best))

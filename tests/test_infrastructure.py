@@ -133,9 +133,8 @@ def test_what_is_left_behind_is_named_and_only_charged_to_its_test(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.limit(
-    180
-)  # interpreters that import torch, one after the other: that takes its time on a busy machine
+# Interpreters that import torch, one after the other: that takes its time on a busy machine.
+@pytest.mark.limit(180)
 @pytest.mark.prints(r"^E +process \d+ .*-Wdefault::ResourceWarning -c ")
 def test_a_test_over_its_limit_shows_all_stacks_and_leaves_no_process(tmp_path: Path) -> None:
     status, output = run_session(

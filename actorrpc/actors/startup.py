@@ -13,20 +13,17 @@ from actorrpc.actors.host.registry import ActorRegistry
 from actorrpc.actors.streams.producer import Streams
 from actorrpc.actors.supervision.names import Names
 from actorrpc.actors.supervision.supervisor import Supervisor
-from actorrpc.agent.agent import Agent
-from actorrpc.agent.context import current_worker
+from actorrpc.agent.context import Worker
 from actorrpc.futures import hush
 from actorrpc.rpc import api
-from actorrpc.rpc.refcount.runtime import References
 
 __all__ = ["start"]
 
 
-def start(agent: Agent, references: References) -> Callable[[bool], None]:
-    """Bring the actor layer of the current worker into force; returns what ends it."""
-    worker = current_worker()
-    assert worker is not None
-    made = Runtime(agent, references)
+def start(worker: Worker) -> Callable[[bool], None]:
+    """Bring the actor layer of a worker into force; returns what ends it."""
+    agent = worker.agent
+    made = Runtime(agent, worker.references)
     made.names = Names(made, api.namespace())
     made.streams = Streams(agent)
     made.residents = ActorRegistry(made)

@@ -11,8 +11,8 @@ An address whose guests fail to prove the key gets ``FAILURES_PER_S`` answers a 
 answered and hold their places until their time is over, or others need them: nobody learns any faster, and members
 who share the address (one host, one NAT) are served as ever.
 
-Where there are certificates, the handshake of TLS comes first, within the same time and in the same places; who speaks no
-TLS is told so. Who fails in it is heard until it closes, or its time is over: closed at once, its unread bytes would have
+Where there are certificates, the handshake of TLS comes first, within the same time and in the same places; a guest that speaks
+no TLS is told so. One that fails in it is heard until it closes, or its time is over: closed at once, its unread bytes would have
 the kernel take back the alert that tells it why.
 
 Where there are no descriptors for another one, the listeners rest, and are tried again: those who are in have what they need,
@@ -226,9 +226,8 @@ class Admission:
             full = len(self._guests) >= max(1, agent.settings.max_unauthenticated)
             out = self._least() if full else None
             if out is not None:
-                del self._guests[
-                    out.fd
-                ]  # in one step with the entry of the next: nobody else chooses it as well
+                # In one step with the entry of the next: nobody else chooses it as well.
+                del self._guests[out.fd]
             if not closed:
                 self._guests[guest.fd] = guest
         if closed:  # while it was on its way from the door to here
@@ -241,10 +240,8 @@ class Admission:
         agent.pool.watch(guest.fd, partial(self._serve, guest))
         try:
             agent.pool.epoll.register(guest.fd, select.EPOLLIN | select.EPOLLONESHOT)
-        except (
-            OSError,
-            ValueError,
-        ):  # the next one has taken its place already, or the agent has been closed
+        except (OSError, ValueError):
+            # The next one has taken its place already, or the agent has been closed.
             self._dismiss(guest)
 
     def _acceptor(self, local: bool, binding: bytes = b"") -> Acceptor:

@@ -389,7 +389,7 @@ class Agent:
         peer = self.self_peer
         for digest, definition in encoded.definitions.items():
             peer.definitions.add(digest, definition)
-            peer.known.add(digest)
+            peer.sent_definition(digest, len(definition))
         buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
         extra = pack_header(header) if header else b""
         now = _time.now()

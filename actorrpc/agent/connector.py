@@ -53,7 +53,7 @@ from actorrpc.transport.failure_detector import process_state, set_up_tcp
 from actorrpc.transport.shared_memory import Borrower, Lender
 from actorrpc.transport.signals import Taken, checkpoint, uninterruptible
 from actorrpc.transport.tls import Stream, Tls, explain
-from actorrpc.wire.frames import INTRO, STREAM_ABORT, pack_frame
+from actorrpc.wire.frames import INTRO, pack_frame
 from actorrpc.wire.handshake import Dialler, Purpose, Session
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.integrity import Seals
@@ -183,7 +183,7 @@ class Resumption:
         """Look whether the peer's process is still there, as far as its address says so."""
         if self._over(conn, lapse):
             return
-        # Who has not introduced itself yet, has no address.
+        # A peer that has not introduced itself yet has no address.
         addresses = [] if conn.peer is None else self._links.addresses(conn.peer)
         gone = bool(addresses)
         for family, address in addresses:
@@ -286,9 +286,8 @@ class Connector:
         self.tls = Tls.load(agent.settings)
         # What TLS carries needs no seals.
         self.seals = agent.settings.frame_integrity and self.tls is None
-        self._lock = (
-            threading.RLock()
-        )  # re-entrant: a signal handler may make a call while the main thread has it
+        # Re-entrant: a signal handler may make a call while the main thread has it.
+        self._lock = threading.RLock()
         self.guests = Admission(agent, self._key, self._admit, self.tls)
         self._mains: dict[bytes, Connection] = {}
         self._introducing: dict[Connection, Session] = {}
@@ -478,7 +477,7 @@ class Connector:
                 sock, session = self.dial(peer, family, address, Purpose.MAIN, attach, limit)
                 return self._establish(peer, sock, family == socket.AF_UNIX, session)
             except PeerDiedError:
-                # Nothing was proved; but who could lie here could as well refuse the connection, which says the same.
+                # Nothing was proved; but a liar could as well refuse the connection, which says the same.
                 self._agent.peer_ended(peer, "dead", "a new life of it answers at its address")
                 raise
             except LimitError as error:
@@ -810,9 +809,7 @@ class Connector:
                 left.clear()  # nobody waits for the others: each ends with the chunk that it has begun
                 with self._lock:
                     self._ready.pop((conn, stream), None)
-                if conn.state is not CLOSED:
-                    conn.outbox.append(pack_frame(STREAM_ABORT, stream))
-                    conn.flush()
+                conn.chunks.abort(stream)
 
     # -- the end -----------------------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ class Recorder(Protocol):
 
         Args:
             tag: what :meth:`sent` has returned there, as it came over the wire.
-            peer: who has sent it; None for something that was kept.
+            peer: its sender; None for something that was kept.
 
         Raises:
             ProtocolError: the tag makes no sense.
@@ -151,7 +151,7 @@ def recorded(recorder: Recorder, header: Header | None, tensors: Sequence[Any], 
 
 
 def riding(interceptors: Sequence[Interceptor], header: Header) -> Sequence[Interceptor]:
-    """Return who wraps the execution of a call with this header: its riders are the outermost."""
+    """Return what wraps the execution of a call with this header: its riders are the outermost."""
     return [*(rider for name, rider in RIDERS.items() if name in header), *interceptors]
 
 
@@ -255,6 +255,6 @@ def watch(watcher: Callable[[str, str], None] | None) -> None:
 
 
 def reach(point: str, worker: str = "") -> None:
-    """Be at a point. ``worker``: who is, where the process has no agent yet."""
+    """Be at a point. ``worker``: the one that is, where the process has no agent yet."""
     if _watcher is not None:
         _watcher(point, worker)

@@ -169,7 +169,7 @@ class Inbox:
         return None
 
     def _refuse_large(self, conn: Connection, frame: Frame, size: int) -> None:
-        """Have the sender of a message hear, or who waits for it here, that there is no memory for it."""
+        """Tell the sender of a message, or the caller that waits for it here, that there is no memory for it."""
         peer = self._sender(conn)
         where = f"worker {self._agent.name!r}: {explain_memory()}"
         much = f"{size >> 20} MiB" if size >> 20 else f"{size} bytes"

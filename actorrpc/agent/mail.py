@@ -6,13 +6,11 @@ right mailbox while the connection's read lock is held, in the order of the wire
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol
-
-import msgpack
+from typing import TYPE_CHECKING, Protocol
 
 from actorrpc.errors import UnknownWorkerError
 from actorrpc.wire.frames import Frame
-from actorrpc.wire.headers import Header
+from actorrpc.wire.headers import Header, pack_header
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
@@ -20,8 +18,6 @@ if TYPE_CHECKING:
     from actorrpc.transport.connection import Connection
 
 __all__ = ["ActorHeader", "MailRouter", "NullRouter"]
-
-_packb: Final = msgpack.packb
 
 
 class ActorHeader:
@@ -38,7 +34,7 @@ class ActorHeader:
         self.header = header
         self.interrupts = interrupts
         self.late = late
-        self.packed: bytes = _packb(header)
+        self.packed: bytes = pack_header(header)
 
 
 class MailRouter(Protocol):

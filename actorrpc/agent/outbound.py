@@ -21,8 +21,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import msgpack
-
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.hooks import Recorder, recorded
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError, ShutdownError
@@ -31,7 +29,7 @@ from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.shared_memory import Placement
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, pack_frame, unpack_position
-from actorrpc.wire.headers import Header, unpack_header
+from actorrpc.wire.headers import Header, pack_header, unpack_header
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
@@ -60,7 +58,6 @@ STREAM: Final = frames.STREAM
 BODY: Final = 8  # the body itself is the last buffer of the stream
 _MEANING: Final = frames.LETTER | frames.POST  # flags that say nothing of where the buffers are
 
-_packb = msgpack.packb
 _ABORTED_KEPT: Final = 64  # so many given up messages are remembered
 _STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
 
@@ -171,13 +168,16 @@ def send(
         peer = conn.peer
         for digest, definition in encoded.definitions.items():
             conn.outbox.append(pack_frame(frames.DEFINITION, body=digest + definition))
-            peer.known.add(digest)
+            peer.sent_definition(digest, len(definition))
+
+    def put(body: bytes, flags: int, header: Header | None) -> None:
+        extra = pack_header(header) if header else b""
+        frame = pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=extra)
+        _post(conn, frame, call)
+
     settings = agent.settings
     if not spans and len(body) <= settings.chunk:
-        extra = _packb(header) if header else b""
-        _post(
-            conn, pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=extra), call
-        )
+        put(body, flags, header)
         return True
     _check(encoded, settings)
     header = header.copy() if header else {}
@@ -186,28 +186,14 @@ def send(
         conn.peer.charge(call, total)
     if total < settings.lane_threshold:
         header["sizes"] = [span.nbytes for span in spans]
-        parts = [body]
-        parts.extend(bytes(span.view()) for span in spans)
-        frame = pack_frame(
-            kind,
-            id,
-            b"".join(parts),
-            flags=flags | INLINE,
-            remaining=remaining,
-            chain=chain,
-            extra=_packb(header),
-        )
-        _post(conn, frame, call)
+        put(b"".join([body, *(bytes(span.view()) for span in spans)]), flags | INLINE, header)
         return True
     if conn.local and spans and len(body) <= settings.chunk:
         lender = agent.lender(conn)
         placement = lender.place(spans) if lender is not None else None
         if placement is not None:
             header["placement"] = placement.pack()
-            frame = pack_frame(
-                kind, id, body, flags=flags | LANE, remaining=remaining, chain=chain, extra=_packb(header)
-            )
-            _post(conn, frame, call)
+            put(body, flags | LANE, header)
             return True
     flags |= STREAM
     buffers = [(index, span.view()) for index, span in enumerate(spans)]
@@ -225,8 +211,7 @@ def send(
     if striped:
         header["striped"] = True
         ready = agent.links.expect_ready(conn, stream)
-    frame = pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=_packb(header))
-    _post(conn, frame, call)
+    put(body, flags, header)
     limit = None if deadline == float("inf") else deadline
     pieces = _pieces(buffers, settings.chunk)
     if ready is not None:

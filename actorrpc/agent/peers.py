@@ -5,8 +5,8 @@ that are not over; taking a call out of it (``dict.pop``, atomic) is the right t
 its calls that are being executed here. ``dial_lock`` guards the making of connections and is held while dialling; no other lock
 is held when it is taken. ``_credit`` guards ``charged`` and is a leaf. Nothing calls out under either.
 
-**PeerTable**: which peer a name, a rank or a WorkerInfo means, and who has ended. Who has ended stays for a while: calls to it
-fail and say why, and what it sent last can still be opened. The last ``KEPT`` of them are kept, without what only a living peer
+**PeerTable**: which peer a name, a rank or a WorkerInfo means, and which have ended. One that has ended stays for a while: calls
+to it fail and say why, and what it sent last can still be opened. The last ``KEPT`` are kept, without what only a living peer
 needs once ``_SETTLED_S`` have passed. Of the last ``_REMEMBERED`` it is known that they have ended, and why: no record of them,
 however it comes, makes them live again. Any thread may ask. ``_lock`` guards the tables and the end of a peer; nothing is
 called under it.
@@ -114,6 +114,9 @@ class MembershipEvents:
                     _log.exception("a listener for changes of members raised")
 
 
+# A peer keeps at least four times as many definitions, and bytes of them (codec.DefinitionStore).
+_KNOWN: Final = 1024
+_KNOWN_BYTES: Final = 64 << 20
 MAX_PENDING: Final = 1 << 17  # calls in flight to one peer before further ones wait
 
 
@@ -148,6 +151,7 @@ class Peer:
         self.ids = itertools.count(1)
         self.streams = itertools.count(1)
         self.known: set[bytes] = set()
+        self._known_bytes = 0
         self.definitions = definitions
         self.dial_lock = threading.Lock()
         self.scan_at = float("inf")
@@ -239,6 +243,14 @@ class Peer:
             maybe_executed=maybe_executed,
             worker=self.name,
         )
+
+    def sent_definition(self, digest: bytes, size: int) -> None:
+        """Note that the peer has a definition. It keeps the latest only: long before it drops one, all are sent anew."""
+        self._known_bytes += size
+        if len(self.known) >= _KNOWN or self._known_bytes > _KNOWN_BYTES:
+            self.known.clear()
+            self._known_bytes = size
+        self.known.add(digest)
 
     def relieve(self) -> None:
         """Let go of what only a living peer needs, and what it sent last no more."""

@@ -450,9 +450,8 @@ class Pool:
             self._settle()  # it may have read answers, and queued what they have completed
 
     def _wake_sleeper(self) -> None:
-        with (
-            self._lock
-        ):  # under it, as the last to leave closes the descriptor: its number is somebody else's then
+        with self._lock:
+            # Under it, as the last to leave closes the descriptor: its number is somebody else's then.
             # A thread that was being started may have come after the last had left: it finds out by itself.
             if self.threads and self._kick_fd >= 0:
                 os.eventfd_write(self._kick_fd, 1)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.autograd.graph import GradientEdge
 
-from actorrpc.autograd.errors import blame, late, timed_out
+from actorrpc.autograd.errors import blame, late, released, timed_out
 from actorrpc.autograd.graph import ReachableGraph
 from actorrpc.autograd.local_pass import LocalPass, Terms
 from actorrpc.autograd.messages import Contribution, Discover, Gradient, Message, Run, Settle, Sink, Stratum
 from actorrpc.autograd.planner import ROOTS, Send, make_plan, unknown
-from actorrpc.errors import ProtocolError, RpcError, RpcTimeoutError
+from actorrpc.errors import ProtocolError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.rpc.refcount.messages import WorkerKey
 
@@ -106,7 +106,7 @@ class Coordinator:
             )
         if not self._participant.decide(part, True):
             self._check()
-            raise RpcError(f"{self._context} was released: its `with` block has ended")
+            raise released(self._context)
         if self._terms.accumulate == "grad":  # .grad is looked at as soon as this is over
             yield from self._settle()
         if not (self._terms.retain_graph or self._terms.create_graph):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actorrpc.errors import PeerDiedError, RemoteError, RpcTimeoutError
+from actorrpc.errors import PeerDiedError, RemoteError, RpcError, RpcTimeoutError
 from actorrpc.rpc.refcount.messages import WorkerKey
 
-__all__ = ["blame", "died", "late", "timed_out"]
+__all__ = ["blame", "died", "late", "released", "timed_out"]
 
 _PREFIX = "Error on Node "
 _NOTE = "had in a backward pass"
@@ -45,13 +45,18 @@ def died(worker: WorkerKey, name: str) -> PeerDiedError:
     )
 
 
+def released(context: object) -> RpcError:
+    """Return the error for a context that has been released meanwhile."""
+    return RpcError(f"{context} was released: its `with` block has ended")
+
+
 def timed_out(error: BaseException | None) -> bool:
     """Say whether there was no answer in time: not, whether another worker says so of somebody else."""
     return isinstance(error, RpcTimeoutError) and not isinstance(error, RemoteError)
 
 
 def late(context: str, timeout: float, names: Sequence[str]) -> RpcTimeoutError:
-    """Return the error for a pass that was not over in time, with the names of who has not answered."""
+    """Return the error for a pass that was not over in time, with the names of those that have not answered."""
     return RpcTimeoutError(
         f"the backward pass of {context} was not over within {timeout:g} s: no answer from {', '.join(names)}. No gradients "
         f"were changed",

@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge
 from actorrpc import _time
 from actorrpc.autograd import graph
 from actorrpc.autograd.contexts import Context, Node, Receipt
+from actorrpc.autograd.errors import released
 from actorrpc.autograd.graph import ReachableGraph, Tensors
 from actorrpc.autograd.messages import Contribution, Gradient, Gradients, Stratum
 from actorrpc.autograd.planner import ROOTS
@@ -278,7 +279,7 @@ class LocalPass:
         for node in reach.receipts:
             receipt = context.receipts.get(node)
             if receipt is None:
-                raise RpcError(f"{context} was released: its `with` block has ended")
+                raise released(context)
             self._receipts[node] = receipt
         for node in reach.leaves:
             self._leaves[node] = None
@@ -497,9 +498,8 @@ class LocalPass:
         gradients, lock = self.context.gradients, self.context.lock
         while True:
             before = gradients.get(leaf)
-            total = (
-                gradient if before is None else graph.add(before, gradient)
-            )  # not under the lock: it may be long
+            # Not under the lock: it may be long.
+            total = gradient if before is None else graph.add(before, gradient)
             with lock:
                 if gradients.get(leaf) is before:
                     gradients[leaf] = total

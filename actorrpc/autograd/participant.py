@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 from actorrpc import _time
 from actorrpc.autograd.contexts import Context, Contexts
 from actorrpc.autograd.coordinator import Coordinator
-from actorrpc.autograd.errors import blame, died
+from actorrpc.autograd.errors import blame, died, released
 from actorrpc.autograd.graph import ReachableGraph
 from actorrpc.autograd.local_pass import FINISH, LocalPass, Terms, reach_of, remember
 from actorrpc.autograd.messages import (
@@ -193,7 +193,7 @@ class Participant:
         part.begun = True
         with context.lock:
             if context.released:
-                raise RpcError(f"{context} was released: its `with` block has ended")
+                raise released(context)
             context.passes[part.id] = part
         return Coordinator(self, part, terms, edges, given)
 
@@ -279,7 +279,7 @@ class Participant:
         for node in reach.receipts:
             receipt = context.receipts.get(node)
             if receipt is None:
-                raise RpcError(f"{context} was released: its `with` block has ended")
+                raise released(context)
             found.append(Sink(receipt.worker, receipt.message, receipt.number))
         return tuple(found)
 
@@ -288,7 +288,7 @@ class Participant:
         part = context.passes.get(id)
         if part is None:
             if context.released:
-                raise RpcError(f"{context} was released: its `with` block has ended")
+                raise released(context)
             if id in context.ended:
                 return None
             part = context.passes[id] = LocalPass(context, id, origin)

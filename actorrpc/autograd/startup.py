@@ -6,8 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from actorrpc.agent.agent import Agent
-from actorrpc.agent.context import current_worker
+from actorrpc.agent.context import Worker, current_worker
 from actorrpc.agent.hooks import NoRecorder
 from actorrpc.agent.peers import Peer
 from actorrpc.autograd.contexts import Contexts
@@ -47,10 +46,9 @@ def participant() -> Participant:
     return found
 
 
-def start(agent: Agent, references: References) -> Callable[[bool], None]:
-    """Bring distributed autograd of the current worker into force; returns what ends it."""
-    worker = current_worker()
-    assert worker is not None
+def start(worker: Worker) -> Callable[[bool], None]:
+    """Bring distributed autograd of a worker into force; returns what ends it."""
+    agent, references = worker.agent, worker.references
     made = Contexts(references.me)
     part = Participant(made, AgentTransport(agent, references))
     lease = agent.settings.context_ttl

@@ -23,7 +23,7 @@ from actorrpc.actors import context as context_module
 from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.actors.supervision.migration import hand_over
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.context import Worker, current_worker, on_fork
+from actorrpc.agent.context import Worker, on_fork
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import driver_rpc
 from actorrpc.cluster import join as join_module
@@ -340,9 +340,8 @@ def _drive(
     """Make this process the driver of a cluster."""
     name = "driver" if name is None else name
     if given is not None and listen is None:
-        own_host = getattr(
-            given, "host", join_module.own_address
-        )  # an engine may know better how it is reached
+        # An engine may know better how it is reached.
+        own_host = getattr(given, "host", join_module.own_address)
         listen = join_module.show(own_host(), 0)
     host = None if listen is None else join_module.parse(listen, "listen", listen=True)[0]
     made = _settings(settings, listen)
@@ -376,8 +375,9 @@ def _drive(
         keys.sweep()
         return group.enter(name, 0, directory, settings=made, key=Key.from_text(secret))
 
-    def ready(agent: Agent) -> None:
+    def ready(joined: Worker) -> None:
         nonlocal cluster, key_file, local, worker
+        agent = joined.agent
         directory.add(agent.record)
         for_others = dataclasses.asdict(_for_others(made, agent))
         where = join_module.show(*agent.record.tcp[0]) if agent.record.tcp else ""
@@ -415,7 +415,7 @@ def _drive(
             holder.hosts |= {host} if host else frozenset()
             return [holder]
 
-        cluster = Cluster(
+        cluster = joined.cluster = Cluster(
             agent,
             directory,
             given if given is not None else local,  # type: ignore[arg-type]
@@ -423,13 +423,10 @@ def _drive(
             nodes=nodes,
             seats_first=seats_first,
         )
-        worker = current_worker()
-        assert worker is not None
-        worker.cluster = cluster
+        worker = joined
         api.before_the_end(begin)
-        found = context_module.current()
-        if found is not None:
-            found.spawner = cluster
+        if joined.actors is not None:
+            joined.actors.spawner = cluster
 
     def begin(graceful: bool) -> None:
         """Before anything else ends: have others work with what is here, where they do; then the time runs."""
@@ -523,7 +520,7 @@ def _settings(given: dict[str, Any], listen: str | None) -> Settings:
         given = {**given, "transport": "unix"}
     else:
         if transport == "unix":
-            raise ConfigError("transport='unix' and listen= contradict each other: who joins comes over TCP")
+            raise ConfigError("transport='unix' and listen= contradict each other: others join over TCP")
         host, port = join_module.parse(listen, "listen", listen=True)
         if given.get("bind") is not None or given.get("port"):
             raise ConfigError("listen= says where to listen: leave bind= and port= out")
@@ -672,7 +669,7 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
         except RpcTimeoutError:
             raise late from None
         except RpcError:
-            pass  # who looked after them is gone
+            pass  # the worker that looked after them is gone
     try:
         while _runs(agent, peer, left()) > 1:  # this very call is one
             if _time.now() >= until:

@@ -89,7 +89,7 @@ class Directory:
 
 _log = logging.getLogger("actorrpc.cluster")
 VISITOR: Final = "joining-"
-"""What the name of one begins with who asks whether it may join: no worker may be called that."""
+"""What the name of a process begins with that asks whether it may join: no worker may be called that."""
 
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
 _RESERVED_S: Final = 60.0  # how long a name is kept for one who has been admitted
@@ -405,7 +405,7 @@ class Cluster:
     # -- those who join --------------------------------------------------------------------------------------
 
     def admit(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Say whether one may join who asks under another name, and tell it what it needs to know.
+        """Say whether a process may join that asks under another name, and tell it what it needs to know.
 
         Returns:
             ``{"error": text}``, or its rank, the driver's record, and the settings.

@@ -356,9 +356,8 @@ class Logs:
         try:
             stream.write("".join(lines))
             stream.flush()
-        except (
-            BaseException
-        ):  # closed, or its reader is gone, or it is somebody's own object: the driver goes on
+        except BaseException:
+            # Closed, or its reader is gone, or it is somebody's own object: the driver goes on.
             pass
 
 

@@ -63,9 +63,8 @@ class _OurName(str):
 
 def _register(name: str) -> None:
     """Have a module travel by value, whether or not it is there yet: ``cloudpickle``'s own function wants to see it."""
-    modules.add(
-        _OurName(name)
-    )  # where the program was first, this changes nothing, and what is there stays its own
+    # Where the program was first, this changes nothing, and what is there stays its own.
+    modules.add(_OurName(name))
 
 
 def by_value() -> None:

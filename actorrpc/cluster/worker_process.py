@@ -21,11 +21,10 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from actorrpc.actors import context as context_module
 from actorrpc.actors.host.actor import HostedActor
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.context import current_worker
+from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import driver_rpc, logs
 from actorrpc.cluster.driver_client import RemoteDirectory, RemoteSpawner
@@ -180,12 +179,9 @@ def enter(
     directory.attach(agent)
     leavers: list[Leaver] = []
 
-    def ready(agent: Agent) -> None:
-        leaver = Leaver(agent, rref.runtime(), lambda: _announce(agent, driver.name))
+    def ready(worker: Worker) -> None:
+        leaver = worker.leaver = Leaver(agent, worker.references, lambda: _announce(agent, driver.name))
         leavers.append(leaver)
-        worker = current_worker()
-        assert worker is not None
-        worker.leaver = leaver
 
         def ended(peer: Peer) -> None:
             if peer.name == driver.name:
@@ -194,9 +190,8 @@ def enter(
                 leaver.leave(False)
 
         agent.on_peer_end.append(ended)
-        found = context_module.current()
-        if found is not None:
-            found.spawner = RemoteSpawner(agent, driver.name)
+        if worker.actors is not None:
+            worker.actors.spawner = RemoteSpawner(agent, driver.name)
 
     def stop(graceful: bool, _seconds: float) -> None:
         if graceful:

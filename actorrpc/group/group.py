@@ -214,9 +214,8 @@ class Group:
             self._together = True
             return
         until = _time.now() + timeout if timeout else float("inf")
-        self.barrier.reached(
-            stage, self.agent.name
-        )  # others may ask this one because those before it are gone
+        # Others may ask this one because those before it are gone.
+        self.barrier.reached(stage, self.agent.name)
         while True:
             peer = self._whom_to_ask()
             if peer.is_self:
@@ -277,9 +276,8 @@ class Group:
                 _time.sleep(_AGAIN_S)  # all its threads are blocked at present: that may pass
                 return False
             except RpcTimeoutError:
-                if (
-                    not future.done()
-                ):  # else it is the time of a call that this is done in, or it has just come
+                if not future.done():
+                    # Otherwise the time-out is that of a call that this is done in, or the answer has just come.
                     if peer.is_self:
                         self._review(stage)
                     if _time.now() >= until or self._whom_to_ask() is not peer:
@@ -553,7 +551,7 @@ def enter(
 ) -> Group:
     """Enter the group that a directory lists; :meth:`Group.start` is still to be called.
 
-    The directory is not told: who makes the group knows how. Workers listen as the settings say.
+    The directory is not told: the caller knows how. Workers listen as the settings say.
 
     Args:
         host: what tells this host from others; by default, what does so in truth.

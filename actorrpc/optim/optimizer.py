@@ -449,7 +449,7 @@ class DistributedOptimizer:
                 each=lambda name: (group.options, shares[name][1][0] if name in shares else []),
             )
             counts = {name: account.counts for name, account in accounts.items()}
-            # Before any worker has the group: who clips meanwhile must know where its parameters belong.
+            # Before any worker has the group: a thread that clips meanwhile must know where its parameters belong.
             self._note([group], counts | {name: account.counts[-1:] for name, (_, account) in made.items()})
             self._all(what, "commit_group", seconds=left.left())
             # A new table: a thread that goes through the old one goes on.

@@ -72,10 +72,10 @@ _LATE_S = 0.5
 _SETTLE_S = 30.0  # how long shutdown waits for the last references, once every live worker has come to it
 
 
-#: Called with a new agent and its references before the first call is served; what each returns is called at the
+#: Called with a new worker before the first call is served; what each returns is called at the
 #: end, the last one first, with whether the end is a graceful one (and again, with False, if Ctrl-C comes in a
 #: graceful one). For the floors above.
-on_start: list[Callable[[Agent, References], Callable[[bool], None]]] = []
+on_start: list[Callable[[Worker], Callable[[bool], None]]] = []
 
 
 _before = 0.0
@@ -186,7 +186,7 @@ def install(
     what: str,
     *,
     namespace: str = "",
-    ready: Callable[[Agent], None] | None = None,
+    ready: Callable[[Worker], None] | None = None,
     stop: Callable[[bool, float], None] | None = None,
 ) -> None:
     """Put a group in force in this process, start the floors above, and serve calls. For those who found groups.
@@ -196,7 +196,7 @@ def install(
         timeout: the default time-out of calls, in seconds; 0 means none.
         what: what this process is then, in words for messages.
         namespace: where actors that say none look for names.
-        ready: called when all is in place, before the first call is served.
+        ready: called with the worker when all is in place, before the first call is served.
         stop: called at the end, before the agent is closed, with whether that is a graceful one and how many
             seconds are left for it (0: as many as it thinks right).
 
@@ -226,9 +226,9 @@ def install(
             worker.in_force = True
             worker.stop = stop
             for start in on_start:
-                worker.ends.append(start(group.agent, worker.references))
+                worker.ends.append(start(worker))
             if ready is not None:
-                ready(group.agent)
+                ready(worker)
             group.start()
         except BaseException:
             if worker is not None:

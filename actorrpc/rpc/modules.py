@@ -2,8 +2,8 @@
 
 Both wings use it: :class:`~actorrpc.nn.RemoteModule`, by way of :func:`on_owner`, and the handles of actors whose class
 is a module, by way of the actor's mailbox. The functions here take the module itself, run on its owner, on the thread of
-the call, and return what can travel: RRefs in place of parameters, never the module. They know no locks: who calls
-``to`` and ``forward`` of one module at the same time gets what torch gives on two threads.
+the call, and return what can travel: RRefs in place of parameters, never the module. They know no locks: calls
+of ``to`` and ``forward`` of one module at the same time do what they do on two threads of torch.
 """
 
 from __future__ import annotations

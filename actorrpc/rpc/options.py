@@ -19,7 +19,7 @@ from actorrpc.validation import MOST, checks_of, integer, number, text, wrong
 from actorrpc.wire.keys import Key
 
 if TYPE_CHECKING:
-    from actorrpc.agent.agent import Agent
+    from actorrpc.agent.context import Worker
 
 __all__ = [
     "DEFAULT_INIT_METHOD",
@@ -124,8 +124,8 @@ class RpcBackendOptions:
     _init_method = DEFAULT_INIT_METHOD
     _extra: Mapping[str, Any] = MappingProxyType({})
 
-    def _ready(self, agent: Agent) -> None:
-        """Do nothing with the agent that these options have made, before it serves its first call. For subclasses."""
+    def _ready(self, worker: Worker) -> None:
+        """Do nothing with the worker that these options have made, before it serves its first call. For subclasses."""
 
     @property
     def rpc_timeout(self) -> float:

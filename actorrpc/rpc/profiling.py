@@ -375,9 +375,8 @@ class _Rider(Bystander):
 
 
 _rider: Final = _Rider()
-_lock = (
-    threading.Lock()
-)  # guards _riding and changes of agents' lists of interceptors; nothing is called under it
+# Guards _riding and changes of agents' lists of interceptors; nothing is called under it.
+_lock = threading.Lock()
 _riding = 0
 
 

@@ -6,21 +6,20 @@ and it comes home as the class that it was. A function whose captured state coul
 closure, a tensor, an RRef) is no definition: it travels whole in each message, as its state is at the time.
 A class is read when it is first sent to anybody: attributes set on it later do not travel.
 
-Runs on whichever thread encodes or decodes. Never does I/O, and never loads or pickles under a lock.
-
 Some things go by value though they could be imported: the main module, modules that are registered so, and what lies in them.
 ``cloudpickle.register_pickle_by_value(module)`` says that others do not have a module, nor what lies in it. Most
 messages have nothing of such modules, and the fast pickler writes them: it shows each object here before it would
 write a name, and stops at the first that has to go by value. So a message is read once, however long its bytes and
 texts are, and the decision is cloudpickle's own: it is about the module in which an object is found.
 
-Runs on whichever thread encodes, while others register modules: what is registered when an object is looked at
-counts. Takes no lock, does no I/O.
-
 Processes that run the same script have its functions and classes by name. But those that a script defines after it has joined
 its group others may not have come to yet, or never do (``if rank == 0:``): such a *late* one goes as a name and a definition.
-Who has it under that name takes its own, so that all that travels is of the class that the script knows; so does, a little later,
-one whose script is about to come to it. Who will not have it takes the definition, and sends it on in the same way.
+A worker that has it under that name takes its own, so that all that travels is of the class that the script knows; so does, a
+little later, one whose script is about to come to it. One that will not have it takes the definition, and sends it on in the same
+way.
+
+Runs on whichever thread encodes or decodes, while others register modules: what is registered when an object is looked at counts.
+Never does I/O, and never loads or pickles under a lock.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ import time
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final, TypeVar
 
@@ -52,13 +51,11 @@ __all__ = [
     "GoesByValueError",
     "UnknownDefinitionError",
     "captured",
-    "definition_bytes",
     "find_main",
     "goes_by_value",
     "has_late",
     "hash_of",
     "is_by_value",
-    "keep_sent",
     "load_here",
     "loads_here",
     "modules",
@@ -137,12 +134,11 @@ def stop(pickler: Any, obj: Any) -> Any:
 
 
 MAIN: Final = ("__main__", "__mp_main__")  # multiprocessing's children call their main module the latter
-_MAX_SENT: Final = 1024
-_MAX_SENT_BYTES: Final = 64 << 20
+_MAX_CACHED: Final = 1024
 
 
 class UnknownDefinitionError(ProtocolError):
-    """A message names definitions that this side does not have (any more); the sender can send them again.
+    """A message names definitions that this side does not have (any more).
 
     Raised before anything of the message is unpickled, so decoding may simply be tried again.
     """
@@ -282,9 +278,8 @@ _classes: dict[bool, weakref.WeakKeyDictionary[type, tuple[bytes, bytes]]] = {
     False: weakref.WeakKeyDictionary(),
 }
 
-# Definitions made here, to send again; bounded. Each operation on these is one step under the interpreter's
+# The definitions of functions that were made here; bounded. Each operation on it is one step under the interpreter's
 # lock: keys may hold classes, whose metaclass may say how they compare, and that may not happen under ours.
-_sent: dict[bytes, bytes] = {}
 _functions: dict[Any, tuple[bytes, bytes]] = {}
 
 
@@ -294,34 +289,6 @@ def _remember(cls: type, key: bytes, data: bytes) -> None:
     _classes[True].setdefault(cls, (key, data))
     if not any(name.encode() in data for name in MAIN):
         _classes[False].setdefault(cls, (key, data))
-
-
-def definition_bytes(key: bytes) -> bytes | None:
-    """Return a definition that this process made and sent not too long ago, to send it again."""
-    return _sent.get(key)
-
-
-def keep_sent(named: dict[bytes, bytes], known: Container[bytes]) -> dict[bytes, bytes]:
-    """Return those definitions that the peer does not know; they can be sent again later."""
-    unknown = {key: data for key, data in named.items() if key not in known}
-    for key, data in unknown.items():
-        if len(_sent) >= _MAX_SENT or len(data) > _MAX_SENT_BYTES // _MAX_SENT:
-            _make_room(len(data))
-        _sent[key] = data
-    return unknown
-
-
-def _make_room(size: int) -> None:
-    """Forget the oldest definitions that were sent, until one of ``size`` bytes fits."""
-    kept = list(
-        _sent.copy().items()
-    )  # a copy is one step; a list of items makes tuples, and the collector may run
-    total = size + sum(len(data) for _, data in kept)
-    for at, (key, data) in enumerate(kept):
-        if total <= _MAX_SENT_BYTES and len(kept) - at < _MAX_SENT:
-            break
-        _sent.pop(key, None)
-        total -= len(data)
 
 
 def fill_class(cls: type, state: Any) -> Any:
@@ -336,10 +303,8 @@ def fill_class(cls: type, state: Any) -> Any:
 
 _KINDS: Final = (type, FunctionType)
 _before: frozenset[str] | None = None  # the names that the main module had when the process joined its group
-_late_seen: tuple[int, bool] = (
-    -1,
-    False,
-)  # how many names it had when it was last looked through, and what was found
+# How many names it had when last looked through, and what was found.
+_late_seen: tuple[int, bool] = (-1, False)
 _PATIENCE_S: Final = 5.0
 _stalled = -1  # where the script was when it did not come to a name in time: nobody waits for it there again
 _adopted: weakref.WeakSet[Any] = weakref.WeakSet()  # late ones of others, which our main module does not have
@@ -372,7 +337,7 @@ def _is_late(obj: Any) -> bool:
     return _before is not None and name not in _before
 
 
-def _own(name: str, kinds: Any = _KINDS) -> Any:
+def _own(name: str) -> Any:
     """Return what our main module has under a name, where that is a function or a class of its own."""
     found: Any = sys.modules["__main__"]
     try:
@@ -380,7 +345,7 @@ def _own(name: str, kinds: Any = _KINDS) -> Any:
             found = getattr(found, part)
     except AttributeError:
         return None
-    return found if isinstance(found, kinds) and getattr(found, "__module__", None) in MAIN else None
+    return found if isinstance(found, _KINDS) and getattr(found, "__module__", None) in MAIN else None
 
 
 def _ahead(name: str) -> int | None:
@@ -477,7 +442,7 @@ def _rebinds(code: types.CodeType) -> bool:
             or (each.opname in ("STORE_DEREF", "DELETE_DEREF") and each.argval in code.co_freevars)
             for each in dis.get_instructions(code)
         ) or any(_rebinds(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
-        if len(_rebinding) >= _MAX_SENT:
+        if len(_rebinding) >= _MAX_CACHED:
             _rebinding.clear()
         _rebinding[code] = found
     return found
@@ -605,9 +570,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return self._name(obj, *found)
             if self._by_reference(obj):
                 return NotImplemented
-            if (
-                getattr(obj, "__module__", None) == "builtins"
-            ):  # type(None), the type of code: no module has them by their name
+            # type(None), the type of code: no module has them by their name.
+            if getattr(obj, "__module__", None) == "builtins":
                 return _cloudpickle._class_reduce(obj)
             return self._reduce_class(obj)
         return NotImplemented
@@ -657,7 +621,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         data = self._dump_definition(function)
         found = (hash_of(data), data)
         if cache_key is not None:
-            if len(_functions) >= _MAX_SENT:
+            if len(_functions) >= _MAX_CACHED:
                 _functions.clear()
             _functions[cache_key] = found
         return found
@@ -669,11 +633,5 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _in_main(obj: Any) -> bool:
-    """Say whether the main module has this very object under its name."""
-    found: Any = sys.modules.get("__main__")
-    try:
-        for part in obj.__qualname__.split("."):
-            found = getattr(found, part)
-    except AttributeError:
-        return False
-    return found is obj
+    """Say whether the main module has this very function or class, of its own, under its name."""
+    return _own(obj.__qualname__) is obj

@@ -37,7 +37,6 @@ from actorrpc.serialization.by_value import (
     ByValuePickler,
     DefinitionStore,
     UnknownDefinitionError,
-    keep_sent,
     load_here,
     loads_here,
     reduce_method,
@@ -487,7 +486,7 @@ def _close_body(
     if (outgoing is not None and outgoing.pieces) or chunks or named or encoded.buffers is not None:
         body = _with_table(body, chunks, encoded, named or {}, max_buffers)
         if named:
-            encoded.definitions = keep_sent(named, known)
+            encoded.definitions = {key: data for key, data in named.items() if key not in known}
     encoded.body = body
 
 

@@ -204,9 +204,8 @@ class _Packer:
         plan = _plan(cls)
         travel = self._travels[id(error)] = Travel(error, (_create, (cls,)))
         remote = _remote_of(error)
-        if (
-            remote is not None and cls is not RemoteError
-        ):  # what refers to either refers to the one that travels
+        if remote is not None and cls is not RemoteError:
+            # What refers to either refers to the one that travels.
             self._travels[id(remote.cause)] = travel
         if issubclass(cls, enum.Enum):
             travel.reduced = (getattr, (cls, cast(Any, error)._name_))

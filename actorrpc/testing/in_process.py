@@ -276,7 +276,7 @@ class InProcessCluster:
         stack.callback(self._end, made)
         made.in_force = True
         with worker:
-            made.ends += [start(agent, made.references) for start in (autograd.start, actors.start)]
+            made.ends += [start(made) for start in (autograd.start, actors.start)]
 
     @staticmethod
     def _end(worker: Worker) -> None:

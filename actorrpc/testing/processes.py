@@ -33,7 +33,6 @@ __all__ = [
     "end_session",
     "helper_fds",
     "helper_pids",
-    "in_session",
     "kill",
     "of_session",
     "scratch",
@@ -74,11 +73,6 @@ def end_session() -> None:
         os.environ[_MARK] = outer
     else:
         del os.environ[_MARK]
-
-
-def in_session() -> bool:
-    """Say whether this process, or one that has started it, has begun a session."""
-    return _MARK in os.environ
 
 
 def scratch() -> Path:

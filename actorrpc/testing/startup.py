@@ -7,11 +7,10 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from actorrpc.agent.agent import Agent
+from actorrpc.agent.context import Worker
 from actorrpc.errors import ConfigError, WrongTypeError
 from actorrpc.rpc import api
 from actorrpc.rpc.options import TensorPipeRpcBackendOptions
-from actorrpc.rpc.refcount.runtime import References
 from actorrpc.testing.messages import active
 from actorrpc.testing.messages.faults import Fault, FaultOptions
 from actorrpc.testing.messages.gate import FaultGate
@@ -39,7 +38,7 @@ class FaultyRpcBackendOptions(TensorPipeRpcBackendOptions):
             raise WrongTypeError(f"faults are made with drop() and delay(), not {faults!r}")
         self.faults = tuple(faults)
 
-    def _ready(self, _agent: Agent) -> None:
+    def _ready(self, _worker: Worker) -> None:
         for fault in self.faults:
             fault.start()
 
@@ -103,7 +102,7 @@ def from_environment() -> list[Fault | KillPoint]:
 _standing: list[KillPoint] = []  # those of the environment
 
 
-def start(agent: Agent, _references: References) -> Callable[[bool], None]:
+def start(worker: Worker) -> Callable[[bool], None]:
     """Bring the faults of this process into force; returns what ends them.
 
     Raises:
@@ -113,7 +112,7 @@ def start(agent: Agent, _references: References) -> Callable[[bool], None]:
     for old in _standing:  # of a former group: they may stand at its very end
         old.stop()
     _standing[:] = [fault for fault in faults if isinstance(fault, KillPoint)]
-    gate = FaultGate(agent)
+    gate = FaultGate(worker.agent)
     active.begin(gate)
     for fault in faults:
         fault.start()

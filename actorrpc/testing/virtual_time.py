@@ -37,7 +37,7 @@ _FORWARD = "a number of seconds of at least 0, finite: time never runs backwards
 
 _BY_ITSELF_S: Final = 0.1
 _SLICE_S: Final = 0.02  # real: those who wait for a socket look at the time so often
-_STALE_S: Final = 0.05  # real: who has not looked again for so much longer waits no more
+_STALE_S: Final = 0.05  # real: a thread that has not looked again for so much longer waits no more
 _NAP_S: Final = 0.0004  # real: nothing moves where nothing has moved for so long
 _REST_S: Final = 0.004  # real: at most, between two looks where something moves
 _SOON_S: Final = 0.0002  # real: at least

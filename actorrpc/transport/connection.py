@@ -361,9 +361,8 @@ class Connection(StateMachine):
     def _sink_for(self, stream: int, position: int, length: int) -> memoryview:
         assembly = self.assemblies.get(stream)
         if assembly is None:
-            if (
-                self.main is not None
-            ):  # the stream was given up, and its other connection was faster to say so
+            if self.main is not None:
+                # The stream was given up, and its other connection was faster to say so.
                 return memoryview(bytearray(length))
             raise ProtocolError(f"a chunk of unknown stream {stream}")
         sink: memoryview = assembly.sink(position, length)
@@ -554,7 +553,7 @@ class Connection(StateMachine):
         """
         assert self.replay is not None
         with self.read_lock:
-            # Before the other lock: who has that may wait for an acknowledgement, which somebody has to read.
+            # Before the other lock: the thread that has that may wait for an acknowledgement, which somebody has to read.
             if self.state is not SUSPENDED or self.overtaken(attempt):
                 return False
             with self.write_lock:

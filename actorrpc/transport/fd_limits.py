@@ -2,8 +2,8 @@
 
 A connection takes two, and the usual soft limit is 1 024, however much the hard one allows: the worker that all others ask at
 the end of a group of 600 would be out of them. So the soft limit is raised ahead of need, where an agent starts and with each
-connection, and left alone by who stays far from it. Where the hard limit is near, some are held back for the connections that
-are there: nobody else is accepted until others have gone. Any thread; no lock: the limit only grows.
+connection; workers that stay far from it leave it alone. Where the hard limit is near, some are held back for the connections
+that are there: nobody else is accepted until others have gone. Any thread; no lock: the limit only grows.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def make_room(fd: int) -> bool:
 
 
 def has_room(count: int) -> bool:
-    """Say whether so many descriptors, and the spare ones, can still be opened. Looks at all: for who is near the limit only."""
+    """Say whether so many descriptors, and the spare ones, can still be opened. Looks at all: for near the limit only."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         return soft == resource.RLIM_INFINITY or len(os.listdir("/proc/self/fd")) - 1 + count + SPARE <= soft

@@ -19,9 +19,8 @@ __all__ = ["Replay"]
 
 _SAY_EVERY: Final = 1 << 20  # bytes that have come before it is said
 _LIMIT: Final = 8 << 20  # bytes that may be on their way: more than are on most lines that this is for
-_LARGE: Final = (
-    64 << 10
-)  # from here on, copies go into memory that is kept for them: fresh memory costs more than copying
+# From here on, copies go into memory that is kept for them: fresh memory costs more than copying.
+_LARGE: Final = 64 << 10
 
 
 class Replay:

@@ -495,9 +495,8 @@ class Borrower:
                     with self._fetch_lock:
                         while not self._closed and number not in self._segments and self._receive():
                             pass
-                except (
-                    LimitError
-                ):  # its announcement cannot be taken now: that is for the thread that takes the next one
+                except LimitError:
+                    # Its announcement cannot be taken now: that is for the thread that takes the next one.
                     if len(self._unseen) < self._max_segments:
                         self._unseen.add(number)
             self._segments.pop(number, None)

@@ -6,7 +6,7 @@ threads. Nothing but the handler itself can put that off, so while there is an a
 of ours, which looks whether a function marked :func:`uninterruptible` is on the stack. If none is, the handler runs as ever. If
 one is, that is noted, the wait that the main thread sits in is woken, and the handler runs when the section is over: in
 :func:`checkpoint`, or, where no checkpoint follows, in the handler of a signal that the clock sends (``SIGURG``: it is harmless
-to who does not expect it).
+where nobody expects it).
 
 The program does not see ours: what it installs from then on is put behind one, and what it asks for is its own. No lock is
 used here: handlers run on the main thread only.

@@ -144,10 +144,8 @@ class TlsSocket:
             self._ssl.do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
-        except (
-            ssl.SSLEOFError,
-            ssl.SSLZeroReturnError,
-        ):  # the connection was cut, and another one may do better
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            # The connection was cut, and another one may do better.
             raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake of TLS") from None
         theirs = self._ssl.getpeercert(True)
         if theirs is None:  # the contexts do not let it come to this

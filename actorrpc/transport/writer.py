@@ -42,16 +42,16 @@ class ChunkSender:
         Small frames overtake between chunks. Returns False if it had to stop (deadline, closed); the stream was then aborted
         cleanly, as it is where a signal handler raises: the chunk that was under way is finished from a copy.
         """
+        done = False
         try:
-            if self._send_all(stream, pieces, deadline):
-                return True
-        except BaseException:
-            self._abort(stream)
-            raise
-        self._abort(stream)
-        return False
+            done = self._send_all(stream, pieces, deadline)
+            return done
+        finally:
+            if not done:
+                self.abort(stream)
 
-    def _abort(self, stream: int) -> None:
+    def abort(self, stream: int) -> None:
+        """Tell the receiver that the rest of a stream will not come."""
         conn = self._conn
         if conn.state is not CLOSED:
             conn.outbox.append(pack_frame(STREAM_ABORT, stream))

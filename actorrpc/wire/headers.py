@@ -25,9 +25,7 @@ class Header(TypedDict, total=False):
     references: Any  # the references that it carries, as the protocol of reference counts packs them
     receipt: bytes  # of an answer: which references of the call have arrived
     tag: Any  # the recorder's, of the tensors that it carries (hooks.Recorder)
-    profile: list[
-        Any
-    ]  # of a call: the profiled call's number and name, and the settings of the profiler that collects
+    profile: list[Any]  # of a call: the profiled call's number and name, and the settings of what collects
 
     # Notices
     notice: str  # the name of its handler

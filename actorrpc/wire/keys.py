@@ -101,10 +101,7 @@ class Key:
             "a key is not pickled or sent: give it to each worker by ACTORRPC_KEY or ACTORRPC_KEY_FILE"
         )
 
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            "a key is not pickled or sent: give it to each worker by ACTORRPC_KEY or ACTORRPC_KEY_FILE"
-        )
+    __getstate__ = __reduce__
 
 
 # -- keys that are given ---------------------------------------------------------------------------

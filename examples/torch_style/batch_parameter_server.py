@@ -4,7 +4,7 @@ Each trainer computes gradients on its share of the data, reports them and gets 
 The server takes a step once every trainer has reported. ``update_and_fetch_model`` would have to wait for
 that, in a thread of the server for each trainer; with ``@rpc.functions.async_execution`` it returns a future
 instead, one for all trainers of a batch, and their answers leave when the last of them completes it. No
-gradient is ever stale, and as the server adds them up in a fixed order, whoever comes first, the training is
+gradient is ever stale, and as the server adds them up in a fixed order, whichever comes first, the training is
 what it would be in one process with one large batch. (All gradients are local: no distributed autograd.)
 
     python batch_parameter_server.py                     # on actorrpc: one server, three trainers

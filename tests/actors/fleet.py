@@ -212,17 +212,9 @@ class FakeAgent:
         peer.out.append(partial(self._deliver, peer, call, function, args, kwargs, letter))
         return call
 
-    def ask(
-        self,
-        peer: FakePeer,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float,
-        **options: Any,
-    ) -> Any:
+    def ask(self, *call: Any, **options: Any) -> Any:
         future: Future[Any] = Future()
-        self.call(peer, function, args, kwargs, timeout, future=future, **options)
+        self.call(*call, future=future, **options)
         return self.world.run_until(future)
 
     def _deliver(

@@ -79,9 +79,8 @@ def test_nothing_runs() -> None:
 
 def test_list(counter: ActorHandle[Any]) -> None:
     named = things.Box.options(name="box", namespace="space").remote(1)
-    get(
-        [actorrpc.ready(named), actorrpc.ready(counter)]
-    )  # the supervisor hears of it after the calls could run
+    # The supervisor hears of it after the calls could run.
+    get([actorrpc.ready(named), actorrpc.ready(counter)])
     blocked, waits = counter.wait.remote(), counter.add.remote()
     rows = {row.actor_id: row for row in _until_running(counter)}
     assert list(rows) == sorted(rows)

@@ -111,9 +111,8 @@ class Steps:
                 raise AssertionError(f"what is not a task would wait here: {where}")
             return
         task.ready, task.due, task.where = ready, due, where
-        if rests or not self._dice.randrange(
-            8
-        ):  # a thread that is not let run for a while is what most errors need
+        if rests or not self._dice.randrange(8):
+            # A thread that is not let run for a while is what most errors need.
             task.rests_until = self._count + self._dice.choice((10, 100, 600))
         self._back.release()
         task.go.acquire()

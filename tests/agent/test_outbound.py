@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -80,6 +80,24 @@ def test_a_failure_is_logged_where_it_happens(pair: list[Agent], caplog: pytest.
             assert a.call(a.peer(b.name), max, (1, 2), {}, 30).result() == 2
     assert "what 'a0' has posted here failed" in caplog.text
     assert "ZeroDivisionError: as posted" in caplog.text
+
+
+def _made(number: int) -> Callable[[], int]:
+    return lambda: number
+
+
+def _sum_of(functions: list[Callable[[], int]]) -> int:
+    return sum(function() for function in functions)
+
+
+def test_functions_that_a_peer_has_dropped_are_sent_again(pair: list[Agent]) -> None:
+    one, other = pair
+    first, to = _made(7), one.peer(other.name)
+    assert one.ask(to, first, (), {}, 10.0) == 7
+    for begin in range(1000, 6000, 1000):
+        functions = [_made(number) for number in range(begin, begin + 1000)]
+        assert one.ask(to, _sum_of, (functions,), {}, 10.0) == sum(range(begin, begin + 1000))
+    assert one.ask(to, first, (), {}, 10.0) == 7
 
 
 def test_what_cannot_be_sent(pair: list[Agent]) -> None:

@@ -187,9 +187,8 @@ _IN_PLACE: dict[str, tuple[int, Callable[..., bool], Callable[..., Any]]] = {
 
 
 def _scale(gradient: Tensor | None) -> Tensor | None:
-    return (
-        None if gradient is None else gradient * 2
-    )  # None: torch calls hooks where there is no gradient, too
+    # None: torch calls hooks where there is no gradient, too.
+    return None if gradient is None else gradient * 2
 
 
 def _clamp(gradient: Tensor | None) -> Tensor | None:
@@ -355,9 +354,8 @@ class _Generator:
             if rng.random() < chance and not (kind == "clamp" and dtype == "complex128")
         )
         if embedding:
-            hooks = tuple(
-                kind for kind in hooks if kind != "clamp"
-            )  # what a clamp does depends on the layout
+            # What a clamp does depends on the layout.
+            hooks = tuple(kind for kind in hooks if kind != "clamp")
         leaf = Leaf(worker, self.name(), shape, dtype, hooks, rng.randrange(1 << 30))
         self.leaves.append(leaf)
         self.local.values[worker][leaf.name] = make_leaf(leaf)

@@ -379,9 +379,8 @@ def test_gradients_that_others_know_are_copied() -> None:
     mine = torch.ones(3, dtype=torch.float64)
     found = graph.finish([a], [mine])
     assert found[a].data_ptr() != mine.data_ptr()
-    found = graph.finish(
-        [a], [torch.ones(5, dtype=torch.float64)[1:4]]
-    )  # alone in its memory, however large that is
+    # Alone in its memory, however large that is.
+    found = graph.finish([a], [torch.ones(5, dtype=torch.float64)[1:4]])
     assert found[a].is_contiguous()
     found = graph.finish([a], [mine.view(3)])
     assert found[a].data_ptr() != mine.data_ptr()

@@ -13,8 +13,9 @@ from typing import Any
 from actorrpc.rpc import workers
 from tests import output as printed
 from tests.cluster.drive import until
+from tests.ports import free_port
 
-__all__ = ["CLEAN", "is_there", "joiner", "output", "wait_for"]
+__all__ = ["CLEAN", "is_there", "joiner", "output", "run_ranks", "wait_for"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 #: the environment without what a launcher of the tests, or another test, may have set
@@ -45,6 +46,27 @@ def joiner(address: str, *arguments: str, **environment: str) -> Iterator[subpro
             process.kill()
         _, err = process.communicate()
     printed.check(err, r"^worker '.*' has joined tcp://", what="a worker that joined")
+
+
+def run_ranks(
+    script: Path, count: int, rank: str = "RANK", size: str = "WORLD_SIZE"
+) -> tuple[list[int], list[tuple[str, str]]]:
+    """Run a script in several processes, as a launcher does that sets these variables; return their codes, and what they said."""
+    shared = {**CLEAN, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", size: str(count)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**shared, rank: str(number)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=script.parent,
+        )
+        for number in range(count)
+    ]
+    said = [each.communicate() for each in ranks]
+    return [each.returncode for each in ranks], said
 
 
 def output(process: subprocess.Popen[Any]) -> tuple[int, str]:

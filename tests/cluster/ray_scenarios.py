@@ -291,9 +291,8 @@ def frozen() -> None:
 def client() -> None:
     """Through Ray's client: this process is no part of Ray."""
     port = free_port()
-    os.environ["PYTHONPATH"] = (
-        os.getcwd()
-    )  # Ray's own processes do not know where this one has the package from
+    # Ray's own processes do not know where this one has the package from.
+    os.environ["PYTHONPATH"] = os.getcwd()
     head = {"num_cpus": 2, "ray_client_server_port": port}
     with nodes(**head):
         until(lambda: _listens(port), "Ray's server for clients")

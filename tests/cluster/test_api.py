@@ -144,8 +144,8 @@ def test_a_failed_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_floor_above_is_told_of_start_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
 
-    def start(agent: Any, references: Any) -> Any:
-        said.append(agent.name)
+    def start(worker: Any) -> Any:
+        said.append(worker.agent.name)
         return lambda graceful: said.append(graceful)
 
     monkeypatch.setattr(rpc.api, "on_start", [start])  # type: ignore[attr-defined]
@@ -156,7 +156,7 @@ def test_a_floor_above_is_told_of_start_and_end(monkeypatch: pytest.MonkeyPatch)
     rpc.shutdown(graceful=False)
     assert said == ["driver", True, "driver", False]
 
-    def interrupted(agent: Any, references: Any) -> Any:
+    def interrupted(worker: Any) -> Any:
         def end(graceful: bool) -> None:
             said.append(("interrupted", graceful))
             if graceful:
@@ -171,7 +171,7 @@ def test_a_floor_above_is_told_of_start_and_end(monkeypatch: pytest.MonkeyPatch)
     assert not rpc.is_initialized()
     assert said[-4:] == ["driver", ("interrupted", True), ("interrupted", False), False]
 
-    def fail(agent: Any, references: Any) -> Any:
+    def fail(worker: Any) -> Any:
         raise KeyError("of this start")
 
     monkeypatch.setattr(rpc.api, "on_start", [start, fail])  # type: ignore[attr-defined]

@@ -236,12 +236,8 @@ def test_who_is_launched_while_all_ends_is_stopped() -> None:
     engine = _Launches(_Agent())
     engine.during = lambda: engine.end(False, 0.0)
     engine.begin("late")
-    assert engine.said == [
-        "launch late",
-        "stop late",
-        "close",
-        "stop late",
-    ]  # it was not there the first time
+    # It was not there the first time.
+    assert engine.said == ["launch late", "stop late", "close", "stop late"]
 
 
 @pytest.mark.parametrize("how", ["end", "kill"])

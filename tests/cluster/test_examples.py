@@ -115,8 +115,7 @@ def test_slurms_header() -> None:
     assert max(header) < min(commands)  # sbatch reads no further than to the first command
     options = dict(lines[number].removeprefix("#SBATCH --").split("=") for number in header)
     assert set(options) == {"job-name", "nodes", "ntasks-per-node", "cpus-per-task"}
-    assert (
-        int(options["nodes"]) * int(options["ntasks-per-node"]) > 1
-    )  # one task alone makes no cluster of several
+    # One task alone makes no cluster of several.
+    assert int(options["nodes"]) * int(options["ntasks-per-node"]) > 1
     assert lines[-1].startswith("srun ")
     assert "--export=ALL" in lines[-1]

@@ -299,9 +299,8 @@ def test_who_finds_another_group_in_force_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(rpc.api, "install", refuse)
         _fails(RuntimeError, "already initialized", elsewhere, name="again")
-    until(
-        lambda: len(os.listdir("/proc/self/fd")) <= before
-    )  # threads of the one that asked may close the last
+    # Threads of the one that asked may close the last.
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before)
     assert sorted(os.listdir(keys.runtime_directory())) == files
 
 

@@ -13,8 +13,7 @@ import pytest
 from actorrpc.errors import ConfigError
 from actorrpc.group.launchers import Launch, first_host, of_environment
 from tests import output
-from tests.cluster.joiners import CLEAN
-from tests.ports import free_port
+from tests.cluster.joiners import CLEAN, run_ranks
 
 _ROOT = Path(__file__).resolve().parents[2]
 _nightly = pytest.mark.skipif(os.environ.get("ACTORRPC_NIGHTLY") != "1", reason="ACTORRPC_NIGHTLY is not 1")
@@ -307,19 +306,6 @@ def test_init_rpc_without_arguments(tmp_path: Path) -> None:
 def test_what_is_defined_after_init_reaches_the_ranks(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(_IN_RAYS_ORDER)
-    shared = {**CLEAN, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "PMI_SIZE": "2"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(path)],
-            env={**shared, "PMI_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-        )
-        for rank in range(2)
-    ]
-    said = [each.communicate() for each in ranks]
-    assert [each.returncode for each in ranks] == [0, 0], said
+    codes, said = run_ranks(path, 2, "PMI_RANK", "PMI_SIZE")
+    assert codes == [0, 0], said
     assert [out for out, _ in said] == ["refused no\n", ""]

@@ -70,9 +70,8 @@ def run(test: str, limit_s: float, spawn: bool) -> dict[str, object]:
     started = time.monotonic()
     meeting = suite.fresh_file()
     pids: list[int] = []
-    logs = tempfile.mkdtemp(
-        prefix="arpc-conf-"
-    )  # not a TemporaryDirectory: every rank would remove it at its exit
+    # Not a TemporaryDirectory: every rank would remove it at its exit.
+    logs = tempfile.mkdtemp(prefix="arpc-conf-")
     try:
         files = [Path(logs, str(rank)) for rank in range(suite.world_size(test))]
         for rank, log in enumerate(files):

@@ -38,7 +38,7 @@ def _trap(*_: Any) -> NoReturn:
     os._exit(TORCHS_AGENT)
 
 
-def _count(*_: Any) -> Any:
+def _count(_worker: Any) -> Any:
     global _joined
     _joined += 1
     return lambda _graceful: None

@@ -59,6 +59,7 @@ def _called(name: str, *args: Any) -> bytes:
 
 
 _HERE = "tests.intruders.payloads"
+_SERVICE = "tests.intruders.service"
 _CODE = f"__import__({_HERE!r}, fromlist=['x']).fire()"
 _SHELL = "echo fired >&2"
 _FIRE = Kind("function", f"{_HERE}.fire")
@@ -192,37 +193,20 @@ PAYLOADS: dict[str, bytes] = {
     **{
         f"the kind {name!r}": row(Kind(name, "os.system"))
         for name in (
-            "",
-            "call",
-            "reduce",
-            "global",
-            "LIST",
-            "list ",
-            "tensor\0",
-            "os.system",
-            "find_named",
-            "_kind",
-            "é",
+            *("", "call", "reduce", "global", "LIST", "list ", "tensor\0"),
+            *("os.system", "find_named", "_kind", "é"),
         )
     },
     **{
         f"the exception {name}": row(
             Kind("exception", name, _tuple(), _tuple("x"), Kind("dict"), Kind("dict"))
         )
-        for name in (
-            "os.system",
-            "builtins.int",
-            "subprocess.CalledProcessError",
-            "tests.intruders.service.Point",
-        )
+        for name in ("os.system", "builtins.int", "subprocess.CalledProcessError", f"{_SERVICE}.Point")
     },
     **{
         f"made by __new__: {name}": row(Kind("object", name, True, _tuple(_SHELL), None))
         for name in (
-            "subprocess.Popen",
-            "builtins.ValueError",
-            "builtins.complex",
-            "builtins.object",
+            *("subprocess.Popen", "builtins.ValueError", "builtins.complex", "builtins.object"),
             "numpy.ndarray",
         )
     },
@@ -233,11 +217,7 @@ PAYLOADS: dict[str, bytes] = {
     "hidden in a set": row(Kind("set", Kind("function", "os.system"))),
     "hidden in the state of an object": row(
         Kind(
-            "object",
-            "tests.intruders.service.Bag",
-            True,
-            _tuple(),
-            Kind("dict", "items", Kind("function", "os.system")),
+            "object", f"{_SERVICE}.Bag", True, _tuple(), Kind("dict", "items", Kind("function", "os.system"))
         )
     ),
     "hidden in an exception": row(
@@ -316,30 +296,9 @@ NONSENSE: dict[str, bytes] = {
     **{
         f"{name} of {shown}": row(Kind(name, *values))
         for name in (
-            *(
-                "complex",
-                "range",
-                "slice",
-                "Decimal",
-                "date",
-                "datetime",
-                "time",
-                "timedelta",
-                "timezone",
-                "device",
-            ),
-            *(
-                "dtype",
-                "Size",
-                "int",
-                "bytearray",
-                "array",
-                "tensor",
-                "parameter",
-                "untyped_storage",
-                "typed_storage",
-            ),
-            *("sparse_coo", "sparse_compressed", "exception", "object"),
+            *("complex", "range", "slice", "Decimal", "date", "datetime", "time", "timedelta", "timezone"),
+            *("device", "dtype", "Size", "int", "bytearray", "array", "tensor", "parameter"),
+            *("untyped_storage", "typed_storage", "sparse_coo", "sparse_compressed", "exception", "object"),
         )
         for shown, values in {
             "a list": (Kind("list", 1),),

@@ -219,11 +219,8 @@ def test_a_tensor_that_lies_about_its_memory_is_refused(count: int) -> None:
     tensor = torch.arange(float(count))
     assert torch.equal(_about(tensor, 0, float32, 0, count, 1), tensor)
     for lie in (
-        *(
-            (1, float32, 0, count, 1),
-            (-1, float32, 0, count, 1),
-            ("cpu", float32, 0, count, 1),
-        ),  # which memory
+        # Which memory:
+        *((1, float32, 0, count, 1), (-1, float32, 0, count, 1), ("cpu", float32, 0, count, 1)),
         *((0, 99, 0, count, 1), (0, -1, 0, count, 1), (0, float32 + 1, 0, count, 1)),  # of what
         *((0, float32, 1, count, 1), (0, float32, -1, count, 1), (0, float32, 1 << 62, 1, 1)),  # from where
         *((0, float32, 0, count + 1, 1), (0, float32, 0, 1 << 62, 1), (0, float32, 0, -count, 1)),  # how much
@@ -348,24 +345,8 @@ def test_random_changes_of_messages_are_errors_or_data() -> None:
 
 def _all_kinds() -> list[Any]:
     return [
-        *(
-            None,
-            True,
-            False,
-            0,
-            -1,
-            255,
-            2**31,
-            2**63,
-            2**64 - 1,
-            2**64,
-            -(2**63),
-            -(2**63) - 1,
-            -(2**200),
-            1.5,
-            float("inf"),
-            1j,
-        ),
+        *(None, True, False, 1.5, float("inf"), 1j),
+        *(0, -1, 255, 2**31, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, -(2**200)),
         *("", "x" * 300, "\ud800", b"", b"y" * 300, bytearray(b"z"), range(1, 9, 2), slice(1, None)),
         [1, [2, [3]]],
         (1, (2, (3, (4, 5, 6, 7)))),
@@ -558,9 +539,8 @@ def test_a_peer_that_sends_payloads_gets_errors_and_is_served_on() -> None:
                 _ask(stranger, body(row(Kind("tuple", "same/1", Kind("tuple"), Kind("dict"))))), TypeError
             )
         assert not FIRED
-        events = [
-            event for event in events if not event.startswith(("open", "import", "compile", "pickle."))
-        ]  # our tracebacks'
+        # Without what our own tracebacks read.
+        events = [event for event in events if not event.startswith(("open", "import", "compile", "pickle."))]
         assert not events
         assert _ask(stranger, _request(service.add, (1, 2), {})) == 3
         assert _ask(stranger, _request(Named("same/1"), ([1],), {})) == [1]

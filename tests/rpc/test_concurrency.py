@@ -357,9 +357,8 @@ def _full_pool(rank: int, world_size: int, directory: str) -> None:
     assert full.value.maybe_executed is False
     with pytest.raises(BackpressureError):
         rpc.rpc_sync("worker1", operator.mul, (ballast, 1), timeout=0.1)
-    assert (
-        peer.charged <= peer.window + ballast.nbytes // 2
-    )  # the last that was let in is beyond it by a little
+    # The last that was let in is beyond it by a little.
+    assert peer.charged <= peer.window + ballast.nbytes // 2
     # Others are not concerned, and a call made from inside a call never waits.
     assert torch.equal(rpc.rpc_sync("worker2", operator.mul, (ballast, 1)), ballast)
     rpc.rpc_sync("worker0", _send_from_inside, (ballast,))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import operator
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -80,68 +79,83 @@ class _Aside:
         self._thread.join()
 
 
-def _works() -> dict[str, Callable[[], Any]]:
-    tensor = torch.arange(262_144)
-    small = torch.arange(100.0)
-    held = rpc.remote("worker1", _echo, (5,))
-    held.to_here()
-    actor = actorrpc.remote(_Counter).options(worker="worker1").remote()
-    actorrpc.get(actor.add.remote(1))
-    trained = rpc.RRef(torch.ones(3, requires_grad=True))
-    optimizer = DistributedOptimizer(torch.optim.SGD, [trained], lr=1.0)
+class _Works:
+    """What is done with every step interrupted, by the names of its methods."""
 
-    def many() -> None:
+    def __init__(self) -> None:
+        self._tensor = torch.arange(262_144)
+        self._small = torch.arange(100.0)
+        self._held = rpc.remote("worker1", _echo, (5,))
+        self._held.to_here()
+        self._actor = actorrpc.remote(_Counter).options(worker="worker1").remote()
+        actorrpc.get(self._actor.add.remote(1))
+        self._trained = rpc.RRef(torch.ones(3, requires_grad=True))
+        self._optimizer = DistributedOptimizer(torch.optim.SGD, [self._trained], lr=1.0)
+
+    def small_tensor(self) -> None:
+        assert rpc.rpc_sync("worker1", _echo, (self._small,)).tolist() == self._small.tolist()
+
+    def sync(self) -> None:
+        assert rpc.rpc_sync("worker1", operator.add, (1, 2)) == 3
+
+    def tensor(self) -> None:
+        assert rpc.rpc_sync("worker1", _echo, (self._tensor,)).tolist() == self._tensor.tolist()
+
+    def by_value(self) -> None:
+        assert rpc.rpc_sync("worker1", _echo, (lambda: 3,))() == 3
+
+    def fails(self) -> None:
+        with pytest.raises(ZeroDivisionError):
+            rpc.rpc_sync("worker1", operator.truediv, (1, 0))
+
+    def many(self) -> None:
         futures = [rpc.rpc_async("worker1", operator.add, (i, 1)) for i in range(6)]
         assert [each.wait() for each in futures] == list(range(1, 7))
 
-    def chained() -> None:
+    def chained(self) -> None:
         assert rpc.rpc_async("worker1", operator.add, (1, 1)).then(lambda done: done.wait() + 1).wait() == 3
 
-    def remote() -> None:
+    def remote(self) -> None:
         assert rpc.remote("worker1", operator.add, (1, 2)).to_here() == 3
 
-    def held_rref() -> None:
-        assert rpc.rpc_sync("worker1", rpc.RRef.to_here, (held,)) == 5
+    def rref(self) -> None:
+        assert rpc.rpc_sync("worker1", rpc.RRef.to_here, (self._held,)) == 5
 
-    def own() -> None:
+    def own(self) -> None:
         assert rpc.rpc_sync("worker0", operator.add, (1, 2)) == 3
 
-    def actor_call() -> None:
-        actorrpc.get(actor.add.remote(1))
+    def actor(self) -> None:
+        actorrpc.get(self._actor.add.remote(1))
 
-    def actor_tensor() -> None:
-        assert torch.equal(actorrpc.get(actor.echo.remote(small)), small)
+    def actor_tensor(self) -> None:
+        assert torch.equal(actorrpc.get(self._actor.echo.remote(self._small)), self._small)
 
-    def waits() -> None:
-        refs = [actor.echo.remote(i) for i in range(4)]
+    def waits(self) -> None:
+        refs = [self._actor.echo.remote(i) for i in range(4)]
         ready, rest = actorrpc.wait(refs, num_returns=4)
         assert not rest
         assert sorted(actorrpc.get(ready)) == [0, 1, 2, 3]
 
-    def put() -> None:
-        assert actorrpc.get(actor.echo.remote(actorrpc.put(7))) == 7
+    def put(self) -> None:
+        assert actorrpc.get(self._actor.echo.remote(actorrpc.put(7))) == 7
 
-    def stream() -> None:
-        assert [actorrpc.get(each) for each in actor.numbers.options(num_returns="streaming").remote(4)] == [
-            0,
-            1,
-            2,
-            3,
-        ]
+    def stream(self) -> None:
+        refs = self._actor.numbers.options(num_returns="streaming").remote(4)
+        assert [actorrpc.get(each) for each in refs] == [0, 1, 2, 3]
 
-    def created() -> None:
+    def created(self) -> None:
         other = actorrpc.remote(_Counter).options(worker="worker1").remote()
         assert actorrpc.get(other.add.remote(1)) == 1
         actorrpc.kill(other)
 
-    def backward() -> None:
+    def backward(self) -> None:
         weight = torch.ones(3, requires_grad=True)
         with autograd.context() as context_id:
             loss = rpc.rpc_sync("worker1", torch.mul, (weight, 2.0)).sum()
             autograd.backward(context_id, [loss])
             assert autograd.get_gradients(context_id)[weight].tolist() == [2.0] * 3
 
-    def accumulated() -> None:
+    def accumulated(self) -> None:
         weight = torch.ones(3, requires_grad=True)
         with autograd.context() as context_id:
             loss = rpc.rpc_sync("worker1", torch.mul, (weight, 2.0)).sum()
@@ -149,93 +163,39 @@ def _works() -> dict[str, Callable[[], Any]]:
             assert weight.grad is not None
             assert weight.grad.tolist() == [2.0] * 3
 
-    def stepped() -> None:
-        before = trained.local_value().tolist()
+    def stepped(self) -> None:
+        before = self._trained.local_value().tolist()
         with autograd.context() as context_id:
-            loss = rpc.rpc_sync("worker1", torch.mul, (trained.local_value(), 2.0)).sum()
+            loss = rpc.rpc_sync("worker1", torch.mul, (self._trained.local_value(), 2.0)).sum()
             autograd.backward(context_id, [loss])
-            optimizer.step(context_id)
+            self._optimizer.step(context_id)
         # The step of an earlier time, which was interrupted, may have been under way.
-        assert all(
-            now <= each - 2.0 for now, each in zip(trained.local_value().tolist(), before, strict=True)
-        )
+        now = self._trained.local_value().tolist()
+        assert all(each <= then - 2.0 for each, then in zip(now, before, strict=True))
 
-    def returned(value: Any, wanted: Any) -> None:
-        got = rpc.rpc_sync("worker1", _echo, (value,))
-        assert got.tolist() == wanted.tolist() if isinstance(wanted, torch.Tensor) else got() == wanted
 
-    def added() -> None:
-        assert rpc.rpc_sync("worker1", operator.add, (1, 2)) == 3
-
-    def fails() -> None:
-        with pytest.raises(ZeroDivisionError):
-            rpc.rpc_sync("worker1", operator.truediv, (1, 0))
-
-    return {
-        "small tensor": lambda: returned(small, small),
-        "sync": added,
-        "tensor": lambda: returned(tensor, tensor),
-        "by value": lambda: returned(lambda: 3, 3),
-        "fails": fails,
-        "many": many,
-        "chained": chained,
-        "remote": remote,
-        "rref": held_rref,
-        "own": own,
-        "actor": actor_call,
-        "actor tensor": actor_tensor,
-        "waits": waits,
-        "put": put,
-        "stream": stream,
-        "created": created,
-        "backward": backward,
-        "accumulated": accumulated,
-        "stepped": stepped,
-    }
+_WORKS = [name for name in vars(_Works) if not name.startswith("_")]
 
 
 def _interrupted(rank: int, world_size: int, name: str) -> int:
     if rank:
         return 0
     agent = rpc.api._require().agent  # type: ignore[attr-defined]
-    works = _works()
+    work = getattr(_Works(), name)
     peer = agent.peer("worker1")
     conn = peer.conn
     aside = _Aside("worker1")
     count = 0
     try:
         with raising() as raised:
-            count = Steps().at_each(works[name], raised, aside.check)
-        works[name]()
+            count = Steps().at_each(work, raised, aside.check)
+        work()
     finally:
         aside.close()
         gc.collect()  # frames and what traces them
     assert peer.conn is conn
     assert conn.state is not CLOSED
     return count
-
-
-_WORKS = (
-    "small tensor",
-    "sync",
-    "tensor",
-    "by value",
-    "fails",
-    "many",
-    "chained",
-    "remote",
-    "rref",
-    "own",
-    "actor",
-    "actor tensor",
-    "waits",
-    "put",
-    "stream",
-    "created",
-    "backward",
-    "accumulated",
-    "stepped",
-)
 
 
 # Of calls whose caller was interrupted before it had their futures.

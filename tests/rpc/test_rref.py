@@ -280,10 +280,8 @@ def _over_torch(rank: int, world_size: int, path: str) -> dict[str, tuple[str, A
 
 # What is meant to differ, and why.
 _BETTER = {
-    "owner: identity": (
-        "value",
-        True,
-    ),  # torch makes a new list each time: `local_value()` is the value itself
+    # Torch makes a new list each time: `local_value()` is the value itself.
+    "owner: identity": ("value", True),
 }
 
 

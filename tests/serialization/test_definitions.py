@@ -21,7 +21,7 @@ import torch
 
 from actorrpc.errors import ProtocolError
 from actorrpc.serialization import by_value
-from actorrpc.serialization.by_value import DefinitionStore, UnknownDefinitionError, definition_bytes, hash_of
+from actorrpc.serialization.by_value import DefinitionStore, UnknownDefinitionError, hash_of
 from actorrpc.serialization.codec import decode, dumps, encode, loads
 
 
@@ -86,7 +86,7 @@ def test_many_definitions(peer: Peer) -> None:
     assert [f() for f in peer.send(functions)] == list(range(1500))
     assert [f() for f in peer.send(functions)] == list(range(1500))
     assert peer.received == 1500
-    assert len(by_value._sent) <= by_value._MAX_SENT
+    assert len(by_value._functions) <= by_value._MAX_CACHED
 
 
 def test_captured_state_is_as_of_the_message(peer: Peer) -> None:
@@ -232,9 +232,7 @@ def test_missing_definitions_are_named_before_anything_is_unpickled() -> None:
     assert set(caught.value.hashes) == set(encoded.definitions)
     assert pickle.loads(pickle.dumps(caught.value)).hashes == caught.value.hashes
     for key in caught.value.hashes:
-        data = definition_bytes(key)
-        assert data is not None
-        store.add(key, data)
+        store.add(key, encoded.definitions[key])
     assert [f() for f in decode(encoded.body, (), definitions=store)] == [1, 2]
     with pytest.raises(UnknownDefinitionError):
         decode(encoded.body, (), definitions=None)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.joiners import CLEAN
-from tests.ports import free_port
-
-_ROOT = Path(__file__).resolve().parents[2]
+from tests.cluster.joiners import run_ranks
 
 # What all ranks can import.
 _SHARED = """
@@ -170,22 +165,9 @@ def _run(folder: Path, script: str, count: int) -> None:
     path = folder / "script.py"
     path.write_text(textwrap.dedent(script))
     (folder / "shared.py").write_text(textwrap.dedent(_SHARED))
-    shared = {**CLEAN, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(count)}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(path)],
-            env={**shared, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=folder,
-        )
-        for rank in range(count)
-    ]
-    said = [each.communicate()[0] for each in ranks]
-    assert [each.returncode for each in ranks] == [0] * count, "\n".join(said)
-    assert said == [""] * count
+    codes, said = run_ranks(path, count)
+    assert codes == [0] * count, said
+    assert said == [("", "")] * count
 
 
 def test_a_rank_that_comes_to_the_definitions_later(tmp_path: Path) -> None:

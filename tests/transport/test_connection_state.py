@@ -12,7 +12,7 @@ from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED, Connect
 _MAY_FOLLOW = {(OPEN, SUSPENDED), (OPEN, CLOSED), (SUSPENDED, OPEN), (SUSPENDED, CLOSED)}
 
 
-@pytest.mark.parametrize(("old", "new"), itertools.product(ConnectionState, repeat=2))
+@pytest.mark.parametrize(("old", "new"), [*itertools.product(ConnectionState, repeat=2)])
 def test_transitions(old: ConnectionState, new: ConnectionState) -> None:
     machine = StateMachine()
     machine.state = old

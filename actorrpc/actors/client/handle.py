@@ -139,9 +139,8 @@ class ActorMethod(Generic[P, Out]):
         self._route = route
         self._info = info
         self._options = options
-        self._sent = (
-            options if options.num_returns else options.merged(num_returns=1)
-        )  # then nobody looks at it
+        # Where a call gives nothing, nobody looks at its one result.
+        self._sent = options if options.num_returns else options.merged(num_returns=1)
         self._simple = options.num_returns == 1 and not info.streams
 
     if TYPE_CHECKING:

@@ -325,9 +325,8 @@ class PendingCall:
                     break
             else:
                 return args, dict(kwargs) if kwargs else kwargs
-        return (
-            None if cheaply else Snapshot.of((args, kwargs), remote_main=True)
-        )  # opened here, and only here
+        # Opened here, and only here.
+        return None if cheaply else Snapshot.of((args, kwargs), remote_main=True)
 
     def open(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, to be sent once more."""

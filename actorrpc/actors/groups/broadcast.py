@@ -67,9 +67,8 @@ def weight_of(value: Any) -> int:
         elif isinstance(item, torch.nn.Module):
             return 0
         else:
-            nbytes = getattr(type(item), "nbytes", None) and getattr(
-                item, "nbytes", 0
-            )  # numpy's arrays and the like
+            # Numpy's arrays and the like.
+            nbytes = getattr(type(item), "nbytes", None) and getattr(item, "nbytes", 0)
             if isinstance(nbytes, int):
                 total += nbytes
     return total

@@ -539,9 +539,8 @@ class ActorGroup(Generic[C]):
 
         def __getattr__(self, name):
             if name in ActorGroup.__slots__ or (name[:2] == "__" and name[-2:] == "__"):
-                raise AttributeError(
-                    name
-                )  # of a group that is only half made; or what Python looks for anywhere
+                # Of a group that is only half made; or what Python looks for anywhere.
+                raise AttributeError(name)
             return _method(self, name)
 
     # -- what it is --------------------------------------------------------------------------------

@@ -162,8 +162,8 @@ def supervise(
     Args:
         children: handles of actors that this process has made and looks after, other groups, and ActorGroups, which count as
             their members. Each can be in one group only.
-        strategy: whom a death concerns: ``"one_for_one"``: only who died; ``"one_for_all"``: all children;
-            ``"rest_for_one"``: who died and those behind it. They are ended, the last first, one after the other, and
+        strategy: whom a death concerns: ``"one_for_one"``: only the child that died; ``"one_for_all"``: all children;
+            ``"rest_for_one"``: the one that died and those behind it. They are ended, the last first, one after the other, and
             made again, the first first, each when the one before it lives.
         max_restarts: how many deaths within ``period`` the group puts up with; default 3.
         period: seconds, default 60.

@@ -2,7 +2,7 @@
 
 An answer leaves when the supervisor has the state behind it: what a caller has been told survives the death of the actor,
 by any caller. That costs the call a round trip to the supervisor's worker; where that is the actor's own, nothing
-is sent. Who waits is the actor's thread, or on its event loop the coroutine alone.
+is sent. The actor's thread waits for that, or on its event loop the coroutine alone.
 
 Checkpoints are numbered when they are begun, before the actor is asked: threads and coroutines of one actor ask for
 theirs at the same time, and the supervisor may take them up in any order.

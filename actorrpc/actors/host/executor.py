@@ -275,9 +275,7 @@ class ActorExecutor:
             generator.close()
             return
         producer.serves(entry.frame.id)
-        if (
-            entry.execution is not None and entry.execution.cancelled
-        ):  # while it was still the call that was given up
+        if entry.execution is not None and entry.execution.cancelled:  # as a call, before it was a stream
             producer.close()
         if entry.conn is not None:
             entry.conn.flush(True)

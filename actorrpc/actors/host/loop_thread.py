@@ -171,9 +171,8 @@ class LoopThread:
             if not (
                 self._resident.mailbox.reentrant and self._resident.is_plain(each) and each.execution is None
             ):
-                self._resident.deadlocked(
-                    each, self._circle(each)
-                )  # a plain method still has its arguments to get
+                # A plain method still has its arguments to get.
+                self._resident.deadlocked(each, self._circle(each))
 
     def _next(self) -> Envelope | None:
         if not self._resident.mailbox.reentrant:

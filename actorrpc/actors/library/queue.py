@@ -453,7 +453,7 @@ class Queue(Generic[T]):
         return cast(bool, get(self._call("full")))
 
     def shutdown(self, force: bool = False, grace_period_s: float = 5) -> None:
-        """End the queue, for all who use it. What is in it is lost; who waits in it gets ActorDiedError.
+        """End the queue, for all who use it. What is in it is lost; a caller that waits in it gets ActorDiedError.
 
         Args:
             force: at once; otherwise what was asked of it before is done first.

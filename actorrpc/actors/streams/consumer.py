@@ -100,7 +100,7 @@ class _Consumer(Stall):
         self.swept = 0  # the search that has had the garbage collected which may hold the stream
         self._stuck: tuple[int, StreamReader | None] = -1, None
         self._generation = generation()
-        self._signal: Future[None] | None = None  # for who waits until something changes
+        self._signal: Future[None] | None = None  # for a reader that waits until something changes
         self._arrival: Future[None] | None = None  # for wait(), which takes nothing
         self._finished: Future[None] | None = None
         # Pulls belong to the stream, not to the call in which somebody happens to take an item.
@@ -239,7 +239,7 @@ class _Consumer(Stall):
         if error is not None:
             self._failed(error)
         else:
-            self._wake()  # before the next step: who waits for these items must not come to wait for more
+            self._wake()  # before the next step: a reader that waits for these items must not come to wait for more
             self._pull()
 
     def _failed(self, error: BaseException) -> None:
@@ -432,7 +432,7 @@ class _Consumer(Stall):
         return self._finished is not None and not self._ended
 
     def look(self) -> None:
-        """End the wait for the stream's end if who waits is who should take the items that are in the way of it."""
+        """End the wait for the stream's end if the thread that waits should take the items that are in the way of it."""
         reader = self.reader
         waits = any(isinstance(each, _EndOfStream) and each.consumer is self for each in reader.waits_for())
         patient = reader.alone or _time.now() - self.touched >= PATIENCE_S

@@ -498,7 +498,7 @@ class Streams:
                 producer.abort(error)
 
     def close(self) -> None:
-        """End all streams: who produces or pulls gets ShutdownError. Later ones are closed from the start."""
+        """End all streams: threads that produce or pull get ShutdownError. Later ones are closed from the start."""
         self._over = True
         for producer in list(self._producers.values()):
             producer.close(_shut_down())

@@ -1,8 +1,8 @@
 """Actors by name. The registrar of rank 0 knows them all; every other worker asks it.
 
-Who gets a name is decided in one step there, under one lock: of many who ask for a name at the same time one gets
+Which actor gets a name is decided in one step there, under one lock: of many who ask for a name at the same time one gets
 it, and with ``get_if_exists`` the others get the winner's card. A name is free again when its actor is dead for
-good; who asks for the name of one that is about to end waits for that.
+good; a worker that asks for the name of one that is about to end waits for that.
 """
 
 from __future__ import annotations

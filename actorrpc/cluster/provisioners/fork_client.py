@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -231,9 +230,8 @@ class ForkServer:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
             process.kill()
-            with contextlib.suppress(
-                subprocess.TimeoutExpired
-            ):  # the kernel may be at something that cannot be ended
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                # The kernel may be at something that cannot be ended.
                 process.wait(_END_S)
 
     # -- the end ---------------------------------------------------------------------------------------
@@ -262,10 +260,3 @@ class ForkServer:
         self._outbox.clear()
         if self._process is not None:
             self._process.returncode = 0  # it is no child of this process: nobody waits for it here
-
-    def wait_until_ready(self, timeout: float) -> bool:
-        """Wait until the server has imported all that it needs. For benchmarks."""
-        until = time.monotonic() + timeout
-        while not self.is_ready and not self.is_gone and time.monotonic() < until:
-            time.sleep(0.005)
-        return self.is_ready

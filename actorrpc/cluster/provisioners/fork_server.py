@@ -219,9 +219,8 @@ class _Server:
                 return
             if found is None:
                 return
-            _kill(
-                found.si_pid
-            )  # what it has started itself; its number is not given away before it is reaped
+            # What it has started ends, too; its number is not given away before it is reaped.
+            _kill(found.si_pid)
             pid, status, usage = os.wait4(found.si_pid, 0)
             id, begun = self._children.pop(pid, (0, 0.0))
             self._say(

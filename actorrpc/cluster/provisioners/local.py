@@ -57,7 +57,7 @@ class Process:
         pipes: the reading ends of its output, until the logs have them.
         doomed: it is to be killed as soon as it is there.
         over: it has ended; its report is still to come.
-        asked: who waits for the report.
+        asked: each is completed with the report.
     """
 
     def __init__(self, id: int, name: str, rank: int, spec: ProcessSpec, creator: str) -> None:
@@ -531,7 +531,7 @@ class LocalCluster:
             self._complete(self._gone, None)
 
     def _complete(self, future: Future[Any], value: Any) -> None:
-        """Give a future its value; who waits goes on at once, callbacks run on the pool."""
+        """Give a future its value; a thread that waits goes on at once, callbacks run on the pool."""
         if future._claim():
             future._finish(value, None, self.agent.submit)
 

@@ -5,7 +5,7 @@ actors are put beside each other there, and when one dies, Ray starts it again, 
 started for *one actor* end with it, and are never restarted by Ray, since supervision asks for another one.
 
 The key goes to each worker as an argument of its Ray actor's constructor: over Ray's own connections, into Ray's own tables
-(it makes the actor again from there), never into a command line or a log. Who can run code in that Ray can have the key.
+(it makes the actor again from there), never into a command line or a log. Whatever runs code in that Ray can have the key.
 
 Thread-safe. ``_guard`` guards the tables of hosts and bundles; nothing is called under it. Ray tells of ends on threads of its
 own, which hand them to the agent's pool at once.

@@ -410,7 +410,7 @@ def _broadcast(sequence_id: str, objects: dict[str, Any], followers: set[str], t
             )
             for name in alive
         ]:
-            call.exception()  # who cannot be told cannot be told the next thing either
+            call.exception()  # a worker that cannot be told this cannot be told the next thing either
     calls = {
         name: core.rpc_async(
             name, _by_name, ("_broadcast_to_followers", sequence_id, objects), timeout=timeout

@@ -14,10 +14,10 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import Execution
+from actorrpc.agent.context import Worker
 from actorrpc.agent.hooks import Bystander
 from actorrpc.rpc import api
 from actorrpc.rpc.profiling import ProfilerSettings, intercept, observe
-from actorrpc.rpc.refcount.runtime import References
 
 __all__: list[str] = []
 
@@ -117,9 +117,9 @@ def _change(how: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
             intercept(_agent, _observer, bool(_entered))
 
 
-def _started(agent: Agent, _references: References) -> Callable[[bool], None]:
+def _started(worker: Worker) -> Callable[[bool], None]:
     global _agent
-    _agent = agent
+    _agent = worker.agent
     _change(lambda entered: entered)
 
     def end(_graceful: bool) -> None:

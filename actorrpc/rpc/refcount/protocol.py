@@ -447,7 +447,7 @@ class RRefTable:
 
     @uninterruptible
     def close(self) -> Effects:
-        """Release everything and fall silent: later drops and messages have no effect. Wakes who waits."""
+        """Release everything and fall silent: later drops and messages have no effect. Wakes the threads that wait."""
         step = Effects()
         with self._lock:
             self._closed = True

@@ -278,7 +278,7 @@ class ValueTable:
             self.settle(entry, step)
 
     def finish(self, entry: Owned, outcome: Outcome, step: Effects) -> None:
-        """Give an entry its outcome, unless it has one, and wake who waits for it."""
+        """Give an entry its outcome, unless it has one, and wake the threads that wait for it."""
         if entry.outcome is None:
             entry.outcome = outcome
             step.callbacks += [partial(waiter, outcome) for waiter in entry.waiters]

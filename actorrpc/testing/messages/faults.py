@@ -55,7 +55,7 @@ class Fault(Injection):
         action: ``"drop"`` or ``"delay"``.
         types: the types of messages that it takes.
         seconds: how long it holds them up.
-        at_once: who waits for a message that it drops hears of it at once.
+        at_once: the caller that waits for a message that it drops hears of it at once.
         bounded: calls that it holds up bring their deadlines along.
     """
 
@@ -170,7 +170,7 @@ def drop(
             module), or a pattern, or several. Of an actor's method: ``"Class.method"`` or ``"method"``.
         probability: how likely a message is to be taken, in the order in which they come; 1 takes all.
         seed: of the random numbers for that.
-        at_once: who waits hears of the loss at once, with RpcTimeoutError, instead of at the deadline.
+        at_once: the caller that waits hears of the loss at once, with RpcTimeoutError, instead of at the deadline.
         on: only on workers of this name, or pattern: for faults that several workers are given alike.
 
     Raises:

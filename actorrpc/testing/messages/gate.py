@@ -49,7 +49,7 @@ _log = logging.getLogger("actorrpc.testing")
 
 
 def copied(encoded: Any) -> Any:
-    """Have a packed message keep copies of the memory that goes with it: who has made it may change that soon."""
+    """Have a packed message keep copies of the memory that goes with it: the caller may change that soon."""
     if not isinstance(encoded, bytes) and encoded.spans:
         encoded.spans = [TensorSpan.of(bytearray(span.view())) for span in encoded.spans]
         encoded.outgoing = None
@@ -608,9 +608,8 @@ def _hand_over(conn: Connection | None) -> None:
     """Wait until the kernel has all that a connection was given to send, or the connection is lost."""
     while conn is not None and conn.state is OPEN:
         conn.flush(True)
-        with (
-            conn.write_lock
-        ):  # the thread that writes has in hand, under this lock, what is no longer in the outbox
+        with conn.write_lock:
+            # The thread that writes has in hand, under this lock, what is no longer in the outbox.
             if not conn.outbox and not conn._rest:
                 return
 

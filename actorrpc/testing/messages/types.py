@@ -83,7 +83,7 @@ class Message:
 
     Attributes:
         type: one of :data:`MESSAGES`.
-        peer: who is to get it.
+        peer: its receiver.
         called: what it calls, or answers: a function or a name; None where that says nothing.
         subject: which value it is about, for messages about an RRef; else None.
     """

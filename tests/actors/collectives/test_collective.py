@@ -143,9 +143,8 @@ class TestGroups:
         waiting = threading.Thread(target=wait)
         waiting.start()
         group, store = first[0]
-        assert (
-            groups.cut(group, store, "gloo") >= 1
-        )  # both ends of the one connection are here, one may see the other
+        # Both ends of the one connection are here, one may see the other.
+        assert groups.cut(group, store, "gloo") >= 1
         waiting.join()
         assert len(ended) == 1
         assert (groups.connections(store), groups.connections(second[0][1])) == (0, 2)

@@ -103,9 +103,8 @@ def test_jitter_shortens_waits_by_up_to_half(lives: list[float], backoff: float,
     numbers = itertools.cycle(drawn)
     plain = _play(RestartPolicy(-1, None, backoff), lives)
     found = _play(RestartPolicy(-1, None, backoff, lambda: next(numbers)), lives)
-    for (_, wait), (_, most) in zip(
-        found[:2], plain[:2], strict=True
-    ):  # then the rows may end at other times
+    for (_, wait), (_, most) in zip(found[:2], plain[:2], strict=True):
+        # Behind these two the rows may end at other times.
         assert wait is not None
         assert most is not None
         assert (1 - JITTER) * most <= wait <= most

@@ -371,9 +371,8 @@ class World:
     def freed(self, value: Value) -> None:
         self.values.pop(id(value), None)
         self.counters["freed"] += 1
-        spare = (
-            value.rref_id in self.late and value.rref_id.creator == value.owner.key
-        )  # has an error already
+        # Has an error already.
+        spare = value.rref_id in self.late and value.rref_id.creator == value.owner.key
         if value.owner.alive and not self.quiet_shutdown and not spare:
             for token in self.live.get(value.rref_id, ()):
                 if not token.tainted:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from actorrpc.agent.agent import Agent
+from actorrpc.agent.context import Worker
 from actorrpc.compat.rpc.agent import TensorPipeAgent
 from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
 from actorrpc.compat.translate import is_builtin
@@ -121,7 +121,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
             found.append(Fault("delay", [kind], seconds=seconds, when=which[script], bounded=False))
         return found
 
-    def _ready(self, _agent: Agent) -> None:
+    def _ready(self, _worker: Worker) -> None:
         for fault in self._faults():
             fault.start()
 
