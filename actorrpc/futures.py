@@ -81,21 +81,21 @@ class NestedRunner(Protocol):
 
 
 class _Waiting(threading.local):
-    """This thread's station, if it belongs to an actor."""
+    """This thread's runner, if it belongs to an actor."""
 
-    station: NestedRunner | None = None
+    runner: NestedRunner | None = None
 
 
 WAITING = _Waiting()
 
 
-def stand_by(station: NestedRunner | None) -> None:
-    """Have a station hear of the waits of all threads that have none of their own."""
-    _Waiting.station = station
+def stand_by(runner: NestedRunner | None) -> None:
+    """Have a runner hear of the waits of all threads that have none of their own."""
+    _Waiting.runner = runner
 
 
 INTERRUPTED: Final[set[Any]] = set()
-"""The stations that run methods which are to be interrupted. Almost always empty: what users call asks for no more."""
+"""The runners that run methods which are to be interrupted. Almost always empty: what users call asks for no more."""
 
 
 def interruption_point() -> None:
@@ -104,14 +104,14 @@ def interruption_point() -> None:
     Whatever users call, and call again and again, comes here before it begins, and in its waits, where anything may be raised:
     elsewhere in our code nothing is raised that is not its own (see ``actors/host/threads.py``).
     """
-    station = WAITING.station
-    if station in INTERRUPTED:
-        station.raise_interruption()  # type: ignore[union-attr]
+    runner = WAITING.runner
+    if runner in INTERRUPTED:
+        runner.raise_interruption()  # type: ignore[union-attr]
 
 
 def bystander() -> NestedRunner | None:
-    """Return the station that hears of the waits of threads that have none of their own."""
-    return _Waiting.station
+    """Return the runner that hears of the waits of threads that have none of their own."""
+    return _Waiting.runner
 
 
 class _Unretrieved:
@@ -296,7 +296,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 self._parked.pop().release()
             except IndexError:
                 break
-            except RuntimeError:  # its station has stirred it in this moment
+            except RuntimeError:  # its runner has stirred it in this moment
                 pass
         if self._callbacks:
             if submit is None:
@@ -468,8 +468,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         lock = threading.Lock()
         lock.acquire()
         self._parked.append(lock)
-        station = WAITING.station
-        if station is not None:
+        runner = WAITING.runner
+        if runner is not None:
 
             def stir() -> None:
                 try:
@@ -477,22 +477,22 @@ class Future(torch.futures.Future[T], Generic[T]):
                 except RuntimeError:
                     pass
 
-            station.begin_wait(stir, self)
+            runner.begin_wait(stir, self)
         try:
             # Looking again after the append closes the race with a completion that saw an empty list.
             while not self._done:
                 if INTERRUPTED:
                     interruption_point()
-                if station is not None and station.work:
-                    station.serve()
+                if runner is not None and runner.work:
+                    runner.serve()
                     continue
                 if deadline is not None and deadline <= _time.now():
                     break
-                if _time.doze(lock, _NEVER if deadline is None else deadline) and station is None:
+                if _time.doze(lock, _NEVER if deadline is None else deadline) and runner is None:
                     break
         finally:
-            if station is not None:
-                station.end_wait()
+            if runner is not None:
+                runner.end_wait()
             try:
                 self._parked.remove(lock)
             except ValueError:
@@ -570,10 +570,10 @@ class Future(torch.futures.Future[T], Generic[T]):
         if source is not None:
             source.flush()
         self.add_done_callback(on_done)
-        station = WAITING.station
+        runner = WAITING.runner
         waiter.stands_for = self  # type: ignore[attr-defined]  # the search for deadlocks looks here
-        if station is not None:
-            station.begin_await()
+        if runner is not None:
+            runner.begin_await()
         try:
             yield from waiter
         except asyncio.CancelledError:
@@ -582,8 +582,8 @@ class Future(torch.futures.Future[T], Generic[T]):
             self.acknowledge()
             raise
         finally:
-            if station is not None:
-                station.end_await()
+            if runner is not None:
+                runner.end_await()
             del waiter.stands_for  # type: ignore[attr-defined]
         return self._outcome()
 

@@ -42,7 +42,7 @@ def memory(workers: int) -> dict[str, float]:
         table = _read_table(_read_outcome(packed)[1], own)
         gc.collect()
         of_table = tracemalloc.get_traced_memory()[0]
-        roster = PeerTable(
+        peer_table = PeerTable(
             own,
             window=1 << 20,
             resolve=lambda to: table.get(str(to)),
@@ -51,7 +51,7 @@ def memory(workers: int) -> dict[str, float]:
         )
         empty = tracemalloc.get_traced_memory()[0]
         for name in table:
-            roster.peer(name)
+            peer_table.peer(name)
         gc.collect()
         of_peers = tracemalloc.get_traced_memory()[0] - empty
     finally:

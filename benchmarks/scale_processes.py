@@ -83,7 +83,7 @@ def _look(rank: int, world_size: int) -> dict[str, Any]:
     agent: Any = actorrpc.rpc.api.group().agent if rpc.api.is_initialized() else None
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "connections": 0 if agent is None else len(agent.links.connections()),
+        "connections": 0 if agent is None else len(agent.connector.connections()),
         "peers": 0 if agent is None else len(agent.peers()),
         "threads": threading.active_count(),
         "rss_kb": memory["Rss"],

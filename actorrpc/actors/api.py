@@ -120,8 +120,8 @@ def list_actors(timeout: float = 10.0) -> list[ActorInfo]:
     known: list[ActorState] = _answer(gather_states(in_force), until)
     lives: dict[int, HostedActorState] = {}
     for future in asked:
-        lives.update((each.resident_id, each) for each in _answer(future, until))
-    rows = [_row(each, lives.get(each.resident_id)) for each in known if each.class_name != TASKS]
+        lives.update((each.instance_id, each) for each in _answer(future, until))
+    rows = [_row(each, lives.get(each.instance_id)) for each in known if each.class_name != TASKS]
     return sorted(rows, key=lambda row: row.actor_id)
 
 
@@ -315,8 +315,8 @@ class RuntimeContext:
 
 def _spec() -> Any:
     execution = CURRENT.get()
-    resident = None if execution is None else execution.actor
-    spec = None if resident is None else resident.spec
+    hosted = None if execution is None else execution.actor
+    spec = None if hosted is None else hosted.spec
     # A task is executed by an actor of ours, of which its code knows nothing.
     return None if spec is None or spec.info.name == TASKS else spec
 

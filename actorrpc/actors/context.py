@@ -32,7 +32,7 @@ class Runtime:
 
     Attributes:
         agent, references: the calls and references below.
-        residents: the actors that live here.
+        actors: the actors that live here.
         routes: the ways to the actors that are called from here.
         supervisor: looks after the actors that this process created.
         names: knows actors by name; only that of rank 0 is asked.
@@ -44,22 +44,22 @@ class Runtime:
 
     __slots__ = (
         "agent",
-        "crews",
         "meetings",
         "members",
         "names",
         "references",
-        "residents",
+        "registry",
         "routes",
         "spawner",
         "streams",
         "supervisor",
+        "task_pools",
     )
 
     def __init__(self, agent: Agent, references: References) -> None:
         self.agent = agent
         self.references = references
-        self.residents: ActorRegistry
+        self.registry: ActorRegistry
         self.routes: Routes
         self.supervisor: Supervisor
         self.names: Names
@@ -67,7 +67,7 @@ class Runtime:
         self.meetings: Generations
         self.members: Members
         self.spawner: Spawner | None = None
-        self.crews: Any = None
+        self.task_pools: Any = None
 
 
 _autostart: Callable[[], None] | None = None

@@ -26,8 +26,8 @@ def start(worker: Worker) -> Callable[[bool], None]:
     made = Runtime(agent, worker.references)
     made.names = Names(made, api.namespace())
     made.streams = Streams(agent)
-    made.residents = ActorRegistry(made)
-    made.streams.poke = made.residents.deadlocks.poke
+    made.registry = ActorRegistry(made)
+    made.streams.poke = made.registry.deadlocks.poke
     made.routes = Routes(made)
     made.meetings = Generations(made, member.cut)
     made.members = member.Members(made)
@@ -40,7 +40,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
             made.meetings.end()
             made.members.close()
             made.supervisor.close(graceful, agent.leave_by - _time.now())
-            made.residents.close(graceful, agent.leave_by - _time.now())
+            made.registry.close(graceful, agent.leave_by - _time.now())
             made.routes.close()
             made.streams.close()
         finally:

@@ -1,26 +1,27 @@
 """Connections that were accepted and have proved nothing yet.
 
-Listening sockets are served by the pool. A guest has little time and may send nothing but the handshake's fixed
-messages; its bytes never reach the frame reader. There are few places for guests, and each that comes gets one: where
-all are taken, the guest goes that is least likely to be a member. That is one from the address with the most guests,
-one that has not said hello rather than one that has, and the oldest of these: a member needs its place for two round
-trips only, and comes again if it lost it. So neither those that say nothing nor those that come in floods keep
-members out, also when they come from a member's address.
+Listening sockets are served by the pool. A pending connection has little time and may send nothing but the handshake's fixed
+messages; its bytes never reach the frame reader. There are few places, and each pending connection gets one: where all are
+taken, the one goes that is least likely to be a member's. That is one from the address with the most of them, one that has
+not said hello rather than one that has, and the oldest of these: a member needs its place for two round trips only, and comes
+again if it lost it. So neither those that say nothing nor those that come in floods keep members out, also when they come
+from a member's address.
 
-An address whose guests fail to prove the key gets ``FAILURES_PER_S`` answers a second. Further failures are not
+An address whose pending connections fail to prove the key gets ``FAILURES_PER_S`` answers a second. Further failures are not
 answered and hold their places until their time is over, or others need them: nobody learns any faster, and members
-who share the address (one host, one NAT) are served as ever.
+that share the address (one host, one NAT) are served as ever.
 
-Where there are certificates, the handshake of TLS comes first, within the same time and in the same places; a guest that speaks
-no TLS is told so. One that fails in it is heard until it closes, or its time is over: closed at once, its unread bytes would have
-the kernel take back the alert that tells it why.
+Where there are certificates, the handshake of TLS comes first, within the same time and in the same places; the other end is
+told so if it speaks no TLS. A connection that fails in it is read until its other end closes it, or its time is over: closed at
+once, its unread bytes would have the kernel take back the alert that tells why.
 
-Where there are no descriptors for another one, the listeners rest, and are tried again: those who are in have what they need,
-and guests wait at the door. When they have waited for a second in vain, they are told why and sent away, over a descriptor that
-is held for that alone. Only guests that begin with TLS could not read it: they wait for as long as their own time-outs allow.
+Where there are no descriptors for another connection, the listeners rest, and are tried again: those that are made have what
+they need, and others wait in the kernel's backlog. When they have waited for a second in vain, they are told why and sent away,
+over a descriptor that is held for that alone. Only those that begin with TLS could not read it: they wait for as long as their
+own time-outs allow.
 
-``_lock`` guards the tables; nothing is called under it. A guest's ``turn`` is held by the thread that takes a step of its
-handshake, and nobody waits for it: its socket is closed by the thread that lets it go, if it is to be closed.
+``_lock`` guards the tables; nothing is called under it. A pending connection's ``turn`` is held by the thread that takes a step
+of its handshake, and nobody waits for it: its socket is closed by the thread that lets it go, if it is to be closed.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ FAILURES_PER_S: Final = 3
 _MAX_ADDRESSES: Final = 1024  # whose failures are remembered; they are for one second
 _READ: Final = 4096  # more than any first message of TLS: what is left unread when a socket closes resets it
 _AGAIN_S: Final = 0.2
-_PATIENCE_S: Final = 1.0  # so long there may be no descriptor before guests at the door are sent away
+_PATIENCE_S: Final = (
+    1.0  # so long there may be no descriptor before pending connections in the backlog are sent away
+)
 _MINUTE_S: Final = 60.0
 _TELL_S: Final = 10.0  # how often it is said that nobody can be accepted
 _GIVE: Final = "set ACTORRPC_TLS_CERT, ACTORRPC_TLS_KEY and ACTORRPC_TLS_CA for all workers, or for none"
@@ -99,9 +102,9 @@ class Admission:
 
     Args:
         key: the group's key; empty where there is none.
-        admit: takes a guest that has proved the key, and the bytes that are to be sent to it first. The socket
+        admit: takes a pending connection that has proved the key, and the bytes that are to be sent to it first. The socket
             is its own from then on.
-        tls: the certificates that guests from other hosts are shown, and must match; None: no TLS.
+        tls: the certificates that pending connections from other hosts are shown, and must match; None: no TLS.
     """
 
     def __init__(
@@ -113,13 +116,15 @@ class Admission:
         self._tls = tls
         self._lock = threading.Lock()
         self._listeners: list[socket.socket] = []
-        self._guests: dict[int, PendingConnection] = {}  # by descriptor, the oldest first
+        self._pending: dict[int, PendingConnection] = {}  # by descriptor, the oldest first
         self._failures: dict[str, list[float]] = {}
         self._closed = False
         self._scarce = False  # the hard limit of descriptors is near
         self._resting: set[socket.socket] = set()
         self._short_since: dict[socket.socket, float] = {}  # listeners for which there is no descriptor
-        self._held = -1  # a descriptor to send guests away with; -1 also while a thread does that
+        self._held = (
+            -1
+        )  # a descriptor to send pending connections away with; -1 also while a thread does that
         self._told = float("-inf")
         # Refusals that no line has told of, by address, since the last line of them.
         self._refused: Counter[str] = Counter()
@@ -127,7 +132,7 @@ class Admission:
         self._refused_last = ""
 
     def __len__(self) -> int:
-        return len(self._guests)
+        return len(self._pending)
 
     # -- listening -----------------------------------------------------------------------------------
 
@@ -147,7 +152,7 @@ class Admission:
     def _accept(self, listener: socket.socket) -> None:
         while True:
             # Each that was accepted needs one more to become a connection.
-            if self._scarce and not fd_limits.has_room(2 + len(self._guests)):
+            if self._scarce and not fd_limits.has_room(2 + len(self._pending)):
                 self._rest(listener, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
                 return
             try:
@@ -187,7 +192,7 @@ class Admission:
         self._agent.clock.after(_AGAIN_S, partial(self._agent.submit, partial(self._resume, listener)))
 
     def _send_away(self, listener: socket.socket, error: OSError) -> None:
-        """Tell the guests at the door that there is no descriptor for them: accepts each for that long."""
+        """Tell the pending connections in the backlog that there is no descriptor for them: accepts each for that long."""
         with self._lock:
             held, self._held = self._held, -1
         if held >= 0:
@@ -217,32 +222,32 @@ class Admission:
 
     def _enter(self, sock: socket.socket, address: str, local: bool) -> None:
         agent = self._agent
-        guest = PendingConnection(sock, address, local, self._acceptor(local))
-        guest.timer = agent.clock.after(
-            agent.settings.handshake_timeout, partial(agent.submit, partial(self._dismiss, guest))
+        pending = PendingConnection(sock, address, local, self._acceptor(local))
+        pending.timer = agent.clock.after(
+            agent.settings.handshake_timeout, partial(agent.submit, partial(self._dismiss, pending))
         )
         with self._lock:
             closed = self._closed
-            full = len(self._guests) >= max(1, agent.settings.max_unauthenticated)
+            full = len(self._pending) >= max(1, agent.settings.max_unauthenticated)
             out = self._least() if full else None
             if out is not None:
                 # In one step with the entry of the next: nobody else chooses it as well.
-                del self._guests[out.fd]
+                del self._pending[out.fd]
             if not closed:
-                self._guests[guest.fd] = guest
+                self._pending[pending.fd] = pending
         if closed:  # while it was on its way from the door to here
-            guest.timer.cancel()
-            guest.close()
+            pending.timer.cancel()
+            pending.close()
             return
         if out is not None:
             self._see_off(out)
             out.close()
-        agent.pool.watch(guest.fd, partial(self._serve, guest))
+        agent.pool.watch(pending.fd, partial(self._serve, pending))
         try:
-            agent.pool.epoll.register(guest.fd, select.EPOLLIN | select.EPOLLONESHOT)
+            agent.pool.epoll.register(pending.fd, select.EPOLLIN | select.EPOLLONESHOT)
         except (OSError, ValueError):
             # The next one has taken its place already, or the agent has been closed.
-            self._dismiss(guest)
+            self._dismiss(pending)
 
     def _acceptor(self, local: bool, binding: bytes = b"") -> Acceptor:
         record = self._agent.record
@@ -256,122 +261,123 @@ class Admission:
         )
 
     def _least(self) -> PendingConnection:
-        """Return the guest whose place is given to the next one. Under the lock."""
-        counts = Counter(guest.address for guest in self._guests.values())
+        """Return the pending connection whose place is given to the next one. Under the lock."""
+        counts = Counter(pending.address for pending in self._pending.values())
         most = max(counts.values())
-        crowd = [guest for guest in self._guests.values() if counts[guest.address] == most]
-        return next((guest for guest in crowd if not guest.acceptor.greeted), crowd[0])
+        crowd = [pending for pending in self._pending.values() if counts[pending.address] == most]
+        return next((pending for pending in crowd if not pending.acceptor.greeted), crowd[0])
 
     # -- the handshake ---------------------------------------------------------------------------------
 
-    def _serve(self, guest: PendingConnection) -> None:
-        """Take the next step of a guest's handshake. One thread at a time: the descriptor is one-shot."""
+    def _serve(self, pending: PendingConnection) -> None:
+        """Take the next step of a pending connection's handshake. One thread at a time: the descriptor is one-shot."""
         try:
-            with guest.turn:
-                answer = self._step(guest) if self._is_here(guest) else None
+            with pending.turn:
+                answer = self._step(pending) if self._is_here(pending) else None
         finally:
-            guest.sweep()
+            pending.sweep()
         if answer is None:
             return
         try:
-            self._admit(guest, answer)
+            self._admit(pending, answer)
         except BaseException as error:  # nobody else has it
-            guest.close()
+            pending.close()
             if isinstance(error, ProtocolError):
-                self._refuse(guest, error)
+                self._refuse(pending, error)
             elif not isinstance(error, OSError):
                 raise
 
-    def _step(self, guest: PendingConnection) -> bytes | None:
-        """Take it; returns what is to be sent to a guest that has proved the key, and has left its place."""
+    def _step(self, pending: PendingConnection) -> bytes | None:
+        """Take it; returns what is to be sent to a pending connection that has proved the key, and has left its place."""
         try:
-            if self._tls is not None and not guest.local and not self._secured(guest, self._tls):
-                self._listen_to(guest)
+            if self._tls is not None and not pending.local and not self._secured(pending, self._tls):
+                self._listen_to(pending)
                 return None
-            data = guest.sock.recv(_READ)
+            data = pending.sock.recv(_READ)
             if not data:
-                self._dismiss(guest)
+                self._dismiss(pending)
                 return None
-            if data.startswith(HELLO) and not guest.acceptor.greeted:
-                self._turn_away(guest, "speaks TLS", f"has no certificates: {_GIVE}")
-            answer = guest.acceptor.feed(data)
-            if guest.acceptor.done:
-                return answer if self._leave(guest) else None
+            if data.startswith(HELLO) and not pending.acceptor.greeted:
+                self._turn_away(pending, "speaks TLS", f"has no certificates: {_GIVE}")
+            answer = pending.acceptor.feed(data)
+            if pending.acceptor.done:
+                return answer if self._leave(pending) else None
             if answer:
-                guest.sock.send(answer)
-            self._listen_to(guest)
+                pending.sock.send(answer)
+            self._listen_to(pending)
         except BlockingIOError:
-            self._listen_to(guest)
+            self._listen_to(pending)
         except ProtocolError as error:
-            self._refuse(guest, error)
+            self._refuse(pending, error)
         except ssl.SSLError as error:
-            self._fail(guest, error)
+            self._fail(pending, error)
         except OSError:
-            self._dismiss(guest)
+            self._dismiss(pending)
         return None
 
-    def _secured(self, guest: PendingConnection, tls: Tls) -> bool:
-        """Go on with TLS's handshake; say whether the guest's own can go on."""
-        sock = guest.sock
+    def _secured(self, pending: PendingConnection, tls: Tls) -> bool:
+        """Go on with TLS's handshake; say whether the pending connection's own can go on."""
+        sock = pending.sock
         if isinstance(sock, socket.socket):
             first = sock.recv(1, socket.MSG_PEEK)
             if not first:
-                self._dismiss(guest)
+                self._dismiss(pending)
                 return False
             if first != HELLO:
                 sock.recv(_READ)
-                self._turn_away(guest, "does not speak TLS", f"speaks nothing else: {_GIVE}")
-            guest.sock = sock = tls.accept(sock)
-        if guest.over:
+                self._turn_away(pending, "does not speak TLS", f"speaks nothing else: {_GIVE}")
+            pending.sock = sock = tls.accept(sock)
+        if pending.over:
             if not sock.discard():
-                self._dismiss(guest)
+                self._dismiss(pending)
             return False
         if not sock.secured:
             if not sock.shake():
                 return False
-            guest.acceptor = self._acceptor(False, sock.binding)
+            pending.acceptor = self._acceptor(False, sock.binding)
         return True
 
-    def _turn_away(self, guest: PendingConnection, why: str, own: str) -> None:
-        """Refuse a guest that begins in a way that this worker does not speak; it hears it in the plain one."""
-        host, port = guest.sock.getsockname()[:2]
-        guest.acceptor.farewell = Acceptor.refuse(Refusal.PROTOCOL, f"{host}:{port} {own}")
+    def _turn_away(self, pending: PendingConnection, why: str, own: str) -> None:
+        """Refuse a pending connection that begins in a way that this worker does not speak; it hears it in the plain one."""
+        host, port = pending.sock.getsockname()[:2]
+        pending.acceptor.farewell = Acceptor.refuse(Refusal.PROTOCOL, f"{host}:{port} {own}")
         raise ProtocolError(f"it {why}, and this worker {own}")
 
-    def _fail(self, guest: PendingConnection, error: ssl.SSLError) -> None:
-        """Give up a guest whose TLS has failed; it was told by an alert."""
-        if not self._failed_often(guest.address):
+    def _fail(self, pending: PendingConnection, error: ssl.SSLError) -> None:
+        """Give up a pending connection whose TLS has failed; it was told by an alert."""
+        if not self._failed_often(pending.address):
             self._tell(
-                f"a connection was refused: {explain(error, f'who came from {guest.address}')}", guest.address
+                f"a connection was refused: {explain(error, f'who came from {pending.address}')}",
+                pending.address,
             )
-        guest.over = True
+        pending.over = True
         try:
-            guest.sock.shutdown(socket.SHUT_WR)
+            pending.sock.shutdown(socket.SHUT_WR)
         except OSError:
             pass
-        self._listen_to(guest)
+        self._listen_to(pending)
 
-    def _listen_to(self, guest: PendingConnection) -> None:
-        if self._is_here(guest):
+    def _listen_to(self, pending: PendingConnection) -> None:
+        if self._is_here(pending):
             try:
-                self._agent.pool.epoll.modify(guest.fd, select.EPOLLIN | select.EPOLLONESHOT)
+                self._agent.pool.epoll.modify(pending.fd, select.EPOLLIN | select.EPOLLONESHOT)
             except (OSError, ValueError):  # dismissed just now
                 pass
 
-    def _refuse(self, guest: PendingConnection, error: ProtocolError) -> None:
-        if not guest.local and self._failed_often(guest.address):
-            self._tell(f"a connection from {guest.address} was refused: {error}", guest.address)
+    def _refuse(self, pending: PendingConnection, error: ProtocolError) -> None:
+        if not pending.local and self._failed_often(pending.address):
+            self._tell(f"a connection from {pending.address} was refused: {error}", pending.address)
             if not isinstance(error, AuthenticationError):
-                self._dismiss(guest)
+                self._dismiss(pending)
             return  # neither answered nor closed before its time is over
-        farewell = guest.acceptor.farewell
+        farewell = pending.acceptor.farewell
         if farewell:
             try:
-                guest.sock.send(farewell)
+                pending.sock.send(farewell)
             except OSError:
                 pass
-        self._tell(f"a connection from {guest.address} was refused: {error}", guest.address)
-        self._dismiss(guest)
+        self._tell(f"a connection from {pending.address} was refused: {error}", pending.address)
+        self._dismiss(pending)
 
     def _tell(self, text: str, address: str) -> None:
         """Log a refusal at once, and those of the minute after it as one line: floods are to fill no disk."""
@@ -423,24 +429,24 @@ class Admission:
             self._failures[address] = times
         return often
 
-    def _dismiss(self, guest: PendingConnection) -> None:
-        if self._leave(guest):
-            guest.close()
+    def _dismiss(self, pending: PendingConnection) -> None:
+        if self._leave(pending):
+            pending.close()
 
-    def _is_here(self, guest: PendingConnection) -> bool:
-        return self._guests.get(guest.fd) is guest
+    def _is_here(self, pending: PendingConnection) -> bool:
+        return self._pending.get(pending.fd) is pending
 
-    def _leave(self, guest: PendingConnection) -> bool:
+    def _leave(self, pending: PendingConnection) -> bool:
         with self._lock:
-            if not self._is_here(guest):
+            if not self._is_here(pending):
                 return False
-            del self._guests[guest.fd]
-        self._see_off(guest)
+            del self._pending[pending.fd]
+        self._see_off(pending)
         return True
 
-    def _see_off(self, guest: PendingConnection) -> None:
-        guest.timer.cancel()
-        self._agent.pool.forget(guest.fd)
+    def _see_off(self, pending: PendingConnection) -> None:
+        pending.timer.cancel()
+        self._agent.pool.forget(pending.fd)
 
     # -- the end ---------------------------------------------------------------------------------------
 
@@ -450,7 +456,7 @@ class Admission:
             self._agent.pool.forget(sock.fileno())
 
     def close(self) -> None:
-        """Close what is left: listening sockets (and their files) and guests."""
+        """Close what is left: listening sockets (and their files) and pending connections."""
         for sock in self._listeners:
             path = sock.getsockname() if sock.family == socket.AF_UNIX else None
             sock.close()
@@ -460,26 +466,26 @@ class Admission:
         self._sum_up()
         with self._lock:
             self._closed = True
-            guests = list(self._guests.values())
-            self._guests.clear()
+            found = list(self._pending.values())
+            self._pending.clear()
             held, self._held = self._held, -1
         if held >= 0:
             os.close(held)
-        for guest in guests:
-            guest.close()
+        for pending in found:
+            pending.close()
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child; the files belong to the parent."""
         for sock in self._listeners:
             sock.close()
-        for guest in list(self._guests.values()):
-            guest.sock.close()
+        for pending in list(self._pending.values()):
+            pending.sock.close()
         if self._held >= 0:
             os.close(self._held)
 
 
 def no_room(error: OSError) -> bytes:
-    """Return the message that sends a guest away because a descriptor could not be had."""
+    """Return the message that sends a pending connection away because a descriptor could not be had."""
     return Acceptor.refuse(Refusal.BUSY, fd_limits.say_why(error))
 
 

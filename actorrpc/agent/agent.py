@@ -31,7 +31,7 @@ from actorrpc.agent.connector import Connector
 from actorrpc.agent.executor import Executor
 from actorrpc.agent.hooks import Interceptor, MessageFilter, NoRecorder, Recorder, recorded
 from actorrpc.agent.inbound import Inbox
-from actorrpc.agent.mail import ActorHeader, MailRouter, NullRouter
+from actorrpc.agent.mail import MailHeader, MailRouter, NullRouter
 from actorrpc.agent.peers import MAX_PENDING, Peer, PeerTable
 from actorrpc.agent.scheduler import Scheduler
 from actorrpc.agent.threads import Pool
@@ -109,8 +109,8 @@ class Agent:
         self.on_peer_end: list[Callable[[Peer], None]] = []
         self.post: MailRouter = NullRouter(self)
         self.confirm: Callable[[list[Any], Execution], None] = lambda received, execution: None
-        self.roll_back: Callable[[outbound.MessageContext], None] = lambda parcel: None
-        self.on_forks: Callable[[outbound.MessageContext, bytes], None] = lambda parcel, forks: None
+        self.roll_back: Callable[[outbound.MessageContext], None] = lambda message: None
+        self.on_forks: Callable[[outbound.MessageContext, bytes], None] = lambda message, forks: None
         self.refuse_forks: Callable[[Peer, bytes], None] = lambda peer, forks: None
         self.pack_forks: Callable[[list[Any]], bytes] = lambda sent: b""
         self._closing = False
@@ -119,29 +119,29 @@ class Agent:
         self.abandoned = False
         #: when those who end gracefully are to be done, by ``_time.now()``; the thread that ends all of it says so
         self.leave_by = float("inf")
-        self.links = Connector(self, key)
+        self.connector = Connector(self, key)
         self.inbox = Inbox(self)
-        self.upkeep = Scheduler(self)
+        self.scheduler = Scheduler(self)
         # Straight to where they live: these are on the path of every call.
         self.submit = self.pool.submit
         self.deliver = self.inbox.deliver
-        self.cork = self.upkeep.cork
-        self.flush = self.upkeep.flush
+        self.cork = self.scheduler.cork
+        self.flush = self.scheduler.flush
         self.members = members
         self._lock = threading.Lock()
-        self.roster = PeerTable(
+        self.peer_table = PeerTable(
             record,
             window=settings.window,
             resolve=resolve,
             members=members,
             replaced=self._replaced,
         )
-        self.peer = self.roster.peer
-        self.peers = self.roster.peers
-        self.adopt = self.roster.adopt
+        self.peer = self.peer_table.peer
+        self.peers = self.peer_table.peers
+        self.adopt = self.peer_table.adopt
         #: numbers what is called outside of executions; from ``CALLER_BIT`` on it says by whom
         self.next_chain: Callable[[], int] = itertools.count((record.rank & 0xFFFF) << 48 | 1).__next__
-        self.self_peer = self.roster.own
+        self.self_peer = self.peer_table.own
         codec.restrict(settings.data_only)
 
     def start(self, listeners: list[socket.socket]) -> None:
@@ -157,19 +157,19 @@ class Agent:
     def _start(self, listeners: list[socket.socket]) -> None:
         self.clock.start()
         self.pool.start(3)
-        self.links.guests.listen(listeners)
+        self.connector.admission.listen(listeners)
 
     # -- calling -----------------------------------------------------------------------------------------
 
-    def encode(self, obj: Any, parcel: outbound.MessageContext, *, answer: bool = False) -> codec.Encoded:
-        """Pack an object for the parcel's peer; an answer's tensors arrive where the peer's device map says."""
-        peer = parcel.peer
+    def encode(self, obj: Any, message: outbound.MessageContext, *, answer: bool = False) -> codec.Encoded:
+        """Pack an object for the message's peer; an answer's tensors arrive where the peer's device map says."""
+        peer = message.peer
         return codec.encode(
             obj,
             remote_main=peer.same_main,
             known=peer.known,
             device_map=peer.answer_map if answer else peer.device_map,
-            context=parcel,
+            context=message,
         )
 
     def call(
@@ -183,12 +183,12 @@ class Agent:
         future: Future[Any] | None = None,
         keep: Any = None,
         label: str | None = None,
-        letter: ActorHeader | None = None,
+        mail: MailHeader | None = None,
     ) -> Call:
         """Make a call; it is on its way, or in the outbox, when this returns.
 
         Args:
-            letter: names a mailbox over there; what travels then is ``(args, kwargs)`` alone, ``function`` is not used.
+            message: names a mailbox over there; what travels then is ``(args, kwargs)`` alone, ``function`` is not used.
             timeout: seconds; 0 means no bound but that of the call that this one is nested in.
             future: completed with the outcome; without one, the caller waits with ``Call.result``.
             keep: kept alive until the call is over.
@@ -215,7 +215,7 @@ class Agent:
             label = getattr(function, "__qualname__", None) or repr(function)
         if peer.state != "alive":
             peer.check_alive(f"cannot call {label}")
-        parcel = outbound.MessageContext(peer)
+        message = outbound.MessageContext(peer)
         header: Header | None = None
         encoded: codec.Encoded | bytes
         call: Call | None = None
@@ -227,26 +227,26 @@ class Agent:
                 interceptor.request_header(header, peer)
         try:
             encoded = codec.encode_body(
-                (function, args, kwargs) if letter is None else (args, kwargs),
+                (function, args, kwargs) if mail is None else (args, kwargs),
                 peer.same_main,
                 peer.known,
                 peer.device_map,
-                parcel,
+                message,
             )
             if self.recorder.live or (not isinstance(encoded, bytes) and encoded.grad):
                 tensors = () if isinstance(encoded, bytes) else encoded.tensors
                 header = recorded(self.recorder, header, tensors, peer)
-            if parcel.sent:
-                header = self.announce(parcel, header)
+            if message.sent:
+                header = self.announce(message, header)
             conn = peer.conn
             if (conn is None or conn.state is CLOSED) and not peer.is_self:
-                self.links.connect(peer, deadline, label)
+                self.connector.connect(peer, deadline, label)
             if current is None and (peer.charged or len(peer.pending) >= MAX_PENDING) and peer.full:
                 self.flush()
                 peer.wait_for_room(deadline, f"the call of {label}")
             call = Call(self, peer, next(peer.ids), label, deadline, timeout, chain, future)
             call.keep = keep
-            call.letter = letter
+            call.mail = mail
             if future is not None:
                 future._source = call
                 future.label = call  # put into words only when somebody asks
@@ -257,8 +257,8 @@ class Agent:
                     current.nested = [each for each in current.nested if not each.done]
                 current.nested.append(call)
             gate = self.gate  # once: it may go away
-            if gate is None or gate.request(call, function, args, encoded, header, letter, parcel):
-                self._dispatch(call, encoded, header, letter)
+            if gate is None or gate.request(call, function, args, encoded, header, mail, message):
+                self._dispatch(call, encoded, header, mail)
         except BaseException:
             if call is not None and call.may_arrive:
                 call.cancel()  # a signal handler has raised, between chunks or since
@@ -266,8 +266,8 @@ class Agent:
                 if call is not None:
                     peer.pending.pop(call.id, None)
                     peer.release(call)
-                if parcel.sent:
-                    self.roll_back(parcel)
+                if message.sent:
+                    self.roll_back(message)
             raise
         if current is not None and current.cancelled:
             call.cancel()  # the cancellation came between the look above and the entry in the list
@@ -300,25 +300,25 @@ class Agent:
         call: Call,
         encoded: codec.Encoded | bytes,
         header: Header | None,
-        letter: ActorHeader | None,
+        mail: MailHeader | None,
     ) -> None:
         peer = call.peer
         extra, flags = b"", 0
-        if letter is not None:
-            flags = frames.LETTER
+        if mail is not None:
+            flags = frames.MAIL
             if header is None:
-                extra = letter.packed
+                extra = mail.packed
             else:
-                header.update(letter.header)
+                header.update(mail.header)
         if peer.is_self:
             peer.pending[call.id] = call
             call.sent = True
-            self.upkeep.watch(call)
+            self.scheduler.watch(call)
             if self.closed_down:
                 raise self._shut_down(call)
             whole = outbound.Plain(encoded) if isinstance(encoded, bytes) else encoded
-            if letter is not None and header is None:
-                header = letter.header
+            if mail is not None and header is None:
+                header = mail.header
             self.loop_back(frames.REQUEST, call.id, whole, header, call.deadline, call.chain, flags)
             return
         conn = peer.conn
@@ -352,7 +352,7 @@ class Agent:
             outbound.Plain(encoded) if isinstance(encoded, bytes) else encoded,
             remaining=remaining,
             chain=call.chain,
-            header=header if header is not None or letter is None else letter.header,
+            header=header if header is not None or mail is None else mail.header,
             call=call,
             deadline=call.deadline,
             flags=flags,
@@ -368,12 +368,12 @@ class Agent:
                 or len(conn.outbox) >= settings.cork_frames
             ):
                 if idle and not call.future._callbacks and conn.expect():
-                    self.upkeep.expect(conn)
+                    self.scheduler.expect(conn)
                 conn.flush()
             else:
                 self.cork(conn)
-        if call.deadline < peer.scan_at or not self.upkeep.pulse.active:
-            self.upkeep.watch(call)
+        if call.deadline < peer.scan_at or not self.scheduler.pulse.active:
+            self.scheduler.watch(call)
 
     def loop_back(
         self,
@@ -396,7 +396,7 @@ class Agent:
         if buffers:
             flags |= outbound.STREAM
         frame = Frame(kind, flags, id, deadline - now, chain, extra, encoded.body, buffers or None)
-        if flags & frames.LETTER:
+        if flags & frames.MAIL:
             self.post.take(None, peer, frame)
         elif kind == frames.REQUEST:
             self.pool.queue.append((None, frame, now))
@@ -426,21 +426,21 @@ class Agent:
         try:
             conn = peer.conn
             if conn is None or conn.state is CLOSED:
-                conn = self.links.connect(peer, _time.now() + self.settings.connect_timeout, name)
+                conn = self.connector.connect(peer, _time.now() + self.settings.connect_timeout, name)
         except RpcError:
             return False
         conn.outbox.append(pack_frame(frames.NOTICE, body=body, extra=pack_header({"notice": name})))
         if lazily:
-            self.upkeep.soon(conn)
+            self.scheduler.soon(conn)
         else:
             conn.flush()
         return True
 
-    def announce(self, parcel: outbound.MessageContext, header: Header | None) -> Header:
+    def announce(self, message: outbound.MessageContext, header: Header | None) -> Header:
         """Name the references that a message carries in its header, where they can be seen without opening it."""
         header = {} if header is None else header
-        assert parcel.sent is not None
-        header["references"] = self.pack_forks(parcel.sent)
+        assert message.sent is not None
+        header["references"] = self.pack_forks(message.sent)
         return header
 
     # -- shared memory ----------------------------------------------------------------------------------
@@ -448,9 +448,9 @@ class Agent:
     def lender(self, conn: Connection) -> Any:
         """Return the side of the tensor lane that lends memory to a connection's peer; None where there is none."""
         lender = conn.lender
-        self.upkeep.keep_trim()
+        self.scheduler.keep_trim()
         if lender is None and self.settings.lane:
-            lender = self.links.open_lane(conn)
+            lender = self.connector.open_lane(conn)
         return lender
 
     def _let_memory_go(self) -> None:
@@ -470,11 +470,11 @@ class Agent:
                 self.deliver(conn, last, False)
         conn.reap()
         peer = conn.peer
-        self.links.forget(conn)
+        self.connector.forget(conn)
         if peer is None or conn not in peer.conns:
             return
         peer.conns.remove(conn)
-        peer.liveness.heard = max(peer.liveness.heard, conn.heard)
+        peer.failure_detector.heard = max(peer.failure_detector.heard, conn.heard)
         if peer.conn is conn:
             peer.conn = None
         if self.closed_down:
@@ -495,7 +495,7 @@ class Agent:
 
     def peer_ended(self, peer: Peer, state: str, cause: str) -> None:
         """Fail everything that touches a peer which is gone. Idempotent."""
-        if not self.roster.end(peer, state, cause):
+        if not self.peer_table.end(peer, state, cause):
             return
         for conn in list(peer.conns):
             if state == "dead" and conn.state is not CLOSED:
@@ -546,12 +546,12 @@ class Agent:
             if self._closing:
                 return
             self._closing = True
-        self.links.guests.stop_listening()
+        self.connector.admission.stop_listening()
         # Also those whose peer is still to introduce itself: it takes the connection for made.
         conns = self._mains()
         self._part(conns, parting)
         self.closed_down = True
-        self.links.stop_dialling()
+        self.connector.stop_dialling()
         self._fail_pending()
         for conn in conns:
             conn.close()
@@ -559,11 +559,11 @@ class Agent:
         left = self.pool.close(timeout)
         self.clock.close()
         self.dismiss(self._mains() - conns)  # that have come since
-        for conn in {*conns, *self.links.connections()}:
+        for conn in {*conns, *self.connector.connections()}:
             conn.close()
             conn.reap()
         self._fail_pending()
-        self.links.guests.close()
+        self.connector.admission.close()
         self.buffers.close()
         spinner.close()
         signals.uninstall(self._put_off)
@@ -580,7 +580,7 @@ class Agent:
             conn.reap()
 
     def _mains(self) -> set[Connection]:
-        return {conn for conn in self.links.connections() if conn.main is None}
+        return {conn for conn in self.connector.connections() if conn.main is None}
 
     @staticmethod
     def _part(conns: Collection[Connection], parting: float) -> None:
@@ -613,7 +613,7 @@ class Agent:
         """Let go of everything in a forked child: descriptors are closed, nothing is sent, no lock is taken."""
         self.closed_down = self.abandoned = True
         self.pool.abandon()
-        self.links.abandon()
+        self.connector.abandon()
         self.buffers.abandon()
         signals.abandon()
         spinner.close()

@@ -28,7 +28,7 @@ from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
-    from actorrpc.agent.mail import ActorHeader
+    from actorrpc.agent.mail import MailHeader
     from actorrpc.agent.peers import Peer
     from actorrpc.futures import NestedRunner
     from actorrpc.transport.connection import Connection
@@ -131,8 +131,8 @@ class Call:
         "id",
         "keep",
         "label",
-        "letter",
         "lock",
+        "mail",
         "peer",
         "polling",
         "reply",
@@ -168,7 +168,7 @@ class Call:
         self.polling: Connection | None = None
         self.stirred = False
         self.stopping = False  # the caller has cancelled it, and waits for the callee to have ended it
-        self.letter: ActorHeader | None = None
+        self.mail: MailHeader | None = None
         self.lock: threading.Lock | None = None
         self.reply: Frame | None = None
         self.error: BaseException | None = None
@@ -205,32 +205,32 @@ class Call:
     def wait(self, deadline: float | None) -> bool:
         """Wait until the call is over or the deadline has passed; say whether it is over."""
         agent = self.agent
-        if agent.upkeep.corked:
+        if agent.scheduler.corked:
             agent.flush()
         until = self.deadline if deadline is None or deadline > self.deadline else deadline
         bounded = None if until == INFINITE else until
-        station = WAITING.station
-        if station is not None and not self.done:
-            station.begin_wait(self.stir, self)
+        runner = WAITING.runner
+        if runner is not None and not self.done:
+            runner.begin_wait(self.stir, self)
             try:
-                return self._wait(bounded, station)
+                return self._wait(bounded, runner)
             finally:
-                station.end_wait()
+                runner.end_wait()
         return self._wait(bounded, None)
 
-    def _wait(self, bounded: float | None, station: NestedRunner | None) -> bool:
+    def _wait(self, bounded: float | None, runner: NestedRunner | None) -> bool:
         agent = self.agent
         conn = self.conn
         reads = conn is not None
         while not self.done:
-            if station is not None:
+            if runner is not None:
                 self.stirred = False
                 if INTERRUPTED:
                     interruption_point()
-                if station.work:
+                if runner.work:
                     if conn is not None and conn.outbox:
                         conn.flush()  # this call is there, where it was left to be sent by the thread that waits for its reply
-                    station.serve()
+                    runner.serve()
                     continue
             if agent.pool.queue and agent.pool.is_member():
                 agent.pool.kick()  # what is queued must not wait for a thread that waits
@@ -356,7 +356,7 @@ class Call:
             return False
         self._withdraw()
         self.fail(self.was_cancelled() if self.stopping else self.timed_out(), self.agent.pool.submit)
-        self._tell_cancelled(stop=self.letter is not None and self.letter.interrupts)
+        self._tell_cancelled(stop=self.mail is not None and self.mail.interrupts)
         return True
 
     def _withdraw(self) -> None:
@@ -376,8 +376,8 @@ class Call:
         """Return the error of this call's time-out."""
         reached = self.may_arrive
         ran = "it was sent and may have run" if reached else "it was not sent"
-        if reached and self.letter is not None and self.letter.late:
-            ran = f"{ran}: {self.letter.late}"
+        if reached and self.mail is not None and self.mail.late:
+            ran = f"{ran}: {self.mail.late}"
         bound = f"{self.timeout * 1e3:.0f} ms" if self.timeout else "what was left of the call that made it"
         return RpcTimeoutError(
             f"{self} timed out: RPC ran for more than set timeout ({bound}) and will now be marked "

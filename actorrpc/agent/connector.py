@@ -1,7 +1,7 @@
 """How connections come about, and how one that breaks goes on: listening, dialling, the handshake before anything else.
 
-A process that dials in is a guest until it has proved that it knows the key: :mod:`actorrpc.agent.acceptor`. Dialling happens on
-the thread that makes the first call to a peer, within that call's deadline, under the peer's ``dial_lock``.
+What another process dials is a pending connection until that has proved that it knows the key: :mod:`actorrpc.agent.acceptor`.
+Dialling happens on the thread that makes the first call to a peer, within that call's deadline, under the peer's ``dial_lock``.
 
 Besides the main connection there are two kinds of side connections, each tied to its main one by a random
 token: a descriptors-only Unix socket per direction for shared memory, and stripes for very large messages
@@ -83,9 +83,9 @@ class Resumption:
         links: dials, and knows the connections.
     """
 
-    def __init__(self, agent: Agent, links: Connector) -> None:
+    def __init__(self, agent: Agent, connector: Connector) -> None:
         self._agent = agent
-        self._links = links
+        self._connector = connector
 
     def begin(self, conn: Connection, error: BaseException) -> None:
         """Try to bring a connection back that has just been suspended. Called under its locks: goes on elsewhere."""
@@ -134,10 +134,10 @@ class Resumption:
             return
         limit = min(until, _time.now() + _ATTEMPT_S)
         gone = True
-        for family, address in self._links.addresses(conn.peer):
+        for family, address in self._connector.addresses(conn.peer):
             try:
                 number = next(conn.attempts)
-                sock, _ = self._links.dial(conn.peer, family, address, Purpose.RESUME, conn.attach, limit)
+                sock, _ = self._connector.dial(conn.peer, family, address, Purpose.RESUME, conn.attach, limit)
                 if self._agree(conn, sock, number, limit):
                     return
                 self._end(conn, error)  # the other side has given it up
@@ -184,7 +184,7 @@ class Resumption:
         if self._over(conn, lapse):
             return
         # A peer that has not introduced itself yet has no address.
-        addresses = [] if conn.peer is None else self._links.addresses(conn.peer)
+        addresses = [] if conn.peer is None else self._connector.addresses(conn.peer)
         gone = bool(addresses)
         for family, address in addresses:
             try:
@@ -250,7 +250,7 @@ class Resumption:
         if not resumed:
             sock.close()
             return
-        self._links.watch(conn)
+        self._connector.watch(conn)
         self._agent.submit(conn.flush_waiting)
         _log.info("the connection to %r goes on", _name(conn))
 
@@ -288,7 +288,7 @@ class Connector:
         self.seals = agent.settings.frame_integrity and self.tls is None
         # Re-entrant: a signal handler may make a call while the main thread has it.
         self._lock = threading.RLock()
-        self.guests = Admission(agent, self._key, self._admit, self.tls)
+        self.admission = Admission(agent, self._key, self._admit, self.tls)
         self._mains: dict[bytes, Connection] = {}
         self._introducing: dict[Connection, Session] = {}
         self._ready: dict[tuple[Connection, int], threading.Lock] = {}
@@ -297,11 +297,11 @@ class Connector:
 
     # -- those who come in -----------------------------------------------------------------------------
 
-    def _admit(self, guest: PendingConnection, answer: bytes) -> None:
-        session = guest.acceptor.result
-        sock = guest.sock
+    def _admit(self, pending: PendingConnection, answer: bytes) -> None:
+        session = pending.acceptor.result
+        sock = pending.sock
         if session.purpose is Purpose.MAIN:
-            conn = self._connection(sock, session, session.attach, guest.local, False)
+            conn = self._connection(sock, session, session.attach, pending.local, False)
             conn.other = session.peer_name, session.peer_incarnation
             with self._lock:
                 self._introducing[conn] = session
@@ -321,12 +321,12 @@ class Connector:
         if main is None or main.state is CLOSED:
             sock.close()
             return
-        if session.purpose is Purpose.LANE and isinstance(sock, socket.socket) and guest.local:
+        if session.purpose is Purpose.LANE and isinstance(sock, socket.socket) and pending.local:
             # In place before the lender can name any memory: it waits for our answer.
-            main.borrower = Borrower(sock, on_freed=self._agent.upkeep.freed)
+            main.borrower = Borrower(sock, on_freed=self._agent.scheduler.freed)
             sock.setblocking(False)
             sock.send(answer)
-        elif session.purpose is Purpose.BULK and not guest.local:
+        elif session.purpose is Purpose.BULK and not pending.local:
             self._welcome(self._stripe(sock, main, session, False), answer)
         else:
             sock.close()
@@ -422,7 +422,7 @@ class Connector:
         peer.conns.append(conn)
         if peer.conn is None or peer.conn.state is CLOSED:
             peer.conn = conn
-        self._agent.upkeep.pulse.poke()
+        self._agent.scheduler.pulse.poke()
 
     def forget(self, conn: Connection) -> None:
         """Drop what is kept about a connection that has ended."""
@@ -820,7 +820,7 @@ class Connector:
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child; the files belong to the parent."""
-        self.guests.abandon()
+        self.admission.abandon()
         for conn in self.connections():
             conn.abandon()
 

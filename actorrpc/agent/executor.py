@@ -189,19 +189,19 @@ class Executor:
             function, args, kwargs = outbound.open_plain(frame.body, execution.peer)
             execution.what = function
         else:
-            parcel = outbound.MessageContext(execution.peer, None if frame.flags & POST else execution)
+            message = outbound.MessageContext(execution.peer, None if frame.flags & POST else execution)
             header = execution.header = unpack_header(frame.extra) if frame.extra else {}
             if "path" in header:
                 execution.path = path_of(header, frame.chain)
-            agent.inbox.arrived(parcel, header)
-            function, args, kwargs = outbound.open_body(conn, frame, header, parcel, agent.recorder)
+            agent.inbox.arrived(message, header)
+            function, args, kwargs = outbound.open_body(conn, frame, header, message, agent.recorder)
             execution.what = function
             if conn is not None and (frame.flags & _CHARGED or len(frame.body) >= outbound.CHARGED):
                 # Taken up: its bytes no longer count as unread. Leaves with the answer, or by itself soon.
                 conn.outbox.append(pack_frame(CREDIT, frame.id))
-                agent.upkeep.soon(conn)
-            if parcel.received:
-                agent.confirm(parcel.received, execution)
+                agent.scheduler.soon(conn)
+            if message.received:
+                agent.confirm(message.received, execution)
         interceptors: Sequence[Interceptor] = agent.interceptors
         if execution.header:
             interceptors = riding(interceptors, execution.header)
@@ -264,25 +264,25 @@ class Executor:
         ):
             conn.outbox.append(pack_frame(REPLY, id, _dumps(value, 5)))
             return
-        parcel = outbound.MessageContext(execution.peer)
+        message = outbound.MessageContext(execution.peer)
         try:
             header = answer_header(agent.interceptors, execution) if agent.interceptors else None
-            encoded = agent.encode(value, parcel, answer=True)
+            encoded = agent.encode(value, message, answer=True)
             if keep is not None:
                 kept = keep(value, encoded.nbytes)
                 if kept is not value:
-                    agent.roll_back(parcel)
-                    parcel = outbound.MessageContext(execution.peer)
-                    encoded = agent.encode(kept, parcel, answer=True)
+                    agent.roll_back(message)
+                    message = outbound.MessageContext(execution.peer)
+                    encoded = agent.encode(kept, message, answer=True)
             if encoded.grad:
                 header = recorded(agent.recorder, header, encoded.tensors, execution.peer)
-            if parcel.sent:
-                header = agent.announce(parcel, header)
+            if message.sent:
+                header = agent.announce(message, header)
             header = _with_receipt(execution, header)
-            if not self._send(conn, REPLY, id, encoded, header, execution, parcel):
-                agent.roll_back(parcel)
+            if not self._send(conn, REPLY, id, encoded, header, execution, message):
+                agent.roll_back(message)
         except BaseException as error:
-            agent.roll_back(parcel)
+            agent.roll_back(message)
             if is_a(error, SerializationError) or not is_a(error, RpcError):
                 wrapped = SerializationError(f"the result of {named(execution)} cannot be sent: {say(error)}")
                 wrapped.__cause__ = error
@@ -349,11 +349,11 @@ class Executor:
         encoded: codec.Encoded | outbound.Plain,
         header: Header | None,
         execution: Execution | None = None,
-        parcel: outbound.MessageContext | None = None,
+        message: outbound.MessageContext | None = None,
     ) -> bool:
         agent = self._agent
         gate = agent.gate
-        if gate is not None and not gate.answer(conn, kind, id, encoded, header, execution, parcel):
+        if gate is not None and not gate.answer(conn, kind, id, encoded, header, execution, message):
             return True
         if conn is None:
             agent.loop_back(kind, id, encoded, header, INFINITE, 0)

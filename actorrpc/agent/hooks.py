@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     from actorrpc.agent.calls import Call, Execution
-    from actorrpc.agent.mail import ActorHeader
+    from actorrpc.agent.mail import MailHeader
     from actorrpc.agent.outbound import MessageContext, Plain
     from actorrpc.agent.peers import Peer
     from actorrpc.serialization.codec import Encoded
@@ -190,8 +190,8 @@ class MessageFilter(Protocol):
         args: tuple[Any, ...],
         encoded: Encoded | bytes,
         header: Header | None,
-        letter: ActorHeader | None,
-        parcel: MessageContext,
+        mail: MailHeader | None,
+        message: MessageContext,
     ) -> bool:
         """Say whether a call leaves now. It is in no table yet."""
 
@@ -203,7 +203,7 @@ class MessageFilter(Protocol):
         encoded: Encoded,
         header: Header | None,
         chain: int,
-        parcel: MessageContext,
+        message: MessageContext,
     ) -> bool:
         """Say whether a post leaves now.
 
@@ -219,7 +219,7 @@ class MessageFilter(Protocol):
         encoded: Encoded | Plain,
         header: Header | None,
         execution: Execution | None,
-        parcel: MessageContext | None,
+        message: MessageContext | None,
     ) -> bool:
         """Say whether the answer to a call leaves now. ``conn`` is None for one of this worker to itself."""
 

@@ -96,17 +96,17 @@ class Inbox:
                 stream, assembly, striped = outbound.begin_stream(self._agent, frame)
                 if stream in conn.assemblies:
                     return None  # it is said twice
-                self._agent.upkeep.keep_trim()
+                self._agent.scheduler.keep_trim()
                 conn.assemblies[stream] = assembly
                 if isinstance(assembly, outbound.Unplaced):
                     self._refuse_large(conn, frame, assembly.size)
-                elif frame.flags & frames.LETTER and frame.id not in self._sender(conn).begun:
+                elif frame.flags & frames.MAIL and frame.id not in self._sender(conn).begun:
                     self._agent.post.announce(conn, self._sender(conn), frame)
                 if striped:
                     conn.outbox.append(pack_frame(frames.STREAM_READY, stream))
                     self._agent.pool.submit(conn.flush)
                 return None
-            if frame.flags & frames.LETTER:
+            if frame.flags & frames.MAIL:
                 self._take(conn, frame)
                 return None
             return frame
@@ -120,7 +120,7 @@ class Inbox:
                 if whole is None:
                     return None
                 whole = whole._replace(buffers=begun.buffers)
-                if whole.flags & frames.LETTER:
+                if whole.flags & frames.MAIL:
                     self._take(conn.main or conn, whole)
                     return None
                 return whole
@@ -131,7 +131,7 @@ class Inbox:
             return None
         peer = conn.peer
         if kind == frames.INTRO:
-            self._agent.links.introduced(conn, frame.body)
+            self._agent.connector.introduced(conn, frame.body)
         elif peer is None:
             raise ProtocolError("the peer did not introduce itself")
         elif kind == frames.CANCEL:
@@ -158,10 +158,10 @@ class Inbox:
         elif kind == frames.STREAM_ABORT:
             begun = conn.assemblies.get(frame.id)
             outbound.abort_stream(conn, frame.id)
-            if begun is not None and begun.frame is not None and begun.frame.flags & frames.LETTER:
+            if begun is not None and begun.frame is not None and begun.frame.flags & frames.MAIL:
                 self._agent.post.abandon(peer, begun.frame.id)
         elif kind == frames.STREAM_READY:
-            self._agent.links.stream_ready(conn, frame.id)
+            self._agent.connector.stream_ready(conn, frame.id)
         elif kind == frames.GOODBYE:
             conn.goodbye = Goodbye.GIVES_UP if frame.flags else Goodbye.LEAVES
         elif kind == frames.NOTICE:
@@ -194,12 +194,12 @@ class Inbox:
         if not frame.flags & outbound.STREAM:  # of those, nothing has been placed
             self._agent.pool.submit(partial(self.discard, conn, frame))
 
-    def _take(self, conn: Connection, letter: Frame) -> None:
+    def _take(self, conn: Connection, mail: Frame) -> None:
         peer = self._sender(conn)
-        if peer.begun.first(letter.id):
-            self._agent.post.take(conn, peer, letter)
+        if peer.begun.first(mail.id):
+            self._agent.post.take(conn, peer, mail)
         else:
-            _log.warning("letter %d of %r came twice; it is delivered once", letter.id, peer.name)
+            _log.warning("message %d of %r came twice; it is delivered once", mail.id, peer.name)
 
     @staticmethod
     def _sender(conn: Connection) -> Peer:
@@ -295,10 +295,10 @@ class Inbox:
             raise exceptions.load(frame.body, loads=codec.loads)
         if not frame.flags and not frame.extra and not self._agent.interceptors:
             return outbound.open_plain(frame.body, call.peer)
-        parcel = outbound.MessageContext(call.peer)
+        message = outbound.MessageContext(call.peer)
         header = unpack_header(frame.extra) if frame.extra else {}
-        self.arrived(parcel, header)
-        value = outbound.open_body(call.conn, frame, header, parcel, self._agent.recorder)
+        self.arrived(message, header)
+        value = outbound.open_body(call.conn, frame, header, message, self._agent.recorder)
         for interceptor in self._agent.interceptors:
             value = interceptor.reply_received(header, call.peer, value)
         return value
@@ -347,13 +347,13 @@ class Inbox:
             receipt, work.receipt = work.receipt, None
             self._agent.notify(work.peer, RECEIPT, receipt)
 
-    def arrived(self, parcel: outbound.MessageContext, header: Header) -> None:
+    def arrived(self, message: outbound.MessageContext, header: Header) -> None:
         """Take up the references that a message carries, before it is opened, and the receipt for others."""
         forks = header.get("references")
         if isinstance(forks, bytes):
-            self._agent.on_forks(parcel, forks)
+            self._agent.on_forks(message, forks)
         if "receipt" in header:
-            self._receipt(parcel.peer, header["receipt"])
+            self._receipt(message.peer, header["receipt"])
 
     def discard(self, conn: Connection | None, frame: Frame) -> None:
         """Give back what a message holds that will not be opened: shared memory and references."""
@@ -377,7 +377,7 @@ class Inbox:
 
     def suspended(self, conn: Connection, error: BaseException) -> None:
         """Record that a connection's socket is broken: another one may take its place."""
-        self._agent.links.resumption.begin(conn, error)
+        self._agent.connector.resumption.begin(conn, error)
 
     def closed(self, conn: Connection, error: BaseException | None) -> None:
         """Record that a connection is closed; a pool thread takes it down."""

@@ -1,6 +1,6 @@
-"""Letters: requests for a mailbox. What the agent knows of them is where to drop them, and in which order.
+"""Mail: requests for a mailbox. What the agent knows of them is where to drop them, and in which order.
 
-A letter is a request frame with the LETTER flag. Its header names the addressee, so that it can be put into the
+Mail is a request frame with the MAIL flag. Its header names the addressee, so that it can be put into the
 right mailbox while the connection's read lock is held, in the order of the wire, without being unpickled.
 """
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
     from actorrpc.transport.connection import Connection
 
-__all__ = ["ActorHeader", "MailRouter", "NullRouter"]
+__all__ = ["MailHeader", "MailRouter", "NullRouter"]
 
 
-class ActorHeader:
-    """The header of letters that are all alike, packed once. Never changed.
+class MailHeader:
+    """The header of mail that is all alike, packed once. Never changed.
 
     Args:
         interrupts: what runs for a call that is late is to be interrupted, where that can be.
@@ -38,26 +38,26 @@ class ActorHeader:
 
 
 class MailRouter(Protocol):
-    """Where letters go. Called under a connection's read lock: short, no user code, never unpickles."""
+    """Where mail goes. Called under a connection's read lock: short, no user code, never unpickles."""
 
     def take(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
-        """Take a letter that is whole. ``conn`` is None for one of this worker to itself; then no lock is held."""
+        """Take mail that is whole. ``conn`` is None for one of this worker to itself; then no lock is held."""
 
     def announce(self, conn: Connection, peer: Peer, frame: Frame) -> None:
-        """Keep the place of a letter whose larger part is still coming; :meth:`take` gets it with the same id."""
+        """Keep the place of a message whose larger part is still coming; :meth:`take` gets it with the same id."""
 
     def abandon(self, peer: Peer, id: int) -> None:
-        """Give up the place of a letter whose rest will not come."""
+        """Give up the place of a message whose rest will not come."""
 
 
 class NullRouter:
-    """The post office of a worker that has no mailboxes: its pool refuses letters."""
+    """The router of a worker that has no mailboxes: its pool refuses mail."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
 
     def take(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
-        """Refuse the letter."""
+        """Refuse the mail."""
         error = UnknownWorkerError(f"worker {self._agent.name!r} has no actors")
 
         def refuse() -> None:

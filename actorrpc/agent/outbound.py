@@ -56,7 +56,7 @@ INLINE: Final = 1
 LANE: Final = 2
 STREAM: Final = frames.STREAM
 BODY: Final = 8  # the body itself is the last buffer of the stream
-_MEANING: Final = frames.LETTER | frames.POST  # flags that say nothing of where the buffers are
+_MEANING: Final = frames.MAIL | frames.POST  # flags that say nothing of where the buffers are
 
 _ABORTED_KEPT: Final = 64  # so many given up messages are remembered
 _STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
@@ -206,16 +206,16 @@ def send(
     stream = next(conn.peer.streams)
     header["sizes"] = sizes
     header["stream"] = stream
-    striped = agent.links.stripes(conn, total, deadline)
+    striped = agent.connector.stripes(conn, total, deadline)
     ready = None
     if striped:
         header["striped"] = True
-        ready = agent.links.expect_ready(conn, stream)
+        ready = agent.connector.expect_ready(conn, stream)
     put(body, flags, header)
     limit = None if deadline == float("inf") else deadline
     pieces = _pieces(buffers, settings.chunk)
     if ready is not None:
-        return agent.links.send_striped(conn, striped, stream, pieces, ready, limit)
+        return agent.connector.send_striped(conn, striped, stream, pieces, ready, limit)
     return conn.send_chunks(stream, pieces, limit)
 
 
@@ -322,7 +322,7 @@ def open_plain(body: bytes, peer: Peer) -> Any:
 
 
 def open_body(
-    conn: Connection | None, frame: Frame, header: Header, parcel: MessageContext, recorder: Recorder
+    conn: Connection | None, frame: Frame, header: Header, message: MessageContext, recorder: Recorder
 ) -> Any:
     """Return the object that a message carries; the recorder sees its tensors, where the sender's has.
 
@@ -334,12 +334,12 @@ def open_body(
     views: Sequence[memoryview] = ()
     if flags & ~_MEANING:
         views, body = _buffers(conn, frame, header)
-    peer = parcel.peer
+    peer = message.peer
     tag = header.get("tag")
     if tag is None:
-        return codec.decode(body, views, definitions=peer.definitions, context=parcel)
+        return codec.decode(body, views, definitions=peer.definitions, context=message)
     tensors: list[Any] = []
-    opened = codec.decode(body, views, definitions=peer.definitions, context=parcel, tensors=tensors)
+    opened = codec.decode(body, views, definitions=peer.definitions, context=message, tensors=tensors)
     recorder.arrived(tag, tensors, peer)
     return opened
 
@@ -402,26 +402,26 @@ def post(
     if peer.state != "alive":
         peer.check_alive(f"cannot call {label}")
     current = CURRENT.get()
-    parcel = MessageContext(peer)
+    message = MessageContext(peer)
     header: Header | None = None
     if current is not None and len(current.path) > 1:
         header = {"path": current.path[:-1]}
     try:
-        encoded = agent.encode((function, args, {}), parcel)
+        encoded = agent.encode((function, args, {}), message)
         if record and (agent.recorder.live or encoded.grad):
             header = recorded(agent.recorder, header, encoded.tensors, peer)
-        if parcel.sent:
-            header = agent.announce(parcel, header)
+        if message.sent:
+            header = agent.announce(message, header)
         id, chain = next(peer.ids), 0 if current is None else current.chain
         gate = agent.gate
-        if gate is not None and not gate.post(peer, function, args, encoded, header, chain, parcel):
+        if gate is not None and not gate.post(peer, function, args, encoded, header, chain, message):
             return
         if peer.is_self:
             agent.loop_back(frames.REQUEST, id, encoded, header, _INFINITE, chain, frames.POST)
             return
         conn = peer.conn
         if conn is None or conn.state is CLOSED:
-            agent.links.connect(peer, _INFINITE, label)
+            agent.connector.connect(peer, _INFINITE, label)
             conn = peer.conn
             assert conn is not None
         send(
@@ -436,7 +436,7 @@ def post(
             flags=frames.POST,
         )
     except BaseException:
-        if parcel.sent:
-            agent.roll_back(parcel)
+        if message.sent:
+            agent.roll_back(message)
         raise
     conn.flush()

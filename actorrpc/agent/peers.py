@@ -48,7 +48,7 @@ _FINAL: Final = ("dead", "left")
 
 def state_of(peer: Peer) -> str:
     """Return "alive", "suspect", "dead" or "left"."""
-    return "suspect" if peer.state == "alive" and peer.liveness.suspect else peer.state
+    return "suspect" if peer.state == "alive" and peer.failure_detector.suspect else peer.state
 
 
 class MembershipEvents:
@@ -82,10 +82,10 @@ class MembershipEvents:
         """Record a peer's state; say whether that is news. What comes after its end is not."""
         with self._lock:
             ended = peer.ending
-            old = ended or ("suspect" if peer.liveness.suspect else "alive")
+            old = ended or ("suspect" if peer.failure_detector.suspect else "alive")
             if ended or state == old:
                 return False
-            peer.liveness.suspect = state == "suspect"
+            peer.failure_detector.suspect = state == "suspect"
             if state in _FINAL:
                 peer.ending = state
             if self._listeners and not peer.record.is_visitor:
@@ -155,7 +155,7 @@ class Peer:
         self.definitions = definitions
         self.dial_lock = threading.Lock()
         self.scan_at = float("inf")
-        self.liveness = FailureDetector()
+        self.failure_detector = FailureDetector()
         #: the final state that was made known (``changes.py``), behind ``state``, which is what calls go by
         self.ending = ""
         # Device here -> device there, for what is sent to this peer: for answers, the caller's map comes first, reversed.

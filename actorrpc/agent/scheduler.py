@@ -192,8 +192,8 @@ class Scheduler:
         return True
 
     def _look_at(self, peer: Peer, conn: Connection, now: float) -> float:
-        settings, liveness = self._agent.settings, peer.liveness
-        look = liveness.look(
+        settings, failure_detector = self._agent.settings, peer.failure_detector
+        look = failure_detector.look(
             now,
             conn.heard,
             heartbeat=settings.heartbeat,
@@ -205,11 +205,11 @@ class Scheduler:
             conn.outbox.append(pack_frame(frames.PING))
             conn.flush()  # without waiting
         if look.state == "alive":
-            if liveness.suspect:
+            if failure_detector.suspect:
                 self.changes.note(peer, "alive", "it answers again")
-        elif not liveness.suspect:
-            liveness.direct = None
-            self.changes.note(peer, "suspect", f"it has been silent for {liveness.silent:.1f} s")
+        elif not failure_detector.suspect:
+            failure_detector.direct = None
+            self.changes.note(peer, "suspect", f"it has been silent for {failure_detector.silent:.1f} s")
             self._agent.pool.submit(partial(self._examine, peer, conn))
         elif look.state == "lost":
             why = self._why_dead(peer)
@@ -220,15 +220,15 @@ class Scheduler:
     @staticmethod
     def _examine(peer: Peer, conn: Connection) -> None:
         """Find out whether the peer's process can be asked; reads long tables, so on a pool thread."""
-        peer.liveness.direct = peer.same_host and is_direct(conn.sock, peer.record.pid)
+        peer.failure_detector.direct = peer.same_host and is_direct(conn.sock, peer.record.pid)
 
     @staticmethod
     def _why_dead(peer: Peer) -> str:
         """Say why a peer that is lost is dead; empty where it is merely busy, or not examined yet."""
-        silent = f"it has been silent for {peer.liveness.silent:.1f} s"
-        if peer.liveness.direct is None:
+        silent = f"it has been silent for {peer.failure_detector.silent:.1f} s"
+        if peer.failure_detector.direct is None:
             return ""
-        if not peer.liveness.direct:
+        if not peer.failure_detector.direct:
             return silent
         state = process_state(peer.record.pid)
         return "" if state == "running" else f"{silent} and its process is {state}"

@@ -219,7 +219,7 @@ def init(
             listen,
             found,
             means,
-            seats_first=isinstance(found, LaunchedEngine) and found.num_workers > 0,
+            slots_first=isinstance(found, LaunchedEngine) and found.num_workers > 0,
             ignore_reinit_error=ignore_reinit_error,
             settings=settings,
             **given,
@@ -256,7 +256,7 @@ def _launched(
                 None,
                 means,
                 secret=meeting.secret,
-                seats_first=True,
+                slots_first=True,
                 waits=spmd,
                 ignore_reinit_error=False,
                 settings=settings,
@@ -334,7 +334,7 @@ def _drive(
     rpc_timeout: float,
     settings: dict[str, Any],
     secret: str = "",
-    seats_first: bool = False,
+    slots_first: bool = False,
     waits: bool = False,
 ) -> ClusterContext:
     """Make this process the driver of a cluster."""
@@ -421,7 +421,7 @@ def _drive(
             given if given is not None else local,  # type: ignore[arg-type]
             reception,
             nodes=nodes,
-            seats_first=seats_first,
+            slots_first=slots_first,
         )
         worker = joined
         api.before_the_end(begin)

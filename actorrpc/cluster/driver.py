@@ -148,14 +148,14 @@ class Cluster:
         reception: Reception,
         *,
         nodes: Callable[[], list[ResourceHolder]],
-        seats_first: bool = False,
+        slots_first: bool = False,
     ) -> None:
         self.agent = agent
         self.directory = directory
         self.engine = engine
         self.reception = reception
         self._nodes = nodes
-        self.seats_first = seats_first
+        self.slots_first = slots_first
         self._lock = threading.RLock()
         self.book = ResourceTable()
         self._joined: dict[str, WorkerRecord] = {}
@@ -168,7 +168,7 @@ class Cluster:
         self._gone = threading.Event()
         self.on_arrival: list[Callable[[], None]] = []
         agent.on_peer_end.append(self._peer_ended)
-        if reception.address and not (seats_first and self._is_local):  # a launcher's ranks have the script
+        if reception.address and not (slots_first and self._is_local):  # a launcher's ranks have the script
             user_code.watch()
 
     @property
@@ -181,13 +181,13 @@ class Cluster:
     # -- Spawner -----------------------------------------------------------------------------------------
 
     def spawn(self, spec: ProcessSpec, creator: str = "") -> Future[WorkerInfo]:
-        """Find a place for an actor: a process of its own, or a seat in a worker that is there.
+        """Find a place for an actor: a process of its own, or a slot in a worker that is there.
 
         ``creator`` is the worker that asked for it, and with which it ends; default the driver.
         """
         if spec.rank is not None and not spec.resources and not self._keeps(spec.rank):
             there: Future[WorkerInfo] = Future()
-            self._take_seat(there, spec, spec.rank, 0)
+            self._take_slot(there, spec, spec.rank, 0)
             return there
         plain = self._is_plain(spec)
         simple = not self.book.workers and not spec.is_picky and not spec.wait_s and self._is_local
@@ -201,7 +201,7 @@ class Cluster:
 
     def _is_plain(self, spec: ProcessSpec) -> bool:
         """Say whether an actor gets a process of its own without a place being looked for."""
-        return not spec.is_picky and not needs_of(spec) and not self.seats_first
+        return not spec.is_picky and not needs_of(spec) and not self.slots_first
 
     @property
     def _is_local(self) -> bool:
@@ -235,7 +235,7 @@ class Cluster:
         self._refresh()
         holder = self._choose(spec)
         if holder is not None:
-            self._seat(wish, holder)
+            self._slot(wish, holder)
             return True
         if first:
             possible = bool(self.book.candidates(spec))
@@ -255,7 +255,7 @@ class Cluster:
         and ask at once where else they can go.
         """
         while True:
-            holder = self.book.choose(spec, self.seats_first)
+            holder = self.book.choose(spec, self.slots_first)
             if holder is None or holder.starts or self._is_alive(holder.name):
                 return holder
             self.book.workers.pop(holder.name, None)
@@ -276,7 +276,7 @@ class Cluster:
                 node.bookings = before.bookings
             self.book.nodes.append(node)
 
-    def _seat(self, wish: _Wish, holder: ResourceHolder) -> None:
+    def _slot(self, wish: _Wish, holder: ResourceHolder) -> None:
         """Give a wish its place. Under the lock."""
         spec = wish.spec
         if wish in self._wishes:
@@ -287,7 +287,7 @@ class Cluster:
             holder.bookings[spec.booking] = needs_of(spec)
             self._owners[spec.booking] = wish.creator
         if spec.rank is not None or not holder.starts:
-            self._take_seat(wish.future, spec, holder.rank, spec.booking)
+            self._take_slot(wish.future, spec, holder.rank, spec.booking)
             return
 
         def started(done: Future[WorkerInfo]) -> None:
@@ -305,7 +305,7 @@ class Cluster:
             self._refresh()
             return any(each.rank == rank for each in self.book.all())
 
-    def _take_seat(self, future: Future[WorkerInfo], spec: ProcessSpec, rank: int, booking: int) -> None:
+    def _take_slot(self, future: Future[WorkerInfo], spec: ProcessSpec, rank: int, booking: int) -> None:
         record = self.directory.resolve(rank)
         if record is not None:
             self._complete(future, SharedSlot(record.name, rank, booking))
@@ -495,7 +495,7 @@ class Cluster:
 
     def _peer_ended(self, peer: Peer) -> None:
         if peer.record.is_visitor:
-            self.agent.roster.forget(peer)
+            self.agent.peer_table.forget(peer)
             return
         with self._lock:
             if peer.name in self._scaled:

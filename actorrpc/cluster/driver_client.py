@@ -53,11 +53,11 @@ class RemoteDirectory:
         # A thread that waits for an answer may be given up: what is learned is of use to others.
         token = CURRENT.set(None)
         # A question of ours, in whatever the user does here: no wait of the method that leads to it.
-        station, WAITING.station = WAITING.station, None
+        runner, WAITING.runner = WAITING.runner, None
         try:
             return agent.ask(agent.peer(self._driver.name), function, args, {}, _ASK_S)
         finally:
-            WAITING.station = station
+            WAITING.runner = runner
             CURRENT.reset(token)
 
     def resolve(self, to: str | int) -> WorkerRecord | None:
@@ -140,7 +140,7 @@ class RemoteSpawner:
         _unseen(self._ask(driver_rpc.kill, worker))
 
     def give_back(self, booking: int) -> None:
-        """Give a seat back."""
+        """Give a slot back."""
         _unseen(self._ask(driver_rpc.give_back, booking))
 
     def report(self, worker: str) -> Future[DeathReport]:

@@ -119,7 +119,7 @@ class ResourceTable:
         """Return who could ever hold this."""
         return [each for each in self.all() if not each.draining and each.suits(spec)]
 
-    def choose(self, spec: ProcessSpec, seats_first: bool) -> ResourceHolder | None:
+    def choose(self, spec: ProcessSpec, slots_first: bool) -> ResourceHolder | None:
         """Return who is to hold this; None where nobody has room.
 
         Args:
@@ -130,7 +130,7 @@ class ResourceTable:
             return None
         if spec.spread:
             return min(found, key=lambda each: (len(each.bookings), each.starts, each.rank))
-        return min(found, key=lambda each: (each.starts == seats_first, len(each.bookings), each.rank))
+        return min(found, key=lambda each: (each.starts == slots_first, len(each.bookings), each.rank))
 
     def give_back(self, booking: int) -> bool:
         """Give back what an actor has booked; say whether there was such a booking."""

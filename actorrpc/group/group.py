@@ -250,7 +250,7 @@ class Group:
         future: Future[None] = Future()
         try:
             if not peer.is_self:
-                agent.links.connect(peer, min(until, _time.now() + DIAL_S), "shutdown")
+                agent.connector.connect(peer, min(until, _time.now() + DIAL_S), "shutdown")
             agent.call(peer, _arrive, (stage, agent.name), {}, 0.0, future=future, label="shutdown")
         except (PeerDiedError, RpcTimeoutError, ProtocolError, LimitError) as error:
             # No proof of its death, unless it is not alive any more: that is found out next.
@@ -625,7 +625,7 @@ class Reachability:
 
     def _dial(self, peer: Peer) -> None:
         try:
-            self._agent.links.connect(peer, _time.now() + DIAL_S, "to watch it")
+            self._agent.connector.connect(peer, _time.now() + DIAL_S, "to watch it")
         except (RpcError, OSError) as error:
             self.failed(peer, error if isinstance(error, RpcError) else RpcError(str(error)))
         finally:

@@ -388,13 +388,13 @@ on_fork.append(_after_fork)
 def _before_fork() -> None:
     worker = process_worker()
     if worker is not None and worker.in_force:
-        worker.agent.upkeep.before_fork()
+        worker.agent.scheduler.before_fork()
 
 
 def _after_fork_in_parent() -> None:
     worker = process_worker()
     if worker is not None and worker.in_force:
-        worker.agent.upkeep.after_fork_in_parent()
+        worker.agent.scheduler.after_fork_in_parent()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent)
@@ -525,7 +525,7 @@ def remote(
     conn = peer.conn
     if (conn is None or conn.state is CLOSED) and not peer.is_self:
         # Here, where Ctrl-C can come: it cannot while the reference is being made.
-        worker.agent.links.connect(peer, _time.now() + (seconds or _JOIN_TIMEOUT), label)
+        worker.agent.connector.connect(peer, _time.now() + (seconds or _JOIN_TIMEOUT), label)
     rref: RRef[T]
     if modern._is_profiler_enabled or profiled():
         with calling("remote", func, worker.agent, peer) as span:
@@ -661,7 +661,7 @@ def _state_of(agent: Agent, record: WorkerRecord, peer: Peer | None, now: float)
         seen = 0.0
     elif peer is not None:
         conn = peer.conn
-        heard = peer.liveness.heard if conn is None else max(conn.heard, peer.liveness.heard)
+        heard = peer.failure_detector.heard if conn is None else max(conn.heard, peer.failure_detector.heard)
         seen = max(0.0, now - heard) if heard > 0 else None
     if record.host == agent.record.host:
         host = socket.gethostname()
@@ -698,7 +698,7 @@ def on_member_change(callback: Listener) -> Callable[[], None]:
     joined = group()
     if not callable(callback):
         raise WrongTypeError(f"callback must be callable with four arguments, not {callback!r}")
-    remove = joined.agent.upkeep.changes.listen(callback)
+    remove = joined.agent.scheduler.changes.listen(callback)
     joined.agent.submit(lambda: _watch(joined))
     return remove
 

@@ -202,10 +202,10 @@ def _backward(rref_id: RRefId, context_id: int, retain_graph: bool) -> None:
 
 def _rebuild(index: int) -> Any:
     """Stand for an RRef in a message: its fork came in the header."""
-    parcel = codec.current_decoding()
-    if not isinstance(parcel, MessageContext) or parcel.received is None:
+    message = codec.current_decoding()
+    if not isinstance(message, MessageContext) or message.received is None:
         raise RRefError("an RRef can only be unpickled by RPC")
-    return parcel.received[1 + index]
+    return message.received[1 + index]
 
 
 # -- what users hold --------------------------------------------------------------------------------
@@ -434,18 +434,18 @@ def reduce(rref: RRef[Any]) -> tuple[Any, ...]:
     Raises:
         RRefError: no message is being packed, or the reference is of no use any more.
     """
-    parcel = codec.current_encoding()
-    if isinstance(parcel, LocalReferences):
-        return parcel.hold(rref)
-    if not isinstance(parcel, MessageContext):
+    message = codec.current_encoding()
+    if isinstance(message, LocalReferences):
+        return message.hold(rref)
+    if not isinstance(message, MessageContext):
         return rref.__reduce__()  # type: ignore[no-any-return]
     rref._check()
     references = rref._references
-    fork: ForkData = references.table.fork(rref._handle, references.key_of(parcel.peer))
-    if parcel.sent is None:
-        parcel.sent = []
-    parcel.sent.append(fork)
-    return _rebuild, (len(parcel.sent) - 1,)
+    fork: ForkData = references.table.fork(rref._handle, references.key_of(message.peer))
+    if message.sent is None:
+        message.sent = []
+    message.sent.append(fork)
+    return _rebuild, (len(message.sent) - 1,)
 
 
 codec.register(RRef, reduce)

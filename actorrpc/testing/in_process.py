@@ -267,7 +267,7 @@ class InProcessCluster:
         )
         agent = group.agent
         self._members.records[worker.name] = self._members.records[worker.rank] = agent.record
-        agent.links.addresses = partial(self._addresses, worker.name)  # type: ignore[method-assign]
+        agent.connector.addresses = partial(self._addresses, worker.name)  # type: ignore[method-assign]
         made = worker._worker = api.worker_of(
             group, self._timeout, f"{worker.name!r} of an in-process cluster"
         )

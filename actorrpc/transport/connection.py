@@ -55,7 +55,7 @@ from actorrpc.wire.frames import (
     FAILURE,
     LANE_FREE,
     LANE_RETIRE,
-    LETTER,
+    MAIL,
     STREAM,
     Frame,
     FrameReader,
@@ -95,7 +95,7 @@ class Events(Protocol):
 _DONTWAIT: Final = socket.MSG_DONTWAIT
 _SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
-_LOOKED_AT: Final = STREAM | LETTER
+_LOOKED_AT: Final = STREAM | MAIL
 _PARTS: Final = 512  # in one sendmsg; the kernel takes 1024
 _BULK_READS: Final = 64  # reads in one turn while chunks are coming in
 

@@ -315,24 +315,24 @@ class ServerTurn:
         return frames
 
     @uninterruptible
-    def attend(self, guest: ServingThread) -> list[Frame] | None:
+    def attend(self, server: ServingThread) -> list[Frame] | None:
         """Send what is in the outbox, and wait for what comes over this connection; ``None``: somebody else reads it.
 
         For a thread that has nothing to do but to execute what its last caller sends next: it reads that itself,
-        instead of being woken by another thread that has. Returns also when the guest is called, or the connection ends.
+        instead of being woken by another thread that has. Returns also when the server is called, or the connection ends.
         """
         conn = self._conn
 
         def read(frames: list[Frame]) -> None:
             if conn.outbox:
                 conn.flush()
-            # The thread that calls the guest either sees where it is and wakes it, or is seen here.
-            guest.attends = conn
+            # The thread that calls the server either sees where it is and wakes it, or is seen here.
+            server.attends = conn
             try:
-                if not guest.called():
+                if not server.called():
                     self._wait(frames)
             finally:
-                guest.attends = None
+                server.attends = None
 
         frames = self._read(read)
         if frames is not None and (conn.outbox or conn._rest):

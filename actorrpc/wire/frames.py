@@ -36,7 +36,7 @@ __all__ = [
     "LANE_FREE",
     "LANE_RETIRE",
     "LAST_KIND",
-    "LETTER",
+    "MAIL",
     "NOTICE",
     "PING",
     "PONG",
@@ -89,7 +89,7 @@ _new: Final[Any] = tuple.__new__
 
 STREAM: Final = 4  # flag of a message whose buffers come in chunks
 POST: Final = 32  # flag of a request that has no answer
-LETTER: Final = 16  # flag of a request that is for a mailbox, which is entered in the order of the wire
+MAIL: Final = 16  # flag of a request that is for a mailbox, which is entered in the order of the wire
 
 
 class Frame(NamedTuple):

@@ -167,7 +167,7 @@ class WorkerRecord:
         if not (isinstance(self.incarnation, str) and _INCARNATION.fullmatch(self.incarnation)):
             raise ConfigError("an incarnation is 32 lower-case hexadecimal digits")
         if not (isinstance(self.host, str) and _HOST.fullmatch(self.host)):
-            raise ConfigError("a host identity is 1 to 128 letters and digits")
+            raise ConfigError("a host identity is 1 to 128 messages and digits")
         path = self.unix_path
         if path is not None and not (isinstance(path, str) and 0 < len(path) <= 108 and "\0" not in path):
             raise ConfigError("a Unix socket's path has 1 to 108 characters")

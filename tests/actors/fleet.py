@@ -1,4 +1,4 @@
-"""A group of workers in one thread: real routes and supervisors over a network, residents and processes that are not.
+"""A group of workers in one thread: real routes and supervisors over a network, actors and processes that are not.
 
 Everything that would run on a thread of its own is a task of the world; which task runs next, and which connection
 delivers next, is random and follows from the seed. Messages of one connection keep their order, deaths are heard of
@@ -17,7 +17,7 @@ from typing import Any
 
 from actorrpc.actors.client import supervisor_client
 from actorrpc.actors.client.route import Route, Routes
-from actorrpc.actors.host import registry as real_residents
+from actorrpc.actors.host import registry as real_registry
 from actorrpc.actors.host.mailbox import Entry, Mailbox
 from actorrpc.actors.spec.actor_spec import HostedActorGoneError
 from actorrpc.actors.spec.class_info import ClassInfo
@@ -42,7 +42,7 @@ __all__ = ["Counter", "FakeRRef", "Resident", "Worker", "World"]
 
 
 class Counter:
-    """The class of the actors here; residents only pretend to be of it."""
+    """The class of the actors here; actors only pretend to be of it."""
 
     def step(self, number: int = 0) -> int:
         return number
@@ -195,7 +195,7 @@ class FakeAgent:
         future: Future[Any] | None = None,
         keep: Any = None,
         label: str | None = None,
-        letter: Any = None,
+        mail: Any = None,
     ) -> FakeCall:
         world = self.world
         if self.worker.dead:
@@ -209,7 +209,7 @@ class FakeAgent:
         peer.pending[call.id] = call
         if timeout:
             self.clock.after(timeout, partial(self.submit, call.expire))
-        peer.out.append(partial(self._deliver, peer, call, function, args, kwargs, letter))
+        peer.out.append(partial(self._deliver, peer, call, function, args, kwargs, mail))
         return call
 
     def ask(self, *call: Any, **options: Any) -> Any:
@@ -218,7 +218,7 @@ class FakeAgent:
         return self.world.run_until(future)
 
     def _deliver(
-        self, peer: FakePeer, call: FakeCall, function: Any, args: Any, kwargs: Any, letter: Any
+        self, peer: FakePeer, call: FakeCall, function: Any, args: Any, kwargs: Any, mail: Any
     ) -> None:
         there = peer.target
         if call.withdrawn:
@@ -235,8 +235,8 @@ class FakeAgent:
                 error = raised_there(error, there.record.name, executed=executed)
             back.out.append(partial(self._answered, peer, call, value, error))
 
-        if letter is not None:
-            there.take(self.worker, letter.header, args, kwargs, answer, call.id)
+        if mail is not None:
+            there.take(self.worker, mail.header, args, kwargs, answer, call.id)
         else:
             self.world.tasks.append((there, partial(self._execute, back, function, args, kwargs, answer)))
 
@@ -268,8 +268,8 @@ class FakeAgent:
             call.future._finish(value, error, self.submit)
         call.done = True
         for worker in self.world.workers:  # it may be what arguments are waited for
-            for resident in worker.residents_here.values():
-                self.world.tasks.append((worker, resident.work))
+            for hosted in worker.actors_here.values():
+                self.world.tasks.append((worker, hosted.work))
 
     def peer_ended(self, peer: FakePeer) -> None:
         if peer.state != "alive":
@@ -293,13 +293,13 @@ class Resident:
         self.worker = worker
         self.spec = spec
         self.mailbox = Mailbox({"": 1})
-        self.lane = self.mailbox.lanes[""]
+        self.queue = self.mailbox.queues[""]
         self.ended = False
 
     @property
-    def queue(self) -> list[Entry]:
+    def waiting(self) -> list[Entry]:
         """The calls that wait."""
-        return self.lane.entries()
+        return self.queue.entries()
 
     def post(self, caller: Worker, header: dict[str, Any], args: Any, answer: Any, id: int) -> None:
         """Take a call."""
@@ -310,21 +310,21 @@ class Resident:
             again="place" in header,
             ready=self.worker.world.is_there(args),
         )
-        self.mailbox.put(entry, self.lane)
+        self.mailbox.put(entry, self.queue)
 
     def work(self) -> None:
         if self.ended or self.worker.dead:
             return
         world = self.worker.world
-        for each in self.queue:
+        for each in self.waiting:
             if not each.ready and world.is_there(each.payload[2]):
                 self.mailbox.ready(each)
                 world.tasks.append((self.worker, self.work))
-        entry, _ = self.mailbox.take(self.lane)
+        entry, _ = self.mailbox.take(self.queue)
         if entry is None:
             return
         caller, header, args, answer = entry.payload
-        self.mailbox.done(self.lane)
+        self.mailbox.done(self.queue)
         world.log.append((self.spec.actor_id, self.spec.epoch, caller.record.name, args[0] if args else None))
         outcome = world.behaviour(self, header, args)
         if isinstance(outcome, BaseException):
@@ -334,10 +334,10 @@ class Resident:
 
     def end(self) -> None:
         self.ended = True
-        self.worker.residents_here.pop(self.spec.resident_id, None)
+        self.worker.actors_here.pop(self.spec.instance_id, None)
         for entry in self.mailbox.close()[0]:
             _, _, _, answer = entry.payload
-            answer(None, HostedActorGoneError(self.spec.resident_id, "ended"), False)
+            answer(None, HostedActorGoneError(self.spec.instance_id, "ended"), False)
 
 
 class Worker:
@@ -349,14 +349,14 @@ class Worker:
         self.key = WorkerKey(rank, self.record.incarnation)
         self.dead = False
         self.forgotten = False
-        self.residents_here: dict[int, Resident] = {}
+        self.actors_here: dict[int, Resident] = {}
         self.making: dict[int, Any] = {}  # what is about to be constructed: how to answer
         self.agent = FakeAgent(self)
         self.runtime: Any = SimpleNamespace(
             agent=self.agent,
             references=SimpleNamespace(me=self.key, default_timeout=lambda: 60.0, collect=lambda: None),
             spawner=world.spawner,
-            residents=self,
+            registry=self,
         )
         self.in_force = WorkerInForce(self.agent)
         self.in_force.actors = self.runtime
@@ -369,34 +369,34 @@ class Worker:
     ) -> None:
         if header.get("creates"):
             (spec,) = args
-            self.making[spec.resident_id] = answer
+            self.making[spec.instance_id] = answer
             self.world.tasks.append((self, partial(self._construct, spec, answer)))
             return
-        resident = self.residents_here.get(header["mailbox"])
-        if resident is None:
+        hosted = self.actors_here.get(header["mailbox"])
+        if hosted is None:
             gone = HostedActorGoneError(header["mailbox"])
             self.world.tasks.append((self, partial(answer, None, gone, False)))
             return
-        resident.post(caller, header, args, answer, id)
-        self.world.tasks.append((self, resident.work))
+        hosted.post(caller, header, args, answer, id)
+        self.world.tasks.append((self, hosted.work))
 
     def _construct(self, spec: Any, answer: Any) -> None:
-        if self.making.pop(spec.resident_id, None) is None:
+        if self.making.pop(spec.instance_id, None) is None:
             return  # ended before
         failure = self.world.constructor(spec)
         if failure is not None:
             answer(None, failure)
             return
-        self.residents_here[spec.resident_id] = Resident(self, spec)
+        self.actors_here[spec.instance_id] = Resident(self, spec)
         answer({"pid": 1000 + self.record.rank}, None)
 
-    def get(self, resident_id: int) -> Any:
-        """As Residents.get, for ``residents.end``."""
-        resident = self.residents_here.get(resident_id)
-        if resident is None:
+    def get(self, instance_id: int) -> Any:
+        """As Residents.get, for ``registry.end``."""
+        hosted = self.actors_here.get(instance_id)
+        if hosted is None:
             return (
-                SimpleNamespace(end=partial(self._give_up, resident_id))
-                if resident_id in self.making
+                SimpleNamespace(end=partial(self._give_up, instance_id))
+                if instance_id in self.making
                 else None
             )
 
@@ -404,11 +404,11 @@ class Worker:
             over: Future[None] = Future()
 
             def step() -> None:
-                if how == "drain" and resident.queue and not resident.ended:
-                    resident.work()
+                if how == "drain" and hosted.waiting and not hosted.ended:
+                    hosted.work()
                     self.world.tasks.append((self, step))
                     return
-                resident.end()
+                hosted.end()
                 over.set_result(None)
 
             step()
@@ -416,10 +416,10 @@ class Worker:
 
         return SimpleNamespace(end=end)
 
-    def _give_up(self, resident_id: int, how: str, why: str) -> Future[None]:
+    def _give_up(self, instance_id: int, how: str, why: str) -> Future[None]:
         """End an actor that is about to be constructed."""
         over: Future[None] = Future()
-        self.making.pop(resident_id)(None, HostedActorGoneError(resident_id, why), False)
+        self.making.pop(instance_id)(None, HostedActorGoneError(instance_id, why), False)
         over.set_result(None)
         return over
 
@@ -513,14 +513,12 @@ class World:
         self.log: list[tuple[int, int, str, Any]] = []
         self.reports: dict[str, Future[DeathReport]] = {}
         self.is_there: Callable[[Any], bool] = lambda args: True
-        self.behaviour: Callable[[Resident, dict[str, Any], Any], Any] = lambda resident, header, args: args[
-            0
-        ]
+        self.behaviour: Callable[[Resident, dict[str, Any], Any], Any] = lambda hosted, header, args: args[0]
         self.constructor: Callable[[Any], BaseException | None] = lambda spec: None
         self.workers: list[Worker] = []
         self.spawner = Spawner(self) if spawner else None
         monkeypatch.setattr(supervisors, "RRef", FakeRRef)
-        monkeypatch.setattr(real_residents, "current", lambda: self.current.runtime if self.current else None)
+        monkeypatch.setattr(real_registry, "current", lambda: self.current.runtime if self.current else None)
         monkeypatch.setattr(supervisor_client, "runtime", lambda: self.current.runtime)  # type: ignore[union-attr]
         self.current: Worker | None = None
         for number in range(workers):

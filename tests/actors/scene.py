@@ -36,10 +36,10 @@ class Scene:
         self.world.constructor = self._constructed
         ends = Resident.end
 
-        def end(resident: Resident) -> None:
-            if not resident.ended:
-                self.events.append(f"-{self.names[resident.spec.actor_id]}")
-            ends(resident)
+        def end(hosted: Resident) -> None:
+            if not hosted.ended:
+                self.events.append(f"-{self.names[hosted.spec.actor_id]}")
+            ends(hosted)
 
         monkeypatch.setattr(Resident, "end", end)
         dies = Worker.die
@@ -47,7 +47,7 @@ class Scene:
         def die(worker: Worker) -> None:
             if not worker.dead:
                 self.events.extend(
-                    f"-{self.names[each.spec.actor_id]}" for each in worker.residents_here.values()
+                    f"-{self.names[each.spec.actor_id]}" for each in worker.actors_here.values()
                 )
             dies(worker)
 
@@ -85,11 +85,11 @@ class Scene:
     def where(self, number: int) -> Resident:
         actor_id = self.routes[number].actor_id
         return next(
-            resident
+            hosted
             for worker in self.world.workers
             if not worker.dead
-            for resident in worker.residents_here.values()
-            if resident.spec.actor_id == actor_id
+            for hosted in worker.actors_here.values()
+            if hosted.spec.actor_id == actor_id
         )
 
     def kill(self, number: int) -> None:
@@ -99,10 +99,10 @@ class Scene:
 
     def lives(self) -> list[int]:
         return sorted(
-            self.names[resident.spec.actor_id]
+            self.names[hosted.spec.actor_id]
             for worker in self.world.workers
             if not worker.dead
-            for resident in worker.residents_here.values()
+            for hosted in worker.actors_here.values()
         )
 
     def happened(self, seconds: float = 60.0) -> list[str]:

@@ -77,8 +77,8 @@ class Stranger:
         self.sock: Any
         if path is None:
             sock = socket.create_connection(to.record.tcp[0])
-            if to.links.tls is not None:
-                self.sock = to.links.tls.dial(sock, _time.now() + 10)
+            if to.connector.tls is not None:
+                self.sock = to.connector.tls.dial(sock, _time.now() + 10)
                 self.sock.settimeout(None)
                 binding = self.sock.binding
             else:

@@ -58,7 +58,7 @@ def test_a_time_out_while_connecting_is_one(pair: list[Agent], monkeypatch: pyte
         _gate.wait(0.02)
         raise TimeoutError("timed out")
 
-    monkeypatch.setattr(pair[0].links, "dial", late)
+    monkeypatch.setattr(pair[0].connector, "dial", late)
     with pytest.raises(RpcTimeoutError, match="cannot be reached") as caught:
         _sync(pair[0], "a1", operator.add, 1, 2, timeout=0.01)
     assert caught.value.maybe_executed is False

@@ -15,7 +15,7 @@ from tests.agent.agents import agents
 
 @pytest.mark.limit(10)
 def test_a_wait_ends_with_the_future_and_does_not_spin_until_the_call_is_over() -> None:
-    agent = cast(Any, SimpleNamespace(upkeep=SimpleNamespace(corked={}), pool=SimpleNamespace(queue=[])))
+    agent = cast(Any, SimpleNamespace(scheduler=SimpleNamespace(corked={}), pool=SimpleNamespace(queue=[])))
     future: Future[int] = Future()
     call = Call(agent, cast(Any, None), 1, "add", float("inf"), 0.0, 1, future)
     future.set_result(3)  # whoever does that ends the call next, as soon as it is let run
@@ -48,9 +48,9 @@ def test_a_call_is_on_its_way_before_whoever_waits_for_it_does_something_else() 
         to = one.peer(other.name)
         assert one.call(to, operator.add, (1, 2), {}, 20.0).result() == 3
         guest = _Guest(to.conn)
-        WAITING.station = cast(Any, guest)
+        WAITING.runner = cast(Any, guest)
         try:
             assert one.call(to, operator.add, (1, 2), {}, 20.0).result() == 3
         finally:
-            WAITING.station = None
+            WAITING.runner = None
         assert guest.left == [0]

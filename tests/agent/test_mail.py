@@ -1,4 +1,4 @@
-"""Letters: they reach the office in the order of the wire, small or large, and nothing else does."""
+"""Messages: they reach the router in the order of the wire, small or large, and nothing else does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from actorrpc.agent import outbound
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT, FRAME_BIT, Execution
 from actorrpc.agent.executor import path_of
-from actorrpc.agent.mail import ActorHeader
+from actorrpc.agent.mail import MailHeader
 from actorrpc.errors import ProtocolError, RpcError
 from actorrpc.futures import Future
 from actorrpc.transport.writer import ChunkSender
@@ -22,8 +22,8 @@ from actorrpc.wire.headers import unpack_header
 from tests.agent.agents import agents
 
 
-class Office:
-    """Keeps the order in which letters came, and answers each with its name once it is whole."""
+class Router:
+    """Keeps the order in which messages came, and answers each with its name once it is whole."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -41,8 +41,8 @@ class Office:
 
     def _open(self, conn: Any, peer: Any, frame: Frame) -> None:
         header = unpack_header(frame.extra)
-        parcel = outbound.MessageContext(peer)
-        args, _ = outbound.open_body(conn, frame, header, parcel, self.agent.recorder)
+        message = outbound.MessageContext(peer)
+        args, _ = outbound.open_body(conn, frame, header, message, self.agent.recorder)
 
         self.agent.executor.answer(
             conn, frame.id, (header["method"], len(args)), Execution(peer, frame.id, 0.0, 0)
@@ -70,7 +70,7 @@ def _send(agent: Agent, to: str, name: str, *args: Any, timeout: float = 10.0) -
         timeout,
         future=future,
         label=name,
-        letter=ActorHeader({"method": name}),
+        mail=MailHeader({"method": name}),
     )
     return call, future
 
@@ -79,16 +79,16 @@ def _send(agent: Agent, to: str, name: str, *args: Any, timeout: float = 10.0) -
 @pytest.mark.parametrize("to", ["a1", "a0"], ids=["another", "itself"])
 def test_letters_keep_their_places_whatever_their_size(lane: bool, to: str) -> None:
     with agents(2, lane=lane) as (a0, a1):
-        office = Office(a1 if to == "a1" else a0)
+        router = Router(a1 if to == "a1" else a0)
         sizes = [0, 3_000_000, 10, 100_000, 0, 2_000_000, 1]
         sent = [_send(a0, to, f"n{number}", torch.zeros(size)) for number, size in enumerate(sizes)]
         assert [future.wait(20) for _, future in sent] == [(f"n{number}", 1) for number in range(len(sizes))]
-        assert office.places == [call.id for call, _ in sent]
+        assert router.places == [call.id for call, _ in sent]
 
 
 def test_a_letter_that_is_cut_short_gives_its_place_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(2, lane=False) as (a0, a1):
-        office = Office(a1)
+        router = Router(a1)
         _send(a0, "a1", "first")[1].wait(20)
         conn = a0.peer("a1").conn
         assert conn is not None
@@ -102,9 +102,9 @@ def test_a_letter_that_is_cut_short_gives_its_place_up(monkeypatch: pytest.Monke
         call, future = _send(a0, "a1", "large", torch.zeros(3_000_000))
         with pytest.raises(RpcError):
             future.wait(20)
-        with office.grew:
-            assert office.grew.wait_for(lambda: office.given_up, 20)
-        assert office.given_up == [call.id]
+        with router.grew:
+            assert router.grew.wait_for(lambda: router.given_up, 20)
+        assert router.given_up == [call.id]
         monkeypatch.undo()
         assert _send(a0, "a1", "after")[1].wait(20) == ("after", 0)
 
@@ -119,9 +119,9 @@ def test_a_worker_without_mailboxes_refuses_letters() -> None:
 
 def test_plain_calls_do_not_go_to_the_office() -> None:
     with agents(2) as (a0, a1):
-        office = Office(a1)
+        router = Router(a1)
         assert a0.call(a0.peer("a1"), operator.add, (1, 2), {}, 10.0).result() == 3
-        assert office.places == []
+        assert router.places == []
 
 
 _EXECUTIONS = [1 << FRAME_BIT | 5, 1 << FRAME_BIT | 7]

@@ -102,12 +102,12 @@ def test_who_leaves_does_not_dial_on(accepts: bool, monkeypatch: pytest.MonkeyPa
                 waiting = stack.enter_context(socket.socket())
                 waiting.setblocking(False)
                 waiting.connect_ex(door.getsockname())
-        monkeypatch.setattr(agent.links, "addresses", lambda _: [(socket.AF_INET, door.getsockname())])
+        monkeypatch.setattr(agent.connector, "addresses", lambda _: [(socket.AF_INET, door.getsockname())])
         ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
 
         def dial() -> None:
             try:
-                agent.links.connect(agent.peer("a1"), _time.now() + 1000.0, "somebody")
+                agent.connector.connect(agent.peer("a1"), _time.now() + 1000.0, "somebody")
             except BaseException as error:
                 ended.put(error)
 
@@ -117,7 +117,7 @@ def test_who_leaves_does_not_dial_on(accepts: bool, monkeypatch: pytest.MonkeyPa
             stack.enter_context(somebody)
             assert somebody.recv(1)  # its hello, which is not answered
         else:
-            while not any(_is_connecting(sock) for sock in agent.links._dialling.copy()):
+            while not any(_is_connecting(sock) for sock in agent.connector._dialling.copy()):
                 threading.Event().wait(0.001)
         agent.close()
         assert isinstance(ended.get(timeout=20), ShutdownError)
@@ -210,7 +210,7 @@ def test_who_has_not_introduced_itself_yet_hears_a_goodbye() -> None:
         stranger = Stranger(agent)
         with contextlib.closing(stranger.sock):
             stranger.shake_hands()
-            while not agent.links.connections():
+            while not agent.connector.connections():
                 threading.Event().wait(0.001)
             agent.close()
             assert frames.GOODBYE in {frame.kind for frame in stranger.read_to_the_end()}

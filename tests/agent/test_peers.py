@@ -23,7 +23,7 @@ class _World:
     def __init__(self) -> None:
         self.there: dict[str | int, WorkerRecord] = {}
         self.replaced: list[Peer] = []
-        self.roster = PeerTable(
+        self.peer_table = PeerTable(
             _record(0, "me"),
             window=1 << 20,
             resolve=self.there.get,
@@ -33,17 +33,17 @@ class _World:
 
     def _replaced(self, peer: Peer) -> None:
         self.replaced.append(peer)
-        self.roster.end(peer, "dead", "replaced")
+        self.peer_table.end(peer, "dead", "replaced")
 
     def join(self, rank: int, name: str = "") -> Peer:
         record = _record(rank, name)
         self.there[record.name] = self.there[record.rank] = record
-        return self.roster.peer(record.name)
+        return self.peer_table.peer(record.name)
 
     def leave(self, peer: Peer, state: str = "dead", cause: str = "killed") -> None:
         self.there.pop(peer.name)
         self.there.pop(peer.rank)
-        assert self.roster.end(peer, state, cause)
+        assert self.peer_table.end(peer, state, cause)
 
 
 def test_those_that_come_and_go_leave_little() -> None:
@@ -51,24 +51,24 @@ def test_those_that_come_and_go_leave_little() -> None:
     traces = []
     for rank in range(1, 3 * KEPT + 1):
         peer = world.join(rank)
-        assert world.roster.peer(rank) is world.roster.peer(peer.info) is peer
+        assert world.peer_table.peer(rank) is world.peer_table.peer(peer.info) is peer
         traces.append(weakref.ref(peer))
         world.leave(peer, cause=f"killed by {rank}")
         del peer
     gc.collect()
-    assert len(world.roster.peers()) == KEPT
+    assert len(world.peer_table.peers()) == KEPT
     assert sum(trace() is not None for trace in traces) == KEPT
     # Of the last ones all is known, of those before them what has become of them.
-    assert world.roster.peer(f"w{3 * KEPT}").state == "dead"
+    assert world.peer_table.peer(f"w{3 * KEPT}").state == "dead"
     for to in ("w1", 1):
         with pytest.raises(PeerDiedError, match=r"'w1' died long ago: killed by 1;") as caught:
-            world.roster.peer(to)
+            world.peer_table.peer(to)
         assert caught.value.maybe_executed is False
         assert caught.value.worker == "w1"
     with pytest.raises(UnknownWorkerError):
-        world.roster.peer("never there")
+        world.peer_table.peer("never there")
     with pytest.raises(WrongTypeError):
-        world.roster.peer(1.0)
+        world.peer_table.peer(1.0)
 
 
 def test_who_is_forgotten_does_not_come_back_and_its_successor_does() -> None:
@@ -78,26 +78,26 @@ def test_who_is_forgotten_does_not_come_back_and_its_successor_does() -> None:
     world.leave(first)
     for rank in range(2, KEPT + 5):
         world.leave(world.join(rank))
-    assert first not in world.roster.peers()
+    assert first not in world.peer_table.peers()
     world.there["w1"] = world.there[1] = record  # whoever says so: a fixed group's table, or it itself
     for _ in range(2):
-        for again in (world.roster.adopt(record), world.roster.peer("w1"), world.roster.peer(1)):
+        for again in (world.peer_table.adopt(record), world.peer_table.peer("w1"), world.peer_table.peer(1)):
             assert (again.state, again.cause, again.ending) == ("dead", "killed", "dead")
-    assert not any(peer.name == "w1" for peer in world.roster.peers())
+    assert not any(peer.name == "w1" for peer in world.peer_table.peers())
     second = world.join(1)
     assert second.state == "alive"
-    assert world.roster.peer("w1") is world.roster.peer(1) is second
+    assert world.peer_table.peer("w1") is world.peer_table.peer(1) is second
 
 
 def test_a_new_incarnation_ends_the_old_one() -> None:
     world = _World()
     old = world.join(1)
-    new = world.roster.adopt(_record(1))
+    new = world.peer_table.adopt(_record(1))
     assert world.replaced == [old]
     assert old.state == "dead"
     assert new.state == "alive"
-    assert world.roster.peer("w1") is new
-    assert not world.roster.end(old, "left", "")
+    assert world.peer_table.peer("w1") is new
+    assert not world.peer_table.end(old, "left", "")
 
 
 def test_what_only_the_living_need_goes_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

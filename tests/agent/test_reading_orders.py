@@ -196,7 +196,7 @@ class _Guest(threads_module.ActorThread):
 
     def run(self) -> None:
         self.ident = threading.get_ident()
-        WAITING.station = self
+        WAITING.runner = self
         while not self.ended:
             if self.orders:
                 self._carry_out()
@@ -258,9 +258,9 @@ class _World:
         made.pool.epoll = cast(Any, self.epoll)
         made.pool._lock = cast(Any, Lock(steps, "the pool's lock"))
         made.clock._lock = cast(Any, Lock(steps, "the clock's lock"))
-        made.upkeep.pulse.active = True  # a heartbeat would wake whoever has been forgotten
+        made.scheduler.pulse.active = True  # a heartbeat would wake whoever has been forgotten
         self.peer._credit = cast(Any, Condition(steps, "room"))
-        made.links.connect = self._connect  # type: ignore[method-assign]
+        made.connector.connect = self._connect  # type: ignore[method-assign]
         here, there = socket.socketpair()
         if dice.randrange(2):
             for sock in (here, there):
@@ -275,7 +275,7 @@ class _World:
         conn._writer_poller = cast(Any, _Poller(steps, "room in the kernel", select.POLLOUT, conn.fd))
         conn.peer, self.peer.conn = self.peer, conn
         self.peer.conns.append(conn)
-        made.links.watch(conn)
+        made.connector.watch(conn)
         made.pool.start(2)
         steps.spawn(made.clock._run, "the clock")
         self.guest = _Guest(self)

@@ -16,6 +16,7 @@ from actorrpc.agent.agent import Agent
 from actorrpc.transport import signals
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.reader import ARMED
 from tests.agent.agents import agents
 from tests.interruptions import Interrupted, Steps, raising
 
@@ -146,10 +147,11 @@ def test_what_a_handler_raises_ends_the_wait_and_not_the_connection() -> None:
 
 
 def test_a_message_in_chunks_is_not_torn_by_handlers() -> None:
-    """It leaves while the peer reads: a handler that returns changes nothing, one that raises ends it cleanly."""
+    """It waits for the peer, which reads on after the signal: a handler that returns changes nothing, one that raises ends it."""
     data = bytes(range(256)) * (1 << 16)
     sent: list[bool] = []
     raises: list[bool] = []
+    held: list[threading.Lock] = []
 
     def handler() -> None:
         sent.append(True)
@@ -160,18 +162,29 @@ def test_a_message_in_chunks_is_not_torn_by_handlers() -> None:
         to = one.peer(other.name)
         assert _add(one, other).result() == 3
         conn = to.conn
+        reading = other.peer(one.name).conn
+        assert reading is not None
         wait = Connection._wait_writable
 
         def interrupted(conn: Connection, deadline: float | None = None) -> None:
             if threading.current_thread() is threading.main_thread():
                 signal.raise_signal(signal.SIGUSR1)
+                if held:
+                    held.pop().release()
+                    reading.arm(ARMED)
             wait(conn, deadline)
+
+        def hold() -> None:
+            reading.read_lock.acquire()
+            held.append(reading.read_lock)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Connection, "_wait_writable", interrupted)
+            hold()
             assert one.call(to, len, (data,), {}, 25.0).result() == len(data)
             assert sent
             raises.append(True)
+            hold()
             with pytest.raises(KeyError, match="of a handler"):
                 one.call(to, len, (data,), {}, 25.0).result()
         assert one.call(to, len, (data,), {}, 25.0).result() == len(data)

@@ -117,7 +117,7 @@ class Network:
         self.keys = [WorkerKey(rank, f"life{rank}") for rank in range(workers)]
         self.workers = {key: Worker(self, key) for key in self.keys}
         self.revisits = 0  # strata after a worker's first
-        self.letters: list[Letter] = []
+        self.mails: list[Letter] = []
         self.counts: Counter[str] = Counter()
         self.release: Callable[[], None] = lambda: None
         self.faultless = False
@@ -167,7 +167,7 @@ class Network:
             else:
                 self.reply(worker, sender, future, answer, None, first)
 
-        self.letters.append(Letter(type(message).__name__, sender.me, to, arrive, future))
+        self.mails.append(Letter(type(message).__name__, sender.me, to, arrive, future))
 
     def post(self, sender: Worker, to: WorkerKey, message: Gradient) -> None:
         worker = self.workers[to]
@@ -179,7 +179,7 @@ class Network:
             with contextlib.suppress(Exception):  # logged, where there is a log
                 worker.participant.handle(sender.me, self.unpack(packed, worker, sender))
 
-        self.letters.append(Letter(type(message).__name__, sender.me, to, arrive))
+        self.mails.append(Letter(type(message).__name__, sender.me, to, arrive))
 
     def tell(self, sender: Worker, to: WorkerKey, notice: Notice) -> None:
         worker = self.workers[to]
@@ -187,7 +187,7 @@ class Network:
         def arrive() -> None:
             worker.participant.hear(sender.me, notice)
 
-        self.letters.append(Letter(type(notice).__name__, sender.me, to, arrive))
+        self.mails.append(Letter(type(notice).__name__, sender.me, to, arrive))
 
     def reply(
         self,
@@ -212,7 +212,7 @@ class Network:
             if future._claim():
                 future._finish(value, error)
 
-        self.letters.append(Letter("Answer", sender.me, to.me, arrive))
+        self.mails.append(Letter("Answer", sender.me, to.me, arrive))
 
     def pack(self, message: Message, sender: Worker) -> Any:
         """Take a message apart into bytes and tensors, and record these as those of any call are."""
@@ -248,44 +248,44 @@ class Network:
 
     def step(self) -> bool:
         """Let one thing happen; say whether anything did."""
-        ready = [letter for letter in self.letters if not letter.last] or self.letters
+        ready = [mail for mail in self.mails if not mail.last] or self.mails
         if not ready:
             return self.time_out()
-        letter = self.rng.choice(ready)
-        number, self.counts[letter.type] = (
-            self.counts[letter.type],
-            self.counts[letter.type] + (not letter.last),
+        mail = self.rng.choice(ready)
+        number, self.counts[mail.type] = (
+            self.counts[mail.type],
+            self.counts[mail.type] + (not mail.last),
         )
         fault = self.fault
         if (
             fault is not None
             and not fault.hit
             and not self.faultless
-            and (letter.type, number) == (fault.type, fault.nth)
+            and (mail.type, number) == (fault.type, fault.nth)
         ):
             fault.hit = True
-            if self.hit(fault.kind, letter):
+            if self.hit(fault.kind, mail):
                 return True
-        if letter in self.letters:  # its target may have died
-            self.letters.remove(letter)
-            letter.arrive()
+        if mail in self.mails:  # its target may have died
+            self.mails.remove(mail)
+            mail.arrive()
         return True
 
-    def hit(self, kind: str, letter: Letter) -> bool:
-        """Do what a fault does; say whether the letter does not arrive now."""
+    def hit(self, kind: str, mail: Letter) -> bool:
+        """Do what a fault does; say whether the message does not arrive now."""
         if kind == "delay":
-            letter.last = True
+            mail.last = True
             return True
         if kind == "drop":
-            if letter.ask is None and letter.type != "Answer":
-                letter.last = True  # a notice is sent again until it has been heard
+            if mail.ask is None and mail.type != "Answer":
+                mail.last = True  # a notice is sent again until it has been heard
             else:
-                self.letters.remove(letter)
+                self.mails.remove(mail)
             return True
         if kind == "duplicate":
-            letter.arrive()
+            mail.arrive()
         elif kind == "kill target":
-            self.kill(letter.to)
+            self.kill(mail.to)
         elif kind == "kill origin":
             self.kill(self.keys[0])
         else:
@@ -298,16 +298,12 @@ class Network:
         if not worker.alive:
             return
         worker.alive = False
-        self.letters = [
-            letter
-            for letter in self.letters
-            if letter.to != key and (letter.sender != key or self.rng.random() < 0.5)
+        self.mails = [
+            mail for mail in self.mails if mail.to != key and (mail.sender != key or self.rng.random() < 0.5)
         ]
         for other in self.workers.values():
             if other.alive:
-                self.letters.append(
-                    Letter("Death", key, other.me, lambda other=other: self.mourn(other, key))
-                )  # type: ignore[misc]
+                self.mails.append(Letter("Death", key, other.me, lambda other=other: self.mourn(other, key)))  # type: ignore[misc]
 
     def mourn(self, worker: Worker, key: WorkerKey) -> None:
         died = PeerDiedError(f"worker{key.rank} is dead", worker=f"worker{key.rank}")

@@ -123,7 +123,7 @@ def test_a_pass_of_one_worker_sends_nothing() -> None:
     x = group.send(0, 0, a * b)  # a call to itself
     loss = (x * a).sum()
     assert group.start(loss).done()
-    assert not group.network.letters
+    assert not group.network.mails
     torch.testing.assert_close(group.gradients(0)[b], (a * a).detach())
     torch.testing.assert_close(group.gradients(0)[a], (2 * a * b).detach())
     assert not group.known(0).passes
@@ -559,7 +559,7 @@ def test_contexts_that_nobody_uses_expire_where_they_were_not_made() -> None:
     for rank in range(2):
         group.worker(rank).participant.expire(50)
     assert [len(group.worker(rank).contexts) for rank in range(2)] == [1, 0]
-    assert not group.network.letters
+    assert not group.network.mails
 
 
 def test_ctrl_c_gives_a_pass_up() -> None:
@@ -605,7 +605,7 @@ def test_gradients_wait_for_the_verdict_of_a_pass_that_is_done_here() -> None:
     future = group.start(loss)
     group.network.settle(future.done)
     part = group.worker(1).participant
-    assert [letter.type for letter in group.network.letters] == ["Verdict"]
+    assert [mail.type for mail in group.network.mails] == ["Verdict"]
     with pytest.raises(RpcTimeoutError, match=r"worker 0, where it began, has not said within 0\.01 s"):
         part.gradients(group.context, 0.01)
     found: list[dict[Tensor, Tensor]] = []
@@ -665,9 +665,9 @@ class Threads(Network):
 
     def _submit(self) -> None:
         with self.lock:
-            letters, self.letters = self.letters, []
-        for letter in letters:
-            self.pool.submit(letter.arrive)
+            mails, self.mails = self.mails, []
+        for mail in mails:
+            self.pool.submit(mail.arrive)
 
     def ask(self, *given: Any) -> None:
         super().ask(*given)

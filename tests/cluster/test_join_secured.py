@@ -130,5 +130,5 @@ def test_nobody_sees_who_only_asks() -> None:
         assert seen == {"driver"}
         assert changes == [("far", "left")]
         until(lambda: not [peer for peer in agent.peers() if peer.record.is_visitor])
-        assert not [end for end in agent.roster._ends.values() if end.name.startswith("joining-")]
+        assert not [end for end in agent.peer_table._ends.values() if end.name.startswith("joining-")]
         assert [row.name for row in rpc.workers()] == ["driver", "far"]

@@ -58,7 +58,7 @@ class _End:
         self.other = f"a{1 - rank}"
         self.told: list[tuple[str, str]] = []
         self.over = threading.Event()
-        self.agent.upkeep.changes.listen(self._heard)
+        self.agent.scheduler.changes.listen(self._heard)
 
     def _heard(self, worker: WorkerInfo, old: str, new: str, reason: str) -> None:
         assert worker.name == self.other

@@ -24,7 +24,7 @@ import torch
 from actorrpc import rpc
 from actorrpc.agent import inbound
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.mail import ActorHeader
+from actorrpc.agent.mail import MailHeader
 from actorrpc.futures import Future
 from actorrpc.testing import POINTS, kill_at
 from actorrpc.testing.messages.types import ANSWER, CONTROL, MESSAGES, NOTICES
@@ -32,13 +32,13 @@ from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, FrameReader, pack_frame
 from tests import processes
 from tests.agent.agents import Stranger, agents
-from tests.agent.test_mail import Office
+from tests.agent.test_mail import Router
 from tests.agent.test_resumption import behind
 from tests.faults.figures import NIGHTLY
 from tests.ranks import run_group
 from tests.testing.messages.test_kill_points import _everything as everything
 
-_NO_KINDS = {"LAST_KIND", "LETTER", "POST", "STREAM", "UNREAD"}
+_NO_KINDS = {"LAST_KIND", "MAIL", "POST", "STREAM", "UNREAD"}
 KINDS = {
     value: name
     for name, value in vars(frames).items()
@@ -136,7 +136,7 @@ def _local(scale: int) -> Callable[[int], int]:
 def _talk(a: Agent, b: Agent) -> list[Any]:
     """Use all that there is between two agents; return what came of it."""
     came: list[Any] = []
-    office = Office(b)
+    router = Router(b)
     told: list[bytes] = []
     b.on_notice["told"] = lambda peer, body: told.append(body)
     for number in range(40):
@@ -154,7 +154,7 @@ def _talk(a: Agent, b: Agent) -> list[Any]:
         came += [torch.equal(kept, value), *(torch.equal(each, value + n) for n, each in enumerate(others))]
     for number in range(3):  # definitions
         came.append(_sync(a, b, _local(number), 5))
-    # Letters keep their order.
+    # Messages keep their order.
     for number in range(6):
         future: Future[Any] = Future()
         body = torch.zeros(400_000 if number % 3 == 0 else 1)
@@ -165,10 +165,10 @@ def _talk(a: Agent, b: Agent) -> list[Any]:
             {},
             0.0,
             future=future,
-            letter=ActorHeader({"method": f"n{number}"}),
+            mail=MailHeader({"method": f"n{number}"}),
         )
         came.append(future.wait())
-    came.append(len(office.places))
+    came.append(len(router.places))
     # Calls that are given up, some before they run and some meanwhile.
     _gate.clear()
     held = [_begin(a, b, _hold, ("held", number)) for number in range(4)]

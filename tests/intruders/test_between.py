@@ -270,7 +270,7 @@ def _recorded(agent: Agent, **options: Any) -> tuple[list[bytes], list[bytes]]:
 
 
 def _mains(agent: Agent) -> int:
-    return len(agent.links.connections())
+    return len(agent.connector.connections())
 
 
 @pytest.mark.prints(
@@ -298,7 +298,9 @@ def test_a_recording_opens_nothing() -> None:
             until(sock)
             sock.close()
         assert not [
-            conn for conn in agent.links.connections() if conn.state is not CLOSED and conn.peer is not None
+            conn
+            for conn in agent.connector.connections()
+            if conn.state is not CLOSED and conn.peer is not None
         ]
 
 

@@ -550,7 +550,7 @@ def test_a_peer_that_sends_payloads_gets_errors_and_is_served_on() -> None:
 def test_a_reply_is_data_as_well() -> None:
     """A service cannot do to a data-only caller what the caller cannot do to it."""
     with agents(2, key=KEY, data_only=True) as (caller, server):
-        conn = caller.links.connect(caller.peer("a1"), float("inf"), "x")
+        conn = caller.connector.connect(caller.peer("a1"), float("inf"), "x")
         original = server.executor.answer
 
         replies = [body(PAYLOADS[f"a call of {payloads.__name__}.fire"]), PICKLES["the canary"]]

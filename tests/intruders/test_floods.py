@@ -48,9 +48,9 @@ def _comes_in(agent: Agent, source: str = "127.0.0.1") -> socket.socket:
 def _places(agent: Agent, count: int) -> None:
     """Wait until so many guests have a place."""
     end = time.monotonic() + 20.0
-    while len(agent.links.guests) != count and time.monotonic() < end:
+    while len(agent.connector.admission) != count and time.monotonic() < end:
         threading.Event().wait(0.002)
-    assert len(agent.links.guests) == count
+    assert len(agent.connector.admission) == count
 
 
 @pytest.fixture
@@ -207,14 +207,14 @@ def test_failures_are_answered_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> Non
     with tcp_agents(2) as (one, other):
         monkeypatch.setattr(acceptor, "_time", SimpleNamespace(now=lambda: now[0]))
         verdicts: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        failed_often = other.links.guests._failed_often
+        failed_often = other.connector.admission._failed_often
 
         def judge(address: str) -> bool:
             often = failed_often(address)
             verdicts.put(often)
             return often
 
-        monkeypatch.setattr(other.links.guests, "_failed_often", judge)
+        monkeypatch.setattr(other.connector.admission, "_failed_often", judge)
         for _ in range(FAILURES_PER_S):
             _is_told(*_fail(other))
         unanswered = [_fail(other)[0] for _ in range(3)]
@@ -244,7 +244,7 @@ def test_what_is_remembered_of_failures_is_bounded(monkeypatch: pytest.MonkeyPat
             sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
             until(sock)
             sock.close()
-        assert len(agent.links.guests._failures) <= 8
+        assert len(agent.connector.admission._failures) <= 8
 
 
 @pytest.mark.prints(r"\d+ bytes came in the handshake before their turn")
@@ -254,11 +254,11 @@ def test_a_guest_holds_one_message_at_most() -> None:
         hello = dialler(agent).start()
         sock.sendall(hello[:-1])
         _places(agent, 1)
-        (guest,) = agent.links.guests._guests.values()
+        (pending,) = agent.connector.admission._pending.values()
         end = time.monotonic() + 10.0
-        while not guest.acceptor._buffer and time.monotonic() < end:
+        while not pending.acceptor._buffer and time.monotonic() < end:
             threading.Event().wait(0.002)
-        assert 0 < len(guest.acceptor._buffer) <= MAX_MESSAGE
+        assert 0 < len(pending.acceptor._buffer) <= MAX_MESSAGE
         sock.sendall(hello[-1:] * 1_000)
         until(sock)
         sock.close()
@@ -297,7 +297,7 @@ def test_who_comes_in_while_the_agent_ends_is_not_forgotten() -> None:
         accepted, outside = socket.socketpair()
         with outside:
             other.close(timeout=0.0)  # not all of it: a thread is in user code, and needs what they share
-            other.links.guests._enter(accepted, "127.0.0.1", False)
+            other.connector.admission._enter(accepted, "127.0.0.1", False)
             assert accepted.fileno() == -1
             assert outside.recv(1) == b""
         _free.set()

@@ -206,9 +206,13 @@ def test_strangers_over_sockets(no_unpickling: list[str], monkeypatch: pytest.Mo
     with tcp_agents(1) as (agent,):
         admitted: list[Any] = []
         entered: list[Any] = []
-        enter = agent.links.guests._enter
-        monkeypatch.setattr(agent.links.guests, "_enter", lambda *args: (entered.append(1), enter(*args)))
-        monkeypatch.setattr(agent.links.guests, "_admit", lambda guest, answer: admitted.append(guest))
+        enter = agent.connector.admission._enter
+        monkeypatch.setattr(
+            agent.connector.admission, "_enter", lambda *args: (entered.append(1), enter(*args))
+        )
+        monkeypatch.setattr(
+            agent.connector.admission, "_admit", lambda pending, answer: admitted.append(pending)
+        )
         # A few threads: the agent serves them side by side.
         count = _OVER_SOCKETS // 4
         seeds = [random.Random(rng.random()) for _ in range(4)]
@@ -221,12 +225,12 @@ def test_strangers_over_sockets(no_unpickling: list[str], monkeypatch: pytest.Mo
         for thread in threads:
             thread.join()
         assert len(entered) == 4 * count
-        assert not agent.links.connections()
+        assert not agent.connector.connections()
         # Changes that change nothing exist; each of these has proved the key.
         assert len(admitted) < _OVER_SOCKETS / 20
-        for guest in admitted:
-            assert guest.acceptor.done
-            guest.sock.close()
+        for pending in admitted:
+            assert pending.acceptor.done
+            pending.sock.close()
     assert not raised
     assert not no_unpickling
 
@@ -274,8 +278,8 @@ def _frames_of(rng: random.Random) -> list[bytes]:
             LANE,
             STREAM,
             INLINE | frames.POST,
-            frames.LETTER,
-            STREAM | frames.LETTER,
+            frames.MAIL,
+            STREAM | frames.MAIL,
             0xFF,
         ):
             kind = rng.choice((frames.REQUEST, frames.REPLY, frames.FAILURE, frames.NOTICE))
@@ -303,7 +307,7 @@ _PLACES = hasattr(outbound, "Placement")
 @pytest.mark.prints(
     r"the connection to (s\d+|a stranger) was closed: ",
     r"a notice .* of 's\d+' (has no handler here|could not be acted upon)",
-    r"(request|letter) \d+ of 's\d+' came twice",
+    r"(request|message) \d+ of 's\d+' came twice",
     r"what 's\d+' has posted here failed",
 )
 def test_frames_of_a_peer_that_has_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,8 +86,8 @@ def test_objects_that_hold_the_key_do_not_show_it() -> None:
             options,
             session,
             agent,
-            agent.links,
-            agent.links.guests,
+            agent.connector,
+            agent.connector.admission,
             vars(options),
             [key],
             {"key": key},
@@ -288,7 +288,7 @@ def test_the_key_of_a_cluster_is_shown_by_no_process(capfd: pytest.CaptureFixtur
     """It is made in the driver and reaches children through a pipe."""
     actorrpc.init()
     try:
-        key = rpc.api._require().agent.links._key
+        key = rpc.api._require().agent.connector._key
         forms = [key, key.hex().encode(), base64.b64encode(key).rstrip(b"="), repr(key)[2:-1].encode()]
         actor = actorrpc.remote(_Actor).remote()
         # Spelt so that the search does not find itself in a message.

@@ -133,7 +133,7 @@ def _start(rank: int, world_size: int, store: str, options: dict[str, Any]) -> d
     try:
         state = rpc.api._require()
         found = {
-            "keyless": not state.agent.links._key,
+            "keyless": not state.agent.connector._key,
             "tcp": [host for host, _ in state.agent.record.tcp],
             "sum": rpc.rpc_sync(f"w{(rank + 1) % world_size}", divmod, (7, 2)),
         }

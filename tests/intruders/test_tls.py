@@ -162,7 +162,7 @@ def test_plain_does_not_meet_tls_and_neither_goes_on_without() -> None:
 @pytest.mark.prints("this worker speak no common version of TLS")
 def test_versions_without_one_in_common() -> None:
     with _workers(files().options, files().options) as (a0, a1):
-        client = a0.links.tls
+        client = a0.connector.tls
         assert client is not None
         client._client.minimum_version = ssl.TLSVersion.TLSv1_2
         client._client.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -226,7 +226,7 @@ def test_the_slow_get_their_time_and_no_more_and_no_more_places(begun: bytes) ->
             with contextlib.suppress(OSError):
                 sock.sendall(begun)
         assert _add(a0) == 3
-        assert len(a1.links.guests) <= 8
+        assert len(a1.connector.admission) <= 8
         for sock in slow:
             sock.settimeout(30)
             until(sock)  # each is closed
@@ -241,9 +241,9 @@ def test_who_loses_the_place_while_tls_begins_is_closed(monkeypatch: pytest.Monk
     accept = Tls.accept
 
     def taken(tls_: Tls, sock: socket.socket) -> TlsSocket:
-        links = agents[1].links
-        (guest,) = links.guests._guests.values()
-        other = threading.Thread(target=links.guests._dismiss, args=(guest,))
+        links = agents[1].connector
+        (pending,) = links.admission._pending.values()
+        other = threading.Thread(target=links.admission._dismiss, args=(pending,))
         if when == "before":
             other.start()
             other.join()
@@ -261,7 +261,7 @@ def test_who_loses_the_place_while_tls_begins_is_closed(monkeypatch: pytest.Monk
                 sock.sendall(b"\x16\x03\x01\x00\x05\x01")
                 until(sock)
         assert [each.fileno() for each in made] == [-1]
-        assert not agents[1].links.guests
+        assert not agents[1].connector.admission
         assert _add(agents[0]) == 3
 
 
@@ -271,7 +271,7 @@ def test_who_was_refused_and_stays_is_closed_in_the_end() -> None:
     with _workers(files().options, settings) as (a0, a1):
         with knock(a1) as sock:
             sock.sendall(b"\x16\x03\x01\x00\x05\xff\xff\xff\xff\xff" * 30)
-            while len(a1.links.guests):
+            while len(a1.connector.admission):
                 sock.sendall(b"more")
                 time.sleep(0.01)
         assert _add(a0) == 3
@@ -427,7 +427,7 @@ def test_who_ends_tls_in_between_is_found_out(
         assert b"aRPC" in relay.seen
         assert b"operator" not in relay.seen
         assert a0.peer("a1").conn is None
-        assert not a1.links.connections()
+        assert not a1.connector.connections()
 
 
 @pytest.mark.prints("refuses the certificate of this worker, or shows none: .*unknown ca")

@@ -294,14 +294,14 @@ def _heard_here() -> list[tuple[str, str, str]]:
 def _cut(name: str) -> None:
     """Have connections to a member fail from now on, with time-outs, as behind a wall."""
     agent = rpc.api._require().agent  # type: ignore[attr-defined]
-    peer, dial = agent.peer(name), agent.links.dial
+    peer, dial = agent.peer(name), agent.connector.dial
 
     def late(to: Any, *rest: Any) -> Any:
         if to is peer:
             raise TimeoutError("timed out")
         return dial(to, *rest)
 
-    agent.links.dial = late
+    agent.connector.dial = late
 
 
 def _unreachable_leader(rank: int, world_size: int) -> None:

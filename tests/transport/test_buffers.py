@@ -128,14 +128,14 @@ def test_whatever_is_built_on_the_memory_keeps_it(pool: BufferPool, kind: str) -
 def test_recycled_memory_causes_no_page_faults(pool: BufferPool) -> None:
     view = pool.take(8 << 20)
     view[:] = bytes(8 << 20)
-    resident = address_of(view)
+    hosted = address_of(view)
     del view
     view = pool.take((8 << 20) - 100)
-    assert address_of(view) == resident
+    assert address_of(view) == hosted
     page = ctypes.c_ubyte * (2048)
     libc = ctypes.CDLL(None)
     present = page()
-    libc.mincore(ctypes.c_void_p(resident), ctypes.c_size_t(8 << 20), present)
+    libc.mincore(ctypes.c_void_p(hosted), ctypes.c_size_t(8 << 20), present)
     assert all(byte & 1 for byte in present)
 
 

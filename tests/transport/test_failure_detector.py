@@ -48,13 +48,13 @@ def test_a_peer_that_falls_silent_is_lost_in_time_and_not_before(
     heartbeat: float, misses: int, round_trip: float, beats: float
 ) -> None:
     """It answers after `round_trip` heartbeats, until it hangs after `beats` of them."""
-    liveness = FailureDetector()
+    failure_detector = FailureDetector()
     hangs = beats * heartbeat
     now = heard = 0.0
     answer = float("inf")
     states: list[str] = []
     while not states or states[-1] != "lost":
-        look = liveness.look(now, heard, heartbeat=heartbeat, misses=misses)
+        look = failure_detector.look(now, heard, heartbeat=heartbeat, misses=misses)
         if look.state != "alive":
             assert now > hangs
         states.append(look.state)
@@ -72,30 +72,30 @@ def test_a_peer_that_falls_silent_is_lost_in_time_and_not_before(
 
 
 def test_it_recovers() -> None:
-    liveness = FailureDetector()
-    assert liveness.look(0.0, 0.0, heartbeat=1.0, misses=5).state == "alive"
-    assert liveness.look(2.5, 0.0, heartbeat=1.0, misses=5).state == "suspect"
-    assert liveness.look(4.6, 0.0, heartbeat=1.0, misses=5).state == "lost"
-    assert liveness.look(5.0, 4.9, heartbeat=1.0, misses=5).state == "alive"
+    failure_detector = FailureDetector()
+    assert failure_detector.look(0.0, 0.0, heartbeat=1.0, misses=5).state == "alive"
+    assert failure_detector.look(2.5, 0.0, heartbeat=1.0, misses=5).state == "suspect"
+    assert failure_detector.look(4.6, 0.0, heartbeat=1.0, misses=5).state == "lost"
+    assert failure_detector.look(5.0, 4.9, heartbeat=1.0, misses=5).state == "alive"
 
 
 @pytest.mark.parametrize("heard", [0.0, 0.5])
 def test_time_in_which_this_process_stood_still_is_nobodys_silence(heard: float) -> None:
     """The look was due at 1 and comes at 60; whatever came meanwhile has not been read yet."""
-    liveness = FailureDetector()
-    assert liveness.look(0.0, 0.0, heartbeat=1.0, misses=5).state == "alive"
-    late = liveness.look(60.0, heard, heartbeat=1.0, misses=5, late=59.0)
+    failure_detector = FailureDetector()
+    assert failure_detector.look(0.0, 0.0, heartbeat=1.0, misses=5).state == "alive"
+    late = failure_detector.look(60.0, heard, heartbeat=1.0, misses=5, late=59.0)
     assert late.state == "alive"
     # From here on, silence counts again.
-    states = [liveness.look(60.0 + t, heard, heartbeat=1.0, misses=5).state for t in (1.5, 2.5, 4.6)]
+    states = [failure_detector.look(60.0 + t, heard, heartbeat=1.0, misses=5).state for t in (1.5, 2.5, 4.6)]
     assert states == ["suspect", "suspect", "lost"]
 
 
 def test_one_who_sends_a_long_message_hears_something_meanwhile() -> None:
     """Bytes keep coming in, so it is not asked for a sign of life; but it wants one itself."""
-    liveness = FailureDetector()
+    failure_detector = FailureDetector()
     asked = [
-        liveness.look(t / 4, t / 4, heartbeat=1.0, misses=5, receiving=True).ask for t in range(1, 41)
+        failure_detector.look(t / 4, t / 4, heartbeat=1.0, misses=5, receiving=True).ask for t in range(1, 41)
     ].count(True)
     assert 9 <= asked <= 14
 
@@ -320,7 +320,7 @@ def test_idle_workers_hear_of_each_other() -> None:
 def test_nobody_is_woken_where_nobody_is_connected() -> None:
     with agents(1, heartbeat=0.01) as (agent,):
         assert agent.call(agent.self_peer, abs, (-1,), {}, 0).result() == 1
-        _until(lambda: not agent.upkeep.pulse.active)
+        _until(lambda: not agent.scheduler.pulse.active)
 
 
 class _Told:
@@ -329,7 +329,7 @@ class _Told:
     def __init__(self, agent: Agent) -> None:
         self.changes: list[tuple[str, str]] = []
         self.came = threading.Semaphore(0)
-        agent.upkeep.changes.listen(self)
+        agent.scheduler.changes.listen(self)
 
     def __call__(self, worker: Any, old: str, new: str, reason: str) -> None:
         self.changes.append((old, new))
@@ -364,7 +364,7 @@ def test_a_busy_peer_of_this_host_is_suspect_until_it_answers() -> None:
             call = _call(agent, peer)
             told.came.acquire()
             assert state_of(peer) == "suspect"
-            _until(lambda: peer.liveness.silent > 0.05 * 10)  # twice what makes it lost
+            _until(lambda: peer.failure_detector.silent > 0.05 * 10)  # twice what makes it lost
             assert told.changes == [("alive", "suspect")]
             assert not call.done()
             answering = threading.Thread(target=_answer_pings, args=(stranger,))

@@ -130,7 +130,7 @@ class _To:
 
     def __init__(self, record: WorkerRecord) -> None:
         self.record = record
-        self.links: Any = None
+        self.connector: Any = None
 
 
 def _strangers(to: _To, count: int, name: str = "s") -> list[Stranger]:
@@ -219,7 +219,7 @@ def _come(rank: int, _size: int, directory: str) -> list[str]:
         pair.hear("six")
         limit = _open() + SPARE + 8
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-        agent.links.guests._scarce = True  # it was raised before, and is lower now: only tests do that
+        agent.connector.admission._scarce = True  # it was raised before, and is lower now: only tests do that
         pair.say("limited")
         pause = threading.Event()
         while not said.lines:
@@ -255,15 +255,15 @@ def test_however_many_knock_it_is_tried_again_once_at_a_time(monkeypatch: pytest
     due: list[Callable[[], Any]] = []
     with agents(1) as (agent,):
         door: Any = _Door()
-        agent.links.guests._listeners.append(door)
+        agent.connector.admission._listeners.append(door)
         monkeypatch.setattr(agent.clock, "after", lambda _delay, run: due.append(run))
         monkeypatch.setattr(agent, "submit", lambda task: task())
         for _ in range(5):
-            agent.links.guests._accept(door)
+            agent.connector.admission._accept(door)
         assert (door.tries, len(due)) == (5, 1)
         due.pop()()
         assert (door.tries, len(due)) == (6, 1)
-        agent.links.guests._listeners.remove(door)
+        agent.connector.admission._listeners.remove(door)
         monkeypatch.undo()
 
 
@@ -323,11 +323,11 @@ def test_who_is_at_the_door_in_vain_is_sent_away(monkeypatch: pytest.MonkeyPatch
     with agents(2) as (first, second):
         with monkeypatch.context() as patch:
             patch.setattr(fd_limits, "has_room", lambda _: False)
-            second.links.guests._scarce = True
+            second.connector.admission._scarce = True
             with pytest.raises(LimitError, match="'a1' refused worker 'a0': it may open no more descriptors"):
                 first.call(first.peer("a1"), os.getpid, (), {}, 60.0)
         pause = threading.Event()
-        while second.links.guests._resting:  # until then it sends away who else comes
+        while second.connector.admission._resting:  # until then it sends away who else comes
             pause.wait(0.01)
         assert first.peer("a1").state == "alive"
         assert first.call(first.peer("a1"), os.getpid, (), {}, 10.0).result() == os.getpid()
@@ -359,7 +359,7 @@ def test_a_tensor_lane_for_which_there_was_no_descriptor_is_opened_later(
 ) -> None:
     with agents(2) as (first, _):
         to = first.peer("a1")
-        dial = first.links.dial
+        dial = first.connector.dial
 
         def none(peer: Any, family: Any, address: Any, purpose: Any, *more: Any) -> Any:
             if purpose is Purpose.LANE:
@@ -367,11 +367,11 @@ def test_a_tensor_lane_for_which_there_was_no_descriptor_is_opened_later(
             return dial(peer, family, address, purpose, *more)
 
         large = torch.ones(1 << 20)
-        monkeypatch.setattr(first.links, "dial", none)
+        monkeypatch.setattr(first.connector, "dial", none)
         assert first.call(to, torch.numel, (large,), {}, 10.0).result() == 1 << 20
         if not to.conn.local:
             pytest.skip("these connections have no shared memory")
-        monkeypatch.setattr(first.links, "dial", dial)
+        monkeypatch.setattr(first.connector, "dial", dial)
         assert first.call(to, torch.numel, (large,), {}, 10.0).result() == 1 << 20
         assert to.conn.lender is None  # it is not tried with each tensor
         to.conn.lane_after = 0.0

@@ -386,7 +386,7 @@ def _interrupting(pid: int) -> None:
 
 def _all_of_it(rank: int, world_size: int) -> Any:
     agent = api._require().agent
-    assert agent.links.tls is not None
+    assert agent.connector.tls is not None
     if rank == 2:
         rpc.rpc_async("worker0", os.getpid)  # a connection whose end others see
     if rank:

@@ -98,7 +98,7 @@ def _no_large_bytes(given: memoryview) -> bytes:
 
 
 @pytest.mark.parametrize("sizes", [[], [40], [5000]])
-@pytest.mark.parametrize(("flags", "extra"), [(0, b""), (frames.LETTER, b"header")])
+@pytest.mark.parametrize(("flags", "extra"), [(0, b""), (frames.MAIL, b"header")])
 def test_a_message_without_memory_for_its_body_is_told_apart_from_the_others(
     monkeypatch: pytest.MonkeyPatch, sizes: list[int], flags: int, extra: bytes
 ) -> None:

@@ -348,7 +348,7 @@ def test_one_side_that_wants_them_is_enough(wants: tuple[bool, bool]) -> None:
         value = torch.arange(1 << 20)
         for agent, other in ((a0, "a1"), (a1, "a0")):
             assert torch.equal(agent.call(agent.peer(other), _echo, (value,), {}, 30.0).result(), value)
-        conns = [*a0.links.connections(), *a1.links.connections()]
+        conns = [*a0.connector.connections(), *a1.connector.connections()]
         assert any(conn.main is not None for conn in conns)
         for conn in conns:
             assert (conn.seal is not None) == any(wants)
@@ -359,7 +359,7 @@ def test_on_one_host_the_kernel_is_trusted() -> None:
     """Unix sockets and shared memory leave no host: nothing is sealed, also where it is wanted."""
     with agents(2, frame_integrity=True) as (a0, a1):
         assert a0.call(a0.peer("a1"), _echo, (5,), {}, 30.0).result() == 5
-        assert all(conn.seal is None for conn in (*a0.links.connections(), *a1.links.connections()))
+        assert all(conn.seal is None for conn in (*a0.connector.connections(), *a1.connector.connections()))
 
 
 @pytest.mark.prints(

@@ -143,11 +143,11 @@ class CallQueue:
             if draft is None or draft.options is not options:
                 draft = self._drafts[name, refs] = CallTemplate(self, method, options, refs, None, None)
             return draft
-        plan = plans.get(name)
-        if plan is None or plan.options is not options:
+        template = plans.get(name)
+        if template is None or template.options is not options:
             # If the actor is lost meanwhile, this is a table that nobody looks at any more.
-            plan = plans[name] = CallTemplate(self, method, options, refs, location, peer)
-        return plan
+            template = plans[name] = CallTemplate(self, method, options, refs, location, peer)
+        return template
 
     def whereabouts(self) -> tuple[Location | None, Peer | None]:
         """Return where the actor lives, as far as that is known."""
@@ -175,7 +175,7 @@ class CallQueue:
     def launch(
         self,
         future: ResultFuture,
-        plan: CallTemplate,
+        template: CallTemplate,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         seconds: float,
@@ -188,14 +188,14 @@ class CallQueue:
         self.flying[future._number] = future
         try:
             self.send(
-                plan.peer,
+                template.peer,
                 None,
                 args,
                 kwargs,
                 seconds,
                 future=future,
-                label=plan.label,
-                letter=plan.letter_for(unresolved),
+                label=template.label,
+                mail=template.mail_for(unresolved),
             )
         except PeerDiedError:
             self.bounced(future)
@@ -214,23 +214,23 @@ class CallQueue:
         """Take back a call that was not sent, because its worker is dead."""
         # Where the end of the worker has found the call already, that tells us (``caught``).
         if future._claim():
-            plan = future._plan
-            assert plan is not None
-            self._take_back(future, plan, ran=False, lost=True)
+            template = future._template
+            assert template is not None
+            self._take_back(future, template, ran=False, lost=True)
 
     def enqueue(self, future: ResultFuture) -> None:
         """Let a call wait until it is known where the actor is."""
-        trip = future._trip
-        assert trip is not None
-        future._source = trip
-        self._arm(trip)
+        pending = future._pending
+        assert pending is not None
+        future._source = pending
+        self._arm(pending)
         crowd: Future[None] | None = None
         with self._lock:
             death = self.death
-            plan = future._plan
-            refused = death is None and plan is not None and plan.impatient and self._restarting
+            template = future._template
+            refused = death is None and template is not None and template.impatient and self._restarting
             if death is None and not refused:
-                trip.rest()
+                pending.rest()
                 heapq.heappush(self._queue, (future._number, future))
                 if self._peer is None:
                     self._ask_soon()
@@ -240,10 +240,10 @@ class CallQueue:
                 else:
                     self._go()
         if death is not None:
-            assert plan is not None
-            future.conclude(None, self.died(plan, maybe_executed=False), self.agent.submit)
+            assert template is not None
+            future.conclude(None, self.died(template, maybe_executed=False), self.agent.submit)
         elif refused:
-            future.conclude(None, self.unavailable(plan, trip.may_have_run), self.agent.submit)
+            future.conclude(None, self.unavailable(template, pending.may_have_run), self.agent.submit)
         elif crowd is not None and asyncio._get_running_loop() is None:
             # One thread sends the queue, and would never catch up with many that add to it.
             try:
@@ -257,10 +257,10 @@ class CallQueue:
         verdict = self._verdict
         return verdict is not None and not verdict.moved and self._peer is None
 
-    def _arm(self, trip: PendingCall) -> None:
-        if trip.deadline != INFINITE and trip.timer is None:
+    def _arm(self, pending: PendingCall) -> None:
+        if pending.deadline != INFINITE and pending.timer is None:
             submit = self.agent.submit
-            trip.timer = self.agent.clock.at(trip.deadline, lambda: submit(trip.expire))
+            pending.timer = self.agent.clock.at(pending.deadline, lambda: submit(pending.expire))
 
     def swept(self) -> None:
         """Record that a call in the queue is over."""
@@ -278,8 +278,8 @@ class CallQueue:
 
         The caller has claimed the future, and stops when this returns True. Quick, and calls no user code.
         """
-        plan = future._plan
-        if plan is None:
+        template = future._template
+        if template is None:
             return False
         kind = type(error)
         if kind is PeerDiedError:
@@ -287,14 +287,17 @@ class CallQueue:
         elif isinstance(error, HostedActorGoneError):
             ran, lost = getattr(exceptions.original(error), "maybe_executed", False) is not False, True
         elif (
-            plan.retried and plan.tries and future._trip is not None and self.is_retried(plan.retried, error)
+            template.retried
+            and template.tries
+            and future._pending is not None
+            and self.is_retried(template.retried, error)
         ):
-            if future._trip.tries == 0:
+            if future._pending.tries == 0:
                 return False
             ran, lost = True, False
         else:
             return False
-        self._take_back(future, plan, ran, lost)
+        self._take_back(future, template, ran, lost)
         return True
 
     @staticmethod
@@ -304,41 +307,41 @@ class CallQueue:
             return False
         return retried is True or (retried is not False and is_a(error, retried))
 
-    def _take_back(self, future: ResultFuture, plan: CallTemplate, ran: bool, lost: bool) -> None:
+    def _take_back(self, future: ResultFuture, template: CallTemplate, ran: bool, lost: bool) -> None:
         """Put a call, whose future is claimed, back into the queue or among those that wait for the verdict."""
-        trip = future._trip
+        pending = future._pending
         again = False
-        if trip is not None:
-            if not lost and (trip.place is None or trip.place[1] != plan.epoch):
-                trip.place = future._source.id, plan.epoch
+        if pending is not None:
+            if not lost and (pending.place is None or pending.place[1] != template.epoch):
+                pending.place = future._source.id, template.epoch
             if ran:
-                trip.may_have_run = True
-                if trip.tries:
+                pending.may_have_run = True
+                if pending.tries:
                     again = True
-                    if trip.tries > 0:
-                        trip.tries -= 1
+                    if pending.tries > 0:
+                        pending.tries -= 1
             else:
                 again = True
         number = future._number
         with self._lock:
             self.flying.pop(number, None)
             if lost:
-                self._lost(plan.epoch, number, plan.label)
+                self._lost(template.epoch, number, template.label)
             if self.barrier is not None:
                 self.passed(number)
-            if again and trip is not None and self.death is None:
-                future._source = trip
-                trip.rest()
+            if again and pending is not None and self.death is None:
+                future._source = pending
+                pending.rest()
                 heapq.heappush(self._queue, (number, future))
-                self._arm(trip)
+                self._arm(pending)
                 if not lost:
                     self._hold_back()
                 self._go()
             else:
                 again = False
-                ran = ran or (trip is not None and trip.may_have_run)
-                future._source = limbo = AwaitingVerdict(future, plan, ran, self.agent.submit)
-                self._failing.append(limbo)
+                ran = ran or (pending is not None and pending.may_have_run)
+                future._source = awaiting = AwaitingVerdict(future, template, ran, self.agent.submit)
+                self._failing.append(awaiting)
                 if not self._asking or self._verdict is not None:
                     self.agent.submit(self._fail)
             # From here on it is pending again, and may be ended by anybody who claims it.
@@ -369,12 +372,12 @@ class CallQueue:
         flying: dict[int, ResultFuture] = {
             each: future
             for each, future in list(self.flying.items())
-            if future._plan is not None and future._plan.epoch <= epoch
+            if future._template is not None and future._template.epoch <= epoch
         }
         self._oldest = label
         if flying:
             first = min(flying)
-            oldest = flying[first]._plan
+            oldest = flying[first]._template
             if first < number and oldest is not None:
                 self._oldest = oldest.label
             self.barrier = set(flying)
@@ -423,31 +426,31 @@ class CallQueue:
                     drained, self._drained = self._drained, None
                     break
                 future = heapq.heappop(self._queue)[1]
-                trip = future._trip
-                free = trip is not None and trip.take()
+                pending = future._pending
+                free = pending is not None and pending.take()
                 if not free:
                     self._stale = max(0, self._stale - 1)
-            if free and trip is not None:
-                trip.context.run(self._resend, future, trip, location, peer)
+            if free and pending is not None:
+                pending.context.run(self._resend, future, pending, location, peer)
         if drained is not None:
             drained.set_result(None)
 
-    def _resend(self, future: ResultFuture, trip: PendingCall, location: Location, peer: Peer) -> None:
-        draft = future._plan
+    def _resend(self, future: ResultFuture, pending: PendingCall, location: Location, peer: Peer) -> None:
+        draft = future._template
         assert draft is not None
         try:
             seconds = 0.0
-            if trip.deadline != INFINITE:
-                seconds = trip.deadline - self.agent.clock.now()
+            if pending.deadline != INFINITE:
+                seconds = pending.deadline - self.agent.clock.now()
                 if seconds <= 0:
-                    trip.rest()
-                    trip.expire()
+                    pending.rest()
+                    pending.expire()
                     return
-            timer, trip.timer = trip.timer, None
+            timer, pending.timer = pending.timer, None
             if timer is not None:
                 timer.cancel()
-            args, kwargs = trip.open()
-            plan = future._plan = draft.at(self, location, peer)
+            args, kwargs = pending.open()
+            template = future._template = draft.at(self, location, peer)
             self.flying[future._number] = future
             self.send(
                 peer,
@@ -456,20 +459,20 @@ class CallQueue:
                 kwargs,
                 seconds,
                 future=future,
-                label=plan.label,
-                letter=plan.letter_for(trip.unresolved, trip.place),
+                label=template.label,
+                mail=template.mail_for(pending.unresolved, pending.place),
             )
         except PeerDiedError:
             self.bounced(future)
         except BaseException as error:
             self.flying.pop(future._number, None)
-            if trip.may_have_run and isinstance(error, CancelledError):
+            if pending.may_have_run and isinstance(error, CancelledError):
                 error.maybe_executed = True  # in an earlier try
             future.conclude(None, error.with_traceback(None), self.agent.submit)
             if self.barrier is not None:
                 self.passed(future._number)
             return
-        if trip.unwanted:  # it was cancelled between leaving the queue and being sent
+        if pending.unwanted:  # it was cancelled between leaving the queue and being sent
             future.cancel()
 
     # -- asking the supervisor -------------------------------------------------------------------------------
@@ -527,10 +530,10 @@ class CallQueue:
         elif type(error) is PeerDiedError or isinstance(error, UnknownWorkerError):
             self._die(self.orphaned(error))
         elif isinstance(error, (ShutdownError, NotInitializedError)):
-            self._give_up(lambda plan, ran: error)
+            self._give_up(lambda template, ran: error)
         else:
             self._give_up(
-                lambda plan, ran: self.unavailable(plan, ran, f"its supervisor says: {say(original)}")
+                lambda template, ran: self.unavailable(template, ran, f"its supervisor says: {say(original)}")
             )
 
     def _arrived(self, location: Location) -> None:
@@ -571,9 +574,11 @@ class CallQueue:
 
     def _end(self, failing: list[AwaitingVerdict]) -> None:
         dead = self.death is not None
-        for limbo in failing:
-            plan, ran = limbo.plan, limbo.ran
-            limbo.end(self.died(plan, maybe_executed=ran) if dead else self.unavailable(plan, ran, ""))
+        for awaiting in failing:
+            template, ran = awaiting.template, awaiting.ran
+            awaiting.end(
+                self.died(template, maybe_executed=ran) if dead else self.unavailable(template, ran, "")
+            )
 
     def _turn_away(self) -> None:
         """Take those calls out of the queue that do not wait for a restart, to be failed; the lock is held."""
@@ -582,17 +587,19 @@ class CallQueue:
         kept = []
         for entry in self._queue:
             _, future = entry
-            plan, trip = future._plan, future._trip
-            if plan is None or trip is None or not plan.impatient or not trip.take():
+            template, pending = future._template, future._pending
+            if template is None or pending is None or not template.impatient or not pending.take():
                 kept.append(entry)
                 continue
-            future._source = limbo = AwaitingVerdict(future, plan, trip.may_have_run, self.agent.submit)
-            self._failing.append(limbo)
+            future._source = awaiting = AwaitingVerdict(
+                future, template, pending.may_have_run, self.agent.submit
+            )
+            self._failing.append(awaiting)
         heapq.heapify(kept)
         self._queue = kept
 
     def _die(self, death: ActorDiedError) -> None:
-        self._give_up(lambda plan, ran: self.died(plan, maybe_executed=ran), death)
+        self._give_up(lambda template, ran: self.died(template, maybe_executed=ran), death)
 
     def _give_up(
         self,
@@ -612,34 +619,34 @@ class CallQueue:
             failing, self._failing = self._failing, []
             waiters, self._waiters = self._waiters, []
         submit = self.agent.submit
-        for limbo in failing:
-            limbo.end(error_of(limbo.plan, limbo.ran))
+        for awaiting in failing:
+            awaiting.end(error_of(awaiting.template, awaiting.ran))
         for _, future in sorted(queue):
-            trip, plan_ = future._trip, future._plan
-            if trip is not None and trip.take():
-                future.conclude(None, error_of(plan_, trip.may_have_run), submit)
+            pending, template_ = future._pending, future._template
+            if pending is not None and pending.take():
+                future.conclude(None, error_of(template_, pending.may_have_run), submit)
         for waiter in waiters:
             waiter.set_exception(error_of(None, None))
 
     def close(self) -> None:
         """End every call that waits, with ShutdownError."""
         self._give_up(
-            lambda plan, ran: ShutdownError(
-                f"{self.title if plan is None else f'the call of {plan.label}'}: this worker shut down",
+            lambda template, ran: ShutdownError(
+                f"{self.title if template is None else f'the call of {template.label}'}: this worker shut down",
                 maybe_executed=ran,
                 worker=self.agent.name,
             )
         )
 
-    def died(self, plan: CallTemplate | None, *, maybe_executed: bool | None) -> ActorDiedError:
+    def died(self, template: CallTemplate | None, *, maybe_executed: bool | None) -> ActorDiedError:
         """Return a fresh error that says how the actor died, and what became of a call."""
         assert self.death is not None
-        return death_errors.died(self.title, self.death, plan, maybe_executed, self._oldest)
+        return death_errors.died(self.title, self.death, template, maybe_executed, self._oldest)
 
     def unavailable(
-        self, plan: CallTemplate | None, ran: bool | None, why: str = ""
+        self, template: CallTemplate | None, ran: bool | None, why: str = ""
     ) -> ActorUnavailableError:
         """Return the error of a call that is not made again; ``why``: by default what the supervisor has said."""
         if not why:
             why = "it is being restarted" if self.location is None else "it has been restarted"
-        return death_errors.unavailable(self.title, self.actor_id, self._verdict, plan, ran, why)
+        return death_errors.unavailable(self.title, self.actor_id, self._verdict, template, ran, why)

@@ -26,28 +26,28 @@ __all__ = [
 
 
 def died(
-    title: str, death: ActorDiedError, plan: CallTemplate | None, maybe_executed: bool | None, oldest: str
+    title: str, death: ActorDiedError, template: CallTemplate | None, maybe_executed: bool | None, oldest: str
 ) -> ActorDiedError:
-    """Return the error of a call, or of a question where ``plan`` is None, to an actor that is dead for good.
+    """Return the error of a call, or of a question where ``template`` is None, to an actor that is dead for good.
 
     Args:
         oldest: the first call of this process that it had not answered, as far as that is known.
     """
-    if plan is None:
+    if template is None:
         prefix = ""
     elif maybe_executed:
-        prefix = f"the call of {plan.label} was not answered, and may have run: "
-        if oldest and oldest != plan.label:
+        prefix = f"the call of {template.label} was not answered, and may have run: "
+        if oldest and oldest != template.label:
             prefix += f"(the oldest call of this process that was not answered is {oldest}) "
     else:
-        prefix = f"the call of {plan.label} was not executed: "
+        prefix = f"the call of {template.label} was not executed: "
     return type(death)(
         prefix + str(death.args[0]),
         maybe_executed=maybe_executed,
         worker=death.worker,
         actor=title,
         actor_id=death.actor_id,
-        method=None if plan is None else plan.method.name,
+        method=None if template is None else template.method.name,
         report=death.report,
         cause=death.cause,
     )
@@ -57,14 +57,14 @@ def unavailable(
     title: str,
     actor_id: int,
     verdict: Restarting | None,
-    plan: CallTemplate | None,
+    template: CallTemplate | None,
     ran: bool | None,
     why: str,
 ) -> ActorUnavailableError:
     """Return the error of a call that an actor's death cut short which comes back to life, or is out of reach."""
     if verdict is not None:
         why += f": {verdict.text}"
-    what = "" if plan is None else f"the call of {plan.label} on "
+    what = "" if template is None else f"the call of {template.label} on "
     text = "" if ran is None else "; it may have run" if ran else "; it was not executed"
     return ActorUnavailableError(
         f"{what}{title} was not answered{text}, and is not made again: {why}. Call again later, or give "
@@ -72,7 +72,7 @@ def unavailable(
         maybe_executed=ran,
         actor=title,
         actor_id=actor_id,
-        method=None if plan is None else plan.method.name,
+        method=None if template is None else template.method.name,
         report=None if verdict is None else verdict.report,
     )
 

@@ -21,7 +21,7 @@ from actorrpc.actors.refs.object_ref import StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import Location
 from actorrpc.agent.calls import CURRENT, Call
-from actorrpc.agent.mail import ActorHeader
+from actorrpc.agent.mail import MailHeader
 from actorrpc.errors import BackpressureError, CancelledError, RpcTimeoutError, ShutdownError
 from actorrpc.futures import Future
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
@@ -56,9 +56,9 @@ class CallTemplate:
         "epoch",
         "impatient",
         "inlines",
-        "kept_letter",
+        "kept_mail",
         "label",
-        "letter",
+        "mail",
         "method",
         "options",
         "peer",
@@ -71,7 +71,7 @@ class CallTemplate:
 
     def __init__(
         self,
-        line: CallQueue,
+        queue: CallQueue,
         method: MethodInfo,
         options: CallOptions,
         refs: bool,
@@ -81,10 +81,10 @@ class CallTemplate:
         self.method = method
         self.options = options
         self.refs = refs
-        self.label = line.prefix + (options.name or method.name.strip("<>"))
+        self.label = queue.prefix + (options.name or method.name.strip("<>"))
         self.peer: Any = peer
         self.epoch = -1 if location is None else location.epoch
-        general = line.options
+        general = queue.options
         tries = options.max_task_retries
         if tries is None:
             tries = general.max_task_retries if general is not None else None
@@ -95,18 +95,18 @@ class CallTemplate:
         )
         seconds = options.timeout
         if seconds is None:
-            seconds = 0.0 if refs else line.runtime.references.default_timeout()
+            seconds = 0.0 if refs else queue.runtime.references.default_timeout()
         self.seconds: float = max(0.0, seconds) if seconds != UNSET_RPC_TIMEOUT else 0.0
-        self.plain = not tries and not line.restarts and line.max_pending < 0
-        self.letter: ActorHeader | None = None
-        self.kept_letter: ActorHeader | None = None
+        self.plain = not tries and not queue.restarts and queue.max_pending < 0
+        self.mail: MailHeader | None = None
+        self.kept_mail: MailHeader | None = None
         #: large results come with the reply
         self.inlines = False
-        self._fetching: ActorHeader | None = None
+        self._fetching: MailHeader | None = None
         self._there: CallTemplate | None = None
         if location is None:
             return
-        header: Header = {"mailbox": location.resident_id, "method": method.name}
+        header: Header = {"mailbox": location.instance_id, "method": method.name}
         if options.concurrency_group is not None:
             header["group"] = options.concurrency_group
         if options.priority:
@@ -119,52 +119,52 @@ class CallTemplate:
             header["keep"] = True
         if options.allow_out_of_order:
             header["unordered"] = True
-        self.letter = self.kept_letter = self._letter(header)
+        self.mail = self.kept_mail = self._mail(header)
 
     # -- object_ref.ResultPolicy ----------------------------------------------------------------------------
 
     def fetched(self) -> None:
         """Have large results come with the reply from now on: that is half the way, and one copy less."""
-        if self.kept_letter is not None and not self.inlines and "num_returns" not in self.kept_letter.header:
+        if self.kept_mail is not None and not self.inlines and "num_returns" not in self.kept_mail.header:
             self.inlines = True
-            header = self.kept_letter.header.copy()
+            header = self.kept_mail.header.copy()
             header.pop("keep", None)
-            self.letter = self._letter(header)
+            self.mail = self._mail(header)
 
     def handed_on(self) -> None:
         """Have large results stay where they are made: they go directly to where they are wanted."""
         if self.inlines:
             self.inlines = False
-            self.letter = self.kept_letter
+            self.mail = self.kept_mail
 
-    def at(self, line: CallQueue, location: Location, peer: Peer) -> CallTemplate:
+    def at(self, queue: CallQueue, location: Location, peer: Peer) -> CallTemplate:
         """Return the same for another incarnation."""
         there = self._there
         if there is None or there.epoch != location.epoch:
-            there = self._there = CallTemplate(line, self.method, self.options, self.refs, location, peer)
+            there = self._there = CallTemplate(queue, self.method, self.options, self.refs, location, peer)
         return there
 
-    def letter_for(self, unresolved: bool, place: tuple[int, int] | None = None) -> ActorHeader | None:
-        """Return the letter's header.
+    def mail_for(self, unresolved: bool, place: tuple[int, int] | None = None) -> MailHeader | None:
+        """Return the message's header.
 
         Args:
             unresolved: there are ObjectRefs to be fetched over there.
             place: the call has been made before: see ``PendingCall.place``.
         """
-        if place is not None and place[1] == self.epoch and self.letter is not None:
-            held = self.letter_for(unresolved)
-            return held and ActorHeader({**held.header, "place": place[0]})
-        if not unresolved or self.letter is None:
-            return self.letter
+        if place is not None and place[1] == self.epoch and self.mail is not None:
+            held = self.mail_for(unresolved)
+            return held and MailHeader({**held.header, "place": place[0]})
+        if not unresolved or self.mail is None:
+            return self.mail
         if self._fetching is None:
-            kept = self.kept_letter or self.letter
-            self._fetching = self._letter({**kept.header, "unresolved": True})
+            kept = self.kept_mail or self.mail
+            self._fetching = self._mail({**kept.header, "unresolved": True})
         return self._fetching
 
-    def _letter(self, header: Header) -> ActorHeader:
+    def _mail(self, header: Header) -> MailHeader:
         # Only for a time-out that the caller has asked for himself: an interrupted method may leave its state half changed.
         interrupts = self.options.interrupt and bool(self.options.timeout)
-        return ActorHeader(header, interrupts=interrupts, late=_late(self.method.kind, interrupts))
+        return MailHeader(header, interrupts=interrupts, late=_late(self.method.kind, interrupts))
 
 
 def _late(kind: Kind, interrupts: bool) -> str:
@@ -192,17 +192,17 @@ _finish: Final = Future._finish
 class ResultFuture(Future[Any]):
     """The result of a call of an actor's method. Thread-safe, as every Future."""
 
-    __slots__ = ("_number", "_plan", "_route", "_trip")
+    __slots__ = ("_number", "_pending", "_route", "_template")
 
     _then_class = Future
 
-    def __init__(self, route: Route, plan: CallTemplate, number: int) -> None:
+    def __init__(self, route: Route, template: CallTemplate, number: int) -> None:
         _init(self)
         # Holds the anchor, so that the actor lives as long as the call is under way. Nothing is held after that.
         self._route: Route | None = route
-        self._plan: CallTemplate | None = plan
+        self._template: CallTemplate | None = template
         self._number = number
-        self._trip: PendingCall | None = None
+        self._pending: PendingCall | None = None
 
     def _finish(
         self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
@@ -213,23 +213,23 @@ class ResultFuture(Future[Any]):
             # It may have come to its end before; and its caller counts on its being cancelled, and knows.
             value, error = None, source.was_cancelled(error)
         if route is not None:
-            line = route._line
-            if error is not None and line.caught(self, error):
+            queue = route._queue
+            if error is not None and queue.caught(self, error):
                 return
-            trip = self._trip
-            if trip is not None and trip.may_have_run and type(error) in _ENDED:
+            pending = self._pending
+            if pending is not None and pending.may_have_run and type(error) in _ENDED:
                 error.maybe_executed = True  # type: ignore[union-attr]  # in an earlier try
-            plan = self._plan
-            if plan is not None:
+            template = self._template
+            if template is not None:
                 # A value that could have been kept remembers how it came: what becomes of it decides about the next.
                 if type(value) is StoredResult:
-                    value.taste = plan
-                if not plan.inlines:
-                    self._plan = None
-            self._route = self._trip = None
-            line.flying.pop(self._number, None)
-            if line.barrier is not None:
-                line.passed(self._number)
+                    value.policy = template
+                if not template.inlines:
+                    self._template = None
+            self._route = self._pending = None
+            queue.flying.pop(self._number, None)
+            if queue.barrier is not None:
+                queue.passed(self._number)
         _finish(self, value, error, submit)
 
     def cancel(self) -> bool:
@@ -238,22 +238,22 @@ class ResultFuture(Future[Any]):
         A coroutine that runs is cancelled, and may clean up for a while: the call is over when that is. Other calls are
         over at once.
         """
-        plan, call = self._plan, self._source
-        if plan is None or plan.method.kind != "async" or type(call) is not Call:
+        template, call = self._template, self._source
+        if template is None or template.method.kind != "async" or type(call) is not Call:
             return Future.cancel(self)
-        trip = self._trip
-        if trip is not None:  # it is not made again
-            trip.tries = 0
-            trip.unwanted = True
+        pending = self._pending
+        if pending is not None:  # it is not made again
+            pending.tries = 0
+            pending.unwanted = True
         return call.stop(GRACE_S + _MARGIN_S)
 
     def conclude(self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None) -> bool:
         """End a future that is not on the way; False if it is over, or somebody else is ending it."""
         if not self._claim():
             return False
-        trip, self._route, self._plan, self._trip = self._trip, None, None, None
-        if trip is not None:
-            trip.forget()
+        pending, self._route, self._template, self._pending = self._pending, None, None, None
+        if pending is not None:
+            pending.forget()
         _finish(self, value, error, submit)
         return True
 
@@ -302,12 +302,12 @@ class PendingCall:
         current = CURRENT.get()
         route = future._route
         if current is None and route is not None:
-            route._line.agent.next_chain()  # the context knows from now on for whom the call is made
+            route._queue.agent.next_chain()  # the context knows from now on for whom the call is made
         self.context: Context = copy_context()
-        now = _time.now() if route is None else route._line.agent.clock.now()
+        now = _time.now() if route is None else route._queue.agent.clock.now()
         deadline = now + seconds if seconds else INFINITE
         self.deadline = deadline if current is None else min(deadline, current.deadline)
-        future._trip = self
+        future._pending = self
 
     @staticmethod
     def hold(args: tuple[Any, ...], kwargs: dict[str, Any], *, cheaply: bool = False) -> Any:
@@ -366,7 +366,7 @@ class PendingCall:
         future = self.future
         route = None if future is None else future._route
         if route is not None:
-            route._line.agent.flush()
+            route._queue.agent.flush()
 
     def flush(self) -> None:
         """Do nothing: nothing of it is gathered anywhere."""
@@ -380,8 +380,8 @@ class PendingCall:
             self.unwanted = True
             source = future._source
             return not future.done() if source is self or source is None else bool(source.cancel())
-        plan = future._plan
-        what = plan.label if plan is not None else "the call"
+        template = future._template
+        what = template.label if template is not None else "the call"
         return self._end(
             CancelledError(
                 f"the call of {what} was cancelled by its caller before it was sent",
@@ -394,9 +394,9 @@ class PendingCall:
         future = self.future
         if future is None or not self.take():
             return
-        plan, route = future._plan, future._route
-        what = plan.label if plan is not None else "a call"
-        where = route._line.waits_for() if route is not None else "the actor"
+        template, route = future._template, future._route
+        what = template.label if template is not None else "a call"
+        where = route._queue.waits_for() if route is not None else "the actor"
         bound = f"{self.seconds:g} s" if self.seconds else "what was left of the call that made it"
         self._end(
             RpcTimeoutError(
@@ -411,22 +411,26 @@ class PendingCall:
         route = None if future is None else future._route
         if future is None or route is None:
             return False
-        line = route._line
-        ended = future.conclude(None, error, line.agent.submit)
-        line.swept()
+        queue = route._queue
+        ended = future.conclude(None, error, queue.agent.submit)
+        queue.swept()
         return ended
 
 
 class AwaitingVerdict:
     """The source of a future whose call has failed, while it is not known yet what has become of the actor."""
 
-    __slots__ = ("future", "plan", "ran", "submit")
+    __slots__ = ("future", "ran", "submit", "template")
 
     def __init__(
-        self, future: ResultFuture, plan: CallTemplate, ran: bool, submit: Callable[[Callable[[], Any]], Any]
+        self,
+        future: ResultFuture,
+        template: CallTemplate,
+        ran: bool,
+        submit: Callable[[Callable[[], Any]], Any],
     ) -> None:
         self.future = future
-        self.plan = plan
+        self.template = template
         self.ran = ran
         self.submit = submit
 
@@ -438,7 +442,7 @@ class AwaitingVerdict:
         """End the call; False if it is over."""
         return self.end(
             CancelledError(
-                f"the call of {self.plan.label} was cancelled by its caller after its actor had died",
+                f"the call of {self.template.label} was cancelled by its caller after its actor had died",
                 maybe_executed=self.ran,
             )
         )

@@ -149,10 +149,10 @@ class Route:
         info: what is known of its class.
     """
 
-    __slots__ = ("__weakref__", "_card", "_line", "actor_id", "anchor", "info", "title")
+    __slots__ = ("__weakref__", "_card", "_queue", "actor_id", "anchor", "info", "title")
 
-    def __init__(self, line: CallQueue, card: Card) -> None:
-        self._line = line
+    def __init__(self, queue: CallQueue, card: Card) -> None:
+        self._queue = queue
         self._card = card
         self.anchor: RRef[Any] | None = card.anchor
         self.actor_id = card.actor_id
@@ -162,7 +162,7 @@ class Route:
     @property
     def card(self) -> Card:
         """What a handle travels as: the actor's card, with its present location as far as it is known."""
-        location, card = self._line.location, self._card
+        location, card = self._queue.location, self._card
         if card.location is not location:
             card = self._card = replace(card, location=location)
         return card
@@ -170,7 +170,7 @@ class Route:
     @property
     def pending(self) -> int:
         """How many calls of this process are under way, or wait."""
-        return self._line.pending
+        return self._queue.pending
 
     # -- calling -----------------------------------------------------------------------------------------
 
@@ -204,36 +204,38 @@ class Route:
             interruption_point()
         if modern._is_profiler_enabled or profiled():
             return self._call_in_profile(method, options, args, kwargs, refs, timeout)
-        line = self._line
-        plan = (line.kept_plans if refs else line.plans).get(method.name)
+        queue = self._queue
+        template = (queue.kept_plans if refs else queue.plans).get(method.name)
         if (
-            plan is None
-            or plan.options is not options
-            or not plan.plain
+            template is None
+            or template.options is not options
+            or not template.plain
             or ((args or kwargs) and has_refs(args, kwargs))
         ):
             return self._call_carefully(method, options, args, kwargs, refs, timeout)
-        number = line.next_number()
-        future = ResultFuture(self, plan, number)
-        line.flying[number] = future
+        number = queue.next_number()
+        future = ResultFuture(self, template, number)
+        queue.flying[number] = future
         try:
-            line.send(
-                plan.peer,
+            queue.send(
+                template.peer,
                 None,
                 args,
                 kwargs,
-                plan.seconds if timeout is None else timeout,
+                template.seconds if timeout is None else timeout,
                 future=future,
-                label=plan.label,
+                label=template.label,
                 # Many large results at a time would fill this process: then they are kept after all.
-                letter=plan.letter if not plan.inlines or len(line.flying) < _INLINED else plan.kept_letter,
+                mail=template.mail
+                if not template.inlines or len(queue.flying) < _INLINED
+                else template.kept_mail,
             )
         except PeerDiedError:
             # Its actor cannot come back (else the plan were not plain): this is for the line to put into words.
-            line.bounced(future)
+            queue.bounced(future)
         except BaseException as error:
-            line.dropped(future)
-            line.agent.check_process()  # in a fork, that is what is wrong
+            queue.dropped(future)
+            queue.agent.check_process()  # in a fork, that is what is wrong
             if isinstance(error, SerializationError):
                 method.signature.name_argument(error)
             raise
@@ -249,9 +251,9 @@ class Route:
         timeout: float | None,
     ) -> ResultFuture:
         # Where the actor lives may not be known, and change before the call gets there: its name says it for the profile.
-        line = self._line
-        name = line.prefix + (options.name or method.name)
-        span = ProfiledSpan(f"actor#{name}({line.agent.name} -> {self.title})")
+        queue = self._queue
+        name = queue.prefix + (options.name or method.name)
+        span = ProfiledSpan(f"actor#{name}({queue.agent.name} -> {self.title})")
         try:
             future = self._call_carefully(method, options, args, kwargs, refs, timeout)
         except BaseException:
@@ -269,22 +271,22 @@ class Route:
         refs: bool,
         timeout: float | None,
     ) -> ResultFuture:
-        line = self._line
-        line.agent.check_process()
-        plan = line.plan_of(method, options, refs)
-        if 0 <= line.max_pending <= line.pending:
+        queue = self._queue
+        queue.agent.check_process()
+        template = queue.plan_of(method, options, refs)
+        if 0 <= queue.max_pending <= queue.pending:
             raise PendingCallsLimitExceeded(
-                f"{plan.label}: {line.pending} calls of this process wait for {self.title} already, as many as "
-                f"max_pending_calls={line.max_pending} allows; this one was not made. Wait for results first, or give a "
+                f"{template.label}: {queue.pending} calls of this process wait for {self.title} already, as many as "
+                f"max_pending_calls={queue.max_pending} allows; this one was not made. Wait for results first, or give a "
                 "higher limit",
                 maybe_executed=False,
                 actor=self.title,
                 actor_id=self.actor_id,
                 method=method.name,
             )
-        number = line.next_number()
-        future = ResultFuture(self, plan, number)
-        future.label = f"the call of {plan.label}"
+        number = queue.next_number()
+        future = ResultFuture(self, template, number)
+        future.label = f"the call of {template.label}"
         unresolved = False
         if (args or kwargs) and has_refs(args, kwargs):
             try:
@@ -292,20 +294,20 @@ class Route:
             except BaseException as error:
                 future.conclude(None, error, None)
                 return future
-        if line.death is not None:
-            future.conclude(None, line.died(plan, maybe_executed=False), None)
+        if queue.death is not None:
+            future.conclude(None, queue.died(template, maybe_executed=False), None)
             return future
-        seconds = plan.seconds if timeout is None else timeout
-        waits = plan.peer is None
+        seconds = template.seconds if timeout is None else timeout
+        waits = template.peer is None
         try:
-            if waits or plan.tries or line.restarts:
-                held = PendingCall.hold(args, kwargs, cheaply=not waits and not plan.tries)
+            if waits or template.tries or queue.restarts:
+                held = PendingCall.hold(args, kwargs, cheaply=not waits and not template.tries)
                 if held is not None:
-                    PendingCall(future, held, unresolved, seconds, plan.tries)
+                    PendingCall(future, held, unresolved, seconds, template.tries)
             if waits:
-                line.enqueue(future)
+                queue.enqueue(future)
             else:
-                line.launch(future, plan, args, kwargs, seconds, unresolved)
+                queue.launch(future, template, args, kwargs, seconds, unresolved)
         except SerializationError as error:
             method.signature.name_argument(error)
             raise
@@ -329,12 +331,12 @@ class Route:
             return None
         held = PendingCall.hold(args, kwargs)
         tries = itertools.count() if left < 0 else iter(range(left))
-        line = self._line
+        queue = self._queue
 
         def again(error: BaseException, given: int) -> Future[Any] | None:
             if given and not method.given.get("retry_exceptions"):
                 return None
-            retried = _has_died(error) or line.is_retried(options.retry_exceptions, error)
+            retried = _has_died(error) or queue.is_retried(options.retry_exceptions, error)
             if not retried or next(tries, None) is None:
                 return None
             args, kwargs = held if type(held) is tuple else held.open()
@@ -353,12 +355,12 @@ class Route:
         Returns:
             The error to raise, or a future that fails with it when it is known what has become of the actor.
         """
-        line = self._line
-        plan = line.plan_of(method, options, False)
-        location, there = line.whereabouts()
-        if plan.peer is None and location is not None and there is not None:
+        queue = self._queue
+        template = queue.plan_of(method, options, False)
+        location, there = queue.whereabouts()
+        if template.peer is None and location is not None and there is not None:
             # Its queue is being sent, and a call made now would wait for that.
-            plan = plan.at(line, location, there)
+            template = template.at(queue, location, there)
         if type(error) is PeerDiedError:
             # Not by the state of its worker: a connection may be known to be broken before the worker is known to be dead.
             lives = there is not None and (
@@ -366,15 +368,15 @@ class Route:
             )
         elif isinstance(error, HostedActorGoneError):
             gone = exceptions.original(error)
-            former = getattr(gone, "resident_id", None)
-            lives = location is not None and former is not None and location.resident_id != former
+            former = getattr(gone, "instance_id", None)
+            lives = location is not None and former is not None and location.instance_id != former
         else:
             return error
         if lives:  # again
-            return line.unavailable(plan, True)
-        number = line.next_number()
-        future = line.flying[number] = ResultFuture(self, plan, number)
-        future.label = f"the stream of {plan.label}"
+            return queue.unavailable(template, True)
+        number = queue.next_number()
+        future = queue.flying[number] = ResultFuture(self, template, number)
+        future.label = f"the stream of {template.label}"
         if future._claim():
             future._finish(None, error)
         return future
@@ -386,7 +388,7 @@ class Route:
 
         It fails with ActorDiedError if the actor is dead, with the constructor's error as ``cause`` where that is why.
         """
-        return self._line.located()
+        return self._queue.located()
 
     def alive(self) -> Future[bool]:
         """Return a future that says whether the actor lives, or is being made or restarted, as its supervisor knows it."""
@@ -412,7 +414,7 @@ class Route:
         def ready(done: Future[Any]) -> None:
             done.acknowledge()
             if done._error is None:
-                self._line.doomed()
+                self._queue.doomed()
                 killed.set_result(None)
             else:
                 killed.set_exception(done._error)
@@ -427,11 +429,11 @@ class Route:
         """
         answer: Future[ActorDiedError] = Future()
         answer.label = f"the end of {self.title}"
-        line = self._line
+        queue = self._queue
 
         def ready(done: Future[Any]) -> None:
             done.acknowledge()
-            answer.set_result(done._value if done._error is None else line.orphaned(done._error))
+            answer.set_result(done._value if done._error is None else queue.orphaned(done._error))
 
         # It outlives the call that it is asked for in.
         token = CURRENT.set(None)
@@ -443,8 +445,8 @@ class Route:
         return answer
 
     def _ask(self, what: str, *args: Any) -> Future[Any]:
-        line = self._line
-        return ask(line.runtime, line.supervisor, line.supervisor_name, what, self.actor_id, *args)
+        queue = self._queue
+        return ask(queue.runtime, queue.supervisor, queue.supervisor_name, what, self.actor_id, *args)
 
     def __repr__(self) -> str:
         return f"<{'Route' if self.anchor is not None else 'Weak route'} to {self.title}>"
@@ -469,15 +471,15 @@ class Routes:
         if route is not None:
             return route
         with self._lock:
-            line = self._lines.get(card.actor_id)
-            if line is None:
-                line = self._lines[card.actor_id] = CallQueue(self._runtime, card)
+            queue = self._lines.get(card.actor_id)
+            if queue is None:
+                queue = self._lines[card.actor_id] = CallQueue(self._runtime, card)
             route = self._routes.get(key)
             if route is None:
-                route = self._routes[key] = Route(line, card)
+                route = self._routes[key] = Route(queue, card)
         return route
 
     def close(self) -> None:
         """Fail every call that waits, with ShutdownError: this process leaves the group."""
-        for line in list(self._lines.values()):
-            line.close()
+        for queue in list(self._lines.values()):
+            queue.close()

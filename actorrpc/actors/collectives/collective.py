@@ -345,13 +345,13 @@ class Collective:
         if meeting is None:
             return True
         for rank, handle in enumerate(_members(self._source)):
-            seat = meeting.seats.get(rank)
+            slot = meeting.slots.get(rank)
             located = route_of(handle).located()
             located.add_done_callback(Future.acknowledge)
             # One that is being restarted has no place now.
-            if seat is None or not located.done() or located._error is not None:
+            if slot is None or not located.done() or located._error is not None:
                 why = "it is not where it was"
-            elif located._value.resident_id != seat.resident_id:
+            elif located._value.instance_id != slot.instance_id:
                 why = "it has been restarted"
             else:
                 continue
@@ -380,7 +380,7 @@ class Collective:
                 for future in done:
                     _settle(future, until)
             self.destroyed = True
-            seats = dict(meeting.seats)
+            slots = dict(meeting.slots)
             in_force = runtime()
             why = "it has been destroyed"
             in_force.meetings.close(meeting, why)
@@ -388,12 +388,12 @@ class Collective:
             left = [
                 call_quietly(
                     agent,
-                    partial(peer_of, agent, seat.worker),
+                    partial(peer_of, agent, slot.worker),
                     member.leave,
                     (meeting.key, rank, why),
                     _LEAVE_S,
                 )
-                for rank, seat in seats.items()
+                for rank, slot in slots.items()
             ]
             for future in left:
                 _settle(future, max(until, _time.now() + 1.0))

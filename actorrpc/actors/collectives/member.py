@@ -75,11 +75,11 @@ class Ticket:
 class _Member:
     """One actor's part in one generation. The table's lock guards it."""
 
-    __slots__ = ("connections", "group", "resident_id", "store", "ticket", "why")
+    __slots__ = ("connections", "group", "instance_id", "store", "ticket", "why")
 
-    def __init__(self, ticket: Ticket, resident_id: int) -> None:
+    def __init__(self, ticket: Ticket, instance_id: int) -> None:
         self.ticket = ticket
-        self.resident_id = resident_id
+        self.instance_id = instance_id
         self.store: groups.CallStore | None = None
         self.group: dist.ProcessGroup | None = None
         self.connections = 0  # how many there were in the beginning
@@ -100,37 +100,37 @@ class Members:
 
     # -- joining and leaving ---------------------------------------------------------------------------
 
-    def join(self, resident: HostedActor, ticket: Ticket) -> MemberSlot:
+    def join(self, hosted: HostedActor, ticket: Ticket) -> MemberSlot:
         """Take part in a generation; waits for the others.
 
         Raises:
             CollectiveError: another member is gone, or torch could not connect.
             ConfigError: the backend cannot be used here.
         """
-        for old in self._of(resident.id):
+        for old in self._of(hosted.id):
             if old.ticket.name == ticket.name:
                 self.remove(old, "it is being rebuilt")
-        member = _Member(ticket, resident.id)
-        seat = MemberSlot(self._runtime.references.me, resident.id)
+        member = _Member(ticket, hosted.id)
+        slot = MemberSlot(self._runtime.references.me, hosted.id)
         with self._lock:
             self._table[ticket.key, ticket.rank] = member
         try:
-            if resident.on_error is None:
-                resident.on_error = partial(self._explained, resident.id)
-                resident.over.add_done_callback(lambda _: self._resident_over(resident))
+            if hosted.on_error is None:
+                hosted.on_error = partial(self._explained, hosted.id)
+                hosted.over.add_done_callback(lambda _: self._hosted_over(hosted))
             groups.check_devices(ticket.backend)
-            self._connect(member, seat)
+            self._connect(member, slot)
         except BaseException as error:
             self.remove(member, f"joining failed: {error}")
             if isinstance(error, RuntimeError) and not isinstance(error, RpcError):
                 raise CollectiveError(
                     f"rank {ticket.rank} of {ticket.title} could not connect to the others: {error}",
-                    actor=resident.title,
+                    actor=hosted.title,
                 ) from error
             raise
-        return seat
+        return slot
 
-    def _connect(self, member: _Member, seat: MemberSlot) -> None:
+    def _connect(self, member: _Member, slot: MemberSlot) -> None:
         ticket, agent = member.ticket, self._agent
         peer = peer_of(agent, ticket.maker)
 
@@ -139,7 +139,7 @@ class Members:
 
         record = agent.record
         mine = (record.host, record.tcp[0][0] if record.tcp else socket.gethostname())
-        all_hosts = ask("gather", ticket.rank, seat, mine)
+        all_hosts = ask("gather", ticket.rank, slot, mine)
         one_host = len({host for host, _ in all_hosts}) == 1
         member.store = store = groups.CallStore(ask)
         group = groups.make(
@@ -176,7 +176,7 @@ class Members:
         self.cut(member, why)
         with self._lock:
             if self._table.pop((member.ticket.key, member.ticket.rank), None) is not None:
-                self._past[member.resident_id] = member
+                self._past[member.instance_id] = member
             group, member.group, member.store = member.group, None, None
         if group is not None:
             groups.forget(group)
@@ -190,14 +190,14 @@ class Members:
         for member in list(self._table.values()):
             self.remove(member, "its worker has left")
 
-    def _resident_over(self, resident: HostedActor) -> None:
-        why = resident.why or "it ended"
+    def _hosted_over(self, hosted: HostedActor) -> None:
+        why = hosted.why or "it ended"
 
         def go() -> None:
-            for member in self._of(resident.id):
+            for member in self._of(hosted.id):
                 self.remove(member, f"rank {member.ticket.rank} is gone: {why}")
                 _ = self._tell(member, why, True)
-            self._past.pop(resident.id, None)
+            self._past.pop(hosted.id, None)
 
         self._agent.submit(go)
 
@@ -220,19 +220,19 @@ class Members:
 
     # -- use -------------------------------------------------------------------------------------------
 
-    def _of(self, resident_id: int) -> list[_Member]:
+    def _of(self, instance_id: int) -> list[_Member]:
         with self._lock:
-            return [each for each in self._table.values() if each.resident_id == resident_id]
+            return [each for each in self._table.values() if each.instance_id == instance_id]
 
-    def group(self, resident: HostedActor, name: str | None) -> dist.ProcessGroup:
+    def group(self, hosted: HostedActor, name: str | None) -> dist.ProcessGroup:
         """See :func:`collective_group`."""
-        mine = self._of(resident.id)
+        mine = self._of(hosted.id)
         found = [each for each in mine if name is None or each.ticket.name == name]
         names = ", ".join(repr(each.ticket.name) for each in mine)
-        who = resident.title
+        who = hosted.title
         if not found:
             which = "no collective" if name is None else f"no collective {name!r}"
-            past = self._past.get(resident.id)
+            past = self._past.get(hosted.id)
             hint = " (if it has been restarted, the worker that made the collective has to rebuild() it)"
             if mine:
                 hint = f"; it is in {names}"
@@ -252,10 +252,10 @@ class Members:
             )
         return group
 
-    def _explained(self, resident_id: int, error: BaseException) -> BaseException:
+    def _explained(self, instance_id: int, error: BaseException) -> BaseException:
         """Return what to say to a caller for what a method has raised."""
         if isinstance(error, ValueError) and _GONE in str(error):
-            return self._explained_as_gone(resident_id, error)
+            return self._explained_as_gone(instance_id, error)
         if not isinstance(error, RuntimeError) or isinstance(error, RpcError):
             return error
         text = str(error)
@@ -264,9 +264,9 @@ class Members:
         # Without the place in its source, and without the advice.
         text = _PLACE.sub("", text.partition("\n")[0].partition(". ")[0])
         # The error does not say which group it is of: it is one that is broken, or has lost connections.
-        mine = self._of(resident_id)
+        mine = self._of(instance_id)
         broken = [each for each in mine if each.why] or [each for each in mine if _has_lost(each)]
-        past = self._past.get(resident_id)
+        past = self._past.get(instance_id)
         if not broken and past is None:
             broken = mine if len(mine) == 1 else []
         if not broken:
@@ -285,10 +285,10 @@ class Members:
             why = member.why
         return _caused(f"an operation of {ticket.title} failed at rank {ticket.rank}: {why}", error)
 
-    def _explained_as_gone(self, resident_id: int, error: ValueError) -> BaseException:
+    def _explained_as_gone(self, instance_id: int, error: ValueError) -> BaseException:
         """Say why a group is gone that a method was given before; torch's error stays where none of ours is."""
-        ended = [each for each in self._of(resident_id) if each.why]
-        past = self._past.get(resident_id)
+        ended = [each for each in self._of(instance_id) if each.why]
+        past = self._past.get(instance_id)
         member = ended[0] if ended else past
         if member is None:
             return error
@@ -310,12 +310,12 @@ def _caused(text: str, error: BaseException) -> CollectiveError:
 # -- called in the actor ------------------------------------------------------------------------------------
 
 
-def _resident(what: str) -> HostedActor:
+def _hosted(what: str) -> HostedActor:
     execution = CURRENT.get()
-    resident = None if execution is None else execution.actor
-    if resident is None or resident.spec is None:
+    hosted = None if execution is None else execution.actor
+    if hosted is None or hosted.spec is None:
         raise CollectiveError(f"{what} is for the code of an actor, and no actor runs here")
-    return cast("HostedActor", resident)
+    return cast("HostedActor", hosted)
 
 
 def collective_group(name: str | None = None) -> dist.ProcessGroup:
@@ -338,13 +338,13 @@ def collective_group(name: str | None = None) -> dist.ProcessGroup:
     Raises:
         CollectiveError: no actor runs here, it is in no such collective, or in several, or that one is broken.
     """
-    return runtime().members.group(_resident("collective_group()"), name)
+    return runtime().members.group(_hosted("collective_group()"), name)
 
 
 def join(instance: Any, ticket: Ticket) -> MemberSlot:
     """Join a collective. Called through the mailbox of the actor."""
     del instance
-    return runtime().members.join(_resident("join"), ticket)
+    return runtime().members.join(_hosted("join"), ticket)
 
 
 def nothing(instance: Any) -> None:

@@ -40,7 +40,7 @@ class MemberSlot(NamedTuple):
     """Where a member is: the incarnation of an actor, and that of its worker."""
 
     worker: WorkerKey
-    resident_id: int
+    instance_id: int
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class Generation:
 
     Attributes:
         key: names the meeting; no other has it.
-        seats: the members that have come, by rank.
+        slots: the members that have come, by rank.
         why: why it is broken; empty while it is not.
         known: whether that is the end of a member, or the will of its maker; otherwise there may be news of it.
         asking: those whose operation has failed, and who want to know why.
@@ -58,7 +58,7 @@ class Generation:
     key: int
     title: str
     size: int
-    seats: dict[int, MemberSlot]
+    slots: dict[int, MemberSlot]
     values: dict[str, bytes]
     told: dict[int, Any]
     waiting: list[tuple[Sequence[str], Future[list[bytes]]]]
@@ -122,19 +122,19 @@ class Generations:
             waiting: list[Future[Any]] = [future for _, future in meeting.waiting]
             waiting += meeting.gathered
             meeting.waiting, meeting.gathered = [], []
-            seats = dict(meeting.seats)
+            slots = dict(meeting.slots)
         for future in waiting:
             if future._claim():
                 future._finish(None, meeting.error())
-        for rank, seat in seats.items():
+        for rank, slot in slots.items():
             if rank != but:
-                self._agent.submit(partial(self._tell, meeting, rank, seat))
+                self._agent.submit(partial(self._tell, meeting, rank, slot))
 
-    def _tell(self, meeting: Generation, rank: int, seat: MemberSlot) -> None:
+    def _tell(self, meeting: Generation, rank: int, slot: MemberSlot) -> None:
         agent = self._agent
         _ = call_quietly(
             agent,
-            partial(peer_of, agent, seat.worker),
+            partial(peer_of, agent, slot.worker),
             self._cut,
             (meeting.key, rank, meeting.why),
             _TELL_S,
@@ -147,8 +147,8 @@ class Generations:
             lost = [
                 (meeting, rank)
                 for meeting in self._table.values()
-                for rank, seat in meeting.seats.items()
-                if seat.worker == key
+                for rank, slot in meeting.slots.items()
+                if slot.worker == key
             ]
         for meeting, rank in lost:
             self._lost(meeting, rank, f"its worker {peer.name!r} ended ({peer.cause or peer.state})")
@@ -156,8 +156,8 @@ class Generations:
     def _lost(self, meeting: Generation, rank: int, why: str) -> None:
         self.break_up(meeting, f"rank {rank} is gone: {why}", but=rank)
         with self._lock:
-            meeting.seats.pop(rank, None)
-            if not meeting.seats:  # the last one: nobody can come back to it
+            meeting.slots.pop(rank, None)
+            if not meeting.slots:  # the last one: nobody can come back to it
                 self._table.pop(meeting.key, None)
 
     # -- for members ---------------------------------------------------------------------------------
@@ -170,13 +170,13 @@ class Generations:
             raise meeting.error()
         return meeting
 
-    def gather(self, key: int, rank: int, seat: MemberSlot, value: Any) -> Future[list[Any]]:
-        """Take a member's seat and what it says of itself; the future completes with what all of them say, by rank."""
+    def gather(self, key: int, rank: int, slot: MemberSlot, value: Any) -> Future[list[Any]]:
+        """Take a member's slot and what it says of itself; the future completes with what all of them say, by rank."""
         future: Future[list[Any]] = Future()
         done: list[Future[list[Any]]] = []
         with self._lock:
             meeting = self._of(key)
-            meeting.seats[rank] = seat
+            meeting.slots[rank] = slot
             meeting.told[rank] = value
             meeting.gathered.append(future)
             if len(meeting.told) == meeting.size:

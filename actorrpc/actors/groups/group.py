@@ -94,14 +94,14 @@ class GroupMembers(Generic[C]):
 
 def handles_of(group: ActorGroup[C]) -> list[ActorHandle[C]]:
     """Return the handles of the members of a group, or slice, in order of rank."""
-    handles = group._crew.handles
+    handles = group._members.handles
     return [handles[at] for at in group._mesh.origin_ranks]
 
 
 def title_of(group: ActorGroup[Any]) -> str:
     """Say, for messages, how many members there are, of which class and in which dimensions."""
     extents = ", ".join(f"{label}={extent}" for label, extent in group._mesh.extents.items())
-    return f"{group._mesh.size} {group._crew.info.name}" + (f" ({extents})" if extents else "")
+    return f"{group._mesh.size} {group._members.info.name}" + (f" ({extents})" if extents else "")
 
 
 class GroupMethod(Generic[P, R]):
@@ -184,7 +184,7 @@ class GroupMethod(Generic[P, R]):
         handles = handles_of(self._group)
         if not handles:
             raise ConfigError(f"there is no member to choose in {self._group!r}")
-        turn = next(self._group._crew.turns)
+        turn = next(self._group._members.turns)
         in_turn = [handles[(turn + at) % len(handles)] for at in range(len(handles))]
         chosen = min(in_turn, key=_busyness)
         return cast("ObjectRef[R]", self._of(chosen).remote(*args, **kwargs))
@@ -205,7 +205,7 @@ class GroupMethod(Generic[P, R]):
         return GroupStream(self._group._mesh, self._send("stream", args, kwargs))
 
     def _label(self) -> str:
-        return f"{self._group._crew.info.name}.{self._name} of {title_of(self._group)}"
+        return f"{self._group._members.info.name}.{self._name} of {title_of(self._group)}"
 
     def _of(self, handle: ActorHandle[Any]) -> ActorMethod[..., Any]:
         method: ActorMethod[..., Any] = getattr(handle, self._name)
@@ -261,7 +261,7 @@ class GroupMethod(Generic[P, R]):
 
 def _busyness(handle: ActorHandle[Any]) -> tuple[bool, int]:
     route = route_of(handle)
-    return route._line.death is not None, route.pending
+    return route._queue.death is not None, route.pending
 
 
 def _log_failure(label: str, group: ActorGroup[Any], at: int, done: Future[Any]) -> None:
@@ -273,7 +273,7 @@ def _log_failure(label: str, group: ActorGroup[Any], at: int, done: Future[Any])
 def _who(group: ActorGroup[Any], at: int) -> str:
     """Say which member of a group it is, and where in the whole group if that is a slice."""
     point = group._mesh.coords_of(at)
-    whole = group._crew.mesh
+    whole = group._members.mesh
     if whole == group._mesh:
         return str(point)
     return f"{point} of the slice, {whole.coords_of(group._mesh.origin_ranks[at])} of the whole group"
@@ -512,16 +512,16 @@ class ActorGroup(Generic[C]):
     in arguments and results.
     """
 
-    __slots__ = ("_crew", "_given", "_mesh", "_return_exceptions")
+    __slots__ = ("_given", "_members", "_mesh", "_return_exceptions")
 
     def __init__(
         self,
-        crew: GroupMembers[C],
+        members: GroupMembers[C],
         mesh: Mesh,
         given: Mapping[str, Any] | None = None,
         return_exceptions: bool = False,
     ) -> None:
-        self._crew = crew
+        self._members = members
         self._mesh = mesh
         self._given = dict(given or {})
         self._return_exceptions = return_exceptions
@@ -533,7 +533,7 @@ class ActorGroup(Generic[C]):
     else:
 
         def __getattribute__(self, name):
-            if name[:1] != "_" and name in object.__getattribute__(self, "_crew").info.methods:
+            if name[:1] != "_" and name in object.__getattribute__(self, "_members").info.methods:
                 return GroupMethod(self, name)
             return object.__getattribute__(self, name)
 
@@ -580,7 +580,7 @@ class ActorGroup(Generic[C]):
 
         Arguments and errors are those of :meth:`Mesh.slice`. Its members are those of the group.
         """
-        return ActorGroup(self._crew, self._mesh.slice(**where), self._given, self._return_exceptions)
+        return ActorGroup(self._members, self._mesh.slice(**where), self._given, self._return_exceptions)
 
     def __call__(self, **where: int | _Slice) -> ActorGroup[C]:
         """The same as :meth:`slice`: ``group(hosts=0)``."""
@@ -588,13 +588,13 @@ class ActorGroup(Generic[C]):
 
     def flatten(self, label: str = "rank") -> ActorGroup[C]:
         """Return the same members in one dimension."""
-        return ActorGroup(self._crew, self._mesh.flatten(label), self._given, self._return_exceptions)
+        return ActorGroup(self._members, self._mesh.flatten(label), self._given, self._return_exceptions)
 
     def options(self, *, return_exceptions: bool | None = None, **options: Any) -> ActorGroup[C]:
         """Return the same group with other options of its calls. Arguments as for :meth:`GroupMethod.options`."""
         given = CallOptions.check({**self._given, **options})
         keep = self._return_exceptions if return_exceptions is None else bool(return_exceptions)
-        return ActorGroup(self._crew, self._mesh, given, keep)
+        return ActorGroup(self._members, self._mesh, given, keep)
 
     def restart(self, rank: int | None = None, **coords: int) -> ActorHandle[C]:
         """Make a member anew: its actor is killed, and another one takes its place, here and in all slices.
@@ -612,8 +612,8 @@ class ActorGroup(Generic[C]):
             ConfigError: this group came from another worker: ask the worker that spawned it.
             IndexError: there is no such member.
         """
-        crew = self._crew
-        if crew.make is None:
+        members = self._members
+        if members.make is None:
             raise ConfigError(
                 f"{self!r} came from another worker: members are restarted by the worker that spawned the group"
             )
@@ -622,9 +622,9 @@ class ActorGroup(Generic[C]):
         elif coords:
             raise ConfigError("give a rank or coordinates, not both")
         at = self._mesh.origin_ranks[self._mesh.coords_of(rank).rank]
-        _kill([crew.handles[at]])
-        made = crew.make(crew.mesh.coords_of(at))
-        crew.handles[at] = made
+        _kill([members.handles[at]])
+        made = members.make(members.mesh.coords_of(at))
+        members.handles[at] = made
         return made
 
     def kill(self) -> None:
@@ -706,13 +706,13 @@ class ActorGroup(Generic[C]):
         return f"<ActorGroup of {title_of(self)}>"
 
     def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *self._crew.info.methods})
+        return sorted({*object.__dir__(self), *self._members.info.methods})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (
             dict(self._mesh.extents),
             handles_of(self),
-            self._crew.info,
+            self._members.info,
             self._given,
             self._return_exceptions,
         )
@@ -733,11 +733,11 @@ def _method(group: ActorGroup[Any], method: Any) -> GroupMethod[..., Any]:
     name = method if isinstance(method, str) else getattr(method, "__name__", None)
     if not isinstance(name, str):
         raise WrongTypeError(f"a method must be given by name, or as Cls.method, not as {method!r}")
-    methods = group._crew.info.methods
+    methods = group._members.info.methods
     if name not in methods:
         close = difflib.get_close_matches(name, methods, n=3)
         hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"it has: {', '.join(methods)}"
-        raise AttributeError(f"{group._crew.info.name} has no method {name!r}; {hint}")
+        raise AttributeError(f"{group._members.info.name} has no method {name!r}; {hint}")
     return GroupMethod(group, name)
 
 

@@ -1,4 +1,4 @@
-"""A resident: an actor where it lives. Its instance, its mailbox, its threads, and its end."""
+"""An actor where it lives: its instance, its mailbox, its threads, and its end."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _shown(instance: Any) -> str:
 class HostedActor:
     """One actor that lives in this worker. Thread-safe.
 
-    ``_lock`` guards the state and the letters that came before the actor was there; the mailbox's lock is taken
+    ``_lock`` guards the state and the messages that came before the actor was there; the mailbox's lock is taken
     under it, nothing else.
 
     Attributes:
@@ -95,19 +95,19 @@ class HostedActor:
 
     on_shown: ClassVar[Callable[[str], None] | None] = None
 
-    def __init__(self, runtime: Runtime, resident_id: int, stations: ActorThreads) -> None:
+    def __init__(self, runtime: Runtime, instance_id: int, runners: ActorThreads) -> None:
         self.runtime = runtime
         self.agent = runtime.agent
-        self.id = resident_id
-        self.stations = stations
-        self.crew: list[ActorThread] = []
+        self.id = instance_id
+        self.runners = runners
+        self.threads: list[ActorThread] = []
         self.mailbox = Mailbox({"": 1})
-        self.callee = ActorExecutor(self)
+        self.executor = ActorExecutor(self)
         # Who its methods are to those whom they call, who keep the order of its calls; None: each execution is another.
-        self.caller: int | None = runtime.residents.new_caller()
+        self.caller: int | None = runtime.registry.new_caller()
         self.instance: Any = None
         self.spec: ActorSpec | None = None
-        self.title = f"{resident_id & 0xFFFF:04x}"
+        self.title = f"{instance_id & 0xFFFF:04x}"
         self.shown = ""  # what its own __repr__ has said when it was made
         self.state = "constructing"  # -> alive -> ending -> over
         self.why = ""
@@ -125,11 +125,11 @@ class HostedActor:
         self._ending: Callable[[], None] | None = None
         self._wound_up = False
 
-    # -- letters -----------------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------------
 
     def post(self, entry: Envelope) -> None:
-        """Put a letter into the mailbox. Called in the order of the wire, maybe under a connection's read lock."""
-        entry.office = self
+        """Put a message into the mailbox. Called in the order of the wire, maybe under a connection's read lock."""
+        entry.hosted = self
         entry.peer.running[entry.frame.id] = entry
         if self._intake is not None:
             with self._lock:
@@ -139,28 +139,32 @@ class HostedActor:
         self._put(entry)
 
     def construct(self, entry: Envelope) -> None:
-        """Put the letter that makes the actor into the mailbox, before all others."""
-        entry.office = self
+        """Put the message that makes the actor into the mailbox, before all others."""
+        entry.hosted = self
         entry.peer.running[entry.frame.id] = entry
-        todo = self.mailbox.put(entry, self.mailbox.lanes[""])
+        todo = self.mailbox.put(entry, self.mailbox.queues[""])
         if todo is not None:
             self.carry_out(todo)
 
     def _put(self, entry: Envelope) -> None:
         header = entry.header
         name = header.get("method", "")
-        lane = self._plans.get(name)
-        if lane is None or "group" in header:
-            lane = self._lane_of(name, header.get("group"))
-        todo = self.mailbox.put(entry, lane)
+        queue = self._plans.get(name)
+        if queue is None or "group" in header:
+            queue = self._lane_of(name, header.get("group"))
+        todo = self.mailbox.put(entry, queue)
         if todo is None:
             self._refuse_gone(entry)
             return
         if todo.wake or todo.start:
             self.carry_out(todo)
-        if lane.running and lane.limit == 1 and (lane.is_async or (self.crew and self.crew[0].waits)):
-            self.runtime.residents.deadlocks.poke()
-        if entry.seat is not None and not entry.seat.waiting:  # type: ignore[attr-defined]
+        if (
+            queue.running
+            and queue.limit == 1
+            and (queue.is_async or (self.threads and self.threads[0].waits))
+        ):
+            self.runtime.registry.deadlocks.poke()
+        if entry.slot is not None and not entry.slot.waiting:  # type: ignore[attr-defined]
             self.agent.clock.after(_AGAIN_S, partial(self._look_after, entry, _AGAIN_S))
         if entry.whole and "unresolved" in header:
             self.agent.submit(partial(self._resolve, entry))
@@ -175,11 +179,13 @@ class HostedActor:
         threaded = (
             method is not None and not method.kind.startswith("async") and bool(group or method.threaded)
         )
-        lanes = self.mailbox.async_lanes if self.mailbox.async_lanes and not threaded else self.mailbox.lanes
-        lane = lanes.get(group) or lanes[""]
+        queues = (
+            self.mailbox.async_lanes if self.mailbox.async_lanes and not threaded else self.mailbox.queues
+        )
+        queue = queues.get(group) or queues[""]
         if asked is None:
-            self._plans[name] = lane
-        return lane
+            self._plans[name] = queue
+        return queue
 
     def is_plain(self, entry: Envelope) -> bool:
         """Say whether a call is of a plain method: once begun it runs to its end, and gives one result."""
@@ -189,7 +195,7 @@ class HostedActor:
         return "window" not in header and (method is None or method.kind == "sync")
 
     def arrived(self, entry: Envelope, conn: Any, frame: Frame) -> None:
-        """Take the rest of a letter that had been announced."""
+        """Take the rest of a message that had been announced."""
         entry.frame = frame
         entry.conn = conn
         if self._intake is not None:
@@ -204,7 +210,7 @@ class HostedActor:
             self.carry_out(self.mailbox.ready(entry))
 
     def _resolve(self, entry: Envelope) -> None:
-        """Open a letter and fetch what its arguments refer to; it is ready when all of that is here."""
+        """Open a message and fetch what its arguments refer to; it is ready when all of that is here."""
 
         def ready(future: Future[Any]) -> None:
             error = future._error
@@ -217,7 +223,7 @@ class HostedActor:
         execution.header, execution.path = entry.header, entry.path
         token = CURRENT.set(execution)
         try:
-            args, kwargs = self.callee.open(entry)
+            args, kwargs = self.executor.open(entry)
             future = resolve(args, kwargs)
         except BaseException as error:
             entry.opened = error
@@ -231,75 +237,75 @@ class HostedActor:
         else:
             entry.opened = (args, kwargs)  # to be seen by the search for deadlocks
             future.add_done_callback(ready)
-            self.runtime.residents.deadlocks.poke()
+            self.runtime.registry.deadlocks.poke()
 
     def carry_out(self, todo: Wakeups) -> None:
         """Wake and start what a step of the mailbox has named. Starts nothing on this thread."""
         if todo.wake:
             wake_all(todo)
-        for lane in todo.start:
-            if lane.is_async:
-                loop = self.loops.get(lane.name)
+        for queue in todo.start:
+            if queue.is_async:
+                loop = self.loops.get(queue.name)
                 if loop is None:
-                    self.agent.submit(partial(self._open_loop, lane))
+                    self.agent.submit(partial(self._open_loop, queue))
                 else:
-                    self._have_pumped(loop, lane)
+                    self._have_pumped(loop, queue)
             else:
-                self.agent.submit(ActorThread(self, lane).start)
+                self.agent.submit(ActorThread(self, queue).start)
 
-    def _have_pumped(self, loop: EventLoop, lane: GroupQueue) -> None:
-        """Have a loop start what its lane has."""
+    def _have_pumped(self, loop: EventLoop, queue: GroupQueue) -> None:
+        """Have a loop start what its queue has."""
         try:
-            loop.submit(partial(self.callee.pump, lane))
-            if loop.station.waiting:
-                loop.station.wake()
+            loop.submit(partial(self.executor.pump, queue))
+            if loop.runner.waiting:
+                loop.runner.wake()
         except NO_THREAD:
-            self.agent.submit(partial(self.understaffed, lane))
+            self.agent.submit(partial(self.understaffed, queue))
 
-    def _open_loop(self, lane: GroupQueue) -> None:
+    def _open_loop(self, queue: GroupQueue) -> None:
         """Make the event loop of a concurrency group, when the first call of the group has come."""
-        loop = self.loops.get(lane.name)
+        loop = self.loops.get(queue.name)
         if loop is None:
             try:
-                made = self._new_loop(lane)
+                made = self._new_loop(queue)
             except OSError as error:
-                self.understaffed(lane, f"it needs an event loop, which cannot be made: {error}")
+                self.understaffed(queue, f"it needs an event loop, which cannot be made: {error}")
                 return
             with self._lock:
                 # What ends the actor says so under this lock, and looks for loops later: it finds this one.
                 if self.state in ("alive", "ending"):
-                    loop = self.loops.setdefault(lane.name, made)
+                    loop = self.loops.setdefault(queue.name, made)
             if loop is not made:
                 _ = made.close()
         if loop is not None:  # otherwise the actor has ended, and with it what waited
-            self._have_pumped(loop, lane)
+            self._have_pumped(loop, queue)
 
-    def _new_loop(self, lane: GroupQueue) -> EventLoop:
-        title = f"{self.title} (concurrency group {lane.name!r})" if lane.name else self.title
-        return EventLoop(title, LoopThread(self, lane), self._exited_aside, self.broken, self.agent)
+    def _new_loop(self, queue: GroupQueue) -> EventLoop:
+        title = f"{self.title} (concurrency group {queue.name!r})" if queue.name else self.title
+        return EventLoop(title, LoopThread(self, queue), self._exited_aside, self.broken, self.agent)
 
-    def loop_of(self, lane: GroupQueue | None) -> EventLoop | None:
-        """Return the loop that runs the calls of a lane; None where they run on threads, or there is none (any more)."""
-        return self.loops.get(lane.name) if lane is not None and lane.is_async else None
+    def loop_of(self, queue: GroupQueue | None) -> EventLoop | None:
+        """Return the loop that runs the calls of a queue; None where they run on threads, or there is none (any more)."""
+        return self.loops.get(queue.name) if queue is not None and queue.is_async else None
 
-    def finished(self, lane: GroupQueue, todo: Wakeups) -> None:
-        """Go on after an entry of a lane is over."""
+    def finished(self, queue: GroupQueue, todo: Wakeups) -> None:
+        """Go on after an entry of a queue is over."""
         if todo.wake or todo.start:
             self.carry_out(todo)
         ending = self._ending
         if ending is not None:
             ending()
 
-    def understaffed(self, lane: GroupQueue, why: str = "") -> None:
-        """Refuse the calls of a lane that wait for a thread that the system does not have. The next call asks for one again.
+    def understaffed(self, queue: GroupQueue, why: str = "") -> None:
+        """Refuse the calls of a queue that wait for a thread that the system does not have. The next call asks for one again.
 
         ``why``: what else the system does not have.
         """
         why = why or f"it needs a thread: {explain_threads()}"
-        for entry in self.mailbox.understaffed(lane):
+        for entry in self.mailbox.understaffed(queue):
             assert isinstance(entry, Envelope)
-            text = f"{self.callee.label(entry)} was not executed, as {why}"
-            self.callee.refuse(entry, LimitError(text))
+            text = f"{self.executor.label(entry)} was not executed, as {why}"
+            self.executor.refuse(entry, LimitError(text))
 
     def broken(self, error: BaseException, entry: Entry | None = None) -> None:
         """End the actor, as one of its threads has ended that was not to; ``entry``: the call that it was at, if any.
@@ -309,7 +315,7 @@ class HostedActor:
         why = f"a thread of it ended unexpectedly, because of {line_of(error)}"
         report(_log, error, "actor %s is ended: a thread of it ended unexpectedly", self.title)
         if isinstance(entry, Envelope):
-            self.callee.fail(entry, died(self, why))
+            self.executor.fail(entry, died(self, why))
         _ = self.end("now", why)
         if self.spec is not None:
             send_ended(self.runtime, self.spec, "broken", why)
@@ -319,11 +325,11 @@ class HostedActor:
 
         Before that: an event loop that the ancestor has begun since runs it.
         """
-        seat: Any = entry.seat
-        if entry.state != "new" or seat is None or seat.waiting:
+        slot: Any = entry.slot
+        if entry.state != "new" or slot is None or slot.waiting:
             return
         if elapsed < _BLOCKED_S:
-            seat.wake()
+            slot.wake()
             self.agent.clock.after(elapsed, partial(self._look_after, entry, 2 * elapsed))
             return
         _log.warning(
@@ -332,30 +338,30 @@ class HostedActor:
             entry.header.get("method"),
             self.title,
             _BLOCKED_S,
-            seat.stack(),
+            slot.stack(),
         )
 
     def _refuse_gone(self, entry: Envelope) -> None:
-        self.agent.submit(partial(self.callee.refuse, entry, HostedActorGoneError(self.id, self.why)))
+        self.agent.submit(partial(self.executor.refuse, entry, HostedActorGoneError(self.id, self.why)))
 
     # -- giving up -----------------------------------------------------------------------------------
 
     def cancel(self, entry: Envelope, stop: bool) -> None:
         """Give up a call: one that waits never runs; a method that runs is interrupted if that is wanted (``stop``)."""
-        lane = entry.lane
+        queue = entry.queue
         # Set first: one that has had its turn in this moment, and that nobody runs yet, sees it when it is about to.
-        entry.given_up = stop or (lane is not None and lane.is_async)
+        entry.given_up = stop or (queue is not None and queue.is_async)
         todo = self.mailbox.cancel(entry)
         if todo is not None:
-            self.callee.refuse(
-                entry, CancelledError(f"{self.callee.label(entry)} was cancelled before it started")
+            self.executor.refuse(
+                entry, CancelledError(f"{self.executor.label(entry)} was cancelled before it started")
             )
             self.carry_out(todo)
             return
-        execution, loop = entry.execution, self.loop_of(lane)
-        if lane is not None and lane.is_async:
+        execution, loop = entry.execution, self.loop_of(queue)
+        if queue is not None and queue.is_async:
             if entry.task is not None and loop is not None:
-                loop.submit(partial(self.callee.stop, entry, stop))
+                loop.submit(partial(self.executor.stop, entry, stop))
             elif execution is not None:  # a plain method is never interrupted on the loop
                 execution.cancel(stop)
             return
@@ -373,35 +379,35 @@ class HostedActor:
         """End a call that can never go on; does nothing if it is over."""
         if self.withdraw(entry, error):
             return
-        self.callee.fail(entry, error)
+        self.executor.fail(entry, error)
         if entry.conn is not None:
             entry.conn.flush()
-        loop = self.loop_of(entry.lane)
+        loop = self.loop_of(entry.queue)
         if entry.task is not None and loop is not None:
-            loop.submit(partial(self.callee.stop, entry, True))
+            loop.submit(partial(self.executor.stop, entry, True))
 
     def withdraw(self, entry: Envelope, error: RpcError) -> bool:
         """End a call that waits with an error; does nothing, and returns False, if it has had its turn."""
         todo = self.mailbox.cancel(entry)
         if todo is not None:
-            self.callee.refuse(entry, error)
+            self.executor.refuse(entry, error)
             self.carry_out(todo)
         return todo is not None
 
     def interrupt(self, entry: Entry) -> None:
-        """Interrupt the station that runs an entry, if one does."""
-        for station in list(self.crew):
-            station.interrupt(
+        """Interrupt the runner that runs an entry, if one does."""
+        for runner in list(self.threads):
+            runner.interrupt(
                 entry, lambda delay, run: self.agent.clock.after(delay, partial(self.agent.submit, run))
             )
 
     # -- construction --------------------------------------------------------------------------------
 
     def make(self, entry: Envelope) -> Any:
-        """Make the instance. Runs on the actor's own station."""
+        """Make the instance. Runs on the actor's own runner."""
         where = "constructor"
         try:
-            (spec,), _ = self.callee.arguments(entry)
+            (spec,), _ = self.executor.arguments(entry)
             self.spec = spec
             self.title = spec.card.title
             assert isinstance(spec, ActorSpec)
@@ -452,7 +458,7 @@ class HostedActor:
         if options.yielding:
             self.caller = None
             BYSTANDERS.make_room_in(self)
-            self.runtime.residents.tell_threads_apart()
+            self.runtime.registry.tell_threads_apart()
         with self._lock:
             if self.state == "constructing":
                 self.state = "alive"
@@ -472,7 +478,7 @@ class HostedActor:
         """
         why = why or "exit_actor() was called in it"
         if entry is not None:
-            self.callee.fail(entry, died(self, why))
+            self.executor.fail(entry, died(self, why))
         _ = self.end("now", why)  # at once: nothing that waits may have its turn
         if self.spec is not None:
             self.agent.submit(partial(send_ended, self.runtime, self.spec, kind, why))
@@ -485,14 +491,14 @@ class HostedActor:
 
         That is so in what a call has begun (tasks, threads), and not in the call's own code, which is unwound first.
         """
-        station: Any = WAITING.station
+        runner: Any = WAITING.runner
         entry: Any = None
-        if isinstance(station, ActorThread) and station in self.crew:
-            entry = station.running
-        elif isinstance(station, LoopThread) and any(
-            station is each.station for each in list(self.loops.values())
+        if isinstance(runner, ActorThread) and runner in self.threads:
+            entry = runner.running
+        elif isinstance(runner, LoopThread) and any(
+            runner is each.runner for each in list(self.loops.values())
         ):
-            entry = station.current
+            entry = runner.current
         if entry is None or entry.execution is not execution:
             self.agent.submit(partial(self.exited, None, why))
 
@@ -529,52 +535,52 @@ class HostedActor:
         running = self._close("closing")
         self.runtime.streams.abort(self, died(self, self.why))
         for entry in running:
-            self.callee.fail(entry, died(self, self.why))
+            self.executor.fail(entry, died(self, self.why))
             self.interrupt(entry)
-        self.runtime.residents.forget(self)
+        self.runtime.registry.forget(self)
         self.agent.submit(self._wind_up)
         if running and self.over._claim():
             self.over._finish(None, None)
 
-    def left(self, station: ActorThread) -> None:
-        """Hear that a station has ended, on its thread."""
+    def left(self, runner: ActorThread) -> None:
+        """Hear that a runner has ended, on its thread."""
         with self._lock:
-            self.crew.remove(station)
-            last = self.state == "closing" and not self.crew
+            self.threads.remove(runner)
+            last = self.state == "closing" and not self.threads
         if last:
             self._wind_up()
 
     def _close(self, state: str) -> list[Envelope]:
         """Refuse the calls that wait, and all that come from now on; return what is running."""
         BYSTANDERS.leave(self)
-        loops = list(self.loops.values())  # the last station that ends takes them away
-        entries, stations = self.mailbox.close()
+        loops = list(self.loops.values())  # the last runner that ends takes them away
+        entries, runners = self.mailbox.close()
         with self._lock:
             self.state = state
             intake, self._intake = self._intake or [], None
         for entry in [*entries, *intake]:
-            self.callee.refuse(entry, HostedActorGoneError(self.id, self.why))  # type: ignore[arg-type]
+            self.executor.refuse(entry, HostedActorGoneError(self.id, self.why))  # type: ignore[arg-type]
         for loop in loops:
-            self.refuse_due(loop.station)
-        for station in stations:
-            station.end()
+            self.refuse_due(loop.runner)
+        for runner in runners:
+            runner.end()
         running = []
-        for station in list(self.crew):
-            station.end()
-            if isinstance(station.running, Envelope):
-                running.append(station.running)
+        for runner in list(self.threads):
+            runner.end()
+            if isinstance(runner.running, Envelope):
+                running.append(runner.running)
         for loop in loops:
-            running += list(loop.station.entries.values())
+            running += list(loop.runner.entries.values())
         if state == "over":
-            self.runtime.residents.forget(self)
+            self.runtime.registry.forget(self)
             if self.over._claim():
                 self.over._finish(None, None)
         return running
 
-    def refuse_due(self, station: LoopThread) -> None:
+    def refuse_due(self, runner: LoopThread) -> None:
         """Refuse the plain methods whose turn on a loop will not come any more."""
-        for entry in station.ended():
-            self.callee.refuse(entry, HostedActorGoneError(self.id, self.why))
+        for entry in runner.ended():
+            self.executor.refuse(entry, HostedActorGoneError(self.id, self.why))
 
     def _wind_up(self) -> None:
         """Run the actor's last hooks, once, when its threads are gone: the last of them runs them itself.
@@ -582,7 +588,7 @@ class HostedActor:
         A thread that is still in a method comes to them later.
         """
         with self._lock:
-            if self._wound_up or self.crew:
+            if self._wound_up or self.threads:
                 return
             self._wound_up = True
         instance, self.instance = self.instance, None
@@ -608,10 +614,10 @@ class HostedActor:
             self.state = "over"
             for peer in (self.agent.self_peer, *self.agent.peers()):
                 for each in list(peer.running.values()):
-                    if type(each) is Envelope and each.office is self and each.state is TAKEN:
+                    if type(each) is Envelope and each.hosted is self and each.state is TAKEN:
                         # Whatever was to answer it, does not any more. One that has not been handed out is refused, as not
                         # executed, by the thread that has found the mailbox closed.
-                        self.callee.fail(each, died(self, self.why))
+                        self.executor.fail(each, died(self, self.why))
             if self.over._claim():
                 self.over._finish(state, None)
 

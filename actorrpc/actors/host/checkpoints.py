@@ -36,7 +36,7 @@ LAST: Final = 1 << 62  # the number of a state behind which there is none: the a
 
 
 class Checkpoints:
-    """The checkpoints of one resident. Thread-safe.
+    """The checkpoints of one actor. Thread-safe.
 
     Every way to save returns when the supervisor has the state, where one was due. What keeps it from being made or kept
     is logged: the state before it stays.
@@ -45,18 +45,18 @@ class Checkpoints:
         HostedActorGoneError: the supervisor has given this incarnation up meanwhile, and keeps nothing of it.
     """
 
-    def __init__(self, resident: HostedActor) -> None:
-        self._resident = resident
+    def __init__(self, hosted: HostedActor) -> None:
+        self._hosted = hosted
         self._numbers = itertools.count(1)  # of calls that have not raised
 
     @property
     def _spec(self) -> ActorSpec | None:
         """The actor's spec, if what it has now is of use to a next incarnation."""
-        resident = self._resident
-        spec = resident.spec
+        hosted = self._hosted
+        spec = hosted.spec
         if spec is None or not spec.info.has_checkpoint:
             return None
-        alive = resident.state == "alive" or (resident.moving and resident.state == "ending")
+        alive = hosted.state == "alive" or (hosted.moving and hosted.state == "ending")
         return spec if alive else None
 
     @property
@@ -121,14 +121,14 @@ class Checkpoints:
             return None
         try:
             hooks.reach("actor.checkpointing")
-            state = Snapshot.of(self._resident.instance.checkpoint())
+            state = Snapshot.of(self._hosted.instance.checkpoint())
             return self._send(spec, number, state)
         except Exception as error:
             self._lost(error)
             return None
 
     def _send(self, spec: ActorSpec, number: int, state: Snapshot) -> Future[bool]:
-        here = self._resident.runtime
+        here = self._hosted.runtime
         key, args = spec.card.supervisor, (spec.actor_id, spec.epoch, number, state)
         kept: Future[bool] = Future()
         if key == here.references.me:
@@ -155,13 +155,13 @@ class Checkpoints:
 
     def _confirm(self, is_kept: bool) -> None:
         if not is_kept:
-            error = HostedActorGoneError(self._resident.id, "its supervisor has given it up")
+            error = HostedActorGoneError(self._hosted.id, "its supervisor has given it up")
             error.maybe_executed = True
             raise error
         hooks.reach("actor.checkpointed")
 
     def _lost(self, error: Exception) -> None:
-        report(_log, error, "the state of actor %s could not be kept", self._resident.title)
+        report(_log, error, "the state of actor %s could not be kept", self._hosted.title)
 
 
 def _keep(actor_id: int, epoch: int, number: int, state: Snapshot) -> bool:

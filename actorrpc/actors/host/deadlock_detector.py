@@ -65,7 +65,7 @@ class Probe:
     """
 
     worker: WorkerKey
-    resident_id: int
+    instance_id: int
     execution: int
     trail: tuple[str, ...]
 
@@ -73,9 +73,9 @@ class Probe:
         """Return the question as it goes on."""
         return replace(self, trail=(*self.trail, what))
 
-    def began(self, runtime: Runtime, resident: HostedActor, what: int) -> bool:
+    def began(self, runtime: Runtime, hosted: HostedActor, what: int) -> bool:
         """Say whether it has come back to where it began."""
-        return (self.worker, self.resident_id, self.execution) == (runtime.references.me, resident.id, what)
+        return (self.worker, self.instance_id, self.execution) == (runtime.references.me, hosted.id, what)
 
 
 class DeadlockDetector:
@@ -98,19 +98,19 @@ class DeadlockDetector:
             consumer.look()
         busy = bool(self._pauses or ends)
         seen, self._seen = self._seen, {}
-        for resident in self._runtime.residents.all():
-            for head in _heads(resident):
+        for hosted in self._runtime.registry.all():
+            for head in _heads(hosted):
                 busy = True
-                probe = Probe(self._runtime.references.me, resident.id, -head.number, (_say(head),))
-                self._inquire(seen, (resident.id, head.number), _awaited_arguments(head), probe)
-            for running, found in _blocked(resident):
+                probe = Probe(self._runtime.references.me, hosted.id, -head.number, (_say(head),))
+                self._inquire(seen, (hosted.id, head.number), _awaited_arguments(head), probe)
+            for running, found in _blocked(hosted):
                 busy = True  # also where it waits for no call yet: one to an actor that is being made comes later
                 calls = [each for each in found if not isinstance(each, Producer)]
                 if not isinstance(running, Envelope) or running.execution is None:
                     continue
                 chain = running.execution.chain
-                probe = Probe(self._runtime.references.me, resident.id, chain, (_say(running),))
-                self._inquire(seen, (resident.id, chain), calls, probe)
+                probe = Probe(self._runtime.references.me, hosted.id, chain, (_say(running),))
+                self._inquire(seen, (hosted.id, chain), calls, probe)
         return busy
 
     def _inquire(
@@ -124,10 +124,10 @@ class DeadlockDetector:
                 self._runtime.agent.submit(partial(_send, self._runtime, call, probe))
 
 
-def _heads(resident: HostedActor) -> list[Envelope]:
+def _heads(hosted: HostedActor) -> list[Envelope]:
     """Return the calls that wait for their arguments, while later ones of their callers wait for them."""
-    lanes = (*resident.mailbox.lanes.values(), *resident.mailbox.async_lanes.values())
-    return [head for lane in lanes for head in lane.heads() if isinstance(head, Envelope)]
+    queues = (*hosted.mailbox.queues.values(), *hosted.mailbox.async_lanes.values())
+    return [head for queue in queues for head in queue.heads() if isinstance(head, Envelope)]
 
 
 def _awaited_arguments(entry: Envelope) -> list[Call | Stall]:
@@ -139,61 +139,57 @@ def _awaited_arguments(entry: Envelope) -> list[Call | Stall]:
     return [found for each in refs for found in awaited(each._fetched or each._future)]
 
 
-def _blocked(resident: HostedActor) -> list[tuple[Entry | None, list[Call | Stall]]]:
+def _blocked(hosted: HostedActor) -> list[tuple[Entry | None, list[Call | Stall]]]:
     """Return what calls wait for at an actor and waits itself, and for what: the method of a serial one, and event loops."""
-    stations: list[ActorThread | LoopThread] = []
-    lane = resident.mailbox.lanes[""]
-    if _is_serial(lane) and lane.waiting:
-        stations += [each for each in list(resident.crew) if each.lane is lane and each.waits][:1]
-    stations += [loop.station for loop in list(resident.loops.values()) if loop.station.waiting]
+    runners: list[ActorThread | LoopThread] = []
+    queue = hosted.mailbox.queues[""]
+    if _is_serial(queue) and queue.waiting:
+        runners += [each for each in list(hosted.threads) if each.queue is queue and each.waits][:1]
+    runners += [loop.runner for loop in list(hosted.loops.values()) if loop.runner.waiting]
     found: list[tuple[Entry | None, list[Call | Stall]]] = [
-        (each.running, each.waits_for) for each in stations
+        (each.running, each.waits_for) for each in runners
     ]
-    for lane in resident.mailbox.async_lanes.values():
-        if _is_serial(lane) and lane.waiting:
-            found += [(each, awaited_by(task)) for each, task in _coroutines(resident, lane)]
+    for queue in hosted.mailbox.async_lanes.values():
+        if _is_serial(queue) and queue.waiting:
+            found += [(each, awaited_by(task)) for each, task in _coroutines(hosted, queue)]
     return found
 
 
-def _is_serial(lane: GroupQueue) -> bool:
-    """Say whether a call of the lane waits for the end of the one that runs."""
-    return lane.limit == 1 and not lane.yielding
+def _is_serial(queue: GroupQueue) -> bool:
+    """Say whether a call of the queue waits for the end of the one that runs."""
+    return queue.limit == 1 and not queue.yielding
 
 
-def _coroutines(resident: HostedActor, lane: GroupQueue) -> list[tuple[Envelope, asyncio.Task[Any]]]:
-    """Return the calls of a lane that run on the event loop, all of which have to end before another can begin."""
-    loop = resident.loop_of(lane)
-    entries = [] if loop is None else list(loop.station.entries.values())
+def _coroutines(hosted: HostedActor, queue: GroupQueue) -> list[tuple[Envelope, asyncio.Task[Any]]]:
+    """Return the calls of a queue that run on the event loop, all of which have to end before another can begin."""
+    loop = hosted.loop_of(queue)
+    entries = [] if loop is None else list(loop.runner.entries.values())
     return [(each, task) for each in entries if (task := each.task) is not None]
 
 
-def _holder(entry: Envelope, resident: HostedActor) -> Envelope | None:
+def _holder(entry: Envelope, hosted: HostedActor) -> Envelope | None:
     """Return the call that has to go on before this one, which is its actor's, can; itself if it runs on a thread."""
-    lane, loop = entry.lane, resident.loop_of(entry.lane)
-    if lane is not None and lane.is_async:
+    queue, loop = entry.queue, hosted.loop_of(entry.queue)
+    if queue is not None and queue.is_async:
         # On a loop: what blocks that, unless this one runs inside of the wait.
-        held = loop.station.running if loop is not None else None
+        held = loop.runner.running if loop is not None else None
         execution = held.execution if held is not None else None
-        if (
-            loop is None
-            or execution is None
-            or (held is not entry and loop.station.may_run(entry, execution))
-        ):
+        if loop is None or execution is None or (held is not entry and loop.runner.may_run(entry, execution)):
             return None
         return held
     if entry.state is not NEW:
         return entry
-    if lane is None or not _is_serial(lane) or not entry.ready:
+    if queue is None or not _is_serial(queue) or not entry.ready:
         return None
-    station = next((each for each in list(resident.crew) if each.lane is lane), None)
-    found = station.running if station is not None else None
+    runner = next((each for each in list(hosted.threads) if each.queue is queue), None)
+    found = runner.running if runner is not None else None
     return found if isinstance(found, Envelope) else None
 
 
 def _say(entry: Envelope) -> str:
-    resident = entry.office
+    hosted = entry.hosted
     name = entry.header.get("method", "__init__")
-    return f"{resident.title}.{name}()" if resident is not None else f"{name}()"
+    return f"{hosted.title}.{name}()" if hosted is not None else f"{name}()"
 
 
 def _send(runtime: Runtime, call: Call | Stall, probe: Probe) -> None:
@@ -236,48 +232,48 @@ def _pursue(id: int, probe: Probe) -> None:
     if isinstance(entry, Execution):
         _pursue_plain(runtime, entry, probe)
         return
-    if not isinstance(entry, Envelope) or entry.office is None:
+    if not isinstance(entry, Envelope) or entry.hosted is None:
         return
     if _closes(runtime, entry, probe):
         return
-    resident, lane = entry.office, entry.lane
-    if entry.state is NEW and lane is not None:
+    hosted, queue = entry.hosted, entry.queue
+    if entry.state is NEW and queue is not None:
         for call in _awaited_arguments(entry)[:_BRANCHES]:
             _send(runtime, call, probe.past(_say(entry)))
-        first = lane.held_behind(entry)
+        first = queue.held_behind(entry)
         if isinstance(first, Envelope):
-            if probe.began(runtime, resident, -first.number):
-                _verdict(resident, entry, probe, first)
+            if probe.began(runtime, hosted, -first.number):
+                _verdict(hosted, entry, probe, first)
                 return
             for call in _awaited_arguments(first)[:_BRANCHES]:
                 _send(runtime, call, probe.past(_say(first)))
-    running = _holder(entry, resident)
+    running = _holder(entry, hosted)
     if running is None:
         if entry.state is not NEW:
             _pursue_task(runtime, entry, probe)
-        elif lane is not None and _is_serial(lane):
-            for each, _task in _coroutines(resident, lane):
-                if each.execution is not None and probe.began(runtime, resident, each.execution.chain):
-                    _verdict(resident, entry, probe)
+        elif queue is not None and _is_serial(queue):
+            for each, _task in _coroutines(hosted, queue):
+                if each.execution is not None and probe.began(runtime, hosted, each.execution.chain):
+                    _verdict(hosted, entry, probe)
                     return
                 _pursue_task(runtime, each, probe)
         return
     execution = running.execution
     if execution is None:
         return
-    if running is not entry and probe.began(runtime, resident, execution.chain):
-        _verdict(resident, entry, probe)
+    if running is not entry and probe.began(runtime, hosted, execution.chain):
+        _verdict(hosted, entry, probe)
         return
-    on_loop, loop = lane is not None and lane.is_async, resident.loop_of(lane)
-    seat: Any = resident.mailbox.seat_of(execution.chain) if not on_loop else loop and loop.station
-    if seat is None:
+    on_loop, loop = queue is not None and queue.is_async, hosted.loop_of(queue)
+    slot: Any = hosted.mailbox.slot_of(execution.chain) if not on_loop else loop and loop.runner
+    if slot is None:
         return
     # What runs within it, on the same thread, has to end before it.
-    inner = seat.running
+    inner = slot.running
     probe = probe.past(_say(running))
     if inner is not running and isinstance(inner, Envelope):
         probe = probe.past(_say(inner))
-    for call in seat.waits_for[:_BRANCHES]:
+    for call in slot.waits_for[:_BRANCHES]:
         _send(runtime, call, probe)
 
 
@@ -323,24 +319,24 @@ def _look_at_streams(runtime: Runtime, before: set[int]) -> set[int]:
     looked: set[GroupQueue] = set()
     for producer in runtime.streams.pausing():
         entry, pause = producer.entry, producer.pause
-        if entry is None or not pause or entry.office is None or entry.lane is None:
+        if entry is None or not pause or entry.hosted is None or entry.queue is None:
             continue
         found.add(pause)
         if pause not in before:
             continue
-        office, lane = entry.office, entry.lane
-        seat: Any = None if entry.execution is None else office.mailbox.seat_of(entry.execution.chain)
-        if seat is not None and seat.depth > 1:
-            _begin(runtime, office, pause, _say_pause(producer), [producer])
-        elif lane.waiting and lane not in looked:
-            looked.add(lane)
-            for token, (text, targets) in (_holders(runtime, office, lane) or {}).items():
-                _begin(runtime, office, token, text, targets)
+        hosted, queue = entry.hosted, entry.queue
+        slot: Any = None if entry.execution is None else hosted.mailbox.slot_of(entry.execution.chain)
+        if slot is not None and slot.depth > 1:
+            _begin(runtime, hosted, pause, _say_pause(producer), [producer])
+        elif queue.waiting and queue not in looked:
+            looked.add(queue)
+            for token, (text, targets) in (_holders(runtime, hosted, queue) or {}).items():
+                _begin(runtime, hosted, token, text, targets)
     return found
 
 
-def _begin(runtime: Runtime, office: HostedActor, token: int, text: str, targets: list[Call | Stall]) -> None:
-    probe = Probe(runtime.references.me, office.id, token, (text,))
+def _begin(runtime: Runtime, hosted: HostedActor, token: int, text: str, targets: list[Call | Stall]) -> None:
+    probe = Probe(runtime.references.me, hosted.id, token, (text,))
     for target in targets[:_BRANCHES]:
         if isinstance(target, Producer):
             runtime.agent.submit(partial(_ask_consumer, runtime, target, probe))
@@ -349,20 +345,20 @@ def _begin(runtime: Runtime, office: HostedActor, token: int, text: str, targets
 
 
 def _holders(
-    runtime: Runtime, office: HostedActor, lane: GroupQueue
+    runtime: Runtime, hosted: HostedActor, queue: GroupQueue
 ) -> dict[int, tuple[str, list[Call | Stall]]] | None:
-    """Return what the places of a lane are held by, and what that waits for; None unless all of it waits."""
+    """Return what the places of a queue are held by, and what that waits for; None unless all of it waits."""
     found: dict[int, tuple[str, list[Call | Stall]]] = {}
-    if lane.yielding:
+    if queue.yielding:
         return None  # a call that waits holds no place
-    if lane.is_async:
+    if queue.is_async:
         for producer in runtime.streams.pausing():
-            if producer.entry is not None and producer.entry.lane is lane:
+            if producer.entry is not None and producer.entry.queue is queue:
                 found[producer.pause] = _say_pause(producer), [producer]
     else:
-        for station in list(office.crew):
-            running, targets = station.running, station.waits_for
-            if station.lane is not lane or not isinstance(running, Envelope) or running.execution is None:
+        for runner in list(hosted.threads):
+            running, targets = runner.running, runner.waits_for
+            if runner.queue is not queue or not isinstance(running, Envelope) or running.execution is None:
                 continue
             if not targets:
                 return None
@@ -371,7 +367,7 @@ def _holders(
                 found[first.pause] = _say_pause(first), targets
             else:
                 found[running.execution.chain] = _say(running), targets
-    return found if found and len(found) >= lane.running else None
+    return found if found and len(found) >= queue.running else None
 
 
 # -- streams: from one to the next --------------------------------------------------------------------------------------
@@ -431,16 +427,16 @@ def _at_producer(stream: int, probe: Probe) -> None:
         or producer is None
         or entry is None
         or entry.execution is None
-        or entry.office is None
+        or entry.hosted is None
     ):
         return
     if producer.pause:  # it has items
         return
     if _pursue_task(runtime, entry, probe):
         return
-    seat: Any = entry.office.mailbox.seat_of(entry.execution.chain)
-    if seat is not None and seat.waiting:
-        for target in seat.waits_for[:_BRANCHES]:
+    slot: Any = entry.hosted.mailbox.slot_of(entry.execution.chain)
+    if slot is not None and slot.waiting:
+        for target in slot.waits_for[:_BRANCHES]:
             _follow(runtime, target, probe.past(_say(entry)))
 
 
@@ -465,12 +461,12 @@ def _sighted(seen: dict[int, float], token: int) -> bool:
 
 def _closes(runtime: Runtime, entry: Envelope, probe: Probe) -> bool:
     """Say whether a call waits for the places from one of which the search began; break the circle if it is certain."""
-    office, lane = entry.office, entry.lane
-    if office is None or lane is None or entry.state is not NEW or entry.seat is not None:
+    hosted, queue = entry.hosted, entry.queue
+    if hosted is None or queue is None or entry.state is not NEW or entry.slot is not None:
         return False
-    if (probe.worker, probe.resident_id) != (runtime.references.me, office.id):
+    if (probe.worker, probe.instance_id) != (runtime.references.me, hosted.id):
         return False
-    held = _holders(runtime, office, lane)
+    held = _holders(runtime, hosted, queue)
     if held is None or probe.execution not in held:
         return False
     if not any(isinstance(targets[0], Producer) for _, targets in held.values()):
@@ -479,29 +475,29 @@ def _closes(runtime: Runtime, entry: Envelope, probe: Probe) -> bool:
         entry.circles = {}
     _sighted(entry.circles, probe.execution)
     if all(token in entry.circles and _sighted(entry.circles, token) for token in held):
-        office.withdraw(entry, _error(office, f"{_say(entry)} can never run", (*probe.trail, _say(entry))))
+        hosted.withdraw(entry, _error(hosted, f"{_say(entry)} can never run", (*probe.trail, _say(entry))))
     return True
 
 
 def _end_stream(producer: Producer, probe: Probe) -> None:
     """Break a circle whose generator pauses on top of its own consumer."""
     entry = producer.entry
-    if entry is not None and entry.office is not None and _sighted(producer.suspected, probe.execution):
+    if entry is not None and entry.hosted is not None and _sighted(producer.suspected, probe.execution):
         producer.abort(
-            _error(entry.office, f"the stream of {_say(entry)} can never go on", (*probe.trail, _say(entry)))
+            _error(entry.hosted, f"the stream of {_say(entry)} can never go on", (*probe.trail, _say(entry)))
         )
 
 
-def _error(office: HostedActor, what: str, trail: tuple[str, ...]) -> DeadlockError:
+def _error(hosted: HostedActor, what: str, trail: tuple[str, ...]) -> DeadlockError:
     return DeadlockError(
         f"{what}: {' -> '.join(trail)} wait for each other in a circle. Take the stream's items before "
         "you wait for the actor, close the stream, give it a larger backpressure=, or the actor max_concurrency > 1",
         maybe_executed=what.startswith("the stream"),
-        worker=office.agent.name,
+        worker=hosted.agent.name,
     )
 
 
-def _verdict(resident: HostedActor, entry: Envelope, probe: Probe, behind: Envelope | None = None) -> None:
+def _verdict(hosted: HostedActor, entry: Envelope, probe: Probe, behind: Envelope | None = None) -> None:
     """Break the circle, if it has been found for the second time: what is on its way may have undone the first.
 
     ``behind``: the earlier call of the same caller that the entry waits for.
@@ -514,21 +510,21 @@ def _verdict(resident: HostedActor, entry: Envelope, probe: Probe, behind: Envel
         "Let the first call go on without waiting (async def, or get() later), give the actor max_concurrency > 1, or leave it "
         "reentrant if the calls descend from each other"
     )
-    loop = resident.loop_of(entry.lane)
-    on_loop = loop is not None and loop.station.waiting
+    loop = hosted.loop_of(entry.queue)
+    on_loop = loop is not None and loop.runner.waiting
     if behind is not None:
         advice = (
             f"The last one stands behind {_say(behind)}, an earlier call of the same caller, whose argument is what it is to "
             "help with. Give that actor allow_out_of_order_execution=True, or get() the argument before the earlier call"
         )
     elif on_loop:
-        advice = f"get() blocks the event loop of {resident.title}: await there"
+        advice = f"get() blocks the event loop of {hosted.title}: await there"
     error = DeadlockError(
         f"{_say(entry)} can never {'run' if entry.state is NEW else 'end'}: {circle} wait for each other in a circle. {advice}",
         maybe_executed=entry.execution is not None,
-        worker=resident.agent.name,
+        worker=hosted.agent.name,
     )
     if on_loop and behind is None:
-        resident.deadlocked(entry, error)
+        hosted.deadlocked(entry, error)
     else:
-        resident.withdraw(entry, error)
+        hosted.withdraw(entry, error)

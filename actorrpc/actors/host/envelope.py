@@ -1,4 +1,4 @@
-"""A call in a mailbox: the letter that brought it, and what has become of it."""
+"""A call in a mailbox: the message that brought it, and what has become of it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Envelope(Entry):
         "frame",
         "given_up",
         "header",
-        "office",
+        "hosted",
         "opened",
         "peer",
         "sealed",
@@ -76,7 +76,7 @@ class Envelope(Entry):
         self.execution: Execution | None = None
         self.opened: Any = None  # (args, kwargs), or the error of an argument
         self.task: asyncio.Task[Any] | None = None
-        self.office: HostedActor | None = None
+        self.hosted: HostedActor | None = None
         self.whole = whole
         self.sealed = True
         self.given_up = False  # it is not to run, if it does not yet
@@ -86,7 +86,7 @@ class Envelope(Entry):
         self.suspected = 0  # the execution that seems to wait for this call, which waits for it
 
     def unseal(self) -> bool:
-        """Win the right to open the letter, or to give back what is in it; exactly one caller ever does."""
+        """Win the right to open the message, or to give back what is in it; exactly one caller ever does."""
         try:
             del self.sealed
         except AttributeError:
@@ -99,5 +99,5 @@ class Envelope(Entry):
         ``stop``: a method that runs is interrupted. It goes on where only its caller's time is over, or its caller is
         gone: then nobody has asked for an actor in the middle of something.
         """
-        if self.office is not None:
-            self.office.cancel(self, stop)
+        if self.hosted is not None:
+            self.hosted.cancel(self, stop)

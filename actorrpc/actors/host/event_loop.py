@@ -46,7 +46,7 @@ class EventLoop:
 
     Args:
         title: the actor, in messages, and the group where that is not the default one.
-        station: what the thread does while it waits.
+        runner: what the thread does while it waits.
         exits: hears, on the loop's thread, of a ``sys.exit()`` that no call's own code has made.
         lost: hears, on the loop's thread, of anything else that has ended the loop.
         agent: has the clock that the watch goes by.
@@ -55,19 +55,19 @@ class EventLoop:
     def __init__(
         self,
         title: str,
-        station: LoopThread,
+        runner: LoopThread,
         exits: Callable[[SystemExit], Any],
         lost: Callable[[BaseException], Any],
         agent: Agent,
     ) -> None:
         self._title = title
-        self.station = station
-        station.loop = self
+        self.runner = runner
+        runner.loop = self
         self._exits = exits
         self._lost = lost
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_complain)
-        self._watch = _LoopWatch(self._loop, title, station, agent)
+        self._watch = _LoopWatch(self._loop, title, runner, agent)
         self._started = False
         self._thread: threading.Thread | None = None
         # Guards starting and ending; leaf.
@@ -90,9 +90,9 @@ class EventLoop:
         self._thread = thread
 
     def _run(self) -> None:
-        WAITING.station = self.station
+        WAITING.runner = self.runner
         follow_torch()
-        self.station.begin()
+        self.runner.begin()
         asyncio.set_event_loop(self._loop)
         try:
             self._run_on()
@@ -113,7 +113,7 @@ class EventLoop:
             except BaseException as error:
                 report(_log, error, "the event loop of %s did not end cleanly", self._title)
             finally:
-                WAITING.station = None
+                WAITING.runner = None
                 asyncio.set_event_loop(None)
                 self._loop.close()
 
@@ -205,12 +205,10 @@ class _LoopWatch:
     Where the loop is not asyncio's own (uvloop's has no selector) nothing is watched.
     """
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, title: str, station: LoopThread, agent: Agent
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, title: str, runner: LoopThread, agent: Agent) -> None:
         self._loop = loop
         self._title = title
-        self._station = station
+        self._runner = runner
         self._submit = agent.submit
         self._tick = Tick(agent.clock, _HELD_S, self._look)
         self._turn = 0  # of the loop
@@ -251,13 +249,13 @@ class _LoopWatch:
         return True
 
     def _present(self) -> tuple[int, int]:
-        return self._turn, id(self._station.plain or asyncio.current_task(self._loop))
+        return self._turn, id(self._runner.plain or asyncio.current_task(self._loop))
 
     def _report(self) -> None:
-        name = self._station.holder(asyncio.current_task(self._loop))
+        name = self._runner.holder(asyncio.current_task(self._loop))
         if name in self._named:
             return
-        frame = sys._current_frames().get(self._station.ident)
+        frame = sys._current_frames().get(self._runner.ident)
         if frame is None or self._sleeps or self.over or self._present() != self._seen:
             return
         self._named.add(name)

@@ -1,4 +1,4 @@
-"""How a resident's calls are run and answered: on its stations, and on its event loops.
+"""How an actor's calls are run and answered: on its runners, and on its event loops.
 
 Answering is claimed by taking the entry out of its caller's table of running calls, one atomic step: a method that
 was given up on (killed, cancelled) may come to its end, and finds that it has been answered.
@@ -32,7 +32,7 @@ from actorrpc.agent.executor import ASYNC_MARK, Later, future_of, named
 from actorrpc.agent.hooks import intercepted
 from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
-from actorrpc.wire.frames import CREDIT, LETTER, pack_frame
+from actorrpc.wire.frames import CREDIT, MAIL, pack_frame
 
 if TYPE_CHECKING:
     from actorrpc.actors.host.actor import HostedActor
@@ -49,9 +49,9 @@ _NOTHING: Final = object()
 _use_count: Final = getattr(torch._C, "_storage_Use_Count", None)
 
 
-def died(resident: HostedActor, why: str) -> HostedActorGoneError:
+def died(hosted: HostedActor, why: str) -> HostedActorGoneError:
     """Return the error of a call that was running when its actor ended; its caller asks the supervisor what comes next."""
-    error = HostedActorGoneError(resident.id, why)
+    error = HostedActorGoneError(hosted.id, why)
     error.maybe_executed = True
     return error
 
@@ -65,59 +65,59 @@ def _method_of(instance: Any, name: str) -> Any:
 
 
 class ActorExecutor:
-    """Runs the calls of one resident. Thread-safe: what it keeps belongs to the resident."""
+    """Runs the calls of one actor. Thread-safe: what it keeps belongs to the actor."""
 
-    def __init__(self, resident: HostedActor) -> None:
-        self.resident = resident
-        self.runtime = resident.runtime
-        self.agent = resident.agent
-        self.mailbox = resident.mailbox
-        self._checkpoints = Checkpoints(resident)
+    def __init__(self, hosted: HostedActor) -> None:
+        self.hosted = hosted
+        self.runtime = hosted.runtime
+        self.agent = hosted.agent
+        self.mailbox = hosted.mailbox
+        self._checkpoints = Checkpoints(hosted)
         self._instance_rref: Any = None
 
-    def run(self, entry: Entry, station: ActorThread) -> None:
-        """Run one call on a station, answer it, and see what came meanwhile. Never raises."""
+    def run(self, entry: Entry, runner: ActorThread) -> None:
+        """Run one call on a runner, answer it, and see what came meanwhile. Never raises."""
         assert isinstance(entry, Envelope)
-        station.depth += 1
+        runner.depth += 1
         if not self.agent.pool.idle:
             self.agent.pool.ensure_reader()
         try:
-            self._run(entry, station)
+            self._run(entry, runner)
         except BaseException as error:
             self.fail(entry, error)
         finally:
-            station.depth -= 1
+            runner.depth -= 1
         conn = entry.conn
         if conn is None:
             return
         agent = self.agent
-        if station.lane.waiting and len(conn.outbox) < agent.settings.cork_frames:
+        if runner.queue.waiting and len(conn.outbox) < agent.settings.cork_frames:
             agent.cork(conn)  # answers of a batch leave together
-        elif station.depth or station.lane.waiting:
+        elif runner.depth or runner.queue.waiting:
             conn.flush(True)
         else:
-            # Sent by the station, when it sees that there is nothing else to do.
-            if station.caller is not None and station.caller is not conn and station.caller.outbox:
-                station.caller.flush()
-            station.caller = conn
+            # Sent by the runner, when it sees that there is nothing else to do.
+            if runner.caller is not None and runner.caller is not conn and runner.caller.outbox:
+                runner.caller.flush()
+            runner.caller = conn
 
-    def _run(self, entry: Envelope, station: ActorThread) -> None:
+    def _run(self, entry: Envelope, runner: ActorThread) -> None:
         if not self._may_start(entry):
             return
-        if station.depth > _MAX_DEPTH:
+        if runner.depth > _MAX_DEPTH:
             raise self._too_deep()
-        execution = self._begin(entry, station)
+        execution = self._begin(entry, runner)
         token = CURRENT.set(execution)
         try:
             try:
-                station.enter(entry)
+                runner.enter(entry)
                 if entry.given_up:
                     raise Interrupted
                 value = self._call(entry, execution)
             finally:
                 if self.agent.abandoned:  # before a lock that another thread held as this one forked
                     self.agent.end_fork(self.label(entry), sys.exc_info()[1])
-                station.leave()
+                runner.leave()
                 self.mailbox.end(execution.chain)
             if value is not _NOTHING:
                 if type(value) is torch.Tensor and sys.getrefcount(value) == 2 and _has_own_memory(value):
@@ -134,9 +134,9 @@ class ActorExecutor:
         if self.agent.abandoned:
             self.agent.end_fork(self.label(entry), error)
         if is_a(error, ActorExit):
-            self.resident.exited(entry, str(error))
+            self.hosted.exited(entry, str(error))
         elif is_a(error, SystemExit) and "method" in entry.header:  # otherwise it is the constructor's
-            self.resident.exited(entry, exit_text(error), "sys.exit")
+            self.hosted.exited(entry, exit_text(error), "sys.exit")
         elif is_a(error, Interrupted):
             self.fail(entry, CancelledError(f"{self.label(entry)} was interrupted: its call was cancelled"))
         else:
@@ -144,18 +144,18 @@ class ActorExecutor:
 
     def _too_deep(self) -> RecursionError:
         return RecursionError(
-            f"actor {self.resident.title}: calls that descend from each other are nested {_MAX_DEPTH} deep in it"
+            f"actor {self.hosted.title}: calls that descend from each other are nested {_MAX_DEPTH} deep in it"
         )
 
-    def _begin(self, entry: Envelope, station: ActorThread | None) -> Execution:
+    def _begin(self, entry: Envelope, runner: ActorThread | None) -> Execution:
         """Begin the execution of a call: what descends from it may run within it from now on."""
-        id = self.runtime.residents.new_execution(self.resident.caller)
+        id = self.runtime.registry.new_execution(self.hosted.caller)
         execution = entry.execution = Execution(entry.peer, entry.frame.id, entry.deadline, id)
         execution.path = (*entry.path, id)
-        execution.actor = self.resident
+        execution.actor = self.hosted
         execution.header = entry.header
         execution.what = entry.header.get("method")
-        self.mailbox.begin(id, station)
+        self.mailbox.begin(id, runner)
         return execution
 
     def _may_start(self, entry: Envelope) -> bool:
@@ -172,29 +172,29 @@ class ActorExecutor:
         return True
 
     def label(self, entry: Envelope) -> str:
-        return f"the call of {self.resident.title}.{entry.header.get('method', '__init__')}()"
+        return f"the call of {self.hosted.title}.{entry.header.get('method', '__init__')}()"
 
     def open(self, entry: Envelope) -> Any:
-        """Return ``(args, kwargs)`` of a letter."""
+        """Return ``(args, kwargs)`` of a message."""
         frame, conn, agent = entry.frame, entry.conn, self.agent
         if not entry.unseal():
             raise CancelledError(f"{self.label(entry)} was given up", maybe_executed=False)
-        if frame.flags == LETTER and "references" not in entry.header and "tag" not in entry.header:
+        if frame.flags == MAIL and "references" not in entry.header and "tag" not in entry.header:
             return outbound.open_plain(frame.body, entry.peer)
-        parcel = outbound.MessageContext(entry.peer)
-        agent.inbox.arrived(parcel, entry.header)
+        message = outbound.MessageContext(entry.peer)
+        agent.inbox.arrived(message, entry.header)
         try:
-            opened = outbound.open_body(conn, frame, entry.header, parcel, agent.recorder)
+            opened = outbound.open_body(conn, frame, entry.header, message, agent.recorder)
         except LimitError as error:
             raise LimitError(f"{self.label(entry)} was not executed: {error}") from None
         if conn is not None and (
-            frame.flags & ~(outbound.INLINE | LETTER) or len(frame.body) >= outbound.CHARGED
+            frame.flags & ~(outbound.INLINE | MAIL) or len(frame.body) >= outbound.CHARGED
         ):
             conn.outbox.append(pack_frame(CREDIT, frame.id))
-            agent.upkeep.soon(conn)
-        if parcel.received:
+            agent.scheduler.soon(conn)
+        if message.received:
             execution = entry.execution or Execution(entry.peer, frame.id, entry.deadline, frame.chain)
-            agent.confirm(parcel.received, execution)
+            agent.confirm(message.received, execution)
         return opened
 
     def arguments(self, entry: Envelope) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -211,9 +211,9 @@ class ActorExecutor:
         header = entry.header
         name = header.get("method")
         if name is None:
-            return self.resident.make(entry)
+            return self.hosted.make(entry)
         args, kwargs = self.arguments(entry)
-        self.resident.calls += 1
+        self.hosted.calls += 1
         method, kind = self._method(name)
         if kind == "sync" and "window" not in header and not self.agent.interceptors:
             return self._returned(entry, method, method(*args, **kwargs))
@@ -224,7 +224,7 @@ class ActorExecutor:
             return _NOTHING
         if kind.startswith("async"):
             # An async method that has come to a thread: the actor has no loop of its own.
-            raise TypeError(f"{self.resident.title}.{name} is async and cannot be run here")
+            raise TypeError(f"{self.hosted.title}.{name} is async and cannot be run here")
         return self._returned(entry, method, call())
 
     def _returned(self, entry: Envelope, method: Any, value: Any, *, keeps: bool = True) -> Any:
@@ -243,32 +243,32 @@ class ActorExecutor:
         return value
 
     def _method(self, name: str) -> tuple[Any, str]:
-        assert self.resident.spec is not None
-        info = self.resident.spec.info.methods.get(name)
+        assert self.hosted.spec is not None
+        info = self.hosted.spec.info.methods.get(name)
         if info is not None:
-            return _method_of(self.resident.instance, name), info.kind
+            return _method_of(self.hosted.instance, name), info.kind
         if name == "<call>":
             return self._call_function, "sync"
         if name == "<getattr>":
             return self._attribute, "sync"
         if name == "<rref>":
             return self._reference, "sync"
-        raise AttributeError(f"actor {self.resident.title} has no method {name!r}")
+        raise AttributeError(f"actor {self.hosted.title} has no method {name!r}")
 
     def _call_function(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return function(self.resident.instance, *args, **kwargs)
+        return function(self.hosted.instance, *args, **kwargs)
 
     def _attribute(self, name: str) -> Any:
-        return getattr(self.resident.instance, name)
+        return getattr(self.hosted.instance, name)
 
     def _reference(self) -> Any:
         if self._instance_rref is None:
-            self._instance_rref = RRef(self.resident.instance)
+            self._instance_rref = RRef(self.hosted.instance)
         return self._instance_rref
 
     def _stream(self, entry: Envelope, generator: Any) -> None:
         producer = self.runtime.streams.open(
-            int(entry.header.get("window", 0)), entry.peer, owner=self.resident, entry=entry
+            int(entry.header.get("window", 0)), entry.peer, owner=self.hosted, entry=entry
         )
         if not self.answer(entry, producer.ticket(), keep=False):
             producer.close()
@@ -284,12 +284,12 @@ class ActorExecutor:
     def _end_of_stream(self, entry: Envelope, error: BaseException) -> BaseException:
         """Say what the consumer of a stream gets for what the generator has raised."""
         if is_a(error, ActorExit):
-            return died(self.resident, str(error) or "exit_actor() was called in it")
+            return died(self.hosted, str(error) or "exit_actor() was called in it")
         if is_a(error, SystemExit):
-            return died(self.resident, exit_text(error))
+            return died(self.hosted, exit_text(error))
         if is_a(error, (Interrupted, CancelledError)):
-            if self.resident.state in ("closing", "over"):
-                return died(self.resident, self.resident.why)
+            if self.hosted.state in ("closing", "over"):
+                return died(self.hosted, self.hosted.why)
             return CancelledError(f"{self.label(entry)} was interrupted: its call was cancelled")
         return error
 
@@ -313,28 +313,28 @@ class ActorExecutor:
 
     # -- on an event loop ------------------------------------------------------------------------------
 
-    def _start(self, entry: Envelope, lane: GroupQueue) -> None:
-        loop = self.resident.loop_of(lane)
+    def _start(self, entry: Envelope, queue: GroupQueue) -> None:
+        loop = self.hosted.loop_of(queue)
         if loop is None:  # its actor has ended in this moment
-            self.refuse(entry, HostedActorGoneError(self.resident.id, self.resident.why))
+            self.refuse(entry, HostedActorGoneError(self.hosted.id, self.hosted.why))
         if loop is None or not self._may_start(entry):
-            self.resident.finished(lane, self.mailbox.done(lane))
+            self.hosted.finished(queue, self.mailbox.done(queue))
             return
-        if self.resident.is_plain(entry):
-            loop.station.due[entry] = None
-            loop.turn(partial(self._turn, entry, loop), loop.station.fresh_context())
+        if self.hosted.is_plain(entry):
+            loop.runner.due[entry] = None
+            loop.turn(partial(self._turn, entry, loop), loop.runner.fresh_context())
             if self.mailbox.closed:  # the thread that ends the actor may have looked before that
-                self.resident.refuse_due(loop.station)
+                self.hosted.refuse_due(loop.runner)
             return
-        self._task(entry, lane, loop, partial(self._run_async, entry))
+        self._task(entry, queue, loop, partial(self._run_async, entry))
 
     def _task(
-        self, entry: Envelope, lane: GroupQueue, loop: EventLoop, run: Callable[[Execution], Any]
+        self, entry: Envelope, queue: GroupQueue, loop: EventLoop, run: Callable[[Execution], Any]
     ) -> None:
         """Begin the execution of a call on the loop, as a task that runs ``run(execution)`` in its turn."""
         execution = entry.execution or self._begin(entry, None)
-        loop.station.entries[execution.chain] = entry
-        context = loop.station.fresh_context()
+        loop.runner.entries[execution.chain] = entry
+        context = loop.runner.fresh_context()
         context.run(CURRENT.set, execution)
         task = loop.task(run(execution), context)
         entry.task = task
@@ -343,22 +343,22 @@ class ActorExecutor:
 
         def over(_: Any) -> None:
             entry.task = None
-            self._over(entry, lane, loop, execution)
+            self._over(entry, queue, loop, execution)
 
         task.add_done_callback(over)
 
-    def _over(self, entry: Envelope, lane: GroupQueue, loop: EventLoop, execution: Execution) -> None:
+    def _over(self, entry: Envelope, queue: GroupQueue, loop: EventLoop, execution: Execution) -> None:
         """Go on after a call that has run on the loop."""
         entry.opened = None
-        loop.station.entries.pop(execution.chain, None)
+        loop.runner.entries.pop(execution.chain, None)
         try:
             self.mailbox.end(execution.chain)
             if entry.conn is not None and entry.conn.outbox:
                 entry.conn.flush()
-            self.resident.finished(lane, self.mailbox.done(lane))
+            self.hosted.finished(queue, self.mailbox.done(queue))
         except BaseException as error:
-            self.resident.broken(error)
-        self.pump(lane)
+            self.hosted.broken(error)
+        self.pump(queue)
 
     def stop(self, entry: Envelope, stop: bool) -> None:
         """Cancel the coroutine of a call that was given up (``stop``: see Execution.cancel). Runs on the loop.
@@ -387,50 +387,50 @@ class ActorExecutor:
         )
         if entry.conn is not None:
             entry.conn.flush()
-        loop = self.resident.loop_of(entry.lane)
+        loop = self.hosted.loop_of(entry.queue)
         if loop is not None:
             loop.submit(task.cancel)
 
     def _turn(self, entry: Envelope, loop: EventLoop) -> None:
         """Run a plain method on the loop, unless something else has: it may have run where its caller waits for it."""
-        if loop.station.due.pop(entry, entry) is None:
+        if loop.runner.due.pop(entry, entry) is None:
             try:
-                self.run_plain(entry, loop.station, within=False)
+                self.run_plain(entry, loop.runner, within=False)
             except BaseException as error:
-                self.resident.broken(error, entry)
+                self.hosted.broken(error, entry)
 
-    def run_plain(self, entry: Envelope, station: LoopThread, *, within: bool) -> None:
+    def run_plain(self, entry: Envelope, runner: LoopThread, *, within: bool) -> None:
         """Run a plain method on the loop's thread, and answer it. Raises nothing that the method does.
 
         Args:
             within: it runs inside of a wait, which blocks the loop.
         """
-        lane, loop = entry.lane, station.loop
-        assert lane is not None
+        queue, loop = entry.queue, runner.loop
+        assert queue is not None
         execution = self._begin(entry, None)
-        station.entries[execution.chain] = entry
-        run = partial(self._run_plain, entry, execution, station, within)
-        outer, station.plain = station.plain, entry
-        station.depth += 1
+        runner.entries[execution.chain] = entry
+        run = partial(self._run_plain, entry, execution, runner, within)
+        outer, runner.plain = runner.plain, entry
+        runner.depth += 1
         try:
-            value = station.fresh_context().run(run) if within else run()
+            value = runner.fresh_context().run(run) if within else run()
         except BaseException as error:
             self._raised(entry, error)
             value = _NOTHING
         finally:
-            station.depth -= 1
-            station.plain = outer
+            runner.depth -= 1
+            runner.plain = outer
         if value is _NOTHING or within:
-            self._over(entry, lane, loop, execution)
+            self._over(entry, queue, loop, execution)
         else:  # its state is to be kept first, and the loop goes on meanwhile
-            self._task(entry, lane, loop, partial(self._answer_when_kept, entry, value))
+            self._task(entry, queue, loop, partial(self._answer_when_kept, entry, value))
 
-    def _run_plain(self, entry: Envelope, execution: Execution, station: LoopThread, within: bool) -> Any:
+    def _run_plain(self, entry: Envelope, execution: Execution, runner: LoopThread, within: bool) -> Any:
         if self.mailbox.closed:
-            raise HostedActorGoneError(self.resident.id, self.resident.why)
+            raise HostedActorGoneError(self.hosted.id, self.hosted.why)
         if entry.given_up:
             raise CancelledError(f"{self.label(entry)} was cancelled before it started", maybe_executed=False)
-        if station.depth > _MAX_DEPTH:
+        if runner.depth > _MAX_DEPTH:
             raise self._too_deep()
         CURRENT.set(execution)
         if within or not self._checkpoints.wanted:
@@ -441,7 +441,7 @@ class ActorExecutor:
                 self.answer(entry, value)
             return _NOTHING
         args, kwargs = self.arguments(entry)
-        self.resident.calls += 1
+        self.hosted.calls += 1
         method, _ = self._method(entry.header["method"])
         return method, intercepted(self.agent.interceptors, execution, method, args, kwargs)()
 
@@ -458,14 +458,14 @@ class ActorExecutor:
     async def _run_async(self, entry: Envelope, execution: Execution) -> None:
         try:
             if self.mailbox.closed:  # it was started in the moment in which its actor has ended
-                raise HostedActorGoneError(self.resident.id, self.resident.why)
+                raise HostedActorGoneError(self.hosted.id, self.hosted.why)
             args, kwargs = self.arguments(entry)
-            self.resident.calls += 1
+            self.hosted.calls += 1
             method, kind = self._method(entry.header["method"])
             call = intercepted(self.agent.interceptors, execution, method, args, kwargs)
             if kind != "async":
                 producer = self.runtime.streams.open(
-                    int(entry.header.get("window", 0)), entry.peer, owner=self.resident, entry=entry
+                    int(entry.header.get("window", 0)), entry.peer, owner=self.hosted, entry=entry
                 )
                 generator = call() if kind == "async_generator" else _stepwise(call())
                 if self.answer(entry, producer.ticket(), keep=False):
@@ -491,8 +491,8 @@ class ActorExecutor:
     def _raised_async(self, entry: Envelope, error: BaseException) -> None:
         if not is_a(error, asyncio.CancelledError):
             self._raised(entry, error)
-        elif self.resident.state in ("closing", "over"):  # it ended with the loop
-            self.fail(entry, died(self.resident, self.resident.why))
+        elif self.hosted.state in ("closing", "over"):  # it ended with the loop
+            self.fail(entry, died(self.hosted, self.hosted.why))
         else:
             self.fail(entry, CancelledError(f"{self.label(entry)} was cancelled"))
 
@@ -542,9 +542,9 @@ class ActorExecutor:
         )
         if entry.unseal():  # it never came to its arguments
             self.agent.inbox.discard(entry.conn, entry.frame)
-        if self.resident.on_error is not None:
+        if self.hosted.on_error is not None:
             try:
-                error = self.resident.on_error(error)
+                error = self.hosted.on_error(error)
             except BaseException as failure:  # what explains it asks the error for its text
                 error = failure
         cut_frames(error, __file__)
@@ -559,22 +559,22 @@ class ActorExecutor:
     def _claim(self, entry: Envelope) -> bool:
         return entry.peer.running.pop(entry.frame.id, None) is entry
 
-    def pump(self, lane: GroupQueue) -> None:
-        """Start what the lane has, in portions between which the loop goes on. Runs on the thread of the lane's loop."""
+    def pump(self, queue: GroupQueue) -> None:
+        """Start what the queue has, in portions between which the loop goes on. Runs on the thread of the queue's loop."""
         for _ in range(_AT_ONCE):
-            entry, _todo = self.mailbox.take(lane)
+            entry, _todo = self.mailbox.take(queue)
             if entry is None:
-                entry = self.mailbox.take_descendant(lane)
+                entry = self.mailbox.take_descendant(queue)
             if entry is None:
                 return
             assert isinstance(entry, Envelope)
             try:
-                self._start(entry, lane)
+                self._start(entry, queue)
             except BaseException as error:
-                self.resident.broken(error, entry)
-        loop = self.resident.loop_of(lane)
+                self.hosted.broken(error, entry)
+        loop = self.hosted.loop_of(queue)
         if loop is not None:
-            loop.submit(partial(self.pump, lane))
+            loop.submit(partial(self.pump, queue))
 
 
 async def _stepwise(items: Any) -> AsyncGenerator[Any, None]:

@@ -41,22 +41,22 @@ class LoopThread:
     """What the thread of an event loop does while it waits. Made with its loop.
 
     Attributes:
-        lane: whose calls run on the loop, and nowhere else.
+        queue: whose calls run on the loop, and nowhere else.
         entries: the calls that run on the loop, by the number of their execution. Any thread may look.
         due: the plain methods whose turn on the loop has not come yet, in order. The thread that takes one out runs it, or
             answers it; any thread may.
         plain: the plain method that runs now, the innermost one. Any thread may look.
     """
 
-    def __init__(self, resident: HostedActor, lane: GroupQueue) -> None:
-        self.lane = lane
+    def __init__(self, hosted: HostedActor, queue: GroupQueue) -> None:
+        self.queue = queue
         self.entries: dict[int, Envelope] = {}
         self.due: dict[Envelope, None] = {}
         self.plain: Envelope | None = None
         self.depth = 0
         self.ident = 0
         self.loop: EventLoop  # set by the loop when it is made
-        self._resident = resident
+        self._hosted = hosted
         self._context = Context()
         self._grad = True
         self._waits: list[tuple[Callable[[], None], object, Execution | None]] = []
@@ -130,20 +130,20 @@ class LoopThread:
         execution = CURRENT.get()
         self._waits.append((stir, what, execution))
         self._look = True
-        self._resident.runtime.residents.deadlocks.poke()
+        self._hosted.runtime.registry.deadlocks.poke()
         if not self._warned:
             self._warned = True
             entry = self.running
             name = "a task" if entry is None else f"{entry.header.get('method')}()"
-            self._resident.agent.submit(
+            self._hosted.agent.submit(
                 partial(
                     _log.warning,
                     "%s of actor %s waits (get() and the like) on the actor's event loop%s, and blocks all coroutines on that. "
                     "In an async method, await the ObjectRef; a plain method is taken off the loop by @method(thread=True). "
                     "This is said once.",
                     name,
-                    self._resident.title,
-                    f" of concurrency group {self.lane.name!r}" if self.lane.name else "",
+                    self._hosted.title,
+                    f" of concurrency group {self.queue.name!r}" if self.queue.name else "",
                 )
             )
 
@@ -153,8 +153,8 @@ class LoopThread:
 
     def begin_await(self) -> None:
         """See futures.NestedRunner. Its coroutines are no task's: those that wait make no room for one."""
-        if self.lane.limit == 1 and self.lane.waiting:
-            self._resident.runtime.residents.deadlocks.poke()
+        if self.queue.limit == 1 and self.queue.waiting:
+            self._hosted.runtime.registry.deadlocks.poke()
 
     def end_await(self) -> None:
         """See futures.NestedRunner."""
@@ -169,13 +169,13 @@ class LoopThread:
             return
         for each in self._awaited():
             if not (
-                self._resident.mailbox.reentrant and self._resident.is_plain(each) and each.execution is None
+                self._hosted.mailbox.reentrant and self._hosted.is_plain(each) and each.execution is None
             ):
                 # A plain method still has its arguments to get.
-                self._resident.deadlocked(each, self._circle(each))
+                self._hosted.deadlocked(each, self._circle(each))
 
     def _next(self) -> Envelope | None:
-        if not self._resident.mailbox.reentrant:
+        if not self._hosted.mailbox.reentrant:
             return None
         awaited = self._awaited()
         execution = self._waits[-1][2]
@@ -185,14 +185,14 @@ class LoopThread:
             return (
                 isinstance(entry, Envelope)
                 and entry.ready
-                and self._resident.is_plain(entry)
+                and self._hosted.is_plain(entry)
                 and (chain in entry.path or entry in awaited)
             )
 
         for each in list(self.due):
             if fits(each) and self.due.pop(each, each) is None:
                 return each
-        found = self._resident.mailbox.take_within(self.lane, fits)
+        found = self._hosted.mailbox.take_within(self.queue, fits)
         return found if isinstance(found, Envelope) else None
 
     def _awaited(self) -> list[Envelope]:
@@ -202,28 +202,26 @@ class LoopThread:
             if not isinstance(call, Call) or not call.peer.is_self:
                 continue
             entry: Any = call.peer.running.get(call.id)
-            if isinstance(entry, Envelope) and entry.office is self._resident:
-                if entry.lane is self.lane:
+            if isinstance(entry, Envelope) and entry.hosted is self._hosted:
+                if entry.queue is self.queue:
                     found.append(entry)
         return found
 
     def may_run(self, entry: Envelope, execution: Execution) -> bool:
         """Whether a call is one that runs within the wait of ``execution``. For any thread."""
         return (
-            self._resident.mailbox.reentrant
-            and self._resident.is_plain(entry)
-            and execution.chain in entry.path
+            self._hosted.mailbox.reentrant and self._hosted.is_plain(entry) and execution.chain in entry.path
         )
 
     def _circle(self, entry: Envelope) -> DeadlockError:
         running = self.running
         waiter = "a task of its own" if running is None else f"{running.header.get('method')}()"
-        title = self._resident.title
+        title = self._hosted.title
         return DeadlockError(
             f"{title}.{entry.header.get('method')}() can never end: {waiter} waits for it with get(), which blocks the event "
             f"loop of {title} that it needs. Await it instead",
             maybe_executed=entry.execution is not None,
-            worker=self._resident.agent.name,
+            worker=self._hosted.agent.name,
         )
 
     def _run_within(self, entry: Envelope) -> None:
@@ -234,7 +232,7 @@ class LoopThread:
         if grad is not self._grad:
             torch._C._set_grad_enabled(self._grad)
         try:
-            self._resident.callee.run_plain(entry, self, within=True)
+            self._hosted.executor.run_plain(entry, self, within=True)
         finally:
             torch._C._set_grad_enabled(grad)
             self._waits = waits
@@ -255,4 +253,4 @@ class LoopThread:
         entry = self.plain
         if entry is None and task is not None:
             entry = next((each for each in list(self.entries.values()) if each.task is task), None)
-        return "" if entry is None else f"{self._resident.title}.{entry.header.get('method')}()"
+        return "" if entry is None else f"{self._hosted.title}.{entry.header.get('method')}()"

@@ -2,19 +2,19 @@
 
 A :class:`Mailbox` has a :class:`GroupQueue` for each concurrency group, and one more for each group's ``async def`` methods;
 that of the default group has the plain methods of an actor that has async ones, too, which run on its event loop.
-A lane hands out its entries in order:
+A queue hands out its entries in order:
 
 * higher priority first; within a priority, in the order of arrival;
 * the calls of one caller (of one priority) never overtake each other, also where the arguments of one are still on
-  their way: then only that caller's calls wait. In a lane that runs several at a time, whatever is ready runs;
+  their way: then only that caller's calls wait. In a queue that runs several at a time, whatever is ready runs;
 * a call that is made again goes before those that its caller has made after it;
-* at most ``limit`` at a time. In a yielding lane each wait, of whichever thread, makes room for one more.
+* at most ``limit`` at a time. In a yielding queue each wait, of whichever thread, makes room for one more.
 
 **Descendants.** An entry that descends from an execution which is under way here (its id is in the entry's path)
-does not queue: it goes to the station that runs that execution, which runs it nested while it waits. What is left
-there when the execution ends comes back into its lane, in order.
+does not queue: it goes to the runner that runs that execution, which runs it nested while it waits. What is left
+there when the execution ends comes back into its queue, in order.
 
-Each method that changes something returns what is to be done about it: stations to be woken, and how many to be
+Each method that changes something returns what is to be done about it: runners to be woken, and how many to be
 started, after the lock has been released. The lock guards everything here; it is re-entrant, because the garbage
 collector may run a finaliser that makes a call to this very actor at any allocation, and it is a leaf.
 """
@@ -36,13 +36,13 @@ OVER: Final = "over"  # cancelled, or finished
 
 
 class ThreadSlot(Protocol):
-    """Where executions of a lane run: a station (a thread), as far as the mailbox knows it."""
+    """Where executions of a queue run: a runner (a thread), as far as the mailbox knows it."""
 
     work: deque[Entry]
 
 
 class WaitingBystanders(Protocol):
-    """Threads that belong to none of the stations, as far as the mailbox knows them."""
+    """Threads that belong to none of the runners, as far as the mailbox knows them."""
 
     waiting: int
 
@@ -63,7 +63,6 @@ class Entry:
     __slots__ = (
         "again",
         "caller",
-        "lane",
         "loose",
         "number",
         "parked",
@@ -71,8 +70,9 @@ class Entry:
         "payload",
         "place",
         "priority",
+        "queue",
         "ready",
-        "seat",
+        "slot",
         "state",
     )
 
@@ -99,8 +99,8 @@ class Entry:
         self.number = 0
         self.state = NEW
         self.parked = False
-        self.lane: GroupQueue | None = None
-        self.seat: ThreadSlot | None = None
+        self.queue: GroupQueue | None = None
+        self.slot: ThreadSlot | None = None
 
     def __lt__(self, other: Entry) -> bool:
         if self.number == other.number and self.priority == other.priority:
@@ -109,7 +109,7 @@ class Entry:
 
 
 class Wakeups:
-    """What a step leaves to be done, without the lock: stations to wake, and lanes that want one more."""
+    """What a step leaves to be done, without the lock: runners to wake, and queues that want one more."""
 
     __slots__ = ("start", "wake")
 
@@ -139,9 +139,9 @@ class GroupQueue:
         self.is_async = is_async
         self.loose = loose
         self.running = 0
-        self.resting = 0  # threads and coroutines that wait, in a yielding lane
+        self.resting = 0  # threads and coroutines that wait, in a yielding queue
         self.bystanders: WaitingBystanders | None = None
-        self.seats = 0  # stations that exist, or are being started
+        self.slots = 0  # runners that exist, or are being started
         self.idle: list[Any] = []
         self._fresh: deque[Entry] = deque()
         self._heap: list[Entry] = []  # what is not in the plain order any more
@@ -193,7 +193,7 @@ class GroupQueue:
         heapq.heappush(self._heap, entry)
 
     def _enter(self, entry: Entry) -> None:
-        entry.lane = self
+        entry.queue = self
         self.waiting += 1
         for execution in entry.path:
             self._of_chain.setdefault(execution, {})[entry] = None
@@ -215,7 +215,7 @@ class GroupQueue:
                 entry
                 for execution in running.keys() & self._of_chain.keys()
                 for entry in self._of_chain[execution]
-                if entry.ready and entry.seat is None
+                if entry.ready and entry.slot is None
             ),
             default=None,
         )
@@ -230,8 +230,8 @@ class GroupQueue:
                 entry = fresh.popleft()
             else:
                 return None
-            if entry.state is not NEW or entry.seat is not None:
-                continue  # over, or moved to a station
+            if entry.state is not NEW or entry.slot is not None:
+                continue  # over, or moved to a runner
             if self._held and not entry.loose:
                 held = self._held.get((entry.caller, entry.priority))
                 if held is not None and not (entry.again and entry < held[0]):
@@ -276,7 +276,7 @@ class GroupQueue:
     def entries(self) -> list[Entry]:
         """Return the entries that wait here, in order."""
         everything = itertools.chain(self._fresh, self._heap, *self._held.values(), self._parked)
-        return sorted(entry for entry in everything if entry.state is NEW and entry.seat is None)
+        return sorted(entry for entry in everything if entry.state is NEW and entry.slot is None)
 
     def drain(self) -> list[Entry]:
         """Take everything out, in order."""
@@ -289,7 +289,7 @@ class GroupQueue:
 
 
 class Mailbox:
-    """All lanes of one actor. Thread-safe.
+    """All queues of one actor. Thread-safe.
 
     Args:
         limits: concurrency group -> how many of its calls run at a time; ``""`` is the default group.
@@ -306,7 +306,7 @@ class Mailbox:
         reentrant: bool = True,
         yielding: bool = False,
     ) -> None:
-        self.lanes = {name: GroupQueue(name, limit, yielding=yielding) for name, limit in limits.items()}
+        self.queues = {name: GroupQueue(name, limit, yielding=yielding) for name, limit in limits.items()}
         self.async_lanes = {
             name: GroupQueue(name, limit, is_async=True) for name, limit in (async_limits or {}).items()
         }
@@ -325,22 +325,22 @@ class Mailbox:
         yielding: bool,
         loose: bool | None = None,
     ) -> None:
-        """Set the lanes of an actor that has been constructed; the default lane stays the one that it is.
+        """Set the queues of an actor that has been constructed; the default queue stays the one that it is.
 
-        ``loose``: whether whatever is ready runs; None: in lanes that run several at a time.
+        ``loose``: whether whatever is ready runs; None: in queues that run several at a time.
         """
         with self._lock:
             self.reentrant = reentrant
             for name, limit in limits.items():
-                lane = self.lanes.setdefault(name, GroupQueue(name, limit))
-                lane.limit, lane.yielding = limit, yielding
-                lane.loose = limit > 1 if loose is None else loose
+                queue = self.queues.setdefault(name, GroupQueue(name, limit))
+                queue.limit, queue.yielding = limit, yielding
+                queue.loose = limit > 1 if loose is None else loose
             for name, limit in async_limits.items():
                 self.async_lanes[name] = GroupQueue(name, limit, is_async=True, loose=loose is not False)
 
     # -- putting in --------------------------------------------------------------------------------
 
-    def put(self, entry: Entry, lane: GroupQueue) -> Wakeups | None:
+    def put(self, entry: Entry, queue: GroupQueue) -> Wakeups | None:
         """Put an entry in. Returns None if the mailbox is closed: it is then the caller's to refuse."""
         with self._lock:
             if self.closed:
@@ -348,29 +348,29 @@ class Mailbox:
             if not entry.number:
                 entry.number = next(self._numbers)
             if entry.path and self.reentrant and entry.ready:
-                seat = self._seat_of(entry, lane)
-                if seat is not None:
-                    entry.lane = lane
-                    entry.seat = seat
-                    seat.work.append(entry)
+                slot = self._slot_of(entry, queue)
+                if slot is not None:
+                    entry.queue = queue
+                    entry.slot = slot
+                    slot.work.append(entry)
                     todo = Wakeups()
-                    todo.wake.append(seat)
+                    todo.wake.append(slot)
                     return todo
-            lane.put(entry)
-            if lane.full and not lane.is_async:
+            queue.put(entry)
+            if queue.full and not queue.is_async:
                 return NOTHING
             todo = Wakeups()
-            self._look(lane, todo)
+            self._look(queue, todo)
             return todo
 
-    def _seat_of(self, entry: Entry, lane: GroupQueue) -> ThreadSlot | None:
-        """Return the station that runs what the entry descends from."""
-        if lane.is_async or (lane.running + lane.waiting < lane.limit):
+    def _slot_of(self, entry: Entry, queue: GroupQueue) -> ThreadSlot | None:
+        """Return the runner that runs what the entry descends from."""
+        if queue.is_async or (queue.running + queue.waiting < queue.limit):
             return None  # another thread of the actor is free for it
         for execution in reversed(entry.path):
-            seat = self._running.get(execution)
-            if seat is not None:
-                return seat
+            slot = self._running.get(execution)
+            if slot is not None:
+                return slot
         return None
 
     def ready(self, entry: Entry) -> Wakeups:
@@ -380,17 +380,17 @@ class Mailbox:
             if entry.ready or entry.state is not NEW:
                 return todo
             entry.ready = True
-            lane = entry.lane
-            if lane is None:
+            queue = entry.queue
+            if queue is None:
                 return todo
-            seat = self._seat_of(entry, lane) if entry.path and self.reentrant else None
-            if seat is not None:
-                entry.seat = seat
-                lane.left(entry)
-                seat.work.append(entry)
-                todo.wake.append(seat)
-            lane.release(entry)
-            self._look(lane, todo)
+            slot = self._slot_of(entry, queue) if entry.path and self.reentrant else None
+            if slot is not None:
+                entry.slot = slot
+                queue.left(entry)
+                slot.work.append(entry)
+                todo.wake.append(slot)
+            queue.release(entry)
+            self._look(queue, todo)
         return todo
 
     def cancel(self, entry: Entry) -> Wakeups | None:
@@ -400,158 +400,158 @@ class Mailbox:
             if entry.state is not NEW:
                 return None
             entry.state = OVER
-            lane = entry.lane
-            if lane is not None:
-                if entry.seat is None:
-                    lane.left(entry)
-                lane.release(entry)
-                self._look(lane, todo)
+            queue = entry.queue
+            if queue is not None:
+                if entry.slot is None:
+                    queue.left(entry)
+                queue.release(entry)
+                self._look(queue, todo)
         return todo
 
     # -- handing out -------------------------------------------------------------------------------
 
-    def _look(self, lane: GroupQueue, todo: Wakeups) -> None:
-        """See whether the lane could run more than it does, and whom that needs."""
-        if lane.full and not (lane.is_async and self.reentrant and self._running):
+    def _look(self, queue: GroupQueue, todo: Wakeups) -> None:
+        """See whether the queue could run more than it does, and whom that needs."""
+        if queue.full and not (queue.is_async and self.reentrant and self._running):
             return
-        if lane.is_async:
-            todo.start.append(lane)
-        elif lane.idle:
-            todo.wake.append(lane.idle.pop())
-        elif lane.yielding or (lane.seats < lane.limit and lane.seats <= lane.running):
-            # Otherwise a station that is neither idle nor running is about to look for itself.
-            lane.seats += 1
-            todo.start.append(lane)
+        if queue.is_async:
+            todo.start.append(queue)
+        elif queue.idle:
+            todo.wake.append(queue.idle.pop())
+        elif queue.yielding or (queue.slots < queue.limit and queue.slots <= queue.running):
+            # Otherwise a runner that is neither idle nor running is about to look for itself.
+            queue.slots += 1
+            todo.start.append(queue)
 
-    def take(self, lane: GroupQueue, seat: Any = None) -> tuple[Entry | None, Wakeups | None]:
-        """Hand out the lane's next entry to a station (or to the event loop); None: there is nothing to do now.
+    def take(self, queue: GroupQueue, slot: Any = None) -> tuple[Entry | None, Wakeups | None]:
+        """Hand out the queue's next entry to a runner (or to the event loop); None: there is nothing to do now.
 
-        A station that gets nothing is idle from then on and is named in a later ``Wakeups.wake``.
+        A runner that gets nothing is idle from then on and is named in a later ``Wakeups.wake``.
         """
         with self._lock:
-            if not lane.full:
-                entry = lane.next()
+            if not queue.full:
+                entry = queue.next()
                 if entry is not None:
-                    lane.running += 1
-                    if lane.idle and seat in lane.idle:
+                    queue.running += 1
+                    if queue.idle and slot in queue.idle:
                         # It was not woken for this: one that reads what has come looks by itself. What comes next
                         # must not be left to it, as it has something to do.
-                        lane.idle.remove(seat)
+                        queue.idle.remove(slot)
                     todo = None
-                    if seat is not None and lane.waiting and not lane.full:
+                    if slot is not None and queue.waiting and not queue.full:
                         todo = Wakeups()
-                        self._look(lane, todo)
+                        self._look(queue, todo)
                     return entry, todo
-            if seat is not None and seat not in lane.idle and not self.closed:
-                lane.idle.append(seat)
+            if slot is not None and slot not in queue.idle and not self.closed:
+                queue.idle.append(slot)
             return None, None
 
-    def take_descendant(self, lane: GroupQueue) -> Entry | None:
-        """Hand out an entry of an async lane that descends from a running execution, over the limit."""
+    def take_descendant(self, queue: GroupQueue) -> Entry | None:
+        """Hand out an entry of an async queue that descends from a running execution, over the limit."""
         with self._lock:
             if not self.reentrant or not self._running:
                 return None
-            entry = lane.descendant(self._running)
+            entry = queue.descendant(self._running)
             if entry is not None:
                 entry.state = TAKEN
-                lane.left(entry)
-                lane.running += 1
+                queue.left(entry)
+                queue.running += 1
             return entry
 
-    def take_within(self, lane: GroupQueue, fits: Callable[[Entry], bool]) -> Entry | None:
-        """Hand out an entry of an async lane that may run within what blocks its event loop, over the limit.
+    def take_within(self, queue: GroupQueue, fits: Callable[[Entry], bool]) -> Entry | None:
+        """Hand out an entry of an async queue that may run within what blocks its event loop, over the limit.
 
         ``fits`` is called under the lock: it looks at the entry and at nothing that has a lock of its own.
         """
         with self._lock:
-            for entry in lane.entries():
+            for entry in queue.entries():
                 if fits(entry):
                     entry.state = TAKEN
-                    lane.left(entry)
-                    lane.running += 1
+                    queue.left(entry)
+                    queue.running += 1
                     return entry
         return None
 
-    def take_nested(self, seat: ThreadSlot) -> Entry | None:
-        """Hand out to a station that waits an entry that may run within what it runs."""
+    def take_nested(self, slot: ThreadSlot) -> Entry | None:
+        """Hand out to a runner that waits an entry that may run within what it runs."""
         with self._lock:
-            while seat.work:
-                entry = seat.work.popleft()
+            while slot.work:
+                entry = slot.work.popleft()
                 if entry.state is NEW:
                     entry.state = TAKEN
                     return entry
         return None
 
-    def seat_of(self, execution: int) -> ThreadSlot | None:
-        """Return the station that runs an execution, or runs something else within it; None where none does."""
+    def slot_of(self, execution: int) -> ThreadSlot | None:
+        """Return the runner that runs an execution, or runs something else within it; None where none does."""
         return self._running.get(execution)
 
-    def begin(self, execution: int, seat: ThreadSlot | None) -> None:
+    def begin(self, execution: int, slot: ThreadSlot | None) -> None:
         """Note that an execution has begun; what descends from it may run within it."""
-        self._running[execution] = seat
+        self._running[execution] = slot
 
     def end(self, execution: int) -> None:
         """Note that an execution is over."""
         self._running.pop(execution, None)
 
-    def done(self, lane: GroupQueue, seat: ThreadSlot | None = None) -> Wakeups:
+    def done(self, queue: GroupQueue, slot: ThreadSlot | None = None) -> Wakeups:
         """Note that an entry which :meth:`take` gave is over: others may run. What was left for it goes back."""
         with self._lock:
-            lane.running -= 1
-            if seat is None or not seat.work:
+            queue.running -= 1
+            if slot is None or not slot.work:
                 return NOTHING
             todo = Wakeups()
-            left = list(seat.work)
-            seat.work.clear()
+            left = list(slot.work)
+            slot.work.clear()
             for entry in left:
-                if entry.state is NEW and entry.lane is not None:
-                    entry.seat = None
-                    entry.lane.put_back(entry)
-                    if entry.lane is not lane:
-                        self._look(entry.lane, todo)
+                if entry.state is NEW and entry.queue is not None:
+                    entry.slot = None
+                    entry.queue.put_back(entry)
+                    if entry.queue is not queue:
+                        self._look(entry.queue, todo)
             return todo
 
-    def rest(self, lane: GroupQueue) -> Wakeups:
-        """Note that a thread or coroutine of what runs in a yielding lane waits: another entry may run."""
+    def rest(self, queue: GroupQueue) -> Wakeups:
+        """Note that a thread or coroutine of what runs in a yielding queue waits: another entry may run."""
         todo = Wakeups()
         with self._lock:
-            lane.resting += 1
-            if lane.waiting:
-                self._look(lane, todo)
+            queue.resting += 1
+            if queue.waiting:
+                self._look(queue, todo)
         return todo
 
     def look(self) -> Wakeups:
         """Note that there may be room for another entry: a bystander waits."""
         todo = Wakeups()
         with self._lock:
-            for lane in self.lanes.values():
-                if lane.waiting:
-                    self._look(lane, todo)
+            for queue in self.queues.values():
+                if queue.waiting:
+                    self._look(queue, todo)
         return todo
 
-    def resume(self, lane: GroupQueue) -> None:
+    def resume(self, queue: GroupQueue) -> None:
         """Note that it goes on."""
         with self._lock:
-            lane.resting -= 1
+            queue.resting -= 1
 
-    def leave(self, lane: GroupQueue, seat: Any) -> bool:
-        """Let an idle station end; False if it is wanted."""
+    def leave(self, queue: GroupQueue, slot: Any) -> bool:
+        """Let an idle runner end; False if it is wanted."""
         with self._lock:
-            if seat not in lane.idle:
+            if slot not in queue.idle:
                 return False
-            lane.idle.remove(seat)
-            lane.seats -= 1
+            queue.idle.remove(slot)
+            queue.slots -= 1
             return True
 
-    def understaffed(self, lane: GroupQueue) -> list[Entry]:
-        """Note that no station could be started for a lane; return the entries that are not to wait for one.
+    def understaffed(self, queue: GroupQueue) -> list[Entry]:
+        """Note that no runner could be started for a queue; return the entries that are not to wait for one.
 
-        Where the lane has others, these see to all but the one that wanted it, which they may be waiting for.
+        Where the queue has others, these see to all but the one that wanted it, which they may be waiting for.
         """
         with self._lock:
-            lane.seats -= 1
+            queue.slots -= 1
             entries: list[Entry] = []
-            while not (entries and lane.seats) and (entry := lane.next()) is not None:
+            while not (entries and queue.slots) and (entry := queue.next()) is not None:
                 entry.state = OVER
                 entries.append(entry)
             return entries
@@ -561,9 +561,9 @@ class Mailbox:
     def counts(self) -> tuple[int, int]:
         """Return how many entries wait and how many run."""
         with self._lock:
-            lanes = [*self.lanes.values(), *self.async_lanes.values()]
-            nested = sum(len(seat.work) for seat in set(self._running.values()) if seat is not None)
-            return sum(lane.waiting for lane in lanes) + nested, sum(lane.running for lane in lanes)
+            queues = [*self.queues.values(), *self.async_lanes.values()]
+            nested = sum(len(slot.work) for slot in set(self._running.values()) if slot is not None)
+            return sum(queue.waiting for queue in queues) + nested, sum(queue.running for queue in queues)
 
     def close_if_idle(self) -> bool:
         """Take no more if nothing waits or runs; say whether that is so. One step: nothing can come in between."""
@@ -573,19 +573,19 @@ class Mailbox:
             return idle
 
     def close(self) -> tuple[list[Entry], list[Any]]:
-        """Take no more. Returns what was waiting, in order, and the idle stations."""
+        """Take no more. Returns what was waiting, in order, and the idle runners."""
         with self._lock:
             self.closed = True
             entries: list[Entry] = []
-            seats: list[Any] = []
-            for lane in (*self.lanes.values(), *self.async_lanes.values()):
-                entries.extend(lane.drain())
-                seats.extend(lane.idle)
-                lane.idle.clear()
-            for seat in set(self._running.values()):
-                if seat is not None:
-                    entries.extend(entry for entry in seat.work if entry.state is NEW)
-                    seat.work.clear()
+            slots: list[Any] = []
+            for queue in (*self.queues.values(), *self.async_lanes.values()):
+                entries.extend(queue.drain())
+                slots.extend(queue.idle)
+                queue.idle.clear()
+            for slot in set(self._running.values()):
+                if slot is not None:
+                    entries.extend(entry for entry in slot.work if entry.state is NEW)
+                    slot.work.clear()
             for entry in entries:
                 entry.state = OVER
-            return sorted(entries), seats
+            return sorted(entries), slots

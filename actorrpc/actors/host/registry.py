@@ -1,6 +1,6 @@
-"""The residents of a worker: the actors that live here, and the office that drops letters into their mailboxes.
+"""The registry of a worker: the actors that live here, and the router that drops messages into their mailboxes.
 
-The office runs under the read lock of the connection that brings a letter: it looks at the header, never at the
+The router runs under the read lock of the connection that brings a message: it looks at the header, never at the
 pickle, and hands everything else to the pool. ``_lock`` guards the table of actors; nothing is called under it.
 """
 
@@ -26,7 +26,7 @@ from actorrpc.agent.executor import Later
 from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future, collect_all
 from actorrpc.rpc.refcount.messages import WorkerKey
-from actorrpc.wire.frames import LETTER, Frame
+from actorrpc.wire.frames import MAIL, Frame
 from actorrpc.wire.headers import Header, unpack_header
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _AT_LEAST_S: Final = 0.25
 _CALLERS: Final = (1 << FRAME_BIT - CALLER_BIT) - 1
 _HEADERS = 1024
 _SHORT = 128  # bytes; longer headers have something of their own
-_REMEMBERED = 1000  # residents that have ended, with the reason
+_REMEMBERED = 1000  # actors that have ended, with the reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class HostedActorState:
     """What a worker says of an actor that lives there."""
 
     actor_id: int
-    resident_id: int
+    instance_id: int
     state: str
     waiting: int
     running: int
@@ -67,7 +67,7 @@ class ActorRegistry:
         self._lock = threading.RLock()
         self._table: dict[int, HostedActor] = {}
         self._ended: dict[int, str] = {}
-        self._stations = ActorThreads()
+        self._runners = ActorThreads()
         self.deadlocks = DeadlockDetector(runtime)
         self._closed = False
         self._headers: dict[bytes, Header] = {}
@@ -77,15 +77,15 @@ class ActorRegistry:
         self._agent.post = self
         self._agent.on_peer_end.append(self._peer_ended)
 
-    # -- the office (agent.mail.MailRouter) ------------------------------------------------------
+    # -- the router (agent.mail.MailRouter) ------------------------------------------------------
 
     def take(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
         """See agent.mail.MailRouter."""
         announced = peer.running.get(frame.id)
         if type(announced) is Envelope and not announced.whole:
             announced.whole = True
-            if announced.office is not None:
-                announced.office.arrived(announced, conn, frame)
+            if announced.hosted is not None:
+                announced.hosted.arrived(announced, conn, frame)
             return
         self._drop(conn, peer, frame, True)
 
@@ -104,29 +104,27 @@ class ActorRegistry:
         if header is None:
             header = unpack_header(frame.extra)
             if not isinstance(header.get("mailbox"), int):
-                raise ProtocolError("a letter names no actor")
-            if whole and len(frame.extra) < _SHORT and not frame.flags & ~LETTER:
+                raise ProtocolError("a message names no actor")
+            if whole and len(frame.extra) < _SHORT and not frame.flags & ~MAIL:
                 # Calls of one method have equal headers. Nobody changes one.
                 if len(self._headers) >= _HEADERS:
                     self._headers.clear()
                 self._headers[frame.extra] = header
-        resident_id: int = header["mailbox"]
+        instance_id: int = header["mailbox"]
         entry = Envelope(conn, peer, frame, header, whole)
-        resident = self._table.get(resident_id)
-        if resident is not None:
-            resident.post(entry)
+        hosted = self._table.get(instance_id)
+        if hosted is not None:
+            hosted.post(entry)
             return
         if header.get("creates"):
             with self._lock:
                 if not self._closed:
-                    resident = self._table[resident_id] = HostedActor(
-                        self._runtime, resident_id, self._stations
-                    )
-            if resident is not None:
-                resident.construct(entry)
+                    hosted = self._table[instance_id] = HostedActor(self._runtime, instance_id, self._runners)
+            if hosted is not None:
+                hosted.construct(entry)
                 return
         if whole:
-            error = HostedActorGoneError(resident_id, self._ended.get(resident_id, ""))
+            error = HostedActorGoneError(instance_id, self._ended.get(instance_id, ""))
             peer.running[frame.id] = entry  # a worker that is to leave when nothing runs answers it before
             self._agent.submit(partial(self._refuse, entry, error))
 
@@ -174,20 +172,20 @@ class ActorRegistry:
 
     # -- who is here -------------------------------------------------------------------------------
 
-    def get(self, resident_id: int) -> HostedActor | None:
+    def get(self, instance_id: int) -> HostedActor | None:
         """Return the actor of this incarnation; None if it is not here."""
-        return self._table.get(resident_id)
+        return self._table.get(instance_id)
 
     def all(self) -> list[HostedActor]:
         """Return the actors that live here."""
         with self._lock:
             return list(self._table.values())
 
-    def forget(self, resident: HostedActor) -> None:
+    def forget(self, hosted: HostedActor) -> None:
         """Take out an actor that has ended."""
         with self._lock:
-            if self._table.pop(resident.id, None) is not None:
-                self._ended[resident.id] = resident.why
+            if self._table.pop(hosted.id, None) is not None:
+                self._ended[hosted.id] = hosted.why
                 while len(self._ended) > _REMEMBERED:
                     self._ended.pop(next(iter(self._ended)))
 
@@ -195,19 +193,19 @@ class ActorRegistry:
         """Return what there is to say of the actors here."""
         found = []
         now = _time.now()
-        for resident in self.all():
-            if resident.spec is None:
+        for hosted in self.all():
+            if hosted.spec is None:
                 continue
-            waiting, running = resident.counts()
+            waiting, running = hosted.counts()
             found.append(
                 HostedActorState(
-                    resident.spec.actor_id,
-                    resident.id,
-                    resident.state,
+                    hosted.spec.actor_id,
+                    hosted.id,
+                    hosted.state,
                     waiting,
                     running,
-                    resident.calls,
-                    now - resident.begun,
+                    hosted.calls,
+                    now - hosted.begun,
                 )
             )
         return found
@@ -217,17 +215,17 @@ class ActorRegistry:
     def _peer_ended(self, peer: Peer) -> None:
         """End the actors whose creator is gone, unless they are detached."""
         key = WorkerKey(peer.rank, peer.record.incarnation)
-        for resident in self.all():
-            spec = resident.spec
+        for hosted in self.all():
+            spec = hosted.spec
             if spec is not None and spec.card.supervisor == key and spec.options.lifetime != "detached":
-                _ = resident.end("now", f"its creator, worker {peer.name!r}, is gone")
+                _ = hosted.end("now", f"its creator, worker {peer.name!r}, is gone")
 
     def close(self, graceful: bool, patience: float = _END_S) -> None:
         """End all actors here; waits for their last hooks: 5 s or ``patience``, 0.25 s if not ``graceful``."""
         with self._lock:
             self._closed = True
         over: list[Future[None]] = [
-            resident.end("now", f"worker {self._agent.name!r} shut down") for resident in self.all()
+            hosted.end("now", f"worker {self._agent.name!r} shut down") for hosted in self.all()
         ]
         if over:
             try:
@@ -239,15 +237,15 @@ class ActorRegistry:
 # -- called by supervisors, on the worker where the actor lives -----------------------------------------
 
 
-def end(resident_id: int, how: str, why: str) -> Any:
+def end(instance_id: int, how: str, why: str) -> Any:
     """End an actor here (``"drain"`` or ``"now"``); answers when it is over."""
     found = current()
-    resident = found.residents.get(resident_id) if found is not None else None
-    if resident is None:
+    hosted = found.registry.get(instance_id) if found is not None else None
+    if hosted is None:
         return None
-    return Later(resident.end(how, why))
+    return Later(hosted.end(how, why))
 
 
 def states() -> list[HostedActorState]:
     """Return what there is to say of the actors here."""
-    return runtime().residents.states()
+    return runtime().registry.states()

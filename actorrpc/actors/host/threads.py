@@ -1,13 +1,13 @@
-"""The crew: the threads that run an actor's sync methods, and what they do while they wait.
+"""The threads that run an actor's sync methods, and what they do while they wait.
 
 A serial actor has one :class:`ActorThread`, which runs everything, its constructor included: renderers, database
-connections and event loops are used from the thread that made them. A station that waits in one of our waits runs
+connections and event loops are used from the thread that made them. Such a runner that waits in one of our waits runs
 the calls that descend from its own meanwhile, nested on the same thread. So does one whose method runs an event loop of its
 own (``asyncio.run()``): the loop runs them between the steps of its coroutines, whatever those await.
 
-An idle station waits on the connection of its last caller (see ``transport/reader.py``), and so reads the next call itself;
-where somebody else reads that, it parks on a lock of its own. A worker keeps at most ``MAX_STATIONS``; beyond that,
-the station that has been idle longest ends, and its actor gets a new one with its next call.
+An idle runner waits on the connection of its last caller (see ``transport/reader.py``), and so reads the next call itself;
+where somebody else reads that, it parks on a lock of its own. A worker keeps at most ``MAX_RUNNERS``; beyond that,
+the runner that has been idle longest ends, and its actor gets a new one with its next call.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BYSTANDERS",
-    "MAX_STATIONS",
+    "MAX_RUNNERS",
     "ActorThread",
     "ActorThreads",
     "Bystanders",
@@ -52,7 +52,7 @@ __all__ = [
     "wake_all",
 ]
 
-MAX_STATIONS: Final = 1024
+MAX_RUNNERS: Final = 1024
 _AGAIN_S: Final = 0.02  # how soon an interruption is tried again on a thread that is in our own code
 # What a call that runs on a thread is, as far as interruptions go.
 _RUNS: Final = "runs"
@@ -111,33 +111,33 @@ def _module(frame: FrameType) -> str:
 
 
 class ActorThreads:
-    """All stations of this process. ``_lock`` guards the table and is a leaf."""
+    """All runners of this process. ``_lock`` guards the table and is a leaf."""
 
-    def __init__(self, most: int = MAX_STATIONS) -> None:
+    def __init__(self, most: int = MAX_RUNNERS) -> None:
         self._lock = threading.RLock()
         self._all: dict[ActorThread, None] = {}
         self._most = most
 
-    def add(self, station: ActorThread) -> None:
-        """Record a new station; if there are too many, let the one that has been idle longest end."""
+    def add(self, runner: ActorThread) -> None:
+        """Record a new runner; if there are too many, let the one that has been idle longest end."""
         with self._lock:
-            self._all[station] = None
+            self._all[runner] = None
             crowded = len(self._all) > self._most
             others = sorted(self._all, key=lambda each: each.idle_since or float("inf")) if crowded else []
         for each in others:
-            if each is not station and each.idle_since and each.retire():
+            if each is not runner and each.idle_since and each.retire():
                 return
 
-    def remove(self, station: ActorThread) -> None:
-        """Record that a station has ended."""
+    def remove(self, runner: ActorThread) -> None:
+        """Record that a runner has ended."""
         with self._lock:
-            self._all.pop(station, None)
+            self._all.pop(runner, None)
 
 
 class ActorThread:
-    """A thread of an actor, for one lane. Made by its resident; ends when it is told to."""
+    """A thread of an actor, for one queue. Made by its actor; ends when it is told to."""
 
-    def __init__(self, resident: HostedActor, lane: GroupQueue) -> None:
+    def __init__(self, hosted: HostedActor, queue: GroupQueue) -> None:
         self.work: deque[Entry] = deque()
         self.idle_since = 0.0
         self.depth = 0
@@ -146,8 +146,8 @@ class ActorThread:
         self.attends: Connection | None = None
         self.running: Entry | None = None
         self._grad = True  # the mode of autograd that the actor has between its calls
-        self._resident = resident
-        self.lane = lane
+        self._hosted = hosted
+        self.queue = queue
         self._ending = False
         self._stirs: list[tuple[Callable[[], None], object]] = []
         # The event loops on which coroutines of its methods await something of ours, one for each of those.
@@ -162,15 +162,15 @@ class ActorThread:
 
     def start(self) -> None:
         """Start the thread. Where the system has none, the calls hear of it that wait for one."""
-        resident = self._resident
-        resident.crew.append(self)
-        resident.stations.add(self)
+        hosted = self._hosted
+        hosted.threads.append(self)
+        hosted.runners.add(self)
         try:
-            Daemon(self._run, f"actorrpc-actor-{resident.title}").start()
+            Daemon(self._run, f"actorrpc-actor-{hosted.title}").start()
         except NO_THREAD:
-            resident.stations.remove(self)
-            resident.understaffed(self.lane)
-            resident.left(self)
+            hosted.runners.remove(self)
+            hosted.understaffed(self.queue)
+            hosted.left(self)
 
     @property
     def waiting(self) -> bool:
@@ -209,14 +209,14 @@ class ActorThread:
 
     def runs(self, execution: int) -> bool:
         """Whether an execution is under way here."""
-        return self._resident.mailbox.seat_of(execution) is self
+        return self._hosted.mailbox.slot_of(execution) is self
 
     def wake(self) -> None:
         """Have the thread look for work, whether it is parked or waits for something."""
         if threading.get_ident() == self.ident:
             if self.work and not self._stirs:
                 self._serve_on(asyncio._get_running_loop())
-            return  # it has read its own letter, and is about to look
+            return  # it has read its own message, and is about to look
         stirs = self._stirs
         if stirs:
             try:
@@ -239,7 +239,7 @@ class ActorThread:
 
     def retire(self) -> bool:
         """End the thread if it is idle."""
-        if not self._resident.mailbox.leave(self.lane, self):
+        if not self._hosted.mailbox.leave(self.queue, self):
             return False
         self.end()
         return True
@@ -251,16 +251,16 @@ class ActorThread:
 
     def _run(self) -> None:
         self.ident = threading.get_ident()
-        WAITING.station = self
+        WAITING.runner = self
         follow_torch()
         self._context = copy_context()
-        resident, lane, mailbox = self._resident, self.lane, self._resident.mailbox
+        hosted, queue, mailbox = self._hosted, self.queue, self._hosted.mailbox
         entry: Entry | None = None
         try:
             while True:
-                entry, todo = mailbox.take(lane, self)
+                entry, todo = mailbox.take(queue, self)
                 if todo is not None:
-                    resident.carry_out(todo)
+                    hosted.carry_out(todo)
                 if entry is None:
                     if self._ending or mailbox.closed:  # one that starts late was not told
                         return
@@ -271,18 +271,18 @@ class ActorThread:
                 self._grad = torch.is_grad_enabled()
                 if self.caller is not None and self.caller.outbox:
                     self.caller.flush(True)  # its last answer was left to be sent with the wait for more
-                resident.callee.run(entry, self)
+                hosted.executor.run(entry, self)
                 entry = None
-                resident.finished(lane, mailbox.done(lane, self))
+                hosted.finished(queue, mailbox.done(queue, self))
         except BaseException as error:
-            resident.broken(error, entry)
+            hosted.broken(error, entry)
         finally:
             if self.caller is not None and self.caller.outbox:
                 self.caller.flush()  # nobody waits for more here
-            mailbox.leave(lane, self)
-            resident.stations.remove(self)
-            resident.left(self)
-            WAITING.station = None
+            mailbox.leave(queue, self)
+            hosted.runners.remove(self)
+            hosted.left(self)
+            WAITING.runner = None
 
     def _sleep(self) -> None:
         """Wait for work, where it is most likely to come from: the connection of the last caller."""
@@ -291,7 +291,7 @@ class ActorThread:
             frames = conn.answering.attend(self)
             if frames is not None:
                 if frames:
-                    self._resident.agent.deliver(conn, frames, True)
+                    self._hosted.agent.deliver(conn, frames, True)
                 return
             if conn.outbox:
                 conn.flush(True)
@@ -299,7 +299,7 @@ class ActorThread:
                 self.caller = None
             # Somebody else is reading it: what that thread brings in is worth one turn of the interpreter.
             time.sleep(0)
-            if self.lane.waiting:
+            if self.queue.waiting:
                 return
         self._parked.acquire()
 
@@ -312,8 +312,8 @@ class ActorThread:
     def begin_wait(self, stir: Callable[[], None], what: object) -> None:
         """See futures.NestedRunner."""
         self._stirs.append((stir, what))
-        if self.lane.waiting:
-            self._resident.runtime.residents.deadlocks.poke()
+        if self.queue.waiting:
+            self._hosted.runtime.registry.deadlocks.poke()
         if len(self._stirs) == 1:
             self._rest()
 
@@ -329,8 +329,8 @@ class ActorThread:
         self._awaits.append(loop)
         if self.work:
             self._serve_on(loop)
-        if self.lane.waiting:
-            self._resident.runtime.residents.deadlocks.poke()
+        if self.queue.waiting:
+            self._hosted.runtime.registry.deadlocks.poke()
         self._rest()
 
     def end_await(self) -> None:
@@ -342,12 +342,12 @@ class ActorThread:
             pass
 
     def _rest(self) -> None:
-        if self.lane.yielding:
-            self._resident.carry_out(self._resident.mailbox.rest(self.lane))
+        if self.queue.yielding:
+            self._hosted.carry_out(self._hosted.mailbox.rest(self.queue))
 
     def _resume(self) -> None:
-        if self.lane.yielding:
-            self._resident.mailbox.resume(self.lane)
+        if self.queue.yielding:
+            self._hosted.mailbox.resume(self.queue)
 
     def _serve_on(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """Have the event loop that the method runs itself, if any, run what may run, between the steps of its coroutines."""
@@ -364,7 +364,7 @@ class ActorThread:
 
     def serve(self) -> None:
         """See futures.NestedRunner."""
-        entry = self._resident.mailbox.take_nested(self)
+        entry = self._hosted.mailbox.take_nested(self)
         if entry is None:
             return
         outer, stirs = self.running, self._stirs
@@ -378,7 +378,7 @@ class ActorThread:
         if grad is not self._grad:
             torch._C._set_grad_enabled(self._grad)
         try:
-            self._resident.callee.run(entry, self)
+            self._hosted.executor.run(entry, self)
         finally:
             torch._C._set_grad_enabled(grad)
             asyncio._set_running_loop(loop)
@@ -459,10 +459,10 @@ class ActorThread:
 
 
 class Bystanders:
-    """The threads of this process that are no station's, where tasks run: those that tasks have started.
+    """The threads of this process that are no runner's, where tasks run: those that tasks have started.
 
     Each of them that waits makes room for one more task, as a task does that waits itself: nobody knows whose it is. It is
-    their station. ``_lock`` guards the number and the table; it is a leaf, and re-entrant, as the collector may run there.
+    their runner. ``_lock`` guards the number and the table; it is a leaf, and re-entrant, as the collector may run there.
     """
 
     work: Any = ()
@@ -470,21 +470,21 @@ class Bystanders:
     def __init__(self) -> None:
         self.waiting = 0
         self._lock = threading.RLock()
-        self._residents: weakref.WeakSet[HostedActor] = weakref.WeakSet()
+        self._hosted_actors: weakref.WeakSet[HostedActor] = weakref.WeakSet()
 
-    def make_room_in(self, resident: HostedActor) -> None:
+    def make_room_in(self, hosted: HostedActor) -> None:
         """Have them make room in an actor that executes tasks."""
         with self._lock:
-            self._residents.add(resident)
-            for lane in resident.mailbox.lanes.values():
-                lane.bystanders = self
+            self._hosted_actors.add(hosted)
+            for queue in hosted.mailbox.queues.values():
+                queue.bystanders = self
             stand_by(self)
 
-    def leave(self, resident: HostedActor) -> None:
+    def leave(self, hosted: HostedActor) -> None:
         """Forget an actor that has ended; without one, waits are nobody's business here."""
         with self._lock:
-            self._residents.discard(resident)
-            if not self._residents:
+            self._hosted_actors.discard(hosted)
+            if not self._hosted_actors:
                 stand_by(None)
 
     def begin_wait(self, stir: Callable[[], None], what: object) -> None:
@@ -499,9 +499,9 @@ class Bystanders:
         """See futures.NestedRunner."""
         with self._lock:
             self.waiting += 1
-            residents = list(self._residents)
-        for resident in residents:
-            resident.carry_out(resident.mailbox.look())
+            registry = list(self._hosted_actors)
+        for hosted in registry:
+            hosted.carry_out(hosted.mailbox.look())
 
     def end_await(self) -> None:
         """See futures.NestedRunner."""
@@ -516,6 +516,6 @@ BYSTANDERS: Final = Bystanders()
 
 
 def wake_all(todo: Wakeups) -> None:
-    """Wake the stations that a step has named."""
-    for station in todo.wake:
-        station.wake()
+    """Wake the runners that a step has named."""
+    for runner in todo.wake:
+        runner.wake()

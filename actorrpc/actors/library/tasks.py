@@ -106,8 +106,8 @@ class _Runner:
         self.busy = 0
 
 
-class _Crew:
-    """The runners for tasks of one kind, as this process uses them. Guarded by the lock of :class:`_Crews`."""
+class _RunnerPool:
+    """The runners for tasks of one kind, as this process uses them. Guarded by the lock of :class:`_RunnerPools`."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -121,17 +121,17 @@ class _Crew:
         return least
 
 
-class _Crews:
+class _RunnerPools:
     """All the runners that this process uses. Thread-safe.
 
-    ``_lock`` guards ``_crews`` and ``_turn``, and the numbers in them. Runners are made under it, which calls nothing of the
+    ``_lock`` guards ``_pools`` and ``_turn``, and the numbers in them. Runners are made under it, which calls nothing of the
     user's; it is re-entrant, as the collector may run there.
     """
 
     def __init__(self, in_force: Runtime) -> None:
         self.runtime = in_force
         self._lock = threading.RLock()
-        self._crews: dict[Any, _Crew] = {}
+        self._pools: dict[Any, _RunnerPool] = {}
         self._turn = 0
 
     def take(self, options: TaskOptions) -> _Runner:
@@ -148,9 +148,9 @@ class _Crews:
         with self._lock:
             runner.busy -= 1
             if dead:
-                for crew in self._crews.values():
-                    if runner in crew.runners:
-                        crew.runners.remove(runner)
+                for pool in self._pools.values():
+                    if runner in pool.runners:
+                        pool.runners.remove(runner)
 
     @property
     def _is_first(self) -> bool:
@@ -158,24 +158,24 @@ class _Crews:
 
     def _choose(self, options: TaskOptions) -> _Runner:
         if self.runtime.spawner is not None and options.worker is None:
-            crew = self._crew(options)
-            found = crew.choose()
+            pool = self._pool(options)
+            found = pool.choose()
             if found is None and not self._is_first:  # there are no more: rank 0 has no more, either
-                found = min(crew.runners, key=lambda each: each.busy)
+                found = min(pool.runners, key=lambda each: each.busy)
             if found is None:
                 found = _Runner(_make(options, yielding=True))
-                crew.runners.append(found)
+                pool.runners.append(found)
             return found
         worker = options.worker
         if worker is None:
             worker = self._next_worker()
         key = ("at", worker)
-        crew = self._crews.setdefault(key, _Crew(1))
-        if not crew.runners:
-            crew.runners.append(
+        pool = self._pools.setdefault(key, _RunnerPool(1))
+        if not pool.runners:
+            pool.runners.append(
                 _Runner(_make(options, worker=worker, max_concurrency=_THREADS, yielding=True))
             )
-        return crew.runners[0]
+        return pool.runners[0]
 
     def _next_worker(self) -> int:
         agent = self.runtime.agent
@@ -184,7 +184,7 @@ class _Crews:
         self._turn += 1
         return others[self._turn % len(others)]
 
-    def _crew(self, options: TaskOptions) -> _Crew:
+    def _pool(self, options: TaskOptions) -> _RunnerPool:
         key = (
             "new",
             options.num_cpus,
@@ -192,10 +192,10 @@ class _Crews:
             tuple(sorted((options.env or {}).items())),
             options.working_dir,
         )
-        found = self._crews.get(key)
+        found = self._pools.get(key)
         if found is None:
             cpus = getattr(self.runtime.spawner, "num_cpus", None) or os.cpu_count() or 1
-            found = self._crews[key] = _Crew(max(1, int(cpus / max(1.0, options.num_cpus or 1.0))))
+            found = self._pools[key] = _RunnerPool(max(1, int(cpus / max(1.0, options.num_cpus or 1.0))))
         return found
 
     # -- the runners of rank 0, for all workers of an embedded cluster ----------------------------------------
@@ -203,31 +203,31 @@ class _Crews:
     def share(self, options: TaskOptions, count: int) -> list[ActorHandle[Any]]:
         """Return the runners there are for tasks of a kind, after making some if there are less than ``count``."""
         with self._lock:
-            crew = self._crew(options)
-            while len(crew.runners) < min(count, crew.limit):
-                crew.runners.append(_Runner(_make(options, yielding=True)))
-            return [each.handle for each in crew.runners]
+            pool = self._pool(options)
+            while len(pool.runners) < min(count, pool.limit):
+                pool.runners.append(_Runner(_make(options, yielding=True)))
+            return [each.handle for each in pool.runners]
 
     def _borrow(self, options: TaskOptions) -> None:
         """See that this process knows of a runner that has nothing to do for it, if rank 0 can have one."""
         with self._lock:
-            crew = self._crew(options)
-            if crew.choose() is not None:
+            pool = self._pool(options)
+            if pool.choose() is not None:
                 return
-            count = len(crew.runners) + 1
+            count = len(pool.runners) + 1
         agent = self.runtime.agent
         plain = replace(options, name=None, retry_exceptions=False)
         handles = agent.ask(agent.peer(0), _share, (plain, count), {}, _ASK_S)
         with self._lock:
-            known = {each.handle for each in crew.runners}
-            crew.runners.extend(_Runner(each) for each in handles if each not in known)
-            if len(crew.runners) < count:
-                crew.limit = len(crew.runners)
+            known = {each.handle for each in pool.runners}
+            pool.runners.extend(_Runner(each) for each in handles if each not in known)
+            if len(pool.runners) < count:
+                pool.limit = len(pool.runners)
 
 
 def _share(options: TaskOptions, count: int) -> list[ActorHandle[Any]]:
     """Called by other workers on rank 0."""
-    return _crews_of(runtime()).share(options, count)
+    return _pools_of(runtime()).share(options, count)
 
 
 def _make(options: TaskOptions, **how: Any) -> ActorHandle[Any]:
@@ -249,16 +249,16 @@ def _make(options: TaskOptions, **how: Any) -> ActorHandle[Any]:
     return handle
 
 
-_crews_lock: Final = threading.RLock()  # guards the making of a runtime's crews
+_pools_lock: Final = threading.RLock()  # guards the making of a runtime's pools
 
 
-def _crews_of(in_force: Runtime) -> _Crews:
-    found: _Crews | None = in_force.crews
+def _pools_of(in_force: Runtime) -> _RunnerPools:
+    found: _RunnerPools | None = in_force.task_pools
     if found is None:
-        with _crews_lock:
-            found = in_force.crews
+        with _pools_lock:
+            found = in_force.task_pools
             if found is None:
-                found = in_force.crews = _Crews(in_force)
+                found = in_force.task_pools = _RunnerPools(in_force)
     return found
 
 
@@ -329,15 +329,15 @@ class _StreamRoute:
 class TaskFuture(Future[Any]):
     """The result of a task. Its errors speak of the task and not of the actor that executes it."""
 
-    __slots__ = ("_crews", "_runner")
+    __slots__ = ("_pools", "_runner")
 
     _then_class = Future
 
-    def __init__(self, call: Future[Any], crews: _Crews, runner: _Runner, title: str) -> None:
+    def __init__(self, call: Future[Any], pools: _RunnerPools, runner: _Runner, title: str) -> None:
         Future.__init__(self)
         self.label = f"task {title}"
         self._source = SplitResults(call)
-        self._crews = crews
+        self._pools = pools
         self._runner: _Runner | None = runner
         call.add_done_callback(self._ended)
 
@@ -345,7 +345,7 @@ class TaskFuture(Future[Any]):
         runner, self._runner = self._runner, None
         error = call._error
         if runner is not None:
-            self._crews.give_back(runner, dead=isinstance(error, ActorDiedError))
+            self._pools.give_back(runner, dead=isinstance(error, ActorDiedError))
         call.acknowledge()  # it goes on in ours
         if error is not None:
             error = _told(self.label, error)
@@ -418,16 +418,16 @@ class RemoteFunction(Generic[P, Out]):
                 SerializationError: the function, or an argument, cannot be sent.
             """
             self._signature.check(args, kwargs)
-            crews = _crews_of(runtime(start=True))
-            runner = crews.take(self._options)
+            pools = _pools_of(runtime(start=True))
+            runner = pools.take(self._options)
             given = (self._travels, *args)
             try:
                 again = runner.route.again(self._method, self._call, given, kwargs)
                 future = runner.route.call(self._method, self._call, given, kwargs, refs=True)
             except BaseException:
-                crews.give_back(runner)
+                pools.give_back(runner)
                 raise
-            task = TaskFuture(future, crews, runner, self._title)
+            task = TaskFuture(future, pools, runner, self._title)
             route = _StreamRoute(runner.route, task.label)
             return shaped(task, self._method, self._shape, label=self._title, route=route, again=again)
 

@@ -47,10 +47,10 @@ def pack_arguments(
         future = each._future
         if future is not None and future._done:
             value = future.wait()
-            plan = getattr(future, "_plan", None)
+            template = getattr(future, "_template", None)
             if type(value) is not StoredResult:
-                if plan is not None:  # it came with the reply, and would have been better kept
-                    plan.handed_on()
+                if template is not None:  # it came with the reply, and would have been better kept
+                    template.handed_on()
                 return value
         left = True
         return each

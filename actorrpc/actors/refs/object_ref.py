@@ -53,11 +53,11 @@ class StoredResult:
         taste: hears what becomes of the result at its caller: whether it is fetched, or handed on.
     """
 
-    __slots__ = ("rref", "taste")
+    __slots__ = ("policy", "rref")
 
     def __init__(self, rref: RRef[Any]) -> None:
         self.rref = rref
-        self.taste: ResultPolicy | None = None
+        self.policy: ResultPolicy | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StoredResult, (self.rref,)
@@ -279,8 +279,8 @@ class ObjectRef(Generic[T_co]):
                 found = self._fetched
             assert found is not None
             if found is pursuit.future:
-                if future._done and type(future._value) is StoredResult and future._value.taste is not None:
-                    future._value.taste.fetched()
+                if future._done and type(future._value) is StoredResult and future._value.policy is not None:
+                    future._value.policy.fetched()
                 pursuit.follow(future)
         if future._covered:  # looked at when the fetch can be seen: covered here, or with the call
             found.cover()

@@ -24,7 +24,7 @@ _code_of: Final[Callable[[SystemExit], Any]] = SystemExit.__dict__[
 
 
 class ActorExit(BaseException):
-    """Raised by ``exit_actor()`` in a method: the resident catches it and ends the actor without a restart.
+    """Raised by ``exit_actor()`` in a method: the actor catches it and ends the actor without a restart.
 
     Not an Exception, so that the ``except Exception`` of a method lets it pass.
     """
@@ -41,13 +41,13 @@ class HostedActorGoneError(RpcError):
 
     maybe_executed = False
 
-    def __init__(self, resident_id: int, why: str = "") -> None:
-        super().__init__(resident_id, why)
-        self.resident_id = resident_id
+    def __init__(self, instance_id: int, why: str = "") -> None:
+        super().__init__(instance_id, why)
+        self.instance_id = instance_id
         self.why = why
 
     def __str__(self) -> str:
-        return f"there is no actor {self.resident_id:016x} here{': ' if self.why else ''}{self.why}"
+        return f"there is no actor {self.instance_id:016x} here{': ' if self.why else ''}{self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Location:
 
     worker: WorkerKey
     worker_name: str
-    resident_id: int
+    instance_id: int
     epoch: int
     pid: int = 0
 
@@ -96,7 +96,7 @@ class ActorSpec:
     """Everything a worker needs to bring an actor to life.
 
     Attributes:
-        resident_id: names this incarnation.
+        instance_id: names this incarnation.
         epoch: counts incarnations, from 0.
         cls, arguments: Snapshots of the class and of ``(args, kwargs)`` of its constructor; None when it has been made.
         state: Snapshot of what ``checkpoint()`` returned last; None for a first life.
@@ -105,7 +105,7 @@ class ActorSpec:
     """
 
     actor_id: int
-    resident_id: int
+    instance_id: int
     epoch: int
     cls: Snapshot | None
     arguments: Snapshot | None

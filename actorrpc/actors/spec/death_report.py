@@ -29,7 +29,7 @@ class ProcessSpec:
         host, labels, resources, spread: see :class:`~actorrpc.actors.spec.options.ActorOptions`; for where it is placed.
         wait_s: how long it may wait for a worker that has what it needs.
         booking: names what is booked for it; 0 where nothing is to be.
-        own: it must be a process of its own, and no seat in a worker that others share.
+        own: it must be a process of its own, and no slot in a worker that others share.
         rank: the worker where it has to be; None where any will do.
     """
 
@@ -72,7 +72,7 @@ class DeathReport:
         exit_code: what it returned; None where a signal ended it, or where nobody knows.
         signal: the number of the signal that ended it.
         stderr: the last lines that it wrote to its standard error.
-        peak_memory: the most memory it ever had resident, in bytes; 0 where unknown.
+        peak_memory: the most memory it ever had actor, in bytes; 0 where unknown.
         uptime: how long it lived, in seconds; 0 where unknown.
     """
 
@@ -119,7 +119,7 @@ class Spawner(Protocol):
         """
 
     def give_back(self, booking: int) -> None:
-        """Give a seat back. Harmless when repeated."""
+        """Give a slot back. Harmless when repeated."""
 
     def release(self, worker: str) -> None:
         """Let a process end by itself, once nothing that lives in it is referenced any more."""
@@ -166,7 +166,7 @@ class ActorState:
         restarts: how often it has been made again.
         death_cause: why it is dead, or how it died last; empty if it has not.
         supervisor: the name of the worker that looks after it.
-        resident_id: of its present incarnation.
+        instance_id: of its present incarnation.
         pending: how many calls wait there; -1 where nobody has asked.
     """
 
@@ -181,5 +181,5 @@ class ActorState:
     death_cause: str = ""
     detached: bool = False
     supervisor: str = ""
-    resident_id: int = 0
+    instance_id: int = 0
     pending: int = -1

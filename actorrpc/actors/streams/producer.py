@@ -105,10 +105,10 @@ class _Caller(Protocol):
     """The call that a generator runs in, as its actor's mailbox has it."""
 
     @property
-    def lane(self) -> Any: ...
+    def queue(self) -> Any: ...
 
     @property
-    def office(self) -> Any: ...
+    def hosted(self) -> Any: ...
 
 
 class Producer(Stall):
@@ -237,15 +237,15 @@ class Producer(Stall):
     def resting(self) -> Iterator[None]:
         """For the pause of a coroutine: where the actor's limit is the default one, others may begin meanwhile."""
         entry = self.entry
-        lane, office = (None, None) if entry is None else (entry.lane, entry.office)
-        if lane is None or office is None or not lane.yielding:
+        queue, hosted = (None, None) if entry is None else (entry.queue, entry.hosted)
+        if queue is None or hosted is None or not queue.yielding:
             yield
             return
-        office.carry_out(office.mailbox.rest(lane))
+        hosted.carry_out(hosted.mailbox.rest(queue))
         try:
             yield
         finally:
-            office.mailbox.resume(lane)
+            hosted.mailbox.resume(queue)
 
     def put(self, item: Any) -> None:
         """Take an item as it is now. Where the stream is closed, nothing happens.

@@ -1,6 +1,6 @@
 """Who waits for what, as far as streams are concerned: what the search for deadlocks looks at.
 
-The stations of actors know what they wait for. Threads of the user's that read streams get an :class:`Onlooker`, which runs
+The runners of actors know what they wait for. Threads of the user's that read streams get an :class:`Onlooker`, which runs
 nothing, and knows that too. What a coroutine awaits is written on the future of its event loop. Nothing here takes a lock:
 what others look at changes by single atomic steps.
 """
@@ -71,7 +71,7 @@ def _key(execution: Execution | None) -> tuple[int, int, int]:
 
 
 class Onlooker:
-    """Stands in the place of a station for a thread that is no actor's. See futures.NestedRunner.
+    """Stands in the place of a runner for a thread that is no actor's. See futures.NestedRunner.
 
     Args:
         beside: hears of the waits as well.
@@ -155,48 +155,48 @@ class StreamReader:
             where it has asked for an item itself.
     """
 
-    __slots__ = ("_key", "_station", "_task", "name", "threads")
+    __slots__ = ("_key", "_runner", "_task", "name", "threads")
 
-    def __init__(self, station: Any, key: tuple[int, int, int], task: asyncio.Task[Any] | None) -> None:
-        self._station = weakref.ref(station)
+    def __init__(self, runner: Any, key: tuple[int, int, int], task: asyncio.Task[Any] | None) -> None:
+        self._runner = weakref.ref(runner)
         self._key = key
         self._task = None if task is None else weakref.ref(task)
         self.name = "a coroutine" if task is not None else threading.current_thread().name
-        if task is None and not isinstance(station, Onlooker):
+        if task is None and not isinstance(runner, Onlooker):
             self.name = "a thread of its actor"
         self.threads: frozenset[threading.Thread] | None = None
 
     @staticmethod
     def here(known: StreamReader | None) -> StreamReader:
         """Return the one that calls this; ``known``, if that is it."""
-        station: Any = WAITING.station
-        if station is None or station is bystander():
-            station = WAITING.station = Onlooker(station)
-            _onlookers.add(station)
+        runner: Any = WAITING.runner
+        if runner is None or runner is bystander():
+            runner = WAITING.runner = Onlooker(runner)
+            _onlookers.add(runner)
         loop = asyncio._get_running_loop()
         task = None if loop is None else asyncio.current_task(loop)
         key = _key(CURRENT.get())
         if (
             known is not None
             and known._key == key
-            and known._station() is station
+            and known._runner() is runner
             and (known._task() if known._task is not None else None) is task
         ):
             return known
-        return StreamReader(station, key, task)
+        return StreamReader(runner, key, task)
 
     @property
     def call(self) -> Any:
         """The entry of the call that reads the stream, where an actor's thread runs it now; else None."""
-        running = getattr(self._station(), "running", None)
+        running = getattr(self._runner(), "running", None)
         execution = getattr(running, "execution", None)
         return running if execution is not None and execution.chain == self._key[0] else None
 
     def waits_for(self) -> list[Call | Stall]:
         """Return what it waits for, all of it; nothing where it does not wait, or that is not known."""
-        station = self._station()
-        if station is not None and station.waiting:
-            found: list[Call | Stall] = station.waits_for
+        runner = self._runner()
+        if runner is not None and runner.waiting:
+            found: list[Call | Stall] = runner.waits_for
             return found
         task = None if self._task is None else self._task()
         return [] if task is None else awaited_by(task)
@@ -207,8 +207,8 @@ class StreamReader:
         if self._task is not None:
             task = self._task()
             return task is not None and not task.done()
-        station = self._station()
-        if isinstance(station, Onlooker):
-            return station.key == self._key and (self.threads is None or not _others_may(self.threads))
-        runs: Callable[[int], bool] | None = getattr(station, "runs", None)
+        runner = self._runner()
+        if isinstance(runner, Onlooker):
+            return runner.key == self._key and (self.threads is None or not _others_may(self.threads))
+        runs: Callable[[int], bool] | None = getattr(runner, "runs", None)
         return runs is not None and runs(self._key[0])

@@ -236,23 +236,23 @@ class SupervisionGroup:
         with supervisor.lock:
             if actor.phase == "dead" or actor.epoch != epoch:
                 return  # that has been heard of
-            resident_id, process, worker = actor.resident_id, actor.process, actor.worker
+            instance_id, process, worker = actor.instance_id, actor.process, actor.worker
             actor.doomed = why
-            if not resident_id:  # it has not been begun
+            if not instance_id:  # it has not been begun
                 actor.held = True
                 deeds = self.died(actor, why)
-        if not resident_id:
+        if not instance_id:
             perform(deeds)
             return
         if worker is None:  # its process is on the way, and will find that it is not wanted
-            self._submit(partial(supervisor.ended, actor, resident_id, why))
+            self._submit(partial(supervisor.ended, actor, instance_id, why))
             return
 
         def over(_: object = None) -> None:
             # A process of its own is to be gone, with all that it holds, before anything takes its place.
             spawner = self._runtime.spawner
             if process is None or spawner is None:
-                supervisor.ended(actor, resident_id, why)
+                supervisor.ended(actor, instance_id, why)
             else:
                 spawner.kill(process)
 
@@ -262,7 +262,7 @@ class SupervisionGroup:
             timer.cancel()
             self._submit(over)
 
-        supervisor.end_there(actor, resident_id, "now", why).add_done_callback(gently)
+        supervisor.end_there(actor, instance_id, "now", why).add_done_callback(gently)
 
     def _give_up(self) -> None:
         with self._supervisor.lock:

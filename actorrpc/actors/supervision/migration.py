@@ -46,12 +46,12 @@ def hand_over(rank: int, incarnation: str, why: str) -> Any:
             actor.moving = True
             if isinstance(actor.place, WorkerKey):
                 actor.place = elsewhere
-            leaving.append((actor, actor.resident_id))
+            leaving.append((actor, actor.instance_id))
     over = []
-    for actor, resident_id in leaving:
+    for actor, instance_id in leaving:
         moved: Future[None] = Future()
-        ended = supervisor.end_there(actor, resident_id, "move", why)
-        ended.add_done_callback(partial(_moved, supervisor, actor, resident_id, why, moved))
+        ended = supervisor.end_there(actor, instance_id, "move", why)
+        ended.add_done_callback(partial(_moved, supervisor, actor, instance_id, why, moved))
         over.append(moved)
     if not over:
         return 0
@@ -61,7 +61,7 @@ def hand_over(rank: int, incarnation: str, why: str) -> Any:
 def _moved(
     supervisor: Supervisor,
     actor: ActorRecord,
-    resident_id: int,
+    instance_id: int,
     why: str,
     moved: Future[None],
     done: Future[Any],
@@ -70,7 +70,7 @@ def _moved(
     state = done._value if done._error is None else None
     if isinstance(state, Snapshot):
         with supervisor.lock:
-            if actor.resident_id == resident_id:
+            if actor.instance_id == instance_id:
                 actor.keep(actor.epoch, LAST, state)
-    supervisor.ended(actor, resident_id, why)
+    supervisor.ended(actor, instance_id, why)
     moved.set_result(None)

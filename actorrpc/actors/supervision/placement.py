@@ -106,7 +106,7 @@ class Placements:
             rank=rank,
         )
 
-    def sits(self, resident_id: int, worker: WorkerInfo, options: ActorOptions) -> str | None:
+    def sits(self, instance_id: int, worker: WorkerInfo, options: ActorOptions) -> str | None:
         """Record where a spawner has put an actor; return the process's name if it has that to itself."""
         if (
             isinstance(worker, SharedSlot)
@@ -115,15 +115,15 @@ class Placements:
             or options.resources
             or options.spread
         ):
-            self._booked.add(resident_id)
+            self._booked.add(instance_id)
         return None if isinstance(worker, SharedSlot) else worker.name
 
-    def left(self, resident_id: int) -> None:
+    def left(self, instance_id: int) -> None:
         """Give back what an incarnation had booked, if it had. Harmless when repeated."""
-        if resident_id in self._booked:
-            self._booked.discard(resident_id)
+        if instance_id in self._booked:
+            self._booked.discard(instance_id)
             if self._runtime.spawner is not None:
-                self._runtime.spawner.give_back(resident_id)
+                self._runtime.spawner.give_back(instance_id)
 
     def for_others(self, place: Any, options: ActorOptions) -> ActorOptions:
         """Return the options with the place that :meth:`place` has found as other workers know it.

@@ -70,7 +70,7 @@ class ActorRecord:
 
     Attributes:
         place: where it is to live: None for a process of its own, ``"turn"``, a WorkerKey, or another actor's route.
-        epoch: counts incarnations; ``resident_id`` names the present one, 0 while there is none.
+        epoch: counts incarnations; ``instance_id`` names the present one, 0 while there is none.
         worker: where the present incarnation lives or is being made.
         process: the name of the worker whose process the actor has to itself.
         unwanted: there is to be no further incarnation.
@@ -99,6 +99,7 @@ class ActorRecord:
         "family",
         "held",
         "index",
+        "instance_id",
         "killed",
         "last",
         "location",
@@ -109,7 +110,6 @@ class ActorRecord:
         "place",
         "process",
         "put_off_since",
-        "resident_id",
         "restarts",
         "state",
         "state_number",
@@ -145,7 +145,7 @@ class ActorRecord:
         self.doomed = ""
         self.phase: Phase = "starting"
         self.epoch = 0
-        self.resident_id = 0
+        self.instance_id = 0
         self.worker: WorkerKey | None = None
         self.worker_name = ""
         self.process: str | None = None
@@ -178,7 +178,7 @@ class ActorRecord:
         assert self.arguments is not None
         return ActorSpec(
             actor_id=self.card.actor_id,
-            resident_id=self.resident_id,
+            instance_id=self.instance_id,
             epoch=self.epoch,
             cls=self.cls,
             arguments=self.arguments,
@@ -204,7 +204,7 @@ class ActorRecord:
     @property
     def is_due(self) -> bool:
         """Whether its next incarnation is to be begun."""
-        return self.phase in ("starting", "restarting") and not self.resident_id and not self.held
+        return self.phase in ("starting", "restarting") and not self.instance_id and not self.held
 
     def put_off(self, now: float) -> bool:
         """Take the incarnation back that was to be made in a worker which is gone; say whether it is to be begun again.
@@ -218,7 +218,7 @@ class ActorRecord:
             self.put_off_since = now
         if now - self.put_off_since > _PATIENCE_S:
             return False
-        self.resident_id = 0
+        self.instance_id = 0
         return True
 
     def come_to_life(self, location: Location, now: float) -> None:
@@ -254,7 +254,7 @@ class ActorRecord:
         self.epoch += 1
         self.state_number = 0
         self.put_off_since = None
-        self.resident_id = 0
+        self.instance_id = 0
         self.worker = None
         self.moving = False
         self.drained = ""
@@ -301,5 +301,5 @@ class ActorRecord:
             death_cause=cause,
             detached=self.options.lifetime == "detached",
             supervisor=supervisor,
-            resident_id=self.resident_id,
+            instance_id=self.instance_id,
         )

@@ -2,7 +2,7 @@
 
 Everything it does is a reaction: to a call, to the answer of a worker, to the end of a worker. Nothing waits on a
 thread: what takes time goes on in the callback of a future, or by the clock. Each incarnation has a
-``resident_id`` of its own, and news of one that is not the present one are old news.
+``instance_id`` of its own, and news of one that is not the present one are old news.
 
 ``lock`` guards the table, every :class:`ActorRecord` in it, and their families (``groups.py``). Nothing is called out
 under it; it is re-entrant, as the collector may run there. ``LifetimeToken.__del__`` only appends to ``_dropped``, whose single
@@ -32,7 +32,7 @@ from actorrpc.actors.supervision import deaths
 from actorrpc.actors.supervision.groups import Deed, perform
 from actorrpc.actors.supervision.placement import Placements
 from actorrpc.actors.supervision.record import ActorRecord, LifetimeToken, RestartVerdict
-from actorrpc.agent.mail import ActorHeader
+from actorrpc.agent.mail import MailHeader
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import ActorDiedError, PeerDiedError, RpcError, ShutdownError
 from actorrpc.futures import Future, collect_all
@@ -165,62 +165,62 @@ class Supervisor:
         with self.lock:
             if self._closed or not actor.is_due:
                 return
-            resident_id = actor.resident_id = secrets.randbits(63) | 1 << 63
+            instance_id = actor.instance_id = secrets.randbits(63) | 1 << 63
             actor.killed = False
             actor.doomed = ""
             actor.worker, actor.process, actor.worker_name = None, None, ""
             place, options = actor.place, actor.options
         spawner = self._runtime.spawner
         try:
-            wish = self._places.wish(actor.card.info.name, options, resident_id, place)
+            wish = self._places.wish(actor.card.info.name, options, instance_id, place)
             if wish is not None:
                 if spawner is None:
                     raise ShutdownError("the embedded cluster has ended", maybe_executed=False)
-                spawner.spawn(wish).add_done_callback(partial(self._spawned, actor, resident_id))
+                spawner.spawn(wish).add_done_callback(partial(self._spawned, actor, instance_id))
             elif isinstance(place, WorkerKey):
-                self._construct(actor, resident_id, peer_of(self._agent, place), None)
+                self._construct(actor, instance_id, peer_of(self._agent, place), None)
             elif place == "turn":
-                self._construct(actor, resident_id, self._places.next_worker(), None)
+                self._construct(actor, instance_id, self._places.next_worker(), None)
             else:
-                place.located().add_done_callback(partial(self._neighbour, actor, resident_id))
+                place.located().add_done_callback(partial(self._neighbour, actor, instance_id))
         except Exception as error:
-            self._not_made(actor, resident_id, error)
+            self._not_made(actor, instance_id, error)
 
-    def _spawned(self, actor: ActorRecord, resident_id: int, done: Future[Any]) -> None:
+    def _spawned(self, actor: ActorRecord, instance_id: int, done: Future[Any]) -> None:
         done.acknowledge()
         if done._error is not None:
-            self._agent.submit(partial(self._not_made, actor, resident_id, done._error))
+            self._agent.submit(partial(self._not_made, actor, instance_id, done._error))
             return
         # Connecting may wait: not on the thread that completes other's futures.
-        self._agent.submit(partial(self._moved_in, actor, resident_id, done._value))
+        self._agent.submit(partial(self._moved_in, actor, instance_id, done._value))
 
-    def _moved_in(self, actor: ActorRecord, resident_id: int, worker: Any) -> None:
-        process = self._places.sits(resident_id, worker, actor.options)
+    def _moved_in(self, actor: ActorRecord, instance_id: int, worker: Any) -> None:
+        process = self._places.sits(instance_id, worker, actor.options)
         try:
             peer = self._agent.peer(worker.name)
         except RpcError as error:
-            self._not_made(actor, resident_id, error)
+            self._not_made(actor, instance_id, error)
             return
-        if not self._construct(actor, resident_id, peer, process):  # nobody wants it any more
-            self._places.left(resident_id)
+        if not self._construct(actor, instance_id, peer, process):  # nobody wants it any more
+            self._places.left(instance_id)
             if process is not None and self._runtime.spawner is not None:
                 self._runtime.spawner.kill(process)
 
-    def _neighbour(self, actor: ActorRecord, resident_id: int, done: Future[Location]) -> None:
+    def _neighbour(self, actor: ActorRecord, instance_id: int, done: Future[Location]) -> None:
         done.acknowledge()
 
         def go() -> None:
             try:
-                self._construct(actor, resident_id, peer_of(self._agent, done.value().worker), None)
+                self._construct(actor, instance_id, peer_of(self._agent, done.value().worker), None)
             except Exception as error:
-                self._not_made(actor, resident_id, error)
+                self._not_made(actor, instance_id, error)
 
         self._agent.submit(go)
 
-    def _construct(self, actor: ActorRecord, resident_id: int, peer: Peer, process: str | None) -> bool:
+    def _construct(self, actor: ActorRecord, instance_id: int, peer: Peer, process: str | None) -> bool:
         """Send the order to a worker; False if nobody wants the actor any more, or not there."""
         with self.lock:
-            if actor.resident_id != resident_id or actor.phase == "dead" or actor.killed or actor.doomed:
+            if actor.instance_id != instance_id or actor.phase == "dead" or actor.killed or actor.doomed:
                 return False
             gone = process is None and peer.state != "alive" and actor.put_off(self._agent.clock.now())
             if not gone:
@@ -232,7 +232,7 @@ class Supervisor:
             self._agent.clock.after(_AGAIN_S, partial(self._agent.submit, partial(self.begin, actor)))
             return False
         future: Future[Any] = Future()
-        future.add_done_callback(partial(self._constructed, actor, resident_id))
+        future.add_done_callback(partial(self._constructed, actor, instance_id))
         try:
             self._agent.call(
                 peer,
@@ -242,7 +242,7 @@ class Supervisor:
                 0,
                 future=future,
                 label=f"{spec.info.name}()",
-                letter=ActorHeader({"mailbox": resident_id, "creates": True}),
+                mail=MailHeader({"mailbox": instance_id, "creates": True}),
             )
             self._agent.flush()
         except RpcError as error:
@@ -250,7 +250,7 @@ class Supervisor:
                 future._finish(None, error)
         return True
 
-    def _constructed(self, actor: ActorRecord, resident_id: int, done: Future[Any]) -> None:
+    def _constructed(self, actor: ActorRecord, instance_id: int, done: Future[Any]) -> None:
         done.acknowledge()
         error = done._error
         if error is not None:
@@ -258,19 +258,19 @@ class Supervisor:
                 worker = actor.worker
                 if worker is not None:
                     self._places.report(
-                        actor.worker_name, partial(self._worker_died, actor, resident_id, error)
+                        actor.worker_name, partial(self._worker_died, actor, instance_id, error)
                     )
             elif isinstance(error, HostedActorGoneError):  # ended while it was being made
-                self.ended(actor, resident_id, f"it was ended while it was being made: {error}")
+                self.ended(actor, instance_id, f"it was ended while it was being made: {error}")
             elif not isinstance(error, ShutdownError):
-                self._not_made(actor, resident_id, error)
+                self._not_made(actor, instance_id, error)
             return
         with self.lock:
-            if actor.resident_id != resident_id or actor.phase not in ("starting", "restarting"):
+            if actor.instance_id != instance_id or actor.phase not in ("starting", "restarting"):
                 return
             assert actor.worker is not None
             pid = done._value.get("pid", 0) if isinstance(done._value, dict) else 0
-            location = Location(actor.worker, actor.worker_name, resident_id, actor.epoch, pid)
+            location = Location(actor.worker, actor.worker_name, instance_id, actor.epoch, pid)
             actor.come_to_life(location, self._agent.clock.now())
             if isinstance(actor.place, Route):  # a neighbour's: from now on it does not keep that one alive
                 actor.place = self._runtime.routes.of(replace(actor.place.card, anchor=None))
@@ -285,7 +285,7 @@ class Supervisor:
 
     # -- ends -------------------------------------------------------------------------------------------
 
-    def _not_made(self, actor: ActorRecord, resident_id: int, error: BaseException) -> None:
+    def _not_made(self, actor: ActorRecord, instance_id: int, error: BaseException) -> None:
         """See to an incarnation that could not be made: for good, unless only its process could not be started again."""
         original = exceptions.original(error)
         if is_a(original, ActorDiedError) and (actor.killed or actor.doomed):
@@ -296,32 +296,32 @@ class Supervisor:
             final = self._places.is_gone(actor.place) or is_a(original, ActorDiedError)
         elif not final:
             final = actor.epoch == 0 or actor.place is not None
-        self.ended(actor, resident_id, text, cause=original, final=final)
+        self.ended(actor, instance_id, text, cause=original, final=final)
 
     def _peer_ended(self, peer: Peer) -> None:
         """See to the actors of a worker that is gone."""
         key = WorkerKey(peer.rank, peer.record.incarnation)
         with self.lock:
-            lost = [(each, each.resident_id) for each in self._actors.values() if each.worker == key]
+            lost = [(each, each.instance_id) for each in self._actors.values() if each.worker == key]
         if lost:
             error = peer.died("an actor", maybe_executed=True)
 
             def go(report: DeathReport | None) -> None:
-                for actor, resident_id in lost:
-                    self._worker_died(actor, resident_id, error, report)
+                for actor, instance_id in lost:
+                    self._worker_died(actor, instance_id, error, report)
 
             self._places.report(peer.name, go)
 
     def _worker_died(
-        self, actor: ActorRecord, resident_id: int, error: BaseException, report: DeathReport | None
+        self, actor: ActorRecord, instance_id: int, error: BaseException, report: DeathReport | None
     ) -> None:
         text = deaths.without_worker(actor, report, self._places.cause(actor.worker))
-        self.ended(actor, resident_id, text, report=report)
+        self.ended(actor, instance_id, text, report=report)
 
     def ended(
         self,
         actor: ActorRecord,
-        resident_id: int,
+        instance_id: int,
         text: str,
         *,
         report: DeathReport | None = None,
@@ -331,9 +331,9 @@ class Supervisor:
     ) -> None:
         """Record that an incarnation is over (``final``: the last; ``wanted``: as it said itself). Has the next one made."""
         with self.lock:
-            if actor.resident_id != resident_id or actor.phase == "dead" or actor.answered == resident_id:
+            if actor.instance_id != instance_id or actor.phase == "dead" or actor.answered == instance_id:
                 return
-            actor.answered = resident_id
+            actor.answered = instance_id
             verdict = RestartVerdict()
             deeds: list[Deed] = []
             family = actor.family
@@ -347,7 +347,7 @@ class Supervisor:
                 answers = actor.take_answered()
                 if family is not None:
                     deeds = family.died(actor, text)
-        self._places.left(resident_id)
+        self._places.left(instance_id)
         if process is not None and report is None and self._runtime.spawner is not None:
             self._runtime.spawner.release(process)
         if not verdict.again:
@@ -390,7 +390,7 @@ class Supervisor:
             if family is not None and not self._closed:
                 deeds = family.lost(actor, death, cause) if lost else family.left(actor)
             actor.forget()
-            resident_id = actor.resident_id
+            instance_id = actor.instance_id
             waiters, actor.waiters = actor.waiters, []
             watchers, actor.watchers = actor.watchers, []
             self._actors.pop(card.actor_id, None)
@@ -399,7 +399,7 @@ class Supervisor:
                 self._dead.popitem(last=False)
         if card.name is not None and not self._agent.closed_down:
             self._runtime.names.unregister(card.name, card.namespace, card.actor_id)
-        self._places.left(resident_id)
+        self._places.left(instance_id)
         for _, _, future in waiters:
             _complete(future, None, death)
         for watcher in watchers:
@@ -425,7 +425,7 @@ class Supervisor:
                     continue
                 actor.orphaned = True
                 alive = actor.phase == "alive"
-                waits = actor.phase == "restarting" and actor.resident_id == 0
+                waits = actor.phase == "restarting" and actor.instance_id == 0
             if alive:
                 self._end_gently(actor)
             elif waits:
@@ -439,17 +439,17 @@ class Supervisor:
                 return
             actor.phase = "ending"
             actor.unwanted = True
-            resident_id = actor.resident_id
+            instance_id = actor.instance_id
         why = "its last handle is gone"
-        over = self.end_there(actor, resident_id, "drain", why)
-        over.add_done_callback(lambda _: self.ended(actor, resident_id, why))
+        over = self.end_there(actor, instance_id, "drain", why)
+        over.add_done_callback(lambda _: self.ended(actor, instance_id, why))
 
-    def end_there(self, actor: ActorRecord, resident_id: int, how: str, why: str) -> Future[Any]:
+    def end_there(self, actor: ActorRecord, instance_id: int, how: str, why: str) -> Future[Any]:
         """Have an incarnation end where it lives: ``"drain"`` or ``"now"``. The future completes when it has, or cannot."""
         worker = actor.worker
         assert worker is not None
         agent = self._agent
-        return call_quietly(agent, lambda: peer_of(agent, worker), registry.end, (resident_id, how, why))
+        return call_quietly(agent, lambda: peer_of(agent, worker), registry.end, (instance_id, how, why))
 
     def kill(self, actor_id: int, no_restart: bool = True) -> Future[None]:
         """End an actor at once. The future completes when that is under way; does nothing to a dead actor."""
@@ -457,7 +457,7 @@ class Supervisor:
         with self.lock:
             actor = self._actors.get(actor_id)
             if actor is not None:
-                resident_id, process, worker = actor.resident_id, actor.process, actor.worker
+                instance_id, process, worker = actor.instance_id, actor.process, actor.worker
                 actor.killed = True
                 actor.unwanted = actor.unwanted or no_restart
         if actor is not None:
@@ -467,10 +467,10 @@ class Supervisor:
             if process is not None and self._runtime.spawner is not None:
                 self._runtime.spawner.kill(process)  # its end is the rest
             elif worker is not None:
-                over = self.end_there(actor, resident_id, "now", why)
-                over.add_done_callback(lambda _: self.ended(actor, resident_id, why))
+                over = self.end_there(actor, instance_id, "now", why)
+                over.add_done_callback(lambda _: self.ended(actor, instance_id, why))
             elif not no_restart:  # its process is on the way, and will find that it is not wanted
-                self._agent.submit(partial(self.ended, actor, resident_id, why))
+                self._agent.submit(partial(self.ended, actor, instance_id, why))
         done.set_result(None)
         return done
 
@@ -577,11 +577,11 @@ class Supervisor:
             actor = self._actors.get(actor_id)
             if actor is None or actor.epoch != epoch:
                 return
-            resident_id = actor.resident_id
+            instance_id = actor.instance_id
         cause = None if error is None else exceptions.original(error)
         self.ended(
             actor,
-            resident_id,
+            instance_id,
             text,
             cause=cause,
             final=kind in ("exit", "constructor"),
@@ -604,9 +604,9 @@ class Supervisor:
         with self.lock:
             self._closed = True
             actors = list(self._actors.values())
-            living = [(one, one.resident_id, one.process) for one in actors if one.worker is not None]
+            living = [(one, one.instance_id, one.process) for one in actors if one.worker is not None]
         why = f"worker {self._agent.name!r}, which looked after it, has shut down"
-        over = [self.end_there(actor, resident_id, "now", why) for actor, resident_id, _ in living]
+        over = [self.end_there(actor, instance_id, "now", why) for actor, instance_id, _ in living]
         if over:
             try:
                 collect_all(over).wait(max(0.25, min(_END_S, patience)) if graceful else 0.25)

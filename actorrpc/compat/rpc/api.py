@@ -227,7 +227,7 @@ def _connect(to: Any) -> None:
     peer = agent.peer(_checked(to))
     conn = peer.conn
     if (conn is None or conn.state is CLOSED) and not peer.is_self and peer.state == "alive":
-        agent.links.connect(peer, float("inf"), "remote")
+        agent.connector.connect(peer, float("inf"), "remote")
 
 
 @_require_initialized

@@ -170,23 +170,23 @@ class References:
 
     # -- in messages ---------------------------------------------------------------------------------
 
-    def _roll_back(self, parcel: MessageContext) -> None:
-        if parcel.sent:
-            sent, parcel.sent = parcel.sent, None
+    def _roll_back(self, context: MessageContext) -> None:
+        if context.sent:
+            sent, context.sent = context.sent, None
             self.carry_out(self.table.rollback(sent))
 
-    def _forks_arrived(self, parcel: MessageContext, packed: bytes) -> None:
-        received = self.table.receive(unpack_forks(packed), self.key_of(parcel.peer))
-        parcel.received = [received.pending, *(self._wrap(self, handle) for handle in received.handles)]
+    def _forks_arrived(self, context: MessageContext, packed: bytes) -> None:
+        received = self.table.receive(unpack_forks(packed), self.key_of(context.peer))
+        context.received = [received.pending, *(self._wrap(self, handle) for handle in received.handles)]
         effects = received.effects
-        if parcel.execution is not None and effects.messages:
+        if context.execution is not None and effects.messages:
             # That the sender's part is done may wait for the answer, which is on its way soon in most cases.
-            sender = self.key_of(parcel.peer)
+            sender = self.key_of(context.peer)
             for each in effects.messages:
                 to, message = each
                 if type(message) is ChildAccept and to == sender:
                     effects.messages.remove(each)
-                    parcel.execution.receipt = pack_message(message)
+                    context.execution.receipt = pack_message(message)
                     break
         self.carry_out(effects)
 

@@ -4,7 +4,7 @@ Only an agent for which a fault is in force has one. What a message is, is in ``
 here is how each kind of message is lost, and how it is sent later.
 
 ``_lock`` guards the lists of faults and rooms; the locks of rooms and faults are leaves, not taken under it. Messages are
-sent, and parcels rolled back, with no lock held.
+sent, and messages rolled back, with no lock held.
 
 Messages that are held up wait in a :class:`WaitingRoom`, and leave one after the other when their time has come.
 """
@@ -37,7 +37,7 @@ from actorrpc.wire.headers import Header
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.calls import Call, Execution
-    from actorrpc.agent.mail import ActorHeader
+    from actorrpc.agent.mail import MailHeader
     from actorrpc.agent.outbound import MessageContext
     from actorrpc.agent.peers import Peer
     from actorrpc.testing.messages.active import Injection
@@ -96,7 +96,7 @@ class WaitingRoom:
         self._lock = threading.Lock()
         self._heap: list[tuple[float, int, HeldMessage]] = []
         self._numbers = itertools.count()
-        self._line = 0  # how many of those in line have not left
+        self._queue = 0  # how many of those in line have not left
         self._last: tuple[float, Fault] | None = None  # of those in line: when it is due, and why
         self._busy = False  # somebody is sending what is due
 
@@ -110,9 +110,9 @@ class WaitingRoom:
         due = self._agent.clock.now() + seconds
         with self._lock:
             if held.in_line:
-                if self._line and self._last is not None:
+                if self._queue and self._last is not None:
                     due = max(due, self._last[0])
-                self._line += 1
+                self._queue += 1
                 self._last = due, held.fault
             heapq.heappush(self._heap, (due, next(self._numbers), held))
         held.fault.hold(1)
@@ -121,13 +121,13 @@ class WaitingRoom:
     def line_held_by(self) -> Fault | None:
         """Return the fault for which the line waits; None if nobody is in line."""
         with self._lock:
-            return self._last[1] if self._line and self._last is not None else None
+            return self._last[1] if self._queue and self._last is not None else None
 
     def put_behind(self, held: HeldMessage) -> None:
         """Have a message wait for those before it in line, and no longer."""
         with self._lock:
-            due = self._last[0] if self._line and self._last is not None else float("-inf")
-            self._line += 1
+            due = self._last[0] if self._queue and self._last is not None else float("-inf")
+            self._queue += 1
             heapq.heappush(self._heap, (due, next(self._numbers), held))
         held.fault.hold(1)
         self._agent.submit(self.release)  # those before it may be gone by now
@@ -159,7 +159,7 @@ class WaitingRoom:
         while True:
             with self._lock:
                 if sent is not None and sent.in_line:
-                    self._line -= 1
+                    self._queue -= 1
                 if not self._heap or self._heap[0][0] > clock.now():
                     self._busy = False
                     empty = not self._heap
@@ -177,7 +177,7 @@ class WaitingRoom:
         """Give up all that waits."""
         with self._lock:
             heap, self._heap = self._heap, []
-            self._line = 0
+            self._queue = 0
         for _, _, held in heap:
             held.fault.hold(-1)
             held.discard()
@@ -332,24 +332,24 @@ class FaultGate:
         args: tuple[Any, ...],
         encoded: Any,
         header: Header | None,
-        letter: ActorHeader | None,
-        parcel: MessageContext,
+        mail: MailHeader | None,
+        context: MessageContext,
     ) -> bool:
         """See :class:`actorrpc.agent.hooks.MessageFilter`."""
         peer = call.peer
-        type, called, subject = type_of_request(function, args, letter, call.label)
-        parts = _contents(encoded) if letter is None else [letter.packed, *_contents(encoded)]
+        type, called, subject = type_of_request(function, args, mail, call.label)
+        parts = _contents(encoded) if mail is None else [mail.packed, *_contents(encoded)]
         message = Message(type, peer, called, parts, subject)
         self._reach("sending", message)
         fault = self._fault_for(message)
-        make = partial(self._hold_call, call, encoded, header, letter, parcel)
+        make = partial(self._hold_call, call, encoded, header, mail, context)
         if fault is None:
-            room = None if letter is None else self._rooms.get(peer)
+            room = None if mail is None else self._rooms.get(peer)
             ahead = None if room is None else room.line_held_by()
             if room is None or ahead is None:
                 if not self._waits_until_sent(message):
                     return True
-                self._agent._dispatch(call, encoded, header, letter)
+                self._agent._dispatch(call, encoded, header, mail)
                 _hand_over(call.conn)
                 self._reach("sent", message)
                 return False
@@ -358,7 +358,7 @@ class FaultGate:
         if fault.action == "delay":
             self._room(peer).put(make(fault), fault.seconds)
             return False
-        self._agent.roll_back(parcel)
+        self._agent.roll_back(context)
         self._expect(call)
         if fault.at_once or call.deadline == _INFINITE:
             if peer.pending.pop(call.id, None) is not None:
@@ -378,15 +378,15 @@ class FaultGate:
         peer.check_alive(f"cannot call {call.label}")
         if agent.closed_down:
             raise ShutdownError(f"worker {agent.name!r} has shut down", maybe_executed=True)
-        agent.upkeep.watch(call)
+        agent.scheduler.watch(call)
 
     def _hold_call(
         self,
         call: Call,
         encoded: Any,
         header: Header | None,
-        letter: ActorHeader | None,
-        parcel: MessageContext,
+        mail: MailHeader | None,
+        context: MessageContext,
         fault: Fault,
     ) -> HeldMessage:
         self._expect(call)
@@ -395,18 +395,18 @@ class FaultGate:
         if size >= outbound.CHARGED:
             call.peer.charge(call, size)
         left = call.deadline - self._agent.clock.now() if fault.bounded else _INFINITE
-        if letter is not None:
-            header = {**(header or {}), **letter.header}
-        flags = 0 if letter is None else frames.LETTER
-        send = partial(self._send_call, call, whole, header, parcel, left, flags)
-        return HeldMessage(fault, send, partial(self._agent.roll_back, parcel), in_line=letter is not None)
+        if mail is not None:
+            header = {**(header or {}), **mail.header}
+        flags = 0 if mail is None else frames.MAIL
+        send = partial(self._send_call, call, whole, header, context, left, flags)
+        return HeldMessage(fault, send, partial(self._agent.roll_back, context), in_line=mail is not None)
 
     def _send_call(
         self,
         call: Call,
         whole: Any,
         header: Header | None,
-        parcel: MessageContext,
+        context: MessageContext,
         left: float,
         flags: int,
     ) -> None:
@@ -419,7 +419,7 @@ class FaultGate:
         try:
             self._send_request(peer, call.id, whole, header, left, call.chain, flags, call.label, call)
         except RpcError as error:
-            self._agent.roll_back(parcel)
+            self._agent.roll_back(context)
             if peer.pending.pop(call.id, None) is not None:
                 call.fail(error, self._agent.submit)
 
@@ -449,7 +449,7 @@ class FaultGate:
         peer.check_alive(f"cannot call {label}")
         conn = peer.conn
         if conn is None or conn.state is CLOSED:
-            conn = agent.links.connect(peer, _INFINITE, label)
+            conn = agent.connector.connect(peer, _INFINITE, label)
         if call is not None and not call.done:
             call.conn = conn  # from now on, a caller that gives the call up says so over there
         outbound.send(
@@ -468,7 +468,7 @@ class FaultGate:
         encoded: Any,
         header: Header | None,
         chain: int,
-        parcel: MessageContext,
+        context: MessageContext,
     ) -> bool:
         """See :class:`actorrpc.agent.hooks.MessageFilter`."""
         type, called, subject = type_of_request(function, args, None, "")
@@ -478,15 +478,15 @@ class FaultGate:
         if fault is None:
             if not self._waits_until_sent(message):
                 return True
-            self._send_post(peer, encoded, header, chain, parcel, type)
+            self._send_post(peer, encoded, header, chain, context, type)
             _hand_over(peer.conn)
             self._reach("sent", message)
             return False
         if fault.action == "drop":
-            self._agent.roll_back(parcel)
+            self._agent.roll_back(context)
             raise _loss(f"a message of type {type}", peer, fault)
-        send = partial(self._send_post, peer, copied(encoded), header, chain, parcel, type)
-        held = HeldMessage(fault, send, partial(self._agent.roll_back, parcel))
+        send = partial(self._send_post, peer, copied(encoded), header, chain, context, type)
+        held = HeldMessage(fault, send, partial(self._agent.roll_back, context))
         self._room(peer).put(held, fault.seconds)
         return False
 
@@ -496,13 +496,13 @@ class FaultGate:
         whole: Any,
         header: Header | None,
         chain: int,
-        parcel: MessageContext,
+        context: MessageContext,
         type: str,
     ) -> None:
         try:
             self._send_request(peer, next(peer.ids), whole, header, _INFINITE, chain, frames.POST, type)
         except RpcError:
-            self._agent.roll_back(parcel)  # the peer is dead: others are told
+            self._agent.roll_back(context)  # the peer is dead: others are told
 
     def notice(self, peer: Peer, name: str, body: bytes) -> bool:
         """See :class:`actorrpc.agent.hooks.MessageFilter`."""
@@ -548,7 +548,7 @@ class FaultGate:
         encoded: Any,
         header: Header | None,
         execution: Execution | None,
-        parcel: MessageContext | None,
+        context: MessageContext | None,
     ) -> bool:
         """See :class:`actorrpc.agent.hooks.MessageFilter`."""
         agent = self._agent
@@ -558,7 +558,7 @@ class FaultGate:
         message = Message(type, peer, called, _contents(encoded))
         self._reach("sending", message)
         fault = self._fault_for(message)
-        discard = _nothing if parcel is None else partial(agent.roll_back, parcel)
+        discard = _nothing if context is None else partial(agent.roll_back, context)
         if fault is None:
             if not self._waits_until_sent(message):
                 return True

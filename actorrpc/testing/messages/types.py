@@ -18,7 +18,7 @@ from actorrpc.rpc import modules, rref
 from actorrpc.rpc.refcount.messages import ChildAccept, ForkAck, ForkRequest, UserDelete, unpack_message
 
 if TYPE_CHECKING:
-    from actorrpc.agent.mail import ActorHeader
+    from actorrpc.agent.mail import MailHeader
     from actorrpc.agent.peers import Peer
 
 __all__ = [
@@ -129,11 +129,11 @@ def types_named(patterns: Iterable[str]) -> frozenset[str]:
 
 
 def type_of_request(
-    function: Any, args: tuple[Any, ...], letter: ActorHeader | None, label: str
+    function: Any, args: tuple[Any, ...], mail: MailHeader | None, label: str
 ) -> tuple[str, Any, Any]:
     """Return the type of a call, what it calls, and which value it is about."""
-    if letter is not None:
-        return ("actor_call", label, None) if "method" in letter.header else ("actor_control", label, None)
+    if mail is not None:
+        return ("actor_call", label, None) if "method" in mail.header else ("actor_control", label, None)
     module = getattr(function, "__module__", None)
     if not isinstance(module, str) or not module.startswith("actorrpc."):
         return "call", function, None

@@ -67,15 +67,15 @@ def test_a_call_to_an_actor_that_is_there_goes_straight_to_it(monkeypatch: pytes
     located = route.located()
     world.settle()
     sent: list[Any] = []
-    line = route._line
+    line = route._queue
     genuine = line.send
     line.send = lambda *args, **kwargs: (sent.append((args, kwargs)), genuine(*args, **kwargs))[1]
     first = world.call(driver, route, 1)
     second = world.call(driver, route, 2)
     assert [entry[0][2] for entry in sent] == [(1,), (2,)]
-    assert sent[0][1]["letter"] is sent[1][1]["letter"]  # prepared once
-    assert sent[0][1]["letter"].header == {
-        "mailbox": located.value().resident_id,
+    assert sent[0][1]["mail"] is sent[1][1]["mail"]  # prepared once
+    assert sent[0][1]["mail"].header == {
+        "mailbox": located.value().instance_id,
         "method": "step",
         "keep": True,
     }
@@ -93,11 +93,11 @@ def test_options_go_into_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
     route.located()
     world.settle()
     headers: list[dict[str, Any]] = []
-    line = route._line
+    line = route._queue
     genuine = line.send
 
     def send(*args: Any, **kwargs: Any) -> Any:
-        headers.append(kwargs["letter"].header)
+        headers.append(kwargs["mail"].header)
         return genuine(*args, **kwargs)
 
     line.send = send
@@ -110,7 +110,7 @@ def test_options_go_into_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
         {},
         refs=True,
     )
-    base = {"mailbox": line.location.resident_id, "method": "step"}
+    base = {"mailbox": line.location.instance_id, "method": "step"}
     assert headers == [
         {**base, "group": "io", "priority": 3, "num_returns": 2, "unordered": True},
         {**base, "window": 4, "keep": True},
@@ -149,7 +149,7 @@ def test_a_handle_from_elsewhere_knows_where_the_actor_is(monkeypatch: pytest.Mo
     assert there is not route
     assert other.runtime.routes.of(route.card) is there
     future = world.call(other, there, 5)
-    assert there._line._asking is False
+    assert there._queue._asking is False
     world.settle()
     assert future.value() == 5
 
@@ -190,7 +190,7 @@ def test_a_pending_call_keeps_its_actor_alive(monkeypatch: pytest.MonkeyPatch) -
         world.settle()
         assert future.value() == 1
         assert driver.runtime.supervisor.states()[0].state == "DEAD"
-        assert not any(worker.residents_here for worker in world.workers)
+        assert not any(worker.actors_here for worker in world.workers)
 
 
 # -- limits, deadlines, cancellation -------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_the_error_says_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 9, spawner=True)
     driver = world.workers[0]
     route = world.create(driver)
-    world.behaviour = lambda resident, header, args: resident.worker.die() or 0
+    world.behaviour = lambda hosted, header, args: hosted.worker.die() or 0
     first = world.call(driver, route, 1)
     second = world.call(driver, route, 2, method="other")
     world.settle()
@@ -348,7 +348,7 @@ def test_a_stream_whose_worker_is_not_known_to_be_dead_yet(monkeypatch: pytest.M
     route = world.create(driver)
     route.located()
     world.settle()
-    location, peer = route._line.location, route._line._peer
+    location, peer = route._queue.location, route._queue._peer
     explain = partial(route.explain, INFO.methods["step"], CallOptions())
     error = peer.died("the stream", maybe_executed=True)
     found = explain(error, driver.agent.peer("w0"))  # of an incarnation before the one that lives
@@ -372,8 +372,8 @@ def test_a_restarted_actor_answers_again(monkeypatch: pytest.MonkeyPatch) -> Non
         route = world.create(driver, max_restarts=1)
         route.located()
         world.settle()
-        where = route._line.location
-        world.behaviour = lambda resident, header, args: resident.worker.die() if args[0] == 1 else args[0]
+        where = route._queue.location
+        world.behaviour = lambda hosted, header, args: hosted.worker.die() if args[0] == 1 else args[0]
         futures = [world.call(driver, route, number) for number in range(4)]
         world.settle()
         assert _outcome(futures[0]) in (0,) or isinstance(_outcome(futures[0]), ActorUnavailableError)
@@ -386,8 +386,8 @@ def test_a_restarted_actor_answers_again(monkeypatch: pytest.MonkeyPatch) -> Non
         last = world.call(driver, route, 9)
         world.settle()
         assert last.value() == 9
-        assert route._line.location.epoch == 1
-        assert route._line.location.worker != where.worker
+        assert route._queue.location.epoch == 1
+        assert route._queue.location.worker != where.worker
 
 
 def test_application_errors_are_retried_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +398,7 @@ def test_application_errors_are_retried_where_that_is_allowed(monkeypatch: pytes
     world.settle()
     attempts: list[Any] = []
 
-    def behaviour(resident: Any, header: Any, args: Any) -> Any:
+    def behaviour(hosted: Any, header: Any, args: Any) -> Any:
         attempts.append(args[0])
         return KeyError("x") if attempts.count(args[0]) < 3 else args[0]
 
@@ -423,7 +423,7 @@ def test_a_call_that_is_made_again_goes_before_what_waits_for_it(monkeypatch: py
     world.settle()
     ran: list[Any] = []
 
-    def behaviour(resident: Any, header: Any, args: Any) -> Any:
+    def behaviour(hosted: Any, header: Any, args: Any) -> Any:
         ran.append(args[0])
         return KeyError("x") if ran.count("tries") < 3 else args[0]
 
@@ -464,7 +464,7 @@ def _play(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     deaths = 0
     watched = route.watch()
 
-    def behaviour(resident: Any, header: Any, args: Any) -> Any:
+    def behaviour(hosted: Any, header: Any, args: Any) -> Any:
         return KeyError("x") if chance.random() < fails else args[0]
 
     def is_there(args: Any) -> bool:
@@ -500,7 +500,7 @@ def _play(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
             results[number] = future
             number += 1
         elif what < 0.5 and deaths < 3:
-            homes = [each for each in world.workers if each.residents_here and each not in (driver, other)]
+            homes = [each for each in world.workers if each.actors_here and each not in (driver, other)]
             if homes:
                 deaths += 1
                 chance.choice(homes).die()

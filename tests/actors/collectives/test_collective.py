@@ -16,7 +16,7 @@ from actorrpc.actors.collectives.rendezvous import Generations, MemberSlot
 from actorrpc.errors import CollectiveError, ConfigError
 from actorrpc.rpc.refcount.messages import WorkerKey
 
-SEATS = [MemberSlot(WorkerKey(rank, f"life{rank}"), 100 + rank) for rank in range(3)]
+SLOTS = [MemberSlot(WorkerKey(rank, f"life{rank}"), 100 + rank) for rank in range(3)]
 
 
 class Timers:
@@ -41,9 +41,9 @@ class TestMeetings:
     def test_all_hear_what_all_say(self) -> None:
         meetings, _ = made()
         meeting = meetings.open("it", 3)
-        early = [meetings.gather(meeting.key, rank, SEATS[rank], f"from {rank}") for rank in (2, 0)]
+        early = [meetings.gather(meeting.key, rank, SLOTS[rank], f"from {rank}") for rank in (2, 0)]
         assert not any(each.done() for each in early)
-        late = meetings.gather(meeting.key, 1, SEATS[1], "from 1")
+        late = meetings.gather(meeting.key, 1, SLOTS[1], "from 1")
         assert [each.value() for each in (*early, late)] == [["from 0", "from 1", "from 2"]] * 3
 
     def test_values_are_waited_for(self) -> None:
@@ -65,7 +65,7 @@ class TestMeetings:
     def test_the_end_of_a_worker_breaks_it_once(self) -> None:
         meetings, agent = made()
         meeting = meetings.open("it", 3)
-        waiting = [meetings.gather(meeting.key, rank, SEATS[rank], None) for rank in (0, 1)]
+        waiting = [meetings.gather(meeting.key, rank, SLOTS[rank], None) for rank in (0, 1)]
         asked = meetings.take(meeting.key, ["never"])
         (tell,) = agent.on_peer_end
         ended = SimpleNamespace(
@@ -80,7 +80,7 @@ class TestMeetings:
                 each.value()
         assert len(agent.submitted) == 1  # rank 0 is told; rank 2 has never been there
         with pytest.raises(CollectiveError, match="rank 1 is gone"):
-            meetings.gather(meeting.key, 2, SEATS[2], None)
+            meetings.gather(meeting.key, 2, SLOTS[2], None)
         tell(ended)
         assert len(agent.submitted) == 1
 
@@ -88,7 +88,7 @@ class TestMeetings:
         meetings, agent = made()
         meeting = meetings.open("it", 2)
         for rank in range(2):
-            meetings.gather(meeting.key, rank, SEATS[rank], None)
+            meetings.gather(meeting.key, rank, SLOTS[rank], None)
         answer = meetings.gone(meeting.key, 0, "connection closed", False)
         assert meeting.why == "connection closed"
         assert not answer.done()

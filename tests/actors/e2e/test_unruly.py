@@ -134,12 +134,12 @@ class Breaking:
 
         execution = CURRENT.get()
         assert execution is not None
-        resident = execution.actor
-        if what == "station":
-            resident.finished = None
+        hosted = execution.actor
+        if what == "runner":
+            hosted.finished = None
         elif what == "error":
-            resident.callee.label = None
-            resident.on_error = lambda error: 1 / 0
+            hosted.executor.label = None
+            hosted.on_error = lambda error: 1 / 0
             raise ValueError("not explained")
         return "damaged"
 
@@ -150,7 +150,7 @@ class Breaking:
 @pytest.mark.prints("is ended: a thread of it ended unexpectedly\nTraceback")
 def test_the_end_of_a_station_is_the_actors() -> None:
     actor = Breaking.remote()
-    assert actorrpc.get(actor.damage.remote("station")) == "damaged"
+    assert actorrpc.get(actor.damage.remote("runner")) == "damaged"
     with pytest.raises(ActorDiedError, match="a thread of it ended unexpectedly"):
         actorrpc.get(actor.ping.remote())
 

@@ -12,11 +12,11 @@ from actorrpc.actors.host.mailbox import Entry, GroupQueue, Mailbox, Wakeups
 
 
 class Seat:
-    """A station that is stepped by the simulator."""
+    """A runner that is stepped by the simulator."""
 
-    def __init__(self, world: World, lane: GroupQueue) -> None:
+    def __init__(self, world: World, queue: GroupQueue) -> None:
         self.world = world
-        self.lane = lane
+        self.queue = queue
         self.work: deque[Entry] = deque()
         self.frames: list[tuple[Entry, int]] = []  # what it runs, innermost last
         self.parked = False
@@ -25,13 +25,13 @@ class Seat:
     def step(self) -> None:
         world, mailbox = self.world, self.world.mailbox
         if self.resting:
-            mailbox.resume(self.lane)
+            mailbox.resume(self.queue)
             self.resting = False
             return
         if not self.frames:
             if self.parked:
                 return
-            entry, todo = mailbox.take(self.lane, self)
+            entry, todo = mailbox.take(self.queue, self)
             world.do(todo)
             if entry is None:
                 self.parked = True
@@ -39,9 +39,9 @@ class Seat:
             self.begin(entry)
             return
         choice = world.random.random()
-        if choice < 0.35 and self.lane.yielding:
+        if choice < 0.35 and self.queue.yielding:
             self.resting = True
-            world.do(mailbox.rest(self.lane))
+            world.do(mailbox.rest(self.queue))
         elif choice < 0.35 and len(self.frames) < 6:
             # It waits: what descends from it may run.
             nested = mailbox.take_nested(self)
@@ -57,7 +57,7 @@ class Seat:
             if world.random.random() < world.fails:
                 world.again(entry)
             if not self.frames:
-                world.do(mailbox.done(self.lane, self))
+                world.do(mailbox.done(self.queue, self))
 
     def path(self) -> tuple[int, ...]:
         return tuple(execution for _, execution in self.frames)
@@ -73,13 +73,13 @@ class Seat:
         world.executions += 1
         self.frames.append((entry, world.executions))
         world.mailbox.begin(world.executions, self)
-        seats = [seat for seat in world.seats if seat.lane is self.lane and not seat.resting]
-        top = sum(1 for seat in seats if seat.frames) - world.waiting * self.lane.yielding
-        assert top <= self.lane.limit, "more at a time than the limit allows"
+        slots = [slot for slot in world.slots if slot.queue is self.queue and not slot.resting]
+        top = sum(1 for slot in slots if slot.frames) - world.waiting * self.queue.yielding
+        assert top <= self.queue.limit, "more at a time than the limit allows"
 
 
 class World:
-    """One actor, its stations and its callers; every step is a choice of the seed."""
+    """One actor, its runners and its callers; every step is a choice of the seed."""
 
     def __init__(self, seed: int, limits: dict[str, int]) -> None:
         self.random = random.Random(seed)
@@ -93,9 +93,9 @@ class World:
             loose=self.random.choice([None, True, False]),
         )
         self.waiting = 0  # bystanders
-        for lane in self.mailbox.lanes.values():
-            lane.bystanders = self
-        self.seats: list[Seat] = []
+        for queue in self.mailbox.queues.values():
+            queue.bystanders = self
+        self.slots: list[Seat] = []
         self.entries: list[Entry] = []
         self.started: list[Entry] = []
         self.finished: list[Entry] = []
@@ -110,10 +110,10 @@ class World:
     def do(self, todo: Wakeups | None) -> None:
         if todo is None:
             return
-        for seat in todo.wake:
-            seat.parked = False
-        for lane in todo.start:
-            self.seats.append(Seat(self, lane))
+        for slot in todo.wake:
+            slot.parked = False
+        for queue in todo.start:
+            self.slots.append(Seat(self, queue))
 
     def make(self, path: tuple[int, ...] = ()) -> None:
         pick = self.random
@@ -126,19 +126,19 @@ class World:
             loose=pick.random() < 0.15,
             place=len(self.entries),
         )
-        lane = self.mailbox.lanes[pick.choice(list(self.mailbox.lanes))]
+        queue = self.mailbox.queues[pick.choice(list(self.mailbox.queues))]
         self.entries.append(entry)
         if not ready:
             self.unready.append(entry)
-        self.put(entry, lane)
+        self.put(entry, queue)
 
-    def put(self, entry: Entry, lane: GroupQueue) -> None:
+    def put(self, entry: Entry, queue: GroupQueue) -> None:
         self.put_at[entry] = len(self.started)
-        self.do(self.mailbox.put(entry, lane))
+        self.do(self.mailbox.put(entry, queue))
 
     def again(self, failed: Entry) -> None:
         """Make a call again. What waits for its arguments waits for this one from now on, where it is of the same caller."""
-        assert failed.lane is not None
+        assert failed.queue is not None
         ready = self.random.random() < 0.8
         entry = Entry(
             failed.caller,
@@ -154,7 +154,7 @@ class World:
         self.entries.append(entry)
         if not ready:
             self.unready.append(entry)
-        self.put(entry, failed.lane)
+        self.put(entry, failed.queue)
 
     def can_be_ready(self, entry: Entry) -> bool:
         needed = self.needs.get(entry)
@@ -188,8 +188,8 @@ class World:
                 self.do(todo)
             else:
                 assert entry in self.started or entry in self.cancelled
-        elif self.seats:
-            self.random.choice(self.seats).step()
+        elif self.slots:
+            self.random.choice(self.slots).step()
 
     def run(self) -> None:
         for _ in range(600):
@@ -202,8 +202,8 @@ class World:
                 self.do(self.mailbox.ready(entry))
             if len(self.finished) + len(self.cancelled) == len(self.entries):
                 break
-            for seat in list(self.seats):
-                seat.step()
+            for slot in list(self.slots):
+                slot.step()
 
 
 def _overtaken(world: World) -> list[tuple[Entry, Entry]]:
@@ -212,7 +212,9 @@ def _overtaken(world: World) -> list[tuple[Entry, Entry]]:
     for later, entry in enumerate(world.started):
         for other in world.started[later + 1 :]:
             same = (
-                entry.caller == other.caller and entry.lane is other.lane and entry.priority == other.priority
+                entry.caller == other.caller
+                and entry.queue is other.queue
+                and entry.priority == other.priority
             )
             if (
                 same
@@ -239,210 +241,210 @@ def test_every_entry_runs_once_in_order_within_the_limit(limits: dict[str, int])
         assert world.mailbox.counts() == (0, 0), f"seed {seed}"
 
 
-def _run_all(mailbox: Mailbox, lane: GroupQueue) -> list[Any]:
+def _run_all(mailbox: Mailbox, queue: GroupQueue) -> list[Any]:
     ran = []
     while True:
-        entry, _ = mailbox.take(lane)
+        entry, _ = mailbox.take(queue)
         if entry is None:
             return ran
         ran.append(entry.payload)
-        mailbox.done(lane)
+        mailbox.done(queue)
 
 
 def test_one_caller_waits_for_its_arguments_and_others_do_not() -> None:
     mailbox = Mailbox({"": 1})
-    lane = mailbox.lanes[""]
+    queue = mailbox.queues[""]
     slow = Entry("a", "a1", ready=False)
     for entry in (slow, Entry("a", "a2"), Entry("b", "b1")):
-        mailbox.put(entry, lane)
-    assert _run_all(mailbox, lane) == ["b1"]
-    mailbox.put(Entry("a", "a3"), lane)
+        mailbox.put(entry, queue)
+    assert _run_all(mailbox, queue) == ["b1"]
+    mailbox.put(Entry("a", "a3"), queue)
     mailbox.ready(slow)
-    assert _run_all(mailbox, lane) == ["a1", "a2", "a3"]
+    assert _run_all(mailbox, queue) == ["a1", "a2", "a3"]
 
 
 def test_a_cancelled_call_lets_those_behind_it_go() -> None:
     mailbox = Mailbox({"": 1})
-    lane = mailbox.lanes[""]
+    queue = mailbox.queues[""]
     slow = Entry("a", "a1", ready=False)
-    mailbox.put(slow, lane)
-    mailbox.put(Entry("a", "a2"), lane)
-    assert _run_all(mailbox, lane) == []
+    mailbox.put(slow, queue)
+    mailbox.put(Entry("a", "a2"), queue)
+    assert _run_all(mailbox, queue) == []
     assert mailbox.cancel(slow) is not None
     assert mailbox.cancel(slow) is None
-    assert _run_all(mailbox, lane) == ["a2"]
+    assert _run_all(mailbox, queue) == ["a2"]
 
 
 def test_a_call_that_is_made_again_goes_before_those_that_wait_for_it() -> None:
     mailbox = Mailbox({"": 1})
-    lane = mailbox.lanes[""]
-    mailbox.put(Entry("a", "a1", place=1), lane)
+    queue = mailbox.queues[""]
+    mailbox.put(Entry("a", "a1", place=1), queue)
     user = Entry("a", "a2", place=2, ready=False)
     for entry in (user, Entry("b", "b1", place=7), Entry("a", "a3", place=3)):
-        mailbox.put(entry, lane)
-    assert _run_all(mailbox, lane) == ["a1", "b1"]
-    assert lane.heads() == [user]
+        mailbox.put(entry, queue)
+    assert _run_all(mailbox, queue) == ["a1", "b1"]
+    assert queue.heads() == [user]
     slow = Entry("a", "a1 again", place=1, again=True, ready=False)
-    mailbox.put(slow, lane)
-    mailbox.put(Entry("b", "b2", place=8), lane)
-    assert _run_all(mailbox, lane) == ["b2"]
+    mailbox.put(slow, queue)
+    mailbox.put(Entry("b", "b2", place=8), queue)
+    assert _run_all(mailbox, queue) == ["b2"]
     mailbox.ready(slow)
-    assert _run_all(mailbox, lane) == ["a1 again"]
+    assert _run_all(mailbox, queue) == ["a1 again"]
     mailbox.ready(user)
-    assert _run_all(mailbox, lane) == ["a2", "a3"]
+    assert _run_all(mailbox, queue) == ["a2", "a3"]
     # Two of them keep the order of the originals, whichever comes first.
     for place in (5, 4, 6):
-        mailbox.put(Entry("a", place, place=place, again=place < 6), lane)
-    assert _run_all(mailbox, lane) == [4, 5, 6]
+        mailbox.put(Entry("a", place, place=place, again=place < 6), queue)
+    assert _run_all(mailbox, queue) == [4, 5, 6]
 
 
 def test_where_several_run_at_a_time_whatever_is_ready_runs() -> None:
     mailbox = Mailbox({"": 1})
     mailbox.configure({"": 2, "one": 1}, {"": 5}, reentrant=True, yielding=False)
-    for lane, ran in (
-        (mailbox.lanes[""], ["a2"]),
-        (mailbox.lanes["one"], []),
+    for queue, ran in (
+        (mailbox.queues[""], ["a2"]),
+        (mailbox.queues["one"], []),
         (mailbox.async_lanes[""], ["a2"]),
     ):
-        mailbox.put(Entry("a", "a1", ready=False), lane)
-        mailbox.put(Entry("a", "a2"), lane)
-        assert _run_all(mailbox, lane) == ran
+        mailbox.put(Entry("a", "a1", ready=False), queue)
+        mailbox.put(Entry("a", "a2"), queue)
+        assert _run_all(mailbox, queue) == ran
     mailbox.configure({"": 2}, {}, reentrant=True, yielding=False, loose=False)
-    mailbox.put(Entry("a", "a3"), mailbox.lanes[""])
-    mailbox.put(Entry("b", "b1", ready=False), mailbox.lanes[""])
-    mailbox.put(Entry("b", "b2"), mailbox.lanes[""])
-    assert _run_all(mailbox, mailbox.lanes[""]) == ["a3"]
+    mailbox.put(Entry("a", "a3"), mailbox.queues[""])
+    mailbox.put(Entry("b", "b1", ready=False), mailbox.queues[""])
+    mailbox.put(Entry("b", "b2"), mailbox.queues[""])
+    assert _run_all(mailbox, mailbox.queues[""]) == ["a3"]
 
 
 def test_loose_calls_overtake() -> None:
     mailbox = Mailbox({"": 1})
-    lane = mailbox.lanes[""]
+    queue = mailbox.queues[""]
     slow = Entry("a", "a1", ready=False, loose=True)
-    mailbox.put(slow, lane)
-    mailbox.put(Entry("a", "a2", loose=True), lane)
-    assert _run_all(mailbox, lane) == ["a2"]
+    mailbox.put(slow, queue)
+    mailbox.put(Entry("a", "a2", loose=True), queue)
+    assert _run_all(mailbox, queue) == ["a2"]
     mailbox.ready(slow)
-    assert _run_all(mailbox, lane) == ["a1"]
+    assert _run_all(mailbox, queue) == ["a1"]
 
 
 def test_priority_comes_first_and_arrival_second() -> None:
     mailbox = Mailbox({"": 1})
-    lane = mailbox.lanes[""]
+    queue = mailbox.queues[""]
     for number, priority in enumerate([0, 1, 0, 7, 1, -3]):
-        mailbox.put(Entry(number, (priority, number), priority=priority), lane)
-    assert _run_all(mailbox, lane) == [(7, 3), (1, 1), (1, 4), (0, 0), (0, 2), (-3, 5)]
+        mailbox.put(Entry(number, (priority, number), priority=priority), queue)
+    assert _run_all(mailbox, queue) == [(7, 3), (1, 1), (1, 4), (0, 0), (0, 2), (-3, 5)]
 
 
 def test_a_descendant_goes_to_the_station_of_its_ancestor() -> None:
     mailbox = Mailbox({"": 1})
-    lane = mailbox.lanes[""]
-    todo = mailbox.put(Entry("a", "outer"), lane)
+    queue = mailbox.queues[""]
+    todo = mailbox.put(Entry("a", "outer"), queue)
     assert todo is not None
-    assert todo.start == [lane]
-    seat = Seat(World(0, {"": 1}), lane)
-    outer, _ = mailbox.take(lane, seat)
+    assert todo.start == [queue]
+    slot = Seat(World(0, {"": 1}), queue)
+    outer, _ = mailbox.take(queue, slot)
     assert outer is not None
-    mailbox.begin(17, seat)
-    mailbox.put(Entry("b", "sibling", path=(16,)), lane)
-    todo = mailbox.put(Entry("b", "inner", path=(3, 17)), lane)
+    mailbox.begin(17, slot)
+    mailbox.put(Entry("b", "sibling", path=(16,)), queue)
+    todo = mailbox.put(Entry("b", "inner", path=(3, 17)), queue)
     assert todo is not None
-    assert todo.wake == [seat]
-    inner = mailbox.take_nested(seat)
+    assert todo.wake == [slot]
+    inner = mailbox.take_nested(slot)
     assert inner is not None
     assert inner.payload == "inner"
-    assert mailbox.take_nested(seat) is None
+    assert mailbox.take_nested(slot) is None
 
 
 def test_what_was_left_for_a_station_comes_back_in_order() -> None:
     mailbox = Mailbox({"": 1})
-    lane = mailbox.lanes[""]
-    mailbox.put(Entry("a", "outer"), lane)
-    seat = Seat(World(0, {"": 1}), lane)
-    mailbox.take(lane, seat)
-    mailbox.begin(17, seat)
-    mailbox.put(Entry("b", "inner", path=(17,)), lane)
-    mailbox.put(Entry("b", "next"), lane)
+    queue = mailbox.queues[""]
+    mailbox.put(Entry("a", "outer"), queue)
+    slot = Seat(World(0, {"": 1}), queue)
+    mailbox.take(queue, slot)
+    mailbox.begin(17, slot)
+    mailbox.put(Entry("b", "inner", path=(17,)), queue)
+    mailbox.put(Entry("b", "next"), queue)
     mailbox.end(17)
-    mailbox.done(lane, seat)
-    assert _run_all(mailbox, lane) == ["inner", "next"]
+    mailbox.done(queue, slot)
+    assert _run_all(mailbox, queue) == ["inner", "next"]
 
 
 def test_without_reentrancy_a_descendant_queues() -> None:
     mailbox = Mailbox({"": 1}, reentrant=False)
-    lane = mailbox.lanes[""]
-    mailbox.put(Entry("a", "outer"), lane)
-    seat = Seat(World(0, {"": 1}), lane)
-    mailbox.take(lane, seat)
-    mailbox.begin(17, seat)
-    mailbox.put(Entry("b", "inner", path=(17,)), lane)
-    assert not seat.work
+    queue = mailbox.queues[""]
+    mailbox.put(Entry("a", "outer"), queue)
+    slot = Seat(World(0, {"": 1}), queue)
+    mailbox.take(queue, slot)
+    mailbox.begin(17, slot)
+    mailbox.put(Entry("b", "inner", path=(17,)), queue)
+    assert not slot.work
     assert mailbox.counts() == (1, 1)
 
 
 def test_a_yielding_lane_lets_another_one_in_while_one_waits() -> None:
     mailbox = Mailbox({"": 1}, yielding=True)
-    lane = mailbox.lanes[""]
-    mailbox.put(Entry("a", 1), lane)
-    mailbox.put(Entry("a", 2), lane)
-    first, _ = mailbox.take(lane)
+    queue = mailbox.queues[""]
+    mailbox.put(Entry("a", 1), queue)
+    mailbox.put(Entry("a", 2), queue)
+    first, _ = mailbox.take(queue)
     assert first is not None
-    assert mailbox.take(lane)[0] is None
-    todo = mailbox.rest(lane)
-    assert todo.start == [lane]
+    assert mailbox.take(queue)[0] is None
+    todo = mailbox.rest(queue)
+    assert todo.start == [queue]
     assert mailbox.counts() == (1, 1)  # what waits is not over
-    second, _ = mailbox.take(lane)
+    second, _ = mailbox.take(queue)
     assert second is not None
     assert second.payload == 2
-    mailbox.resume(lane)
+    mailbox.resume(queue)
     assert mailbox.counts() == (0, 2)
 
 
 def test_a_closed_mailbox_takes_nothing_and_gives_everything_back() -> None:
     mailbox = Mailbox({"": 1})
-    lane = mailbox.lanes[""]
+    queue = mailbox.queues[""]
     entries = [Entry("a", 1), Entry("b", 2, ready=False), Entry("c", 3, priority=2)]
     for entry in entries:
-        mailbox.put(entry, lane)
+        mailbox.put(entry, queue)
     left, _ = mailbox.close()
     assert {entry.payload for entry in left} == {1, 2, 3}
-    assert mailbox.put(Entry("a", 4), lane) is None
-    assert mailbox.take(lane) == (None, None)
+    assert mailbox.put(Entry("a", 4), queue) is None
+    assert mailbox.take(queue) == (None, None)
 
 
 def test_a_mailbox_closes_by_itself_only_where_nothing_waits_or_runs() -> None:
     mailbox = Mailbox({"": 1})
-    lane = mailbox.lanes[""]
-    mailbox.put(Entry("a", 1), lane)
+    queue = mailbox.queues[""]
+    mailbox.put(Entry("a", 1), queue)
     assert not mailbox.close_if_idle()  # it waits
-    entry, _ = mailbox.take(lane)
+    entry, _ = mailbox.take(queue)
     assert entry is not None
     assert not mailbox.close_if_idle()  # it runs
-    assert mailbox.put(Entry("a", 2), lane) is not None
-    assert mailbox.take(lane)[0] is None
-    mailbox.done(lane)
+    assert mailbox.put(Entry("a", 2), queue) is not None
+    assert mailbox.take(queue)[0] is None
+    mailbox.done(queue)
     assert not mailbox.close_if_idle()
-    assert mailbox.take(lane)[0] is not None
-    mailbox.done(lane)
+    assert mailbox.take(queue)[0] is not None
+    mailbox.done(queue)
     assert mailbox.close_if_idle()
-    assert mailbox.put(Entry("a", 3), lane) is None
+    assert mailbox.put(Entry("a", 3), queue) is None
 
 
 def test_a_station_that_has_looked_by_itself_is_not_woken_for_others() -> None:
     """One that reads what comes looks without having been woken, and gets what another one was woken for."""
     mailbox = Mailbox({"": 3})
-    lane = mailbox.lanes[""]
+    queue = mailbox.queues[""]
     first, second = object(), object()
-    for station in (first, second):
-        assert mailbox.take(lane, station) == (None, None)
-    todo = mailbox.put(Entry("a", "a1"), lane)
+    for runner in (first, second):
+        assert mailbox.take(queue, runner) == (None, None)
+    todo = mailbox.put(Entry("a", "a1"), queue)
     assert todo is not None
     assert todo.wake == [second]
-    entry, _ = mailbox.take(lane, first)
+    entry, _ = mailbox.take(queue, first)
     assert entry is not None
-    assert mailbox.take(lane, second) == (None, None)
+    assert mailbox.take(queue, second) == (None, None)
     for number in range(2):
-        todo = mailbox.put(Entry("b", number), lane)
+        todo = mailbox.put(Entry("b", number), queue)
         assert todo is not None
         assert first not in todo.wake
         assert bool(todo.wake) != bool(todo.start)
-        mailbox.take(lane, second if todo.wake else object())
+        mailbox.take(queue, second if todo.wake else object())

@@ -76,8 +76,8 @@ def test_a_thread_that_starts_when_its_actor_has_ended_ends_as_well(
     held: list[ActorThread] = []
     arrived = threading.Event()
 
-    def hold(station: ActorThread) -> None:
-        held.append(station)
+    def hold(runner: ActorThread) -> None:
+        held.append(runner)
         arrived.set()
 
     with alone(tmp_path):
@@ -86,10 +86,10 @@ def test_a_thread_that_starts_when_its_actor_has_ended_ends_as_well(
         assert arrived.wait(20)
         actor.kill()
         monkeypatch.undo()
-        held[0]._resident.over.wait(20)
+        held[0]._hosted.over.wait(20)
         held[0].start()
         for thread in threading.enumerate():
-            if thread.name == f"actorrpc-actor-{held[0]._resident.title}":
+            if thread.name == f"actorrpc-actor-{held[0]._hosted.title}":
                 thread.join(20)
                 assert not thread.is_alive()
         del actor
@@ -109,8 +109,8 @@ def test_a_method_is_not_interrupted_while_it_starts_a_thread(
                 assert looked.acquire(timeout=20)
         return start(run, arguments)
 
-    def look(station: ActorThread, *arguments: Any) -> None:
-        interrupt(station, *arguments)
+    def look(runner: ActorThread, *arguments: Any) -> None:
+        interrupt(runner, *arguments)
         looked.release()
 
     with alone(tmp_path):
@@ -132,8 +132,8 @@ def test_an_interruption_is_not_lost_in_a_del(tmp_path: Path, monkeypatch: pytes
     # The interpreter prints and forgets what is raised in a __del__: the method would go on.
     interrupt = ActorThread.interrupt
 
-    def look(station: ActorThread, *arguments: Any) -> None:
-        interrupt(station, *arguments)
+    def look(runner: ActorThread, *arguments: Any) -> None:
+        interrupt(runner, *arguments)
         Dropped.looked.release()
 
     with alone(tmp_path):

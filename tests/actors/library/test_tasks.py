@@ -260,23 +260,23 @@ def _from_a_stream(n: int) -> Any:
 
 
 @Remote
-def _receive(letters: Any) -> Any:
-    return get(letters.take.remote())
+def _receive(mails: Any) -> Any:
+    return get(mails.take.remote())
 
 
 @Remote
-def _correspond(letters: Any) -> Any:
+def _correspond(mails: Any) -> Any:
     """The task that is made first cannot end before this one has gone on."""
-    received = _receive.remote(letters)
+    received = _receive.remote(mails)
     get(things.add.remote(1))
-    get(letters.put.remote())
+    get(mails.put.remote())
     return get(received)
 
 
 @pytest.mark.limit(60)
 def test_with_one_process_tasks_do_not_stand_in_each_others_way() -> None:
     with actorrpc.init(num_cpus=1):
-        plain, letters = Plain.remote(), Letters.remote()
+        plain, mails = Plain.remote(), Letters.remote()
         assert get(_outer.remote(plain)) == 3
         assert get(_outer_in_a_thread.remote(plain)) == 3
         assert get(_fib.remote(4)) == 3
@@ -285,10 +285,10 @@ def test_with_one_process_tasks_do_not_stand_in_each_others_way() -> None:
         assert get(_in_coroutines.remote(4)) == 14
         assert get(_in_its_own_loop.remote()) == 3
         assert get(_from_a_stream.remote(40)) == 780
-        assert get(_correspond.remote(letters)) == "taken"
+        assert get(_correspond.remote(mails)) == "taken"
         # One whose argument is not there does not hold those that have come after it.
-        assert get(things.add.remote(_after.remote(plain, _release.remote(letters)))) == 4
-        del plain, letters
+        assert get(things.add.remote(_after.remote(plain, _release.remote(mails)))) == 4
+        del plain, mails
 
 
 @Remote
@@ -297,5 +297,5 @@ def _after(actor: Any, _: Any) -> Any:
 
 
 @Remote
-def _release(letters: Any) -> Any:
-    get(letters.put.remote())
+def _release(mails: Any) -> Any:
+    get(mails.put.remote())

@@ -65,16 +65,16 @@ def test_a_call_that_comes_when_the_actor_was_seen_idle_runs_once_elsewhere(
     ending, refused = threading.Event(), threading.Event()
     end, refuse = HostedActor._end_now, HostedActor._refuse_gone
 
-    def held_up(resident: HostedActor) -> None:
+    def held_up(hosted: HostedActor) -> None:
         if not ending.is_set():
             ending.set()
             while not (_entered.wait(0.01) or refused.wait(0.01)):
                 pass
-        end(resident)
+        end(hosted)
 
-    def refuses(resident: HostedActor, entry: Envelope) -> None:
+    def refuses(hosted: HostedActor, entry: Envelope) -> None:
         refused.set()
-        refuse(resident, entry)
+        refuse(hosted, entry)
 
     actor = Counter.remote()
     assert actorrpc.get(actor.add.remote()) == 1
@@ -97,17 +97,17 @@ def test_a_call_that_finds_the_mailbox_closed_is_refused_as_not_executed(
     held: list[tuple[HostedActor, Envelope]] = []
     forget, wind_up, refuse = ActorRegistry.forget, HostedActor._wind_up, HostedActor._refuse_gone
 
-    def held_up(residents: ActorRegistry, resident: HostedActor) -> None:
+    def held_up(registry: ActorRegistry, hosted: HostedActor) -> None:
         ending.set()
         assert refused.wait(20)
-        forget(residents, resident)
+        forget(registry, hosted)
 
-    def winds_up(resident: HostedActor) -> None:
+    def winds_up(hosted: HostedActor) -> None:
         assert refused.wait(20)
-        wind_up(resident)
+        wind_up(hosted)
 
-    def refuses(resident: HostedActor, entry: Envelope) -> None:
-        held.append((resident, entry))
+    def refuses(hosted: HostedActor, entry: Envelope) -> None:
+        held.append((hosted, entry))
         refused.set()
 
     actor = Counter.remote()
@@ -120,12 +120,12 @@ def test_a_call_that_finds_the_mailbox_closed_is_refused_as_not_executed(
     call = actor.add.remote()
     moved.wait(20)
     monkeypatch.undo()
-    for resident, entry in held:
-        resident.over.wait(20)
-        refuse(resident, entry)
+    for hosted, entry in held:
+        hosted.over.wait(20)
+        refuse(hosted, entry)
     assert actorrpc.get(call, timeout=20) == 2
     held.clear()
-    del actor, call, resident, entry
+    del actor, call, hosted, entry
 
 
 def test_a_worker_has_something_to_do_until_it_has_refused_a_call_of_an_actor_that_is_gone(

@@ -120,7 +120,7 @@ def test_a_name_stays_while_its_actor_is_restarted(monkeypatch: pytest.MonkeyPat
     world = World(monkeypatch, 1)
     route = world.create(world.workers[0], name="clock", max_restarts=1)
     world.settle()
-    next(each for each in world.workers if each.residents_here).die()
+    next(each for each in world.workers if each.actors_here).die()
     world.settle()
     assert world.workers[0].runtime.names.lookup("clock").actor_id == route.actor_id
 

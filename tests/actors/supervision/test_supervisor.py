@@ -45,12 +45,12 @@ def test_round_robin_over_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = world.workers[0]
     routes = [world.create(driver) for _ in range(6)]
     world.settle()
-    assert [len(each.residents_here) for each in world.workers] == [0, 2, 2, 2]
+    assert [len(each.actors_here) for each in world.workers] == [0, 2, 2, 2]
     world.workers[2].die()
     world.settle()
     more = [world.create(driver) for _ in range(4)]
     world.settle()
-    assert [len(each.residents_here) for each in world.workers[:2]] == [0, 4]
+    assert [len(each.actors_here) for each in world.workers[:2]] == [0, 4]
     del routes, more
 
 
@@ -60,7 +60,7 @@ def test_alone_it_lives_here(monkeypatch: pytest.MonkeyPatch) -> None:
     future = world.call(world.workers[0], route, 4)
     world.settle()
     assert future.value() == 4
-    assert len(world.workers[0].residents_here) == 1
+    assert len(world.workers[0].actors_here) == 1
 
 
 @pytest.mark.parametrize("how", ["name", "rank", "info"])
@@ -70,7 +70,7 @@ def test_on_a_worker_that_is_named(monkeypatch: pytest.MonkeyPatch, how: str) ->
     where = {"name": "w2", "rank": 2, "info": there.record.info}[how]
     route = world.create(world.workers[0], worker=where)
     world.settle()
-    assert len(there.residents_here) == 1
+    assert len(there.actors_here) == 1
     assert route.card.options is not None
     assert route.card.options.worker is None
 
@@ -88,7 +88,7 @@ def test_with_another_actor(monkeypatch: pytest.MonkeyPatch) -> None:
         one, two = first.located(), second.located()
         world.settle()
         assert one.value().worker == two.value().worker
-        assert one.value().resident_id != two.value().resident_id
+        assert one.value().instance_id != two.value().instance_id
         watched = first.watch()
         del first, handle
         gc.collect()
@@ -122,8 +122,8 @@ def test_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert future.value() == 1
     assert _state(driver).worker == "Counter-1"
     assert _state(driver).pid == 1001
-    (resident,) = world.workers[1].residents_here.values()
-    assert resident.spec.alone
+    (hosted,) = world.workers[1].actors_here.values()
+    assert hosted.spec.alone
     del route, future
     gc.collect()
     world.settle()
@@ -194,9 +194,9 @@ def test_a_place_that_is_known_to_be_gone_costs_no_restart(
     def spawn(spec: Any) -> Future[WorkerInfo]:
         asked.append(world.clock.now())
         where = other.record if heard and len(asked) > 5 else first.record
-        seat: Future[WorkerInfo] = Future()
-        seat.set_result(SharedSlot(where.name, where.rank, booking=spec.booking))
-        return seat
+        slot: Future[WorkerInfo] = Future()
+        slot.set_result(SharedSlot(where.name, where.rank, booking=spec.booking))
+        return slot
 
     given_back: list[int] = []
     monkeypatch.setattr(world.spawner, "spawn", spawn)
@@ -228,8 +228,8 @@ def test_a_pinned_actor_that_is_killed_comes_back_there(monkeypatch: pytest.Monk
     world.settle()
     route.kill(no_restart=False)
     world.settle()
-    (resident,) = world.workers[2].residents_here.values()
-    assert resident.spec.epoch == 1
+    (hosted,) = world.workers[2].actors_here.values()
+    assert hosted.spec.epoch == 1
     future = world.call(world.workers[0], route, 1)
     world.settle()
     assert future.value() == 1
@@ -244,18 +244,18 @@ def test_the_state_goes_into_the_next_life(monkeypatch: pytest.MonkeyPatch) -> N
     assert supervisor.note_checkpoint(route.actor_id, 0, 1, Snapshot.of("old"))
     assert supervisor.note_checkpoint(route.actor_id, 0, 3, Snapshot.of("new"))
     assert supervisor.note_checkpoint(route.actor_id, 0, 2, Snapshot.of("overtaken"))
-    first = next(each for each in world.workers if each.residents_here)
+    first = next(each for each in world.workers if each.actors_here)
     first.die()
     world.settle()
     assert not supervisor.note_checkpoint(route.actor_id, 0, 4, Snapshot.of("late"))
-    next(each for each in world.workers if each.residents_here and each is not first).die()
+    next(each for each in world.workers if each.actors_here and each is not first).die()
     world.settle()
     world.create(driver)
     specs = [
-        resident.spec
+        hosted.spec
         for each in world.workers
-        for resident in each.residents_here.values()
-        if resident.spec.actor_id == route.actor_id
+        for hosted in each.actors_here.values()
+        if hosted.spec.actor_id == route.actor_id
     ]
     assert [(spec.epoch, spec.state.open()) for spec in specs if spec.epoch == 1] in ([], [(1, "new")])
     assert all(spec.state.open() == "new" for spec in specs if spec.epoch != 0)
@@ -306,7 +306,7 @@ def test_monitors_fire_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(fired) == 7
         assert {str(error) for error in fired} == {str(fired[0])}
         assert "it was killed with kill()" in str(fired[0])
-        assert not any(each.residents_here for each in world.workers if not each.dead)
+        assert not any(each.actors_here for each in world.workers if not each.dead)
 
 
 def test_kill_at_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +326,7 @@ def test_kill_at_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
             assert future.done()
             future.exception()
         assert isinstance(_error(late), ActorDiedError)
-        assert not any(each.residents_here for each in world.workers if not each.dead), seed
+        assert not any(each.actors_here for each in world.workers if not each.dead), seed
 
 
 def test_the_last_handle_at_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +342,7 @@ def test_the_last_handle_at_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
         world.settle()
         assert future is None or future.value() == 1
         assert "its last handle is gone" in str(watched.value()), seed
-        assert not any(each.residents_here for each in world.workers), seed
+        assert not any(each.actors_here for each in world.workers), seed
 
 
 def test_detached_actors_belong_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +381,7 @@ def test_close_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     world.settle()
     assert all("shut down" in str(each.value()) for each in watched)
     assert isinstance(_error(call), ActorDiedError)
-    assert not any(each.residents_here for each in world.workers)
+    assert not any(each.actors_here for each in world.workers)
     with pytest.raises(ShutdownError):
         world.create(driver)
 
@@ -454,7 +454,7 @@ def test_there_is_never_more_than_one_incarnation(monkeypatch: pytest.MonkeyPatc
             world.on(driver)
             route.kill(no_restart=False)
         world.settle()
-        assert sum(len(each.residents_here) for each in world.workers if not each.dead) == 1, seed
+        assert sum(len(each.actors_here) for each in world.workers if not each.dead) == 1, seed
 
 
 def test_monitors_fire_exactly_once_where_the_supervisor_dies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from actorrpc.actors.supervision import supervisor
 from actorrpc.agent.hooks import RECEIPT
-from actorrpc.agent.mail import ActorHeader
+from actorrpc.agent.mail import MailHeader
 from actorrpc.autograd import transport
 from actorrpc.autograd.messages import Discover, Gradient, Release, Run, Verdict
 from actorrpc.cluster import driver_rpc
@@ -64,10 +64,10 @@ def test_requests(function: Any, args: tuple[Any, ...], expected: tuple[Any, ...
 
 
 def test_letters() -> None:
-    method = type_of_request(None, (), ActorHeader({"mailbox": 1, "method": "add"}), "Counter.add")
+    method = type_of_request(None, (), MailHeader({"mailbox": 1, "method": "add"}), "Counter.add")
     assert method == ("actor_call", "Counter.add", None)
     assert (
-        type_of_request(None, (), ActorHeader({"mailbox": 1, "creates": True}), "Counter()")[0]
+        type_of_request(None, (), MailHeader({"mailbox": 1, "creates": True}), "Counter()")[0]
         == "actor_control"
     )
 

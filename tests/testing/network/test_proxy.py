@@ -483,7 +483,7 @@ def test_before_a_worker_that_runs() -> None:
 def test_before_a_worker_elsewhere() -> None:
     with agents(2, transport="tcp") as (first, second), pytest.MonkeyPatch.context() as patch:
         records = {"a1": replace(second.record, unix_path=None)}
-        patch.setattr(first.roster, "_resolve", records.get)
+        patch.setattr(first.peer_table, "_resolve", records.get)
 
         class Group:
             agent = first
