@@ -38,7 +38,7 @@ class Runtime:
         names: knows actors by name; only that of rank 0 is asked.
         streams: what generator methods here produce.
         meetings, members: the collectives that were made here, and those that actors here are in.
-        crews: the processes of tasks, once there has been one.
+        task_pools: the processes of tasks, once there has been one.
         spawner: starts processes for actors; None where actors go to the group's workers.
     """
 

@@ -80,7 +80,7 @@ class Resumption:
     """Brings the broken connections of one agent back. Thread-safe.
 
     Args:
-        links: dials, and knows the connections.
+        connector: dials, and knows the connections.
     """
 
     def __init__(self, agent: Agent, connector: Connector) -> None:

@@ -137,7 +137,7 @@ class Cluster:
         engine: starts processes.
         reception: what those are told who join.
         nodes: the machines of the engine, as they are booked.
-        seats_first: actors that do not say where go to workers that are there, rather than into new processes.
+        slots_first: actors that do not say where go to workers that are there, rather than into new processes.
     """
 
     def __init__(

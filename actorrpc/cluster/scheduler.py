@@ -123,7 +123,7 @@ class ResourceTable:
         """Return who is to hold this; None where nobody has room.
 
         Args:
-            seats_first: workers that are there go before new processes.
+            slots_first: workers that are there go before new processes.
         """
         found = [each for each in self.candidates(spec) if each.has_room(spec)]
         if not found:

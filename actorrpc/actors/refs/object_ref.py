@@ -50,7 +50,7 @@ class StoredResult:
 
     Attributes:
         rref: refers to it, or to a Snapshot of it. Nobody changes it there.
-        taste: hears what becomes of the result at its caller: whether it is fetched, or handed on.
+        policy: hears what becomes of the result at its caller: whether it is fetched, or handed on.
     """
 
     __slots__ = ("policy", "rref")

@@ -77,15 +77,15 @@ class Disturbance:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def concerns(self, connection: int, direction: str, dice: random.Random) -> bool:
+    def concerns(self, connection: int, direction: str, rng: random.Random) -> bool:
         """Say whether it concerns a stream; draws one number."""
-        lucky = dice.random() < self.probability
+        lucky = rng.random() < self.probability
         here = self.direction in ("both", direction)
         return lucky and here and (self.connections is None or connection in self.connections)
 
-    def draw(self, dice: random.Random) -> int:
+    def draw(self, rng: random.Random) -> int:
         """Return after how many bytes it strikes a stream."""
-        return dice.randint(*self.after)
+        return rng.randint(*self.after)
 
 
 def _made(

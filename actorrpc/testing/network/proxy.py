@@ -50,12 +50,12 @@ class _Struck(Exception):
 class _ProxyState:
     """What one disturbance is up to in one stream."""
 
-    __slots__ = ("at", "dice", "disturbance", "done")
+    __slots__ = ("at", "disturbance", "done", "rng")
 
-    def __init__(self, disturbance: Disturbance, dice: random.Random, position: int) -> None:
+    def __init__(self, disturbance: Disturbance, rng: random.Random, position: int) -> None:
         self.disturbance = disturbance
-        self.dice = dice
-        self.at = position + disturbance.draw(dice)
+        self.rng = rng
+        self.at = position + disturbance.draw(rng)
         self.done = False
 
 
@@ -78,10 +78,10 @@ class _RelayedStream:
     def add(self, disturbance: Disturbance) -> None:
         """Have a disturbance disturb this stream, from here on, if it concerns it."""
         relay = self._relay
-        dice = random.Random(f"{relay.seed}/{relay.number}/{self._direction}/{self._added}")
+        rng = random.Random(f"{relay.seed}/{relay.number}/{self._direction}/{self._added}")
         self._added += 1
-        if disturbance.concerns(relay.number, self._direction, dice):
-            self._states.append(_ProxyState(disturbance, dice, self._position))
+        if disturbance.concerns(relay.number, self._direction, rng):
+            self._states.append(_ProxyState(disturbance, rng, self._position))
 
     def remove(self, disturbance: Disturbance) -> None:
         """Take a disturbance off this stream."""
@@ -141,7 +141,7 @@ class _RelayedStream:
             if what.action == "bit_flips":
                 data = self._flipped(data, begin, state)
             elif what.action == "latency":
-                due += what.seconds + what.jitter * state.dice.random()
+                due += what.seconds + what.jitter * state.rng.random()
         for state in self._states:
             if state.disturbance.action == "throttle":
                 due = max(due, self._due, now) + len(data) / state.disturbance.rate
@@ -154,9 +154,9 @@ class _RelayedStream:
         changed = bytearray(data)
         while state.at < begin + len(data):
             if state.at >= begin:
-                changed[state.at - begin] ^= 1 << state.dice.randrange(8)
+                changed[state.at - begin] ^= 1 << state.rng.randrange(8)
                 self._relay.struck("bit_flips")
-            state.at += state.dice.randint(1, 2 * state.disturbance.every - 1)
+            state.at += state.rng.randint(1, 2 * state.disturbance.every - 1)
         return bytes(changed)
 
     async def _strike(self, state: _ProxyState) -> bool:
