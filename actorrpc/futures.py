@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import math
 import sys
 import threading
 import weakref
@@ -25,6 +26,7 @@ import torch
 from actorrpc import _time
 from actorrpc._exception_text import CAUSE, TRACEBACK, is_of_handler, report, say, type_name
 from actorrpc.errors import CancelledError, NotInitializedError, RpcTimeoutError
+from actorrpc.validation import wait_limit
 
 __all__ = [
     "INTERRUPTED",
@@ -423,8 +425,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         """Wait, then return the error, or ``None`` where there is none."""
         try:
             self.wait(timeout)
-        except BaseException:
-            if not self._done:
+        except BaseException as error:
+            if not self._done or (error is not self._error and is_of_handler(error)):
                 raise
         return self._error
 
@@ -444,7 +446,8 @@ class Future(torch.futures.Future[T], Generic[T]):
             interruption_point()
         if not self._done:
             self.check_process()
-            deadline = None if timeout is None else _time.now() + timeout
+            limit = wait_limit(timeout, least=-math.inf)
+            deadline = None if limit == math.inf else _time.now() + max(limit, 0.0)
             source = self._source
             if source is not None:
                 source.drive(deadline)
@@ -452,7 +455,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 self._park(deadline)
             if not self._done:
                 raise RpcTimeoutError(
-                    f"{self.label} was not complete within {timeout} s; it goes on, wait() again or cancel() it",
+                    f"{self.label} was not complete within {say(timeout)} s; it goes on, wait() again or cancel() it",
                     maybe_executed=None,
                 )
             if INTERRUPTED:  # what was waited for may have been given up together with the call that waits
@@ -539,6 +542,8 @@ class Future(torch.futures.Future[T], Generic[T]):
             except BaseException as error:
                 if following._claim():
                     following._finish(None, error)
+                if is_of_handler(error):
+                    raise
             else:
                 if following._claim():
                     following._finish(value, None)

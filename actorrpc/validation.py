@@ -10,12 +10,14 @@ Most checks take ``none`` (None is right, too), and ``right``, which is said of 
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
 from typing import Any, Final, TypeAlias
 
+from actorrpc._exception_text import say
 from actorrpc.errors import ConfigError, WrongTypeError
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "read",
     "text",
     "variables",
+    "wait_limit",
     "words",
     "wrong",
 ]
@@ -85,7 +88,7 @@ _READ: Final[dict[str, Callable[[str], Any]]] = {"bool": _read_flag, "int": int,
 
 def wrong(name: str, value: object, right: str, error: type[ConfigError] = ConfigError) -> ConfigError:
     """Return the error of a value that cannot be used."""
-    return error(f"{name} must be {right}, not {value!r}")
+    return error(f"{name} must be {right}, not {say(value, repr)}")
 
 
 def flag(name: str, value: Any, *, none: bool = False) -> Any:
@@ -174,11 +177,31 @@ def number(
         if isinstance(value, bool) or not isinstance(value, kind):
             what = right or _right(f"a number{unit and f' of {unit}'}", least, most, above=above, none=none)
             raise wrong(name, value, what, WrongTypeError)
-        value = int(value) if isinstance(value, numbers.Integral) else float(value)
-    if least <= value <= most and not (above and value == least):
-        return value
+        found = _plain(value)
+    else:
+        found = value
+    if least <= found <= most and not (above and found == least):
+        return found
     what = right or _right(f"a number{unit and f' of {unit}'}", least, most, above=above, none=none)
     raise wrong(name, value, what, error)
+
+
+def _plain(value: Any) -> int | float:
+    """Return a number of any class as Python's own; one that is too large for a float is infinite, as ``1e999`` is."""
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def wait_limit(value: Any, name: str = "timeout", *, least: float = 0.0) -> float:
+    """Check how many seconds a wait may take, or None; what no wait can be told is infinite, as None is."""
+    found = number(name, value, unit="seconds", least=least, most=math.inf, none=True)
+    if found is None or found > MOST:
+        return math.inf
+    return float(max(found, -MOST))
 
 
 def _right(
@@ -229,6 +252,10 @@ def _variable(name: str, value: Any) -> str:
     # Numbers are what people write; anything else is a mistake.
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise wrong(name, value, "a str or a number", WrongTypeError)
-    if "\0" in str(value):
+    try:
+        found = str(value)
+    except ValueError:  # Python does not write out so many digits
+        raise wrong(name, value, "a number with fewer digits") from None
+    if "\0" in found:
         raise wrong(name, value, "without zero bytes")
-    return str(value)
+    return found

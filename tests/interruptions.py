@@ -104,13 +104,17 @@ class Steps:
             check: called after each time, with the place where the signal was sent.
         """
         at, count = 1, 0
+        swallowed: list[str] = []
         while True:
             del raised[:]
             try:
                 self.run(work, at)
+                if raised:
+                    swallowed.append(f"{self.place} (step {at})")
             except Interrupted:
                 pass
             if not self.place:
+                assert not swallowed, f"what a handler had raised did not come out: {swallowed}"
                 return count
             try:
                 late = threading.Event()

@@ -26,12 +26,19 @@ from actorrpc.validation import (
     read,
     text,
     variables,
+    wait_limit,
     words,
 )
 
 _port = partial(integer, least=0, most=65535)
 _share = partial(number, most=1.0)
 _time = partial(number, unit="seconds", above=True)
+
+
+def _limit(name: str, value: Any) -> float:
+    return wait_limit(value, name)
+
+
 _word = partial(choice, of=("to", "from"))
 
 
@@ -136,3 +143,42 @@ def test_texts_are_read_by_the_type_of_the_field() -> None:
     for declared, said in (("int", "much"), ("bool", "perhaps")):
         with pytest.raises(ValueError, match=said if declared == "int" else "neither"):
             read(declared, said)
+
+
+class _Unprintable(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        raise KeyError("repr")
+
+
+class _Odd:
+    __repr__ = _Unprintable.__repr__
+
+
+@pytest.mark.parametrize(
+    ("check", "value"),
+    [
+        (_port, 10**5000),
+        (_share, 10**5000),
+        (_share, Fraction(10**400)),
+        (_share, -Fraction(10**400)),
+        (number, Fraction(10**400)),
+        (_word, _Unprintable("x")),
+        (_port, _Odd()),
+        (variables, {"A": 10**5000}),
+        (variables, {"A": _Odd()}),
+        (_limit, _Odd()),
+        (_limit, -(10**5000)),
+    ],
+    ids=lambda value: type(value).__name__,  # these cannot be shown
+)
+def test_what_cannot_be_printed_or_is_huge_is_refused_as_usual(check: Check, value: Any) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        check("timeout", value)
+
+
+@pytest.mark.parametrize("value", [None, math.inf, 10**400, Fraction(10**400)])
+def test_a_wait_may_be_without_a_limit(value: Any) -> None:
+    assert wait_limit(value) == math.inf
+    assert wait_limit(numpy.float32(0.5)) == 0.5

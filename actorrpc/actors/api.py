@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Final, NoReturn, ParamSpec, Protocol, TypeVar, overload
 
 from actorrpc import _time
+from actorrpc._exception_text import say
 from actorrpc.actors.client.actor_class import ActorClass
 from actorrpc.actors.client.handle import ActorHandle, as_handle, call, kill, offer, route_to
 from actorrpc.actors.client.supervisor_client import call_quietly, gather_states, peer_of
@@ -32,6 +33,7 @@ from actorrpc.rpc import api
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
 from actorrpc.rpc.refcount.messages import WorkerKey
 from actorrpc.rpc.rref import RRef
+from actorrpc.validation import wait_limit
 from actorrpc.wire.identity import WorkerInfo
 
 __all__ = [
@@ -72,7 +74,7 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
         PeerDiedError, RpcTimeoutError: rank 0, which knows the names, does not answer.
     """
     if not isinstance(name, str) or not name:
-        raise TypeError(f"get_actor() takes the name of an actor, a non-empty str, not {name!r}")
+        raise TypeError(f"get_actor() takes the name of an actor, a non-empty str, not {say(name, repr)}")
     in_force = runtime()
     card = replace(in_force.names.lookup(name, namespace), anchor=None)
     return ActorHandle(card, in_force.routes.of(card))
@@ -111,7 +113,7 @@ def list_actors(timeout: float = 10.0) -> list[ActorInfo]:
     Workers that do not answer within ``timeout`` seconds are left out: what they know is missing.
     """
     in_force = runtime()
-    until = _time.now() + timeout
+    until = _time.now() + wait_limit(timeout)
     agent = in_force.agent
     asked = []
     for record in agent.members():
@@ -459,12 +461,13 @@ def _only(given: tuple[Any, ...], options: dict[str, Any]) -> Any:
 
 
 def _not_remote(first: Any, options: dict[str, Any]) -> None:
+    what = say(first, repr)
     if isinstance(first, (str, int, WorkerInfo)) or (options and set(options) <= {*_TORCH}):
         raise TypeError(
-            f"remote() makes actors of classes and tasks of functions, and {first!r} is neither. As torch's remote() it calls a "
-            f"function on a worker, whose name or rank {first!r} would be: then say which one, remote({first!r}, func)"
+            f"remote() makes actors of classes and tasks of functions, and {what} is neither. As torch's remote() it calls a "
+            f"function on a worker, whose name or rank {what} would be: then say which one, remote({what}, func)"
         )
-    raise TypeError(f"@remote is for classes and functions, not for {first!r}")
+    raise TypeError(f"@remote is for classes and functions, not for {what}")
 
 
 def _check_either(options: dict[str, Any]) -> None:
@@ -484,5 +487,5 @@ def _decorate(made: Any, options: dict[str, Any]) -> Any:
     if isinstance(made, type):
         return ActorClass(made, ActorOptions().merged(**options))
     if isinstance(made, (staticmethod, classmethod)) or not callable(made):
-        raise TypeError(f"@remote is for classes and functions, not for {made!r}")
+        raise TypeError(f"@remote is for classes and functions, not for {say(made, repr)}")
     return RemoteFunction(made, TaskOptions().merged(**options))

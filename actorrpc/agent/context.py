@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Worker",
     "acting_worker",
+    "add_several",
     "begin_acting",
     "begin_several",
     "current_worker",
@@ -25,6 +26,7 @@ __all__ = [
     "on_fork",
     "process_worker",
     "set_worker",
+    "workers_here",
 ]
 
 
@@ -81,9 +83,10 @@ class Worker:
 
 _process: Worker | None = None  # where there are several: the first
 _several = False
+_members: list[Worker] = []  # where there are several: those, in the order in which they were made
 _acting: ContextVar[tuple[Worker, ...]] = ContextVar("actorrpc_acting_worker", default=())
 
-#: Called in a forked child with the worker that its parent is, and that is no longer in force.
+#: Called in a forked child with each worker that its parent is, and that is no longer in force.
 on_fork: list[Callable[[Worker], None]] = []
 
 
@@ -95,6 +98,11 @@ def current_worker() -> Worker | None:
 def process_worker() -> Worker | None:
     """Return the worker that this process is; None where it is none, or has several."""
     return None if _several else _process
+
+
+def workers_here() -> tuple[Worker, ...]:
+    """Return all workers that this process is."""
+    return tuple(_members) if _several else () if _process is None else (_process,)
 
 
 def set_worker(worker: Worker | None) -> None:
@@ -113,10 +121,16 @@ def begin_several(first: Worker) -> None:
     _process, _several = first, True
 
 
+def add_several(worker: Worker) -> None:
+    """Note a worker that this process is besides others, the first included."""
+    _members.append(worker)
+
+
 def end_several() -> None:
     """End what :func:`begin_several` began."""
     global _process, _several
     _process, _several = None, False
+    _members.clear()
 
 
 def begin_acting(worker: Worker) -> None:
@@ -124,9 +138,20 @@ def begin_acting(worker: Worker) -> None:
     _acting.set((*_acting.get(), worker))
 
 
-def end_acting() -> None:
-    """Take back the last :func:`begin_acting` of this thread."""
-    _acting.set(_acting.get()[:-1])
+def end_acting(worker: Worker) -> None:
+    """Take back the last :func:`begin_acting` for a worker in this thread (or task); blocks may end out of order.
+
+    Raises:
+        RuntimeError: there is none, it was in another thread.
+    """
+    acting = _acting.get()
+    for at in reversed(range(len(acting))):
+        if acting[at] is worker:
+            _acting.set(acting[:at] + acting[at + 1 :])
+            return
+    raise RuntimeError(
+        f"the block for worker {worker.agent.name!r} ends on another thread, or in another task, than it began"
+    )
 
 
 def acting_worker() -> Worker | None:
@@ -136,9 +161,9 @@ def acting_worker() -> Worker | None:
 
 
 def _after_fork() -> None:
-    worker = process_worker()
+    workers = workers_here()
     end_several()
-    if worker is not None:
+    for worker in workers:
         for end in on_fork:
             end(worker)
 

@@ -23,6 +23,8 @@ from typing import Any, Final
 
 from actorrpc._exception_text import report
 from actorrpc.agent.context import acting_worker, begin_acting
+from actorrpc.transport import signals
+from actorrpc.transport.signals import uninterruptible
 
 __all__ = ["Daemon"]
 
@@ -56,6 +58,11 @@ class Daemon(threading.Thread):
     def start(self) -> None:
         """Start it. It acts for the worker that the calling thread acts for."""
         self._worker = acting_worker()  # its context has no variables of this one's
+        # A handler that raised in Thread.start, which does not know whether the thread has begun then, would end the thread.
+        signals.put_off_during(self._start)
+
+    @uninterruptible
+    def _start(self) -> None:
         _running.add(self)
         try:
             super().start()

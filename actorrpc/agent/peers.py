@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from actorrpc import _time
+from actorrpc._exception_text import say
 from actorrpc.agent.inbound import DuplicateFilter
 from actorrpc.errors import BackpressureError, PeerDiedError, UnknownWorkerError, WrongTypeError
 from actorrpc.serialization import codec
@@ -363,7 +364,7 @@ class PeerTable:
             name = getattr(to, "name", None)
             if not isinstance(name, str):
                 raise WrongTypeError(
-                    f"a worker is named by a str, an int rank or a WorkerInfo, not by {type(to).__name__} {to!r}"
+                    f"a worker is named by a str, an int rank or a WorkerInfo, not by {type(to).__name__} {say(to, repr)}"
                 )
             wanted = name
         record = self._resolve(wanted)
@@ -382,7 +383,9 @@ class PeerTable:
                     worker=end.name,
                 )
             names = ", ".join(sorted(r.name for r in self._members())[:20])
-            raise UnknownWorkerError(f"there is no worker {wanted!r} in the group; there are: {names}")
+            raise UnknownWorkerError(
+                f"there is no worker {say(wanted, repr)} in the group; there are: {names}"
+            )
         if known is not None and known.record.incarnation == record.incarnation:
             return known
         peer = self.adopt(record)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.autograd.graph import GradientEdge
 
+from actorrpc._exception_text import is_of_handler
 from actorrpc.autograd.errors import blame, late, released, timed_out
 from actorrpc.autograd.graph import ReachableGraph
 from actorrpc.autograd.local_pass import LocalPass, Terms
@@ -70,6 +71,8 @@ class Coordinator:
             except BaseException as error:
                 self._give_up(error)
                 result.set_exception(error)
+                if is_of_handler(error):
+                    raise
             else:
                 _settled(futures).add_done_callback(go)
 

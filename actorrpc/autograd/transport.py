@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
+from actorrpc._exception_text import is_of_handler
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import current_worker
@@ -153,6 +154,9 @@ class AgentTransport:
         except Exception as error:
             if future._claim():
                 future._finish(None, error)
+            if is_of_handler(error):
+                future.acknowledge()
+                raise
         return future
 
     def post(self, to: WorkerKey, message: Gradient) -> None:

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from actorrpc import _time
+from actorrpc._exception_text import say
 from actorrpc.actors import context as context_module
 from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.actors.supervision.migration import hand_over
@@ -351,7 +352,7 @@ def _drive(
     cpus = float(os.cpu_count() or 1) if means.num_cpus is None else float(means.num_cpus)
     num_gpus = means.num_gpus
     if given is None and num_gpus is not None and num_gpus != int(num_gpus):
-        raise ConfigError(f"num_gpus of the cluster must be a whole number, not {num_gpus!r}")
+        raise ConfigError(f"num_gpus of the cluster must be a whole number, not {say(num_gpus, repr)}")
 
     key_is_made = False
     if not secret and listen is not None:

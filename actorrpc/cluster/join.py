@@ -36,6 +36,7 @@ from types import FrameType
 from typing import Any, Final
 
 from actorrpc import _time
+from actorrpc._exception_text import say
 from actorrpc.agent.agent import Agent
 from actorrpc.cluster import driver_rpc, user_code
 from actorrpc.cluster.driver import VISITOR
@@ -106,7 +107,7 @@ def parse(text: object, what: str = "address", *, listen: bool = False) -> tuple
     """
     right = "tcp://HOST:PORT, like tcp://10.0.0.5:7777 or tcp://[fd00::5]:7777"
     if not isinstance(text, str) or not text:
-        raise ConfigError(f"{what} must be {right}, not {text!r}")
+        raise ConfigError(f"{what} must be {right}, not {say(text, repr)}")
     rest = text[len(_SCHEME) :] if text.startswith(_SCHEME) else text
     if "://" in rest:
         raise ConfigError(f"{what}={text!r} cannot be used: it must be {right}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from actorrpc._exception_text import is_of_handler
 from actorrpc.autograd import api, context, get_gradients
 from actorrpc.autograd.contexts import Context
 from actorrpc.autograd.recorder import current_context
@@ -58,7 +59,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
         with profiled_pass(context_id):
             api.backward(context_id, roots, retain_graph, **more)
     except Exception as error:
-        if isinstance(error, RpcError) and not isinstance(error, RemoteError):
+        if is_of_handler(error) or (isinstance(error, RpcError) and not isinstance(error, RemoteError)):
             raise
         named = as_runtime_error(error)
         _name_the_node(named)

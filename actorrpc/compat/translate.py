@@ -15,6 +15,7 @@ import torch
 import torch.jit._builtins
 
 from actorrpc import futures
+from actorrpc._exception_text import is_of_handler
 from actorrpc.errors import RpcTimeoutError, SerializationError, UnknownWorkerError
 
 __all__ = [
@@ -76,7 +77,9 @@ def is_builtin(function: Any) -> bool:
     """Say whether a function is an operator of torch's."""
     try:
         return function is not None and _find_builtin(function) is not None
-    except Exception:  # a callable that cannot be looked up
+    except Exception as error:  # a callable that cannot be looked up
+        if is_of_handler(error):
+            raise
         return False
 
 
@@ -128,6 +131,8 @@ class Future(futures.Future[T]):
             try:
                 return callback(done)
             except Exception as error:
+                if is_of_handler(error):
+                    raise
                 raise as_runtime_error(error) from error
 
         run.__qualname__ = getattr(callback, "__qualname__", run.__qualname__)

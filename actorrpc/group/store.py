@@ -25,6 +25,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore, rendezvou
 from actorrpc import _time
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.errors import ConfigError, RendezvousError
+from actorrpc.transport.signals import checkpoint
 
 __all__ = ["StoreMeeting", "first_line", "open_store", "poll"]
 
@@ -196,7 +197,10 @@ def _apart(connect: Callable[[], Store], deadline: float, where: str) -> Store:
 
     thread = Daemon(run, "actorrpc-store")
     thread.start()
-    thread.join(max(0.1, deadline - _time.now()))
+    latest = max(deadline, _time.now() + 0.1)
+    while thread.is_alive() and _time.now() < latest:
+        thread.join(min(0.1, max(0.0, latest - _time.now())))
+        checkpoint()
     if made:
         thread.join()
         return made[0]
@@ -216,6 +220,7 @@ def poll(done: Callable[[], bool], deadline: float, slowest: float = 0.05) -> bo
         if remaining <= 0:
             return False
         time.sleep(min(pause, remaining))
+        checkpoint()
         pause = min(pause * 1.5, slowest)
     return True
 

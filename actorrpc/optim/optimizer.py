@@ -193,6 +193,8 @@ class DistributedOptimizer:
                     info, create, (self._class, share, args, kwargs), timeout=left.left()
                 )
             except Exception as error:
+                if is_of_handler(error):
+                    raise
                 calls[name] = error
         return gather("Error creating optimizer", calls)
 
@@ -230,6 +232,8 @@ class DistributedOptimizer:
                     call = getattr(rref.rpc_async(seconds), method)
                     calls[name] = call(*(args if each is None else each(name)))
                 except Exception as error:
+                    if is_of_handler(error):
+                        raise
                     calls[name] = error
         finally:
             if token is not None:

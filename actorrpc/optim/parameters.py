@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from actorrpc._exception_text import is_of_handler
 from actorrpc.rpc.rref import RRef
 
 __all__ = ["Given", "ParamGroup", "StandIn", "check_tensor", "parse"]
@@ -130,7 +131,9 @@ def _same(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and torch.equal(one, other)
     try:
         return bool(one == other)
-    except Exception:  # a class that cannot be compared: send it
+    except Exception as error:  # a class that cannot be compared: send it
+        if is_of_handler(error):
+            raise
         return False
 
 

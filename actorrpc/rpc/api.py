@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from actorrpc import _time
-from actorrpc._exception_text import is_of_handler
+from actorrpc._exception_text import is_of_handler, say
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.context import Worker, current_worker, on_fork, process_worker, set_worker
+from actorrpc.agent.context import Worker, current_worker, on_fork, process_worker, set_worker, workers_here
 from actorrpc.agent.peers import Listener, Peer, state_of
 from actorrpc.config import Settings
 from actorrpc.errors import ConfigError, NotInitializedError, RpcError, WrongTypeError
@@ -41,7 +41,7 @@ from actorrpc.rpc.refcount.runtime import References
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import torchscript
 from actorrpc.transport.connection_state import CLOSED
-from actorrpc.transport.signals import checkpoint, uninterruptible
+from actorrpc.transport.signals import checkpoint, put_off_during, uninterruptible
 from actorrpc.transport.tls import Tls
 from actorrpc.validation import integer
 from actorrpc.wire.identity import WorkerInfo, WorkerRecord
@@ -204,40 +204,48 @@ def install(
         RuntimeError: RPC is initialised already.
         Exception: what ``make``, ``ready`` or the floors above raise; nothing is in force then.
     """
-    global _before
     with _lock:
         if is_initialized():
             raise RuntimeError(f"RPC is already initialized: this process is {_require().what}")
-        group: Group | None = None
-        worker: Worker | None = None
-        try:
-            group = make()
-            worker = worker_of(group, timeout, what, namespace)
-            settings = group.agent.settings
-            if settings.switch_interval is None:
-                # A worker that is busy in Python would answer after several of the interpreter's 5 ms turns.
-                if sys.getswitchinterval() == 0.005:
-                    sys.setswitchinterval(0.0005)
-                    _before = 0.005
-            else:
-                _before = sys.getswitchinterval()
-                sys.setswitchinterval(settings.switch_interval)
-            set_worker(worker)
-            worker.in_force = True
-            worker.stop = stop
-            for start in on_start:
-                worker.ends.append(start(worker))
-            if ready is not None:
-                ready(worker)
-            group.start()
-        except BaseException:
-            if worker is not None:
-                close(worker)
-                set_worker(None)
-            elif group is not None:
-                group.close()
-            groups.close_forsaken()
-            raise
+
+        @uninterruptible
+        def enter() -> None:
+            global _before
+            group: Group | None = None
+            worker: Worker | None = None
+            try:
+                group = make()
+                worker = worker_of(group, timeout, what, namespace)
+                settings = group.agent.settings
+                if settings.switch_interval is None:
+                    # A worker that is busy in Python would answer after several of the interpreter's 5 ms turns.
+                    if sys.getswitchinterval() == 0.005:
+                        sys.setswitchinterval(0.0005)
+                        _before = 0.005
+                else:
+                    _before = sys.getswitchinterval()
+                    sys.setswitchinterval(settings.switch_interval)
+                set_worker(worker)
+                worker.in_force = True
+                worker.stop = stop
+                for start in on_start:
+                    worker.ends.append(start(worker))
+                if ready is not None:
+                    ready(worker)
+                group.start()
+                checkpoint()  # what was put off, and nothing is in force then
+            except BaseException:
+                if worker is not None:
+                    close(worker)
+                    set_worker(None)
+                elif group is not None:
+                    group.close()
+                groups.close_forsaken()
+                raise
+
+        # A handler that raises between the making of something and its keeping would leave it behind; where there is something
+        # to wait for, checkpoints are.
+        put_off_during(enter)
 
 
 def worker_of(group: Group, timeout: float, what: str, namespace: str = "") -> Worker:
@@ -386,15 +394,15 @@ on_fork.append(_after_fork)
 
 
 def _before_fork() -> None:
-    worker = process_worker()
-    if worker is not None and worker.in_force:
-        worker.agent.scheduler.before_fork()
+    for worker in workers_here():
+        if worker.in_force:
+            worker.agent.scheduler.before_fork()
 
 
 def _after_fork_in_parent() -> None:
-    worker = process_worker()
-    if worker is not None and worker.in_force:
-        worker.agent.scheduler.after_fork_in_parent()
+    for worker in workers_here():
+        if worker.in_force:
+            worker.agent.scheduler.after_fork_in_parent()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent)
@@ -425,7 +433,7 @@ def _prepare(
         kwargs = dict(kwargs)
     for key in kwargs:
         if type(key) is not str and not isinstance(key, str):
-            raise TypeError(f"kwargs must have names for keys, not {key!r}")
+            raise TypeError(f"kwargs must have names for keys, not {say(key, repr)}")
     seconds = worker.timeout if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
     return worker, worker.agent.peer(to), args, kwargs, seconds
 
@@ -697,7 +705,7 @@ def on_member_change(callback: Listener) -> Callable[[], None]:
     """
     joined = group()
     if not callable(callback):
-        raise WrongTypeError(f"callback must be callable with four arguments, not {callback!r}")
+        raise WrongTypeError(f"callback must be callable with four arguments, not {say(callback, repr)}")
     remove = joined.agent.scheduler.changes.listen(callback)
     joined.agent.submit(lambda: _watch(joined))
     return remove

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from actorrpc._exception_text import say
 from actorrpc.agent.executor import ASYNC_MARK
 from actorrpc.group import group
 from actorrpc.rpc import rref
@@ -51,7 +52,7 @@ def async_execution(fn: F) -> F:
 
     if not callable(fn):
         raise TypeError(
-            f"async_execution marks functions, not {fn!r}: on methods it goes under @staticmethod and @classmethod"
+            f"async_execution marks functions, not {say(fn, repr)}: on methods it goes under @staticmethod and @classmethod"
         )
 
     @functools.wraps(fn)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from actorrpc._exception_text import say
 from actorrpc.config import Settings
 from actorrpc.errors import ConfigError, WrongTypeError
 from actorrpc.validation import MOST, checks_of, integer, number, text, wrong
@@ -200,7 +201,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.set_devices(() if devices is None else devices)
         if device_maps is not None and not isinstance(device_maps, Mapping):
             raise WrongTypeError(
-                f"device_maps is a dict of worker names and device maps, not {device_maps!r}"
+                f"device_maps is a dict of worker names and device maps, not {say(device_maps, repr)}"
             )
         for worker, device_map in (device_maps or {}).items():
             self.set_device_map(worker, device_map)
@@ -215,9 +216,9 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             ConfigError: not devices, or two local devices of one map share a target.
         """
         if not isinstance(to, str):
-            raise WrongTypeError(f"set_device_map names a worker by a str, not {to!r}")
+            raise WrongTypeError(f"set_device_map names a worker by a str, not {say(to, repr)}")
         if not isinstance(device_map, Mapping):
-            raise WrongTypeError(f"a device map is a dict of devices, not {device_map!r}")
+            raise WrongTypeError(f"a device map is a dict of devices, not {say(device_map, repr)}")
         merged = dict(self.device_maps.get(to, {}))
         for source, target in device_map.items():
             source, target = _numbered(source), _numbered(target)
@@ -236,7 +237,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
     def set_devices(self, devices: Sequence[Any]) -> None:
         """Say which local devices the agent may use."""
         if isinstance(devices, str) or not isinstance(devices, Sequence):
-            raise WrongTypeError(f"devices is a list of devices, not {devices!r}")
+            raise WrongTypeError(f"devices is a list of devices, not {say(devices, repr)}")
         self.devices = [_device(device) for device in devices]
 
 
@@ -256,7 +257,9 @@ def _numbered(value: Any) -> torch.device:
     """Return a device that tensors are on: they never say ``cuda``, always which one."""
     device = _device(value)
     if device.index is None and device.type != "cpu":
-        raise ConfigError(f"{value!r} in a device map says not which one: {device.type}:0, for example")
+        raise ConfigError(
+            f"{say(value, repr)} in a device map says not which one: {device.type}:0, for example"
+        )
     return torch.device("cpu") if device.type == "cpu" else device
 
 
@@ -264,9 +267,9 @@ def _device(value: Any) -> torch.device:
     try:
         return torch.device(value)
     except TypeError as error:
-        raise WrongTypeError(f"{value!r} is not a device: {error}") from error
+        raise WrongTypeError(f"{say(value, repr)} is not a device: {error}") from error
     except RuntimeError as error:
-        raise ConfigError(f"{value!r} is not a device: {error}") from error
+        raise ConfigError(f"{say(value, repr)} is not a device: {error}") from error
 
 
 def check_timeout(value: Any, name: str = "timeout") -> float:
@@ -310,4 +313,4 @@ def check_backend(backend: Any) -> None:
     """
     if backend is None or isinstance(backend, BackendType) or getattr(backend, "name", None) == "TENSORPIPE":
         return
-    raise TypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
+    raise TypeError(f"Argument backend must be a member of BackendType, not {say(backend, repr)}")

@@ -28,6 +28,7 @@ from torch._C._profiler import ActiveProfilerType
 from torch.autograd import profiler_legacy as legacy
 from torch.autograd.profiler_util import MEMORY_EVENT_NAME, FunctionEvent
 
+from actorrpc._exception_text import is_of_handler
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import Execution
 from actorrpc.agent.executor import ASYNC_MARK, Later
@@ -507,6 +508,8 @@ def observe(call: Callable[[], T], settings: ProfilerSettings, reader: _Reader) 
     try:
         _autograd._enable_profiler_legacy(profile.config())
     except Exception as error:
+        if is_of_handler(error):
+            raise
         _log.warning("a call is not in the profile of its caller: torch's profiler does not start: %s", error)
         return call()
     readers = _here.readers = [reader]
@@ -528,6 +531,8 @@ def unobserve() -> None:
         for read in readers:
             read([event for event in events if event.name != MEMORY_EVENT_NAME])
     except Exception as error:
+        if is_of_handler(error):
+            raise
         _log.warning(
             "what a call has done is not in the profile of its caller: %s: %s", type(error).__name__, error
         )

@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, Literal, TypeVar
 
 import torch
 
-from actorrpc._exception_text import cut_frames
+from actorrpc._exception_text import cut_frames, is_of_handler
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import current_worker
@@ -355,6 +355,8 @@ class RRef(Generic[T]):
         except Exception as error:
             if future._claim():
                 future._finish(None, error.with_traceback(None))
+            if is_of_handler(error):
+                raise
         return future
 
     def backward(self, dist_autograd_ctx_id: int = _NO_CONTEXT, retain_graph: bool = False) -> None:

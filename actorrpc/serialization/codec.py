@@ -539,14 +539,20 @@ def _unpicklable_part(obj: object, encoded: Encoded, remote_main: bool) -> str:
         try:
             pickler = ByValuePickler(_Nowhere, table, remote_main=remote_main, buffer_callback=_take_buffer)
             pickler.dump(part)
-        except Exception:
+        except Exception as error:
+            if is_of_handler(error):
+                raise
             return False
         return True
 
     message.encoding = probe
     try:
         return path_to(obj, passes)
-    except Exception:  # iterating over a user's object, or its repr, may raise: the error itself matters more
+    except (
+        Exception
+    ) as error:  # iterating over a user's object, or its repr, may raise: the error itself matters more
+        if is_of_handler(error):
+            raise
         return ""
     finally:
         message.encoding = encoded

@@ -19,6 +19,7 @@ import copyreg
 import datetime
 import decimal
 import inspect
+import operator
 import re
 import sys
 import types
@@ -33,18 +34,36 @@ import msgpack
 import torch
 
 from actorrpc import errors
+from actorrpc._exception_text import is_of_handler
 from actorrpc.errors import ConfigError, ProtocolError, RefusedError, RpcError, WrongTypeError
 from actorrpc.serialization import exceptions, tensors
 from actorrpc.serialization.tensors import INLINE_BYTES
 from actorrpc.wire.identity import WorkerInfo
 
-__all__ = ["MAX_DEPTH", "Named", "allow", "dumps", "exposed", "find_named", "loads", "permit_maker"]
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_SAME_HASH",
+    "Named",
+    "allow",
+    "dumps",
+    "exposed",
+    "find_named",
+    "loads",
+    "permit_maker",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 
 MAX_DEPTH: Final = 100
 """How deep the values of a message may be nested."""
+
+MAX_SAME_HASH: Final = 1000
+"""How many keys of a dict, or members of a set, may have one hash: each is compared with all of them. A sender can choose the
+hashes of numbers and of tuples, those of texts it cannot."""
+
+_SALTED: Final = frozenset({str, bytes})
+_AT_ONCE: Final = 256  # keys: other threads run in between, also where the sender has chosen hashes that are looked for long
 
 _functions: Final[dict[str, Callable[..., Any]]] = {}
 _allowed: Final[dict[str, type]] = {}
@@ -217,10 +236,31 @@ def _of(make: Callable[..., Any], *kinds: type) -> Callable[..., Any]:
     return checked
 
 
+def _check_hashes(keys: Sequence[Any]) -> None:
+    """Refuse keys of which too many have one hash; takes about as long for any keys."""
+    if set(map(type, keys)) <= _SALTED:
+        return
+    different: set[int] = set()
+    for start in range(0, len(keys), _AT_ONCE):
+        different.update(map(hash, keys[start : start + _AT_ONCE]))
+    if len(keys) - len(different) >= MAX_SAME_HASH:
+        hashes = sorted(map(hash, keys))
+        if any(map(operator.eq, hashes, hashes[MAX_SAME_HASH:])):
+            _wrong(f"more than {MAX_SAME_HASH} keys, or members of a set, have the same hash")
+
+
 def _distinct(make: Callable[..., Any], pairs: bool = False) -> Callable[..., Any]:
     def checked(*values: Any) -> Any:
-        members = tuple(zip(values[::2], values[1::2], strict=True)) if pairs else values
-        made = make(members)
+        keys = values[::2] if pairs else values
+        members = tuple(zip(keys, values[1::2], strict=True)) if pairs else values
+        if len(keys) <= MAX_SAME_HASH:
+            made = make(members)
+        else:
+            _check_hashes(keys)
+            growing: Any = make() if pairs else set()
+            for start in range(0, len(members), _AT_ONCE):
+                growing.update(members[start : start + _AT_ONCE])
+            made = growing if pairs or make is set else make(growing)
         if len(made) != len(members):
             _wrong("a key, or a member of a set, comes twice")
         return made
@@ -260,17 +300,36 @@ def _object(name: Any, new: Any, args: Any, state: Any) -> Any:
 _DTYPE: Final = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f(?:2|4|8|16)|c(?:8|16|32)|[SU][1-9]\d{0,5})", re.ASCII)
 
 
+# One text is made past numpy's arrays, which have none that is empty, or ends in zeros.
+_TEXT: Final = re.compile(r"([<>|=]?)([SU])(\d{1,6})", re.ASCII)
+
+
+def _numpy_text(numpy: Any, order: str, kind: str, length: str, memory: Any) -> Any:
+    if type(memory) is not bytes or len(memory) != int(length) * (4 if kind == "U" else 1):
+        _wrong(f"a numpy text of {length[:100]} characters")
+    if kind == "S":
+        return numpy.bytes_(memory)
+    return numpy.str_(memory.decode("utf-32-be" if order == ">" else "utf-32-le", "surrogatepass"))
+
+
 def _array(dtype: str, shape: Any, memory: Any) -> Any:
     """Make an array of numpy, or one number where there is no shape. Nothing is imported: torch has, where it is there."""
     numpy = sys.modules.get("numpy")
-    if numpy is None or _DTYPE.fullmatch(dtype) is None:
+    text = _TEXT.fullmatch(dtype) if shape is None else None
+    if numpy is None or (text is None and _DTYPE.fullmatch(dtype) is None):
         raise RefusedError(
             f"a numpy array of {dtype[:100]!r} is refused: only plain numbers and texts are taken"
         )
+    if text is not None:
+        return _numpy_text(numpy, text[1], text[2], text[3], memory)
     data = bytearray(memory) if type(memory) is bytes else memory.cpu().numpy()
     found = numpy.ndarray(shape or (), dtype, data)  # which looks how much is there; nothing is copied
     if found.shape != (shape or ()) or found.nbytes != memoryview(data).nbytes:
         _wrong(f"{memoryview(data).nbytes} bytes for an array of {shape}")
+    if found.dtype.kind == "U":
+        points = numpy.ndarray(found.nbytes // 4, f"{dtype[0]}u4", data)
+        if points.max(initial=0) > sys.maxunicode:
+            _wrong("an array of texts with what is no character")
     return found[()] if shape is None else found
 
 
@@ -278,13 +337,26 @@ def _array(dtype: str, shape: Any, memory: Any) -> Any:
 
 
 def _array_parts(value: Any, single: bool) -> tuple[Any, ...]:
-    if _DTYPE.fullmatch(value.dtype.str) is None:
+    if (_DTYPE.fullmatch(value.dtype.str) or (single and _TEXT.fullmatch(value.dtype.str))) is None:
         _refuse(f"a numpy array of {value.dtype}, of which only plain numbers and texts can be,")
+    if single and value.dtype.kind in "US":
+        whole = value.encode("utf-32-le", "surrogatepass") if value.dtype.kind == "U" else bytes(value)
+        return f"<{value.dtype.kind}{len(value)}", None, whole
     memory: Any = value.tobytes() if single or value.nbytes <= INLINE_BYTES else None
     if memory is None:
         whole = value if value.flags.c_contiguous and value.flags.writeable else value.copy()
         memory = torch.frombuffer(whole, dtype=torch.uint8)
     return value.dtype.str, None if single else value.shape, memory
+
+
+def _slice_parts(plain: tuple[type, ...], value: slice[Any, Any, Any]) -> tuple[Any, ...]:
+    parts = value.start, value.stop, value.step
+    for part in parts:
+        if type(part) not in plain and not (
+            type(part) is tuple and all(type(each) in plain for each in part)
+        ):
+            _refuse(f"a slice of {type(part).__qualname__}, of which only plain values can be,")
+    return parts
 
 
 def _error_parts(error: Any) -> tuple[Any, ...]:
@@ -315,7 +387,10 @@ def _apart(value: Any, kind: type, reducers: Mapping[Any, Any]) -> tuple[bytes, 
         function, args, *more = reducer(value)
         taker = _takers.get(function)
         if taker is None or any(part is not None for part in more):
-            _refuse(_title(kind) + " with attributes" * (taker is not None))
+            _refuse(
+                _title(kind)
+                + (taker is not None) * f" with attributes ({', '.join(map(str, more[0] or ()))})"
+            )
         return taker[0], args
     numpy = sys.modules.get("numpy")
     if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
@@ -336,7 +411,8 @@ def _fill_tables() -> None:
     _kind("bytearray", _of(bytearray, bytes), bytearray, lambda value: (bytes(value),))
     plain = int, float, bool, str, bytes, NoneType, datetime.timedelta, datetime.timezone
     moments = datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone
-    for cls in (range, slice, decimal.Decimal, *moments, torch.device):
+    _kind("slice", _of(slice, *plain), slice, partial(_slice_parts, plain))
+    for cls in (range, decimal.Decimal, *moments, torch.device):
         _kind(cls.__name__, _of(cls, *plain), cls, lambda value: value.__reduce_ex__(4)[1])
     _kind("complex", _of(complex, float), complex, lambda value: (value.real, value.imag))
     dtypes = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -392,6 +468,8 @@ def dumps(obj: Any, reducers: Mapping[Any, Any]) -> bytes:
     except RpcError:
         raise
     except Exception as error:
+        if is_of_handler(error):
+            raise
         raise errors.SerializationError(
             f"a message cannot be sent: {type(error).__name__}: {error}"
         ) from error
@@ -441,6 +519,8 @@ def loads(data: Any) -> Any:
     except StopIteration:
         _wrong("it ends too early")
     except Exception as error:
+        if is_of_handler(error):
+            raise
         raise ProtocolError(
             f"a message cannot be opened: {type(error).__name__}: {str(error)[:200]}"
         ) from error

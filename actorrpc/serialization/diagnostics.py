@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
+from actorrpc._exception_text import is_of_handler
 from actorrpc.errors import SerializationError
 from actorrpc.serialization.by_value import captured
 
@@ -112,7 +113,9 @@ def _parts(obj: Any) -> _Parts:
 def _parts_of_state(obj: Any) -> _Parts:
     try:
         reduced = obj.__reduce_ex__(5)
-    except Exception:  # then it is this object itself, and what it raised is the cause
+    except Exception as error:  # then it is this object itself, and what it raised is the cause
+        if is_of_handler(error):
+            raise
         return
     if not isinstance(reduced, tuple):
         return

@@ -27,7 +27,16 @@ from actorrpc._exception_text import ARGS as _ARGS
 from actorrpc._exception_text import CAUSE as _CAUSE
 from actorrpc._exception_text import MEMBERS as _MEMBERS
 from actorrpc._exception_text import MESSAGE as _MESSAGE
-from actorrpc._exception_text import cut, format_error, line_of, notes_of, say, shown, type_name
+from actorrpc._exception_text import (
+    cut,
+    format_error,
+    is_of_handler,
+    line_of,
+    notes_of,
+    say,
+    shown,
+    type_name,
+)
 from actorrpc._exception_text import dict_of as _dict_of
 from actorrpc._exception_text import names_of as _names_of
 from actorrpc.errors import RemoteError, RemoteTraceback, RpcError, SerializationError
@@ -261,7 +270,9 @@ class _Packer:
                 trial.__setstate__(state)
             reduced = (function, self._wrap(args), self._wrap(state))
             return reduced if self._fits is None or self._fits(reduced) else None
-        except BaseException:
+        except BaseException as failure:
+            if is_of_handler(failure):
+                raise
             return None
 
     def _wrap(self, value: Any, depth: int = 3) -> Any:

@@ -23,6 +23,7 @@ not: processes for actors, and the faults of :func:`drop`, :func:`delay` and :fu
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import threading
@@ -32,8 +33,9 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, TypeVar
 
+from actorrpc._exception_text import say
 from actorrpc.actors import startup as actors
-from actorrpc.agent.context import Worker, begin_acting, begin_several, end_acting, end_several
+from actorrpc.agent.context import Worker, add_several, begin_acting, begin_several, end_acting, end_several
 from actorrpc.agent.peers import Peer
 from actorrpc.autograd import startup as autograd
 from actorrpc.config import Settings
@@ -111,7 +113,8 @@ class ClusterWorker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        end_acting()
+        assert self._worker is not None
+        end_acting(self._worker)
 
     def __repr__(self) -> str:
         return f"<worker {self.name!r} of an InProcessCluster>"
@@ -166,6 +169,10 @@ class ClusterWorker:
         """Do what :func:`actorrpc.on_member_change` does, as this worker."""
         with self:
             return api_module.on_member_change(callback)
+
+
+#: The one that is open.
+_open: InProcessCluster | None = None
 
 
 class InProcessCluster:
@@ -237,6 +244,8 @@ class InProcessCluster:
             stack.callback(end_several)
             stack.callback(self._close_relays)
             self._state = "open"
+            global _open
+            _open = self
             key = Key(secrets.token_bytes(32))
             for worker in self.workers:
                 self._make(worker, key, stack)
@@ -259,6 +268,14 @@ class InProcessCluster:
             self._stack.close()
         self._state = "closed"
 
+    def _abandon(self) -> None:
+        """Let go, in a forked child, of what is the parent's: its workers are none there."""
+        self._lock = threading.Lock()  # another thread of the parent's may have held it
+        self._state = "closed"
+        self._relays.clear()
+        self._stack = contextlib.ExitStack()
+        hush(False)
+
     def _make(self, worker: ClusterWorker, key: Key, stack: contextlib.ExitStack) -> None:
         # Another host for each: what is silent is dead then, and not just a busy process that this one could ask after.
         host = host_identity()[:16] + secrets.token_hex(8)
@@ -273,6 +290,7 @@ class InProcessCluster:
         )
         if worker.rank == 0:
             begin_several(made)
+        add_several(made)
         stack.callback(self._end, made)
         made.in_force = True
         with worker:
@@ -285,7 +303,7 @@ class InProcessCluster:
             try:
                 api.close(worker)
             finally:
-                end_acting()
+                end_acting(worker)
 
     def _check(self) -> None:
         if self._state != "open":
@@ -297,7 +315,9 @@ class InProcessCluster:
         worker = self._by_name.get(name)
         if worker is None:
             names = ", ".join(self._by_name)
-            raise UnknownWorkerError(f"there is no worker {name!r} in this cluster; there are: {names}")
+            raise UnknownWorkerError(
+                f"there is no worker {say(name, repr)} in this cluster; there are: {names}"
+            )
         return worker
 
     def __iter__(self) -> Iterator[ClusterWorker]:
@@ -408,19 +428,34 @@ class InProcessCluster:
             self._state = "closed"
             relays = list(self._relays.values())
             self._relays.clear()
+        global _open
+        _open = None
         for relay in relays:
             relay.close()
 
 
 def _names(workers: Any) -> list[str]:
+    right = f"a cluster in one process has 1 to {_MOST} workers, not"
     if isinstance(workers, int) and not isinstance(workers, bool):
+        if not 1 <= workers <= _MOST:  # before names are made
+            raise ConfigError(f"{right} {say(workers)}")
         names = [f"worker{rank}" for rank in range(workers)]
     elif isinstance(workers, Sequence) and not isinstance(workers, str):
         names = [check_name(name) for name in workers]
     else:
-        raise WrongTypeError(f"workers must be a number, or a list of names, not {workers!r}")
+        raise WrongTypeError(f"workers must be a number, or a list of names, not {say(workers, repr)}")
     if not 1 <= len(names) <= _MOST:
-        raise ConfigError(f"a cluster in one process has 1 to {_MOST} workers, not {len(names)}")
+        raise ConfigError(f"{right} {len(names)}")
     if len(set(names)) < len(names):
         raise ConfigError(f"the workers of a cluster must have different names, not {', '.join(names)}")
     return names
+
+
+def _after_fork() -> None:
+    global _open
+    if _open is not None and _open._state == "open":
+        _open._abandon()
+    _open = None
+
+
+os.register_at_fork(after_in_child=_after_fork)

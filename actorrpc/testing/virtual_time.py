@@ -59,6 +59,10 @@ class _Wait:
     thread: int
 
 
+#: The one that is in force.
+_in_force: VirtualTime | None = None
+
+
 class VirtualTime:
     """The time of this process, in a test's hands. Thread-safe; used as a context manager.
 
@@ -103,6 +107,8 @@ class VirtualTime:
         _time.now, _time.doze, _time.patience = self.now, self._doze, self._slice
         _time.sleep, _time.near_s = self.sleep, _NEVER
         self._state = "in force"
+        global _in_force
+        _in_force = self
         self._thread = threading.Thread(target=self._run, name="virtual-time", daemon=True)
         self._thread.start()
         return self
@@ -126,9 +132,24 @@ class VirtualTime:
                 return
             self._state = "over"
             self._changed.notify_all()
-        _time.now, _time.doze, _time.patience, _time.sleep, _time.near_s = self._before
+        self._give_back()
         if self._thread is not None:
             self._thread.join()
+
+    def _give_back(self) -> None:
+        global _in_force
+        _in_force = None
+        _time.now, _time.doze, _time.patience, _time.sleep, _time.near_s = self._before
+
+    def _abandon(self) -> None:
+        """Give the real time back in a forked child, where nothing of it lives that could let time pass."""
+        self._lock = threading.Lock()  # another thread of the parent's may have held these
+        self._changed = threading.Condition(self._lock)
+        self._driving = threading.Lock()
+        self._waits.clear()
+        self._flows_from = time.monotonic()
+        self._state, self._thread = "over", None
+        self._give_back()
 
     def __enter__(self) -> VirtualTime:
         return self.start()
@@ -318,6 +339,14 @@ class VirtualTime:
         return due - self._now <= _BY_ITSELF_S or (
             self.autojump and not all(wait.idle for wait in self._waits.values())
         )
+
+
+def _after_fork() -> None:
+    if _in_force is not None:
+        _in_force._abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _ring(wait: _Wait) -> None:

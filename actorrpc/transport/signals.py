@@ -30,6 +30,7 @@ __all__ = [
     "install",
     "is_protected",
     "pending_here",
+    "put_off_during",
     "ring",
     "state",
     "uninstall",
@@ -211,24 +212,54 @@ def install(later: Callable[[], None]) -> None:
     """
     global _main
     _main = threading.main_thread().ident
-    if not state.laters:
-        _close()
-        state.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-    state.laters.append(later)
-    _native.signal, _native.getsignal = _set, _get
-    _replace(_shielded)
+    try:
+        state.laters.append(later)
+        _native.signal, _native.getsignal = _set, _get
+        _replace(_shielded)  # first: from here on, no handler comes between what is opened and what keeps it
+        _open()
+    except BaseException:
+        uninstall(later)
+        raise
 
 
+def put_off_during(function: Callable[[], None]) -> None:
+    """Call a function that is marked :func:`uninterruptible`, also where there is no agent; what was put off comes after it."""
+    if state.laters or threading.get_ident() != threading.main_thread().ident:
+        function()
+    else:
+        try:
+            install(_nothing_later)
+            function()
+        finally:
+            uninstall(_nothing_later)
+        checkpoint()
+
+
+def _nothing_later() -> None:
+    """Arrange nothing: what is put off is looked at soon."""
+
+
+@uninterruptible
 def uninstall(later: Callable[[], None]) -> None:
     """End what :func:`install` has begun; the last one gives the handlers back, if this is the main thread."""
-    try:
-        state.laters.remove(later)
-    except ValueError:
+    if later not in state.laters:
         return
-    if not state.laters:
-        _close()
-        if _replace(lambda _, handler: _own(handler)):
-            _native.signal, _native.getsignal = _set_native, _get_native
+    try:
+        if len(state.laters) == 1:
+            _close()
+        state.laters.remove(later)  # nothing is put off any more
+    finally:
+        try:
+            if not state.laters:
+                _give_back()
+        except BaseException:  # one that has been given back raised: there are others
+            _give_back()
+            raise
+
+
+def _give_back() -> None:
+    if _replace(lambda _, handler: _own(handler)):
+        _native.signal, _native.getsignal = _set_native, _get_native
 
 
 def _replace(by: Callable[[int, Any], Any]) -> bool:
@@ -240,6 +271,14 @@ def _replace(by: Callable[[int, Any], Any]) -> bool:
         if after is not before:
             _set_native(number, after)
     return True
+
+
+@uninterruptible
+def _open() -> None:
+    if state.wake_fd < 0:
+        state.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    if state.pending:
+        _wake()
 
 
 def _close() -> None:

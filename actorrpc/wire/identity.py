@@ -19,6 +19,7 @@ from typing import Any
 
 import msgpack
 
+from actorrpc._exception_text import say
 from actorrpc.errors import ConfigError, RendezvousError
 from actorrpc.wire.keys import boot_id, file_digest
 
@@ -113,7 +114,7 @@ class WorkerInfo:
     def __post_init__(self) -> None:
         check_name(self.name)
         if isinstance(self.id, bool) or not isinstance(self.id, int):
-            raise ConfigError(f"a worker's id must be an integer, not {self.id!r}")
+            raise ConfigError(f"a worker's id must be an integer, not {say(self.id, repr)}")
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"
@@ -163,7 +164,7 @@ class WorkerRecord:
     def __post_init__(self) -> None:
         check_name(self.name)
         if not _is_int(self.rank, -1, 1 << 31):
-            raise ConfigError(f"a worker's rank must be an integer, not {self.rank!r}")
+            raise ConfigError(f"a worker's rank must be an integer, not {say(self.rank, repr)}")
         if not (isinstance(self.incarnation, str) and _INCARNATION.fullmatch(self.incarnation)):
             raise ConfigError("an incarnation is 32 lower-case hexadecimal digits")
         if not (isinstance(self.host, str) and _HOST.fullmatch(self.host)):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import operator
+import os
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +17,10 @@ import torch
 
 import actorrpc
 from actorrpc import autograd, rpc
+from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.optim import DistributedOptimizer
 from actorrpc.transport.connection_state import CLOSED
-from tests.interruptions import Steps, raising
+from tests.interruptions import Interrupted, Steps, raising
 from tests.layers import rest_is_slow
 from tests.ranks import rpc_group
 
@@ -36,8 +42,14 @@ class _Counter:
         yield from range(n)
 
 
+@rpc.exposed
 def _echo(value: Any) -> Any:
     return value
+
+
+@rpc.exposed
+def _fail(key: str) -> None:
+    raise KeyError(key)
 
 
 class _Aside:
@@ -59,7 +71,7 @@ class _Aside:
                 if self._over.is_set():
                     return
                 self.calls += 1
-                if rpc.rpc_sync(self._to, operator.add, (self.calls, 1), timeout=8) != self.calls + 1:
+                if rpc.rpc_sync(self._to, _echo, (self.calls,), timeout=8) != self.calls:
                     self.wrong.append(self.calls)
                 self._done.release()
         except BaseException as error:
@@ -89,6 +101,8 @@ class _Works:
         self._held.to_here()
         self._actor = actorrpc.remote(_Counter).options(worker="worker1").remote()
         actorrpc.get(self._actor.add.remote(1))
+        self._counters = actorrpc.remote(_Counter).options(worker="worker1").group(2)
+        actorrpc.get(self._counters.echo.call(1))
         self._trained = rpc.RRef(torch.ones(3, requires_grad=True))
         self._optimizer = DistributedOptimizer(torch.optim.SGD, [self._trained], lr=1.0)
 
@@ -173,16 +187,35 @@ class _Works:
         now = self._trained.local_value().tolist()
         assert all(each <= then - 2.0 for each, then in zip(now, before, strict=True))
 
+    def group(self) -> None:
+        assert actorrpc.get(self._counters.echo.call(3)).values() == (3, 3)
+
 
 _WORKS = [name for name in vars(_Works) if not name.startswith("_")]
+
+
+class _DataWorks:
+    def __init__(self) -> None:
+        self._value = {"a": [1.5, (2, b"3")], "b": {4, 2**70}, "c": torch.ones(3)}
+
+    def data(self) -> None:
+        assert rpc.rpc_sync("worker1", _echo, (self._value,))["b"] == self._value["b"]
+
+    def failing_data(self) -> None:
+        with pytest.raises(KeyError):
+            rpc.rpc_sync("worker1", _fail, ("a",))
+
+
+_DATA_WORKS = [name for name in vars(_DataWorks) if not name.startswith("_")]
 
 
 def _interrupted(rank: int, world_size: int, name: str) -> int:
     if rank:
         return 0
     agent = rpc.api._require().agent  # type: ignore[attr-defined]
-    work = getattr(_Works(), name)
+    work = getattr(_DataWorks() if name in _DATA_WORKS else _Works(), name)
     peer = agent.peer("worker1")
+    work()  # the connection is there
     conn = peer.conn
     aside = _Aside("worker1")
     count = 0
@@ -196,6 +229,75 @@ def _interrupted(rank: int, world_size: int, name: str) -> int:
     assert peer.conn is conn
     assert conn.state is not CLOSED
     return count
+
+
+def _descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _left_at_each(work: Callable[[], Any], every: int) -> tuple[int, list[str]]:
+    """Do the work with a signal sent at each such step; return how many steps there are, and where descriptors were left."""
+    left: list[str] = []
+    work()
+    at, before = 1, _descriptors()
+    with raising() as raised:
+        while True:
+            del raised[:]
+            steps = Steps()
+            with contextlib.suppress(Interrupted):
+                steps.run(work, at)
+            if not steps.place:
+                return at, left
+            assert raised, steps.place
+            while rpc.is_initialized():
+                with contextlib.suppress(Interrupted):
+                    rpc.shutdown(graceful=False)
+            now = _descriptors()
+            if now > before:
+                left.append(f"{now - before} at {steps.place}")
+            before = now
+            at += every
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("every", rest_is_slow((101, 7)))
+def test_a_handler_that_raises_while_a_worker_joins_or_leaves_leaves_nothing_open(
+    tmp_path: Path, every: int
+) -> None:
+    count = itertools.count()
+
+    def join_and_leave() -> None:
+        place = f"file://{tmp_path}/{next(count)}"
+        options = rpc.RpcBackendOptions(init_method=place)
+        rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+        rpc.shutdown()
+
+    steps, left = _left_at_each(join_and_leave, every)
+    assert steps > 1000
+    assert not left
+
+
+def test_a_handler_that_raises_while_a_thread_is_started_does_not_end_the_thread() -> None:
+    ran: list[int] = []
+
+    def start() -> None:
+        done = threading.Event()
+
+        def run() -> None:
+            ran.append(1)
+            done.set()
+
+        thread = Daemon(run, "started")
+        try:
+            thread.start()
+        finally:
+            if thread.ident is not None:
+                assert done.wait(10)
+                thread.join()
+
+    _, left = _left_at_each(start, 3)
+    assert not left
 
 
 # Of calls whose caller was interrupted before it had their futures.
@@ -216,3 +318,10 @@ def test_each_step(name: str) -> None:
 def test_each_step_between_hosts(name: str) -> None:
     options = {"transport": "tcp", "lane": False}
     assert rpc_group(_interrupted, 2, name, timeout=50, options=_OPTIONS | options)[0] > 30
+
+
+@pytest.mark.slow
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("name", _DATA_WORKS)
+def test_each_step_with_data_only(name: str) -> None:
+    assert rpc_group(_interrupted, 2, name, timeout=50, options=_OPTIONS | {"data_only": True})[0] > 30

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -589,3 +590,74 @@ def test_every_call_ends_exactly_once(seed: int) -> None:
             assert _runs[seed, number] == 1 if value else _runs[seed, number] <= 1
         for worker in cluster:
             assert not any(peer.pending for peer in worker.run(api.group).agent.peers())
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_goes_by_the_real_time_and_is_no_worker() -> None:
+    with InProcessCluster(2) as cluster, cluster["worker1"]:
+        assert rpc.rpc_sync("worker0", who) == "worker0"
+        pid = os.fork()
+        if not pid:
+            wrong = "nothing"
+            try:
+                assert _time.now is time.monotonic, "time"
+                assert not rpc.is_initialized(), "worker"
+                with pytest.raises(NotInitializedError):
+                    rpc.get_worker_info()
+                with pytest.raises(RuntimeError, match="closed"):
+                    cluster["worker0"].run(who)
+                cluster.close()
+                with InProcessCluster(2, clock="real") as other:
+                    assert other["worker1"].rpc_sync("worker0", who) == "worker0"
+                with InProcessCluster(2) as other:
+                    assert other["worker1"].rpc_sync("worker0", who) == "worker0"
+            except BaseException as error:
+                wrong = repr(error)
+            os.write(2, f"in the fork: {wrong}\n".encode()) if wrong != "nothing" else None
+            os._exit(wrong != "nothing")
+        assert os.waitpid(pid, 0)[1] == 0
+        assert rpc.rpc_sync("worker0", who) == "worker0"
+
+
+def test_blocks_of_workers_may_end_out_of_order() -> None:
+    with InProcessCluster(3) as cluster:
+        first, second = cluster["worker1"], cluster["worker2"]
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert who() == "worker2"
+        with pytest.raises(RuntimeError, match="'worker1' ends on another thread"):
+            first.__exit__(None, None, None)
+        second.__exit__(None, None, None)
+        assert who() == "worker0"
+
+
+class _Unprintable:
+    def __repr__(self) -> str:
+        raise KeyError("repr")
+
+
+@pytest.mark.parametrize("value", [_Unprintable(), -(10**5000)], ids=["unprintable", "huge"])
+def test_what_cannot_be_printed_is_refused_as_usual(value: Any) -> None:
+    with pytest.raises(ConfigError):
+        InProcessCluster(value)
+    with InProcessCluster(2) as cluster, cluster["worker0"]:
+        done = rpc.rpc_async("worker1", who)
+        assert actorrpc.get(done, timeout=numpy.float32(30)) == "worker1"
+        with pytest.raises(RpcTimeoutError):
+            rpc.rpc_async("worker1", time.sleep, (0.01,)).wait(-(10**5000))
+        for endless in (float("inf"), 10**5000):
+            assert rpc.rpc_async("worker1", who).wait(endless) == "worker1"
+            assert actorrpc.get(rpc.rpc_async("worker1", who), timeout=endless) == "worker1"
+        for refused in (
+            lambda: rpc.rpc_sync(value, who),
+            lambda: actorrpc.get(value),
+            lambda: actorrpc.get(done, timeout=value),
+            lambda: actorrpc.wait([done], num_returns=value),
+            lambda: actorrpc.wait([done], timeout=value),
+            lambda: rpc.get_worker_info(value),
+        ):
+            with pytest.raises(
+                (ConfigError, UnknownWorkerError, TypeError, ValueError), match=r"not|there is no"
+            ):
+                refused()

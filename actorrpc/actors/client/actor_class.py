@@ -8,6 +8,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, TypeVar, Union
 
+from actorrpc._exception_text import say
 from actorrpc.actors.client.handle import ActorHandle
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.snapshot import Snapshot
@@ -59,7 +60,7 @@ class _Making(type):
 
     def __call__(cls, actor: type, options: ActorOptions | None = None) -> Any:
         if not isinstance(actor, type):
-            raise TypeError(f"an ActorClass is made of a class, not of {actor!r}")
+            raise TypeError(f"an ActorClass is made of a class, not of {say(actor, repr)}")
         made: Any = object.__new__(cls)  # type: ignore[arg-type]
         own = _own(made)
         own.update(

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc._exception_text import is_a, say
+from actorrpc._exception_text import is_a, is_of_handler, say
 from actorrpc.actors.client import death_errors
 from actorrpc.actors.client.pending_call import (
     INFINITE,
@@ -471,6 +471,8 @@ class CallQueue:
             future.conclude(None, error.with_traceback(None), self.agent.submit)
             if self.barrier is not None:
                 self.passed(future._number)
+            if is_of_handler(error):
+                raise
             return
         if pending.unwanted:  # it was cancelled between leaving the queue and being sent
             future.cancel()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, Literal, Par
 import torch
 from torch import nn
 
+from actorrpc._exception_text import say
 from actorrpc.actors.client.route import shaped
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.object_ref import ObjectRef
@@ -673,7 +674,7 @@ def call(
     """
     as_handle(actor, "call()")
     if not callable(function):
-        raise TypeError(f"call() takes a function, not {function!r}")
+        raise TypeError(f"call() takes a function, not {say(function, repr)}")
     kind = kind_of(function)
     if kind != "sync":
         what = "a coroutine" if kind == "async" else "a generator"

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.client.call_queue import CallQueue
 from actorrpc.actors.client.pending_call import PendingCall, ResultFuture
 from actorrpc.actors.client.supervisor_client import ask
@@ -293,6 +294,9 @@ class Route:
                 args, kwargs, unresolved = pack_arguments(args, kwargs)
             except BaseException as error:
                 future.conclude(None, error, None)
+                if is_of_handler(error):
+                    future.acknowledge()  # nobody gets it
+                    raise
                 return future
         if queue.death is not None:
             future.conclude(None, queue.died(template, maybe_executed=False), None)

@@ -49,7 +49,7 @@ from actorrpc.errors import (
 )
 from actorrpc.futures import Future
 from actorrpc.serialization import exceptions
-from actorrpc.validation import integer, number, text
+from actorrpc.validation import integer, number, text, wait_limit
 
 __all__ = ["Collective", "collective", "collective_group"]
 
@@ -370,7 +370,7 @@ class Collective:
         with self._making:
             if self.destroyed:
                 return
-            until = _time.now() + timeout
+            until = _time.now() + wait_limit(timeout)
             meeting = self._meeting
             if meeting is None:
                 self.destroyed = True

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 
+from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.refs.object_ref import ObjectRef, StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import Location
@@ -152,7 +153,9 @@ def _grow(root: RRef[Any], workers: list[str | None], here: str) -> list[RRef[An
             copy: RRef[Any] = api.remote(
                 worker, _fetch_copy, (root if above is None else tree[above], root), timeout=0
             )
-        except Exception:  # it has died since: so has the receiver, whose call will say so
+        except Exception as error:  # it has died since: so has the receiver, whose call will say so
+            if is_of_handler(error):
+                raise
             continue
         tree.append(copy)
         copies[worker] = copy

@@ -30,7 +30,7 @@ from typing import (
     overload,
 )
 
-from actorrpc._exception_text import add_note, notes_of
+from actorrpc._exception_text import add_note, is_of_handler, notes_of
 from actorrpc.actors.client.actor_class import ActorClass, offer_class
 from actorrpc.actors.context import runtime
 from actorrpc.actors.groups.broadcast import share
@@ -239,7 +239,7 @@ class GroupMethod(Generic[P, R]):
             try:
                 refs.append(method.remote(*mine, **named))
             except Exception as error:
-                if not refs:
+                if not refs or is_of_handler(error):
                     raise
                 refs.append(ObjectRef.failed(error, label=self._label()))
         return refs

@@ -11,6 +11,7 @@ wake the threads that wait; everything else happens on the thread, or in the cor
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from typing import Any, Generic, TypeVar
@@ -18,9 +19,11 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from actorrpc import _time
+from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.errors import ActorDiedError, ConfigError, RpcTimeoutError, WrongTypeError
 from actorrpc.futures import Future
+from actorrpc.validation import wait_limit
 
 __all__ = ["ActorPool", "PoolResults"]
 
@@ -147,7 +150,7 @@ class ActorPool(Generic[A]):
             futures = task.futures = _futures_of(task.result)
         except BaseException as error:
             self._idle.append(actor)
-            if not isinstance(error, Exception):  # Ctrl-C is no outcome of a task
+            if not isinstance(error, Exception) or is_of_handler(error):  # Ctrl-C is no outcome of a task
                 raise
             task.error = error
             task.done = True
@@ -324,7 +327,8 @@ class ActorPool(Generic[A]):
     def _get(self, search: Generator[Future[None], None, _Task], timeout: float | None, ignore: bool) -> Any:
         if not self._tasks:
             raise StopIteration("no more results to get")
-        until = None if timeout is None else _time.now() + timeout
+        limit = wait_limit(timeout)
+        until = None if limit == math.inf else _time.now() + limit
         while True:
             try:
                 change = next(search)
@@ -346,7 +350,8 @@ class ActorPool(Generic[A]):
     ) -> Any:
         if not self._tasks:
             raise StopAsyncIteration("no more results to get")
-        until = None if timeout is None else _time.now() + timeout
+        limit = wait_limit(timeout)
+        until = None if limit == math.inf else _time.now() + limit
         while True:
             try:
                 change = next(search)
@@ -379,6 +384,8 @@ def _failure_of(future: Any) -> BaseException | None:
     try:
         future.value()
     except BaseException as error:
+        if is_of_handler(error):
+            raise
         return error
     return None
 

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
+from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.client.actor_class import ActorClass
 from actorrpc.actors.client.handle import kill
 from actorrpc.actors.refs.object_ref import ObjectRef
@@ -236,8 +237,9 @@ def _look_away(future: Any) -> None:
     """Record a failure that interests nobody, so that it is not reported."""
     try:
         future.value()
-    except BaseException:
-        pass
+    except BaseException as error:
+        if is_of_handler(error):
+            raise
 
 
 class Queue(Generic[T]):

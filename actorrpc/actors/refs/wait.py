@@ -14,11 +14,13 @@ from typing import Any, Final, Generic, TypeVar, overload
 import torch
 
 from actorrpc import _time
+from actorrpc._exception_text import is_of_handler, say
 from actorrpc.actors.refs.object_ref import ObjectRef, StoredResult
 from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import RpcTimeoutError
 from actorrpc.futures import INTERRUPTED, Future, interruption_point
 from actorrpc.rpc.rref import RRef
+from actorrpc.validation import wait_limit
 
 __all__ = [
     "Arrivals",
@@ -89,7 +91,7 @@ def _nothing_to_wait_for(item: object, what: str) -> TypeError:
 
 
 def _short(item: object) -> str:
-    text = repr(item)
+    text = say(item, repr)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -103,6 +105,8 @@ def _adopted(other: Any) -> Future[Any]:
             value = completed.value()
         except BaseException as error:
             future.set_exception(error)
+            if is_of_handler(error):
+                raise
         else:
             future.set_result(value)
 
@@ -114,14 +118,9 @@ def deadline_of(timeout: float | None) -> float:
     """Return when a wait must end, on the monotonic clock: at its time-out, or when the call must be over that it is in.
 
     Raises:
-        TypeError, ValueError: ``timeout`` is no number of seconds, or negative.
+        WrongTypeError, ConfigError: ``timeout`` is no number of seconds, or negative.
     """
-    if timeout is not None:
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-            raise TypeError(f"timeout must be a number of seconds or None, not {timeout!r}")
-        if not timeout >= 0:
-            raise ValueError(f"timeout must not be negative: {timeout!r}")
-    until = _INFINITE if timeout is None else _time.now() + timeout
+    until = _INFINITE if timeout is None else _time.now() + wait_limit(timeout)
     execution = CURRENT.get()
     if execution is not None and execution.deadline < until:
         return execution.deadline
@@ -320,7 +319,7 @@ def _time_is_over() -> bool:
 
 
 def _late(what: str, timeout: float | None) -> RpcTimeoutError:
-    bound = "the time of the call that waits for it" if timeout is None else f"{timeout} s"
+    bound = "the time of the call that waits for it" if timeout is None else f"{say(timeout)} s"
     return RpcTimeoutError(
         f"{what} was not complete within {bound}; it goes on: get() it again, or cancel() it"
     )
@@ -438,13 +437,13 @@ def wait(
     if not isinstance(refs, (list, tuple)):
         raise TypeError(f"wait() takes a list of ObjectRefs, not {type(refs).__name__} {_short(refs)}")
     if isinstance(num_returns, bool) or not isinstance(num_returns, int):
-        raise TypeError(f"num_returns must be an int, not {num_returns!r}")
+        raise TypeError(f"num_returns must be an int, not {say(num_returns, repr)}")
     until = deadline_of(timeout)
     if not refs:
         return [], []
     if not 1 <= num_returns <= len(refs):
         raise ValueError(
-            f"num_returns must be from 1 to the number of ObjectRefs, {len(refs)}, not {num_returns}"
+            f"num_returns must be from 1 to the number of ObjectRefs, {len(refs)}, not {say(num_returns)}"
         )
     seen: set[Any] = set()
     for item in refs:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
 from actorrpc import _time
+from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.snapshot import Snapshot
@@ -211,6 +212,8 @@ class _Consumer(Stall):
         except Exception as error:
             if step._claim():
                 step._finish(None, error)
+            if is_of_handler(error):
+                raise
         finally:
             CURRENT.reset(token)
 
@@ -407,6 +410,8 @@ class _Consumer(Stall):
         except Exception as error:  # the producer's worker has ended, or this one
             if told._claim():
                 told._finish(None, error)
+            if is_of_handler(error):
+                raise
         finally:
             CURRENT.reset(token)
 

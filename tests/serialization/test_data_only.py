@@ -1,0 +1,94 @@
+"""The data-only mode's encoder and decoder, without workers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from actorrpc._exception_text import mark_handlers
+from actorrpc.errors import ProtocolError, RefusedError
+from actorrpc.serialization import data_only
+from actorrpc.serialization.tensors import tensor
+
+
+class _Cut(Exception):
+    """What a handler of the program raises."""
+
+
+def _cut(*_: object) -> Any:
+    error = _Cut()
+    mark_handlers(error)
+    raise error
+
+
+def test_what_a_signal_handler_raises_is_no_failure_of_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Thing:
+        pass
+
+    message = data_only.dumps([1], {})
+    with pytest.raises(_Cut):
+        data_only.dumps(Thing(), {Thing: _cut})
+    monkeypatch.setitem(data_only._makers, b"list", _cut)
+    with pytest.raises(_Cut):
+        data_only.loads(message)
+
+
+@pytest.mark.parametrize("make", [set, frozenset, dict.fromkeys, OrderedDict.fromkeys])
+def test_keys_of_one_hash_are_bounded(make: Any) -> None:
+    most = data_only.MAX_SAME_HASH
+    same = [(2**61 - 1) * number for number in range(most + 1)]
+    others = [*range(1, 2 * most), *map(str, range(most)), (1, 2), -1.5]
+    fits, refused = make([*others, *same[:most]]), make([*others, *same])
+    found = data_only.loads(data_only.dumps(fits, {}))
+    assert found == fits
+    assert type(found) is type(fits)
+    assert list(found) == list(fits) or not isinstance(fits, dict)
+    message = data_only.dumps(refused, {})
+    with pytest.raises(ProtocolError, match=r"more than 1000 keys.* the same hash"):
+        data_only.loads(message)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        slice((1,), 2),
+        *map(np.str_, ("", "ab", "a\0", "\ud800")),
+        *map(np.bytes_, (b"", b"ab", b"a\0")),
+        np.array(["", "a"]),
+        np.array(["", "\U0010ffff"], dtype=">U2"),
+    ],
+    ids=ascii,
+)
+def test_odd_values(value: Any) -> None:
+    found = data_only.loads(data_only.dumps(value, {}))
+    assert type(found) is type(value)
+    if isinstance(value, np.ndarray):
+        assert found.dtype == value.dtype
+        assert found.tolist() == value.tolist()
+    else:
+        assert found == value
+
+
+@pytest.mark.parametrize("dtype", ["<U1", ">U1"])
+def test_texts_of_what_is_no_character_are_refused(dtype: str) -> None:
+    points = np.array([65, 0x110000], dtype=f"{dtype[0]}u4")
+    message = data_only.dumps(points.view(dtype), {})
+    with pytest.raises(ProtocolError, match="no character"):
+        data_only.loads(message)
+
+
+def test_a_refused_tensor_has_its_attributes_named() -> None:
+    with pytest.raises(RefusedError, match=r"attributes \(persistent, _is_buffer\)"):
+        data_only.dumps(
+            torch.ones(1), {torch.Tensor: lambda _: (tensor, (), {"persistent": 1, "_is_buffer": 1})}
+        )
+
+
+@pytest.mark.parametrize("value", [slice([1], 2), slice(np.int64(1), None)], ids=["list", "int64"])
+def test_slices_of_other_things_are_refused_where_they_are_sent(value: Any) -> None:
+    with pytest.raises(RefusedError, match=r"a slice of (list|int64), of which only plain values can be,"):
+        data_only.dumps(value, {})
