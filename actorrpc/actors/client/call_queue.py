@@ -1,12 +1,12 @@
-"""Lines: where an actor is, as one process knows it, and the order of the calls that this process makes to it.
+"""Where an actor is, as one process knows it, and the order of the calls that this process makes to it.
 
-While an actor is being made, restarted or looked for, its calls wait in the line's queue, with their arguments as of
+While an actor is being made, restarted or looked for, its calls wait in the queue, with their arguments as of
 the call; they leave in the order in which they were made, before any newer call. When an actor is found to be gone,
 its supervisor is asked once: at first what has become of it (which decides about the calls that may have run), then
 where it lives again. Calls that certainly did not run, and those that may be made again, go back to their places in
 the queue; nothing is sent before all calls to the former incarnation are accounted for.
 
-``_lock`` guards everything here but ``flying`` and the tables of plans, whose single steps are atomic. Nothing is
+``_lock`` guards everything here but ``flying`` and the tables of templates, whose single steps are atomic. Nothing is
 called out under it but ``agent.submit`` and the clock, which only queue. It is re-entrant, because the collector may
 run a finaliser that makes a call to this very actor at any allocation.
 """
@@ -69,7 +69,7 @@ class CallQueue:
 
     Attributes:
         flying: the calls that are on the way, by number.
-        plans, kept_plans: how calls are made now, by method (without and with ``refs``); empty unless new calls may be
+        templates, kept_templates: how calls are made now, by method (without and with ``refs``); empty unless new calls may be
             sent at once.
         barrier: numbers of calls to a former incarnation that are not accounted for yet.
         death: why the actor is dead, if it is known to be.
@@ -94,15 +94,15 @@ class CallQueue:
         )
         self.next_number = itertools.count().__next__
         self.flying: dict[int, ResultFuture] = {}
-        self.plans: dict[str, CallTemplate] = {}
-        self.kept_plans: dict[str, CallTemplate] = {}
+        self.templates: dict[str, CallTemplate] = {}
+        self.kept_templates: dict[str, CallTemplate] = {}
         self.barrier: set[int] | None = None
         self.death: ActorDiedError | None = None
         self.location = card.location
         self._peer: Peer | None = None
         self._hint = card.location is not None  # not looked at yet: that may ask the rendezvous store
         self._lock = threading.RLock()
-        self._drafts: dict[tuple[str, bool], CallTemplate] = {}
+        self._unplaced: dict[tuple[str, bool], CallTemplate] = {}
         self._queue: list[tuple[int, ResultFuture]] = []
         self._stale = 0  # entries of the queue that are over
         self._failing: list[AwaitingVerdict] = []
@@ -130,23 +130,23 @@ class CallQueue:
 
     # -- calls on their way out ------------------------------------------------------------------------
 
-    def plan_of(self, method: MethodInfo, options: CallOptions, refs: bool) -> CallTemplate:
+    def template_for(self, method: MethodInfo, options: CallOptions, refs: bool) -> CallTemplate:
         """Return how to make a call now; where ``peer`` is None, it has to wait."""
         if self._hint:
             self._take_hint()
         with self._lock:
             ready, location, peer = self._ready, self.location, self._peer
-            plans = self.kept_plans if refs else self.plans
+            templates = self.kept_templates if refs else self.templates
         name = method.name
         if not ready:
-            draft = self._drafts.get((name, refs))
-            if draft is None or draft.options is not options:
-                draft = self._drafts[name, refs] = CallTemplate(self, method, options, refs, None, None)
-            return draft
-        template = plans.get(name)
+            unplaced = self._unplaced.get((name, refs))
+            if unplaced is None or unplaced.options is not options:
+                unplaced = self._unplaced[name, refs] = CallTemplate(self, method, options, refs, None, None)
+            return unplaced
+        template = templates.get(name)
         if template is None or template.options is not options:
             # If the actor is lost meanwhile, this is a table that nobody looks at any more.
-            template = plans[name] = CallTemplate(self, method, options, refs, location, peer)
+            template = templates[name] = CallTemplate(self, method, options, refs, location, peer)
         return template
 
     def whereabouts(self) -> tuple[Location | None, Peer | None]:
@@ -350,7 +350,7 @@ class CallQueue:
     def _hold_back(self) -> None:
         """Let new calls queue; the lock is held."""
         self._ready = False
-        self.plans, self.kept_plans = {}, {}
+        self.templates, self.kept_templates = {}, {}
 
     def doomed(self) -> None:
         """Record that somebody here has killed the actor: no further call goes to the incarnation that lived."""
@@ -436,8 +436,8 @@ class CallQueue:
             drained.set_result(None)
 
     def _resend(self, future: ResultFuture, pending: PendingCall, location: Location, peer: Peer) -> None:
-        draft = future._template
-        assert draft is not None
+        unplaced = future._template
+        assert unplaced is not None
         try:
             seconds = 0.0
             if pending.deadline != INFINITE:
@@ -450,7 +450,7 @@ class CallQueue:
             if timer is not None:
                 timer.cancel()
             args, kwargs = pending.open()
-            template = future._template = draft.at(self, location, peer)
+            template = future._template = unplaced.at(self, location, peer)
             self.flying[future._number] = future
             self.send(
                 peer,

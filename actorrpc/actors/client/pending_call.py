@@ -1,16 +1,29 @@
 """The futures of calls to actors, and what is kept of a call that may have to be sent later, or again.
 
-A :class:`ResultFuture` hears of its call's failure before anybody else does. Where the failure is the actor's (its
-process died, it has moved), its line takes it over: the future is pending again, and ends when the call was made
-again, or when it is known what has become of the actor.
+A call, as its caller sees it, is in one of four states. Its future's source says which:
 
-No lock guards a :class:`PendingCall`: who may send, cancel or expire it is decided by deleting a slot, one atomic step.
+================  ==================  =====================================================================================
+state             source              it ends, or goes on
+================  ==================  =====================================================================================
+queued            PendingCall         sent when it is known where its actor is; cancelled; its time is over; its actor is dead
+in flight         Call                the answer; cancelled or timed out by the agent; or :meth:`CallQueue.caught` takes it over
+                                      where the failure is the actor's (its process died, it has moved) or it may be tried again:
+                                      queued if it did not run or has tries left, else awaiting the verdict
+awaiting verdict  AwaitingVerdict     the supervisor says what has become of the actor, which is what the call fails with
+done              (any)               its value or error is there
+================  ==================  =====================================================================================
+
+:class:`ResultFuture` hears of its call's failure before anybody else does, and so is pending until it is done, whatever happens
+between. Two steps decide races, each atomic: a future is ended by the thread that claims it (``Future._claim``), and a queued
+call is sent, cancelled or expired by the thread that deletes a slot (:meth:`PendingCall.take`). The moves between the states are
+made under the lock of the queue.
 
 A :class:`CallTemplate` says how the calls of one method are made; it is prepared once, so that a call costs little.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, Final
@@ -35,7 +48,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
     from actorrpc.agent.timers import Timer
 
-__all__ = ["AwaitingVerdict", "CallTemplate", "PendingCall", "ResultFuture"]
+__all__ = ["AwaitingVerdict", "CallState", "CallTemplate", "PendingCall", "ResultFuture"]
 
 _GENERATORS: Final = ("generator", "async_generator")
 
@@ -189,6 +202,15 @@ _init: Final = Future.__init__
 _finish: Final = Future._finish
 
 
+class CallState(enum.Enum):
+    """Where a call to an actor is, as its caller sees it."""
+
+    QUEUED = "queued"
+    IN_FLIGHT = "in flight"
+    AWAITING_VERDICT = "awaiting verdict"
+    DONE = "done"
+
+
 class ResultFuture(Future[Any]):
     """The result of a call of an actor's method. Thread-safe, as every Future."""
 
@@ -203,6 +225,16 @@ class ResultFuture(Future[Any]):
         self._template: CallTemplate | None = template
         self._number = number
         self._pending: PendingCall | None = None
+
+    @property
+    def state(self) -> CallState:
+        """Where the call is in this moment; other threads may change it at any time, but for DONE."""
+        source = self._source
+        if self._done:
+            return CallState.DONE
+        if isinstance(source, PendingCall):
+            return CallState.QUEUED
+        return CallState.AWAITING_VERDICT if isinstance(source, AwaitingVerdict) else CallState.IN_FLIGHT
 
     def _finish(
         self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None

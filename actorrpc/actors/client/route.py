@@ -206,7 +206,7 @@ class Route:
         if modern._is_profiler_enabled or profiled():
             return self._call_in_profile(method, options, args, kwargs, refs, timeout)
         queue = self._queue
-        template = (queue.kept_plans if refs else queue.plans).get(method.name)
+        template = (queue.kept_templates if refs else queue.templates).get(method.name)
         if (
             template is None
             or template.options is not options
@@ -232,7 +232,7 @@ class Route:
                 else template.kept_mail,
             )
         except PeerDiedError:
-            # Its actor cannot come back (else the plan were not plain): this is for the line to put into words.
+            # Its actor cannot come back (else the template were not plain): the queue puts this into words.
             queue.bounced(future)
         except BaseException as error:
             queue.dropped(future)
@@ -274,7 +274,7 @@ class Route:
     ) -> ResultFuture:
         queue = self._queue
         queue.agent.check_process()
-        template = queue.plan_of(method, options, refs)
+        template = queue.template_for(method, options, refs)
         if 0 <= queue.max_pending <= queue.pending:
             raise PendingCallsLimitExceeded(
                 f"{template.label}: {queue.pending} calls of this process wait for {self.title} already, as many as "
@@ -360,7 +360,7 @@ class Route:
             The error to raise, or a future that fails with it when it is known what has become of the actor.
         """
         queue = self._queue
-        template = queue.plan_of(method, options, False)
+        template = queue.template_for(method, options, False)
         location, there = queue.whereabouts()
         if template.peer is None and location is not None and there is not None:
             # Its queue is being sent, and a call made now would wait for that.

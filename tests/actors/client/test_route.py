@@ -1,4 +1,4 @@
-"""Routes and lines: each call ends once, in order, and is made again only where that is allowed."""
+"""Routes and queues of calls: each call ends once, in order, and is made again only where that is allowed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from actorrpc.actors.client.pending_call import CallState, ResultFuture
+from actorrpc.actors.client.route import Route
 from actorrpc.actors.spec.options import CallOptions
 from actorrpc.agent.context import set_worker
 from actorrpc.errors import (
@@ -447,6 +449,15 @@ def test_every_call_ends_once_and_in_order(monkeypatch: pytest.MonkeyPatch, bloc
         _play(monkeypatch, seed)
 
 
+def _is_where_its_state_says(future: ResultFuture, route: Route) -> bool:
+    queue, state = route._queue, future.state
+    if state is CallState.QUEUED:
+        return any(each is future for _, each in queue._queue)
+    if state is CallState.IN_FLIGHT:
+        return queue.flying.get(future._number) is future
+    return state is CallState.DONE or any(each.future is future for each in queue._failing)
+
+
 def _play(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     world = World(monkeypatch, seed, workers=4, spawner=seed % 2 == 0)
     chance = world.random
@@ -454,7 +465,7 @@ def _play(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     driver, other = world.workers[0], world.workers[3]
     route = world.create(driver, max_restarts=restarts, max_task_retries=retries, restart_backoff_s=0.1)
     routes = {driver.record.name: (driver, route)}
-    futures: list[tuple[str, int, Future[Any]]] = []
+    futures: list[tuple[str, int, ResultFuture]] = []
     ends: dict[int, int] = {}
     given_up: set[int] = set()
     fails = chance.choice([0.0, 0.3])
@@ -517,6 +528,10 @@ def _play(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         else:
             for _ in range(chance.randrange(1, 12)):
                 world.step()
+            for maker, which, future in futures:
+                assert _is_where_its_state_says(future, routes[maker][1]), (
+                    f"seed {seed}, call {which}: {future.state}"
+                )
     world.settle(100)
     fails = 0.0
     executed: dict[int, int] = {}

@@ -68,14 +68,14 @@ class Mortal(_Node):
         return 1 + sum(actorrpc.get(self.plan(plan)))
 
 
-def _template(seed: random.Random, actors: list[Any], below: int, depth: int) -> tuple[list[Any], int]:
+def _plan(seed: random.Random, actors: list[Any], below: int, depth: int) -> tuple[list[Any], int]:
     """A plan whose calls go to actors of higher numbers, or back to one of the chain: so nothing can deadlock."""
     if not depth:
         return [], 0
     plan, size = [], 0
     for _ in range(seed.choice([0, 1, 1, 2, 3])):
         number = seed.randrange(below, len(actors))
-        inner, count = _template(seed, actors, number, depth - 1)
+        inner, count = _plan(seed, actors, number, depth - 1)
         plan.append((actors[number], inner, seed.random() < 0.3))
         size += 1 + count
     return plan, size
@@ -89,7 +89,7 @@ def test_random_graphs(number: int) -> None:
     expected, refs = [], []
     for _ in range(60):
         first = seed.randrange(len(actors))
-        plan, size = _template(seed, actors, first, 4)
+        plan, size = _plan(seed, actors, first, 4)
         refs.append(actors[first].run.remote(plan))
         expected.append(1 + size)
     assert actorrpc.get(refs, timeout=_BOUND) == expected
@@ -103,7 +103,7 @@ def test_random_graphs_with_cancels(number: int) -> None:
     refs, expected, cancelled = [], [], set()
     for _ in range(60):
         first = seed.randrange(len(actors))
-        plan, size = _template(seed, actors, first, 4)
+        plan, size = _plan(seed, actors, first, 4)
         refs.append(actors[first].run.remote(plan))
         expected.append(1 + size)
         if seed.random() < 0.3:
@@ -127,7 +127,7 @@ def test_random_graphs_with_kills(number: int) -> None:
     refs, expected = [], []
     for n in range(60):
         first = seed.randrange(len(actors))
-        plan, size = _template(seed, actors, first, 4)
+        plan, size = _plan(seed, actors, first, 4)
         try:
             refs.append(actors[first].run.remote(plan))
         except actorrpc.ActorError:
