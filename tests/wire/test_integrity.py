@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future
+from actorrpc.transport.connection_state import OPEN
 from actorrpc.transport.writer import ChunkSender
 from actorrpc.wire import frames, integrity
 from actorrpc.wire.frames import CHUNK, PREFIX, PREFIX_SIZE, Frame, FrameReader, pack_frame, pack_position
@@ -306,8 +307,7 @@ def test_what_is_sent_is_what_was_sealed_whatever_becomes_of_the_memory() -> Non
 
     conn: Any = SimpleNamespace(
         seal=_seals().outgoing,
-        broken=False,
-        suspended=False,
+        state=OPEN,
         outbox=[],
         write_lock=threading.Lock(),
         flush=lambda: True,
