@@ -122,8 +122,6 @@ class Settings:
     lane_bytes: int = option(1 << 30, _count)
     recycle_bytes: int = option(512 << 20, _count)
     chunk: int = option(1 << 20, _some)
-    stripe_threshold: int = option(16 << 20, _count)
-    stripes: int = option(2, _count)
     # -- limits, checked before memory is allocated -------------------------------------------
     max_frame: int = option(4 << 20, partial(integer, least=1 << 16))
     max_message: int = option(1 << 40, _count)

@@ -62,8 +62,6 @@ _FIELDS: dict[str, Any] = {
     "lane_bytes": _COUNT,
     "recycle_bytes": _COUNT,
     "chunk": _also(_COUNT, 0),
-    "stripe_threshold": _COUNT,
-    "stripes": _COUNT,
     "max_frame": ([65536, 1 << 20], [65535, 0, -1], ["65536", 65536.0, True, None]),
     "max_message": _COUNT,
     "max_buffers": _COUNT,

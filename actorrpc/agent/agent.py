@@ -548,7 +548,7 @@ class Agent:
             self._closing = True
         self.connector.admission.stop_listening()
         # Also those whose peer is still to introduce itself: it takes the connection for made.
-        conns = self._mains()
+        conns = set(self.connector.connections())
         self._part(conns, parting)
         self.closed_down = True
         self.connector.stop_dialling()
@@ -558,7 +558,7 @@ class Agent:
         self._fail_pending()  # calls that were on their way into the table meanwhile
         left = self.pool.close(timeout)
         self.clock.close()
-        self.dismiss(self._mains() - conns)  # that have come since
+        self.dismiss(set(self.connector.connections()) - conns)  # that have come since
         for conn in {*conns, *self.connector.connections()}:
             conn.close()
             conn.reap()
@@ -578,9 +578,6 @@ class Agent:
         for conn in conns:
             conn.close()
             conn.reap()
-
-    def _mains(self) -> set[Connection]:
-        return {conn for conn in self.connector.connections() if conn.main is None}
 
     @staticmethod
     def _part(conns: Collection[Connection], parting: float) -> None:

@@ -3,9 +3,8 @@
 What another process dials is a pending connection until that has proved that it knows the key: :mod:`actorrpc.agent.acceptor`.
 Dialling happens on the thread that makes the first call to a peer, within that call's deadline, under the peer's ``dial_lock``.
 
-Besides the main connection there are two kinds of side connections, each tied to its main one by a random
-token: a descriptors-only Unix socket per direction for shared memory, and stripes for very large messages
-between hosts.
+On one host there is also a Unix socket per direction, for the descriptors of shared memory, tied to its connection by a
+random token.
 
 :class:`Connector`: ``_lock`` guards its tables; nothing is called under it.
 
@@ -22,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import logging
 import os
 import secrets
@@ -31,7 +29,6 @@ import ssl
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -108,17 +105,10 @@ class Resumption:
     def _over(conn: Connection, lapse: int) -> bool:
         return conn.state is not SUSPENDED or conn.lapses != lapse
 
-    @staticmethod
-    def _end(conn: Connection, error: BaseException) -> None:
-        conn.close(error)
-        if conn.main is not None:  # it was to bring parts of messages, which never come now
-            conn.main.close(error)
-
     def _give_up(self, conn: Connection, error: BaseException, lapse: int) -> None:
         if not self._over(conn, lapse):
             grace = self._agent.settings.session_grace
-            self._end(
-                conn,
+            conn.close(
                 ConnectionError(f"the connection broke ({error}) and did not come back within {grace} s"),
             )
 
@@ -130,7 +120,7 @@ class Resumption:
         if self._over(conn, lapse):
             return
         if self._agent.closed_down:
-            self._end(conn, error)
+            conn.close(error)
             return
         limit = min(until, _time.now() + _ATTEMPT_S)
         gone = True
@@ -140,7 +130,7 @@ class Resumption:
                 sock, _ = self._connector.dial(conn.peer, family, address, Purpose.RESUME, conn.attach, limit)
                 if self._agree(conn, sock, number, limit):
                     return
-                self._end(conn, error)  # the other side has given it up
+                conn.close(error)  # the other side has given it up
                 return
             except LimitError:  # it has no descriptor for it now
                 gone = False
@@ -148,12 +138,12 @@ class Resumption:
                 gone = False
                 refusals += 1
                 if refusals >= _REFUSALS:
-                    self._end(conn, refused)
+                    conn.close(refused)
                     return
             except OSError as failed:
                 gone = gone and failed.errno == errno.ECONNREFUSED
         if gone:
-            self._end(conn, error)
+            conn.close(error)
             return
         pause = _PAUSES_S[min(attempt, len(_PAUSES_S) - 1)]
         again = partial(self._redial, conn, error, lapse, until, attempt + 1, refusals)
@@ -195,7 +185,7 @@ class Resumption:
             except OSError as failed:
                 gone = gone and failed.errno == errno.ECONNREFUSED
         if gone or self._agent.closed_down:
-            self._end(conn, error)
+            conn.close(error)
             return
         again = partial(self._probe, conn, error, lapse)
         self._agent.clock.after(_PROBE_S, partial(self._agent.submit, again))
@@ -245,7 +235,7 @@ class Resumption:
         try:
             resumed = conn.resume(sock, number, theirs, partial(self._agent.pool.forget, old))
         except ProtocolError as error:
-            self._end(conn, error)
+            conn.close(error)
             resumed = False
         if not resumed:
             sock.close()
@@ -289,9 +279,8 @@ class Connector:
         # Re-entrant: a signal handler may make a call while the main thread has it.
         self._lock = threading.RLock()
         self.admission = Admission(agent, self._key, self._admit, self.tls)
-        self._mains: dict[bytes, Connection] = {}
+        self._connections: dict[bytes, Connection] = {}
         self._introducing: dict[Connection, Session] = {}
-        self._ready: dict[tuple[Connection, int], threading.Lock] = {}
         self._dialling: set[socket.socket] = set()  # each is put in and taken out in one step
         self.resumption = Resumption(agent, self)
 
@@ -314,7 +303,7 @@ class Connector:
                 self._agent.dismiss([conn])
             return
         with self._lock:
-            main = self._mains.get(session.attach)
+            main = self._connections.get(session.attach)
         if session.purpose is Purpose.RESUME:
             self.resumption.admit(sock, session, answer, main)
             return
@@ -326,8 +315,6 @@ class Connector:
             main.borrower = Borrower(sock, on_freed=self._agent.scheduler.freed)
             sock.setblocking(False)
             sock.send(answer)
-        elif session.purpose is Purpose.BULK and not pending.local:
-            self._welcome(self._stripe(sock, main, session, False), answer)
         else:
             sock.close()
 
@@ -375,13 +362,11 @@ class Connector:
             conn.reap()  # the thread that closes the agent may be at it as well
             raise
         conn.flush()
-        if conn.main is not None:
-            self._add_stripe(conn)
 
     def _enter(self, conn: Connection) -> None:
         """Have a connection be found by its token."""
         with self._lock:
-            self._mains[conn.attach] = conn
+            self._connections[conn.attach] = conn
 
     def watch(self, conn: Connection) -> None:
         """Have the pool read a connection, from what has come already."""
@@ -417,8 +402,6 @@ class Connector:
 
     def _join(self, peer: Peer, conn: Connection) -> None:
         conn.peer = peer
-        for stripe in list(conn.stripes):  # they may have been faster
-            stripe.peer = peer
         peer.conns.append(conn)
         if peer.conn is None or peer.conn.state is CLOSED:
             peer.conn = conn
@@ -427,16 +410,9 @@ class Connector:
     def forget(self, conn: Connection) -> None:
         """Drop what is kept about a connection that has ended."""
         with self._lock:
-            if self._mains.get(conn.attach) is conn:
-                del self._mains[conn.attach]
+            if self._connections.get(conn.attach) is conn:
+                del self._connections[conn.attach]
             self._introducing.pop(conn, None)
-        for stripe in list(conn.stripes):
-            stripe.close()
-            if self._agent.closed_down:  # then nobody else closes it any more
-                self._agent.pool.forget(stripe.fd)
-                stripe.reap()
-        if conn.main is not None and conn in conn.main.stripes:
-            conn.main.stripes.remove(conn)
 
     # -- dialling --------------------------------------------------------------------------------------
 
@@ -688,135 +664,12 @@ class Connector:
             conn.lender = lender
             return lender
 
-    def stripes(self, conn: Connection, total: int, deadline: float) -> list[Connection]:
-        """Return further connections for a message of ``total`` bytes, made at first use; none where they are of no use."""
-        settings = self._agent.settings
-        if conn.local or total < settings.stripe_threshold or settings.stripes < 2:
-            return []
-        if conn.stripes or conn.lane_failed:
-            return list(conn.stripes)
-        if conn.dialled:
-            self._dial_stripes(conn, deadline)
-        elif not conn.striping:
-            # The peer has come by itself, and perhaps cannot be dialled, which takes long to find out: this message goes
-            # without, later ones with what has come about.
-            conn.striping = True
-            self._agent.submit(partial(self._dial_stripes, conn, float("inf")))
-        return list(conn.stripes)
-
-    def _dial_stripes(self, conn: Connection, deadline: float) -> None:
-        peer: Peer = conn.peer
-        with peer.dial_lock:
-            if conn.stripes or conn.lane_failed or conn.state is CLOSED:
-                return
-            limit = min(deadline, _time.now() + self._agent.settings.handshake_timeout)
-            for _ in range(self._agent.settings.stripes - 1):
-                if not self._dial_stripe(conn, limit):
-                    break
-            conn.lane_failed = not conn.stripes
-
-    def _dial_stripe(self, conn: Connection, limit: float) -> bool:
-        peer: Peer = conn.peer
-        for family, address in self.addresses(peer):
-            try:
-                sock, session = self.dial(peer, family, address, Purpose.BULK, conn.attach, limit)
-                stripe = self._stripe(sock, conn, session, True)
-            except (OSError, RpcError) as error:
-                _log.info("no further connection to %r: %s", peer.name, error)
-                continue
-            self._enter(stripe)
-            self._add_stripe(stripe)
-            return True
-        return False
-
-    def _stripe(self, sock: Stream, main: Connection, session: Session, dialled: bool) -> Connection:
-        # Both sides can name it, and nobody else: by what only they know of this connection.
-        name = hashlib.blake2b(session.key, digest_size=16, person=b"stripe").digest()
-        stripe = self._connection(sock, session, name, False, dialled)
-        stripe.other = session.peer_name, session.peer_incarnation
-        stripe.main = main
-        stripe.assemblies = main.assemblies
-        return stripe
-
-    def _add_stripe(self, stripe: Connection) -> None:
-        assert stripe.main is not None
-        stripe.main.stripes.append(stripe)
-        # Looked at after that: the main connection's peer may introduce itself just now, as _join sees to.
-        stripe.peer = stripe.main.peer
-        self.watch(stripe)
-
-    def stream_ready(self, conn: Connection, stream: int) -> None:
-        """The peer has the memory for a stream: chunks may come over any of its connections."""
-        with self._lock:
-            lock = self._ready.pop((conn, stream), None)
-        if lock is not None:
-            lock.release()
-
-    def expect_ready(self, conn: Connection, stream: int) -> threading.Lock:
-        """Return a lock that is released when the peer is ready for a stream."""
-        lock = threading.Lock()
-        lock.acquire()
-        with self._lock:
-            self._ready[conn, stream] = lock
-        return lock
-
-    def send_striped(
-        self,
-        conn: Connection,
-        stripes: list[Connection],
-        stream: int,
-        pieces: Iterator[tuple[int, int, memoryview]],
-        ready: threading.Lock,
-        deadline: float | None,
-    ) -> bool:
-        """Send chunks over several connections at once; each takes the next one when it has sent the last."""
-        conn.flush()
-        until = min(deadline or float("inf"), _time.now() + 30.0)
-        left = deque(pieces)
-
-        def take() -> Iterator[tuple[int, int, memoryview]]:
-            while left:
-                try:
-                    yield left.popleft()
-                except IndexError:
-                    return
-
-        results: list[bool] = []
-        finished = threading.Semaphore(0)
-
-        def send(stripe: Connection) -> None:
-            try:
-                results.append(stripe.send_chunks(stream, take(), deadline))
-            finally:
-                finished.release()
-
-        done = False
-        try:
-            while not ready.acquire(timeout=0.1):
-                checkpoint()
-                if conn.state is CLOSED or _time.now() > until:
-                    return False
-            for stripe in stripes:
-                self._agent.submit(partial(send, stripe))
-            results.append(conn.send_chunks(stream, take(), deadline))
-            for _ in stripes:
-                while results[-1] and not finished.acquire(timeout=0.1):
-                    checkpoint()
-            done = all(results) and len(results) == len(stripes) + 1
-            return done
-        finally:
-            if not done:
-                left.clear()  # nobody waits for the others: each ends with the chunk that it has begun
-                with self._lock:
-                    self._ready.pop((conn, stream), None)
-                conn.chunks.abort(stream)
-
     # -- the end -----------------------------------------------------------------------------------------
 
     def connections(self) -> list[Connection]:
         """Return all connections that are not forgotten, also those whose peer is still to introduce itself."""
         # Without the lock: in a forked child, a thread that does not exist there may hold it.
-        return [conn for main in list(self._mains.values()) for conn in (main, *main.stripes)]
+        return list(self._connections.values())
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child; the files belong to the parent."""

@@ -93,7 +93,7 @@ class Inbox:
         kind = frame.kind
         if kind == frames.REQUEST or kind in _REPLIES:
             if frame.flags & outbound.STREAM:
-                stream, assembly, striped = outbound.begin_stream(self._agent, frame)
+                stream, assembly = outbound.begin_stream(self._agent, frame)
                 if stream in conn.assemblies:
                     return None  # it is said twice
                 self._agent.scheduler.keep_trim()
@@ -102,9 +102,6 @@ class Inbox:
                     self._refuse_large(conn, frame, assembly.size)
                 elif frame.flags & frames.MAIL and frame.id not in self._sender(conn).begun:
                     self._agent.post.announce(conn, self._sender(conn), frame)
-                if striped:
-                    conn.outbox.append(pack_frame(frames.STREAM_READY, stream))
-                    self._agent.pool.submit(conn.flush)
                 return None
             if frame.flags & frames.MAIL:
                 self._take(conn, frame)
@@ -121,7 +118,7 @@ class Inbox:
                     return None
                 whole = whole._replace(buffers=begun.buffers)
                 if whole.flags & frames.MAIL:
-                    self._take(conn.main or conn, whole)
+                    self._take(conn, whole)
                     return None
                 return whole
             return None
@@ -156,12 +153,9 @@ class Inbox:
         elif kind == frames.DEFINITION:
             peer.definitions.add(frame.body[:16], frame.body[16:])
         elif kind == frames.STREAM_ABORT:
-            begun = conn.assemblies.get(frame.id)
-            outbound.abort_stream(conn, frame.id)
+            begun = conn.assemblies.pop(frame.id, None)
             if begun is not None and begun.frame is not None and begun.frame.flags & frames.MAIL:
                 self._agent.post.abandon(peer, begun.frame.id)
-        elif kind == frames.STREAM_READY:
-            self._agent.connector.stream_ready(conn, frame.id)
         elif kind == frames.GOODBYE:
             conn.goodbye = Goodbye.GIVES_UP if frame.flags else Goodbye.LEAVES
         elif kind == frames.NOTICE:
@@ -213,8 +207,6 @@ class Inbox:
 
         ``waiting``: the thread is a caller that waits for a reply of its own; it executes nothing for others.
         """
-        if conn.main is not None:
-            conn = conn.main
         peer = conn.peer
         if peer is None:  # a message before the introduction
             conn.close(ProtocolError("the peer did not introduce itself"))

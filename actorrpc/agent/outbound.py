@@ -17,7 +17,6 @@ others; what it raises is logged there.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -42,7 +41,6 @@ __all__ = [
     "Assembly",
     "MessageContext",
     "Plain",
-    "abort_stream",
     "begin_stream",
     "discard",
     "open_body",
@@ -58,7 +56,6 @@ STREAM: Final = frames.STREAM
 BODY: Final = 8  # the body itself is the last buffer of the stream
 _MEANING: Final = frames.MAIL | frames.POST  # flags that say nothing of where the buffers are
 
-_ABORTED_KEPT: Final = 64  # so many given up messages are remembered
 _STOP: Final = 0x2E  # the last byte of a pickle that stands by itself: nothing lies outside of it
 
 
@@ -94,17 +91,15 @@ class Plain:
 
 
 class Assembly:
-    """A message whose buffers are coming in chunks."""
+    """A message whose buffers are coming in chunks. Used under the read lock of their connection."""
 
-    __slots__ = ("_came", "_left", "_lock", "buffers", "frame")
+    __slots__ = ("_came", "_left", "buffers", "frame")
 
     def __init__(self, frame: Frame, buffers: list[memoryview]) -> None:
         self.frame = frame
         self.buffers = buffers
         self._left = sum(len(buffer) for buffer in buffers)
         self._came: set[int] = set()
-        # Guards ``_left`` and ``_came``: chunks may arrive on several connections at once.
-        self._lock = threading.Lock()
 
     def sink(self, position: int, length: int) -> memoryview:
         """Return the memory for a chunk.
@@ -119,14 +114,13 @@ class Assembly:
 
     def arrived(self, position: int, length: int) -> bool:
         """Record a chunk that is complete; say whether it was the last."""
-        with self._lock:
-            if position in self._came:
-                return False  # it came twice, with the same bytes
-            self._came.add(position)
-            self._left = left = self._left - length
-        if left < 0:
+        if position in self._came:
+            return False  # it came twice, with the same bytes
+        self._came.add(position)
+        self._left -= length
+        if self._left < 0:
             raise ProtocolError("more chunks than were announced")
-        return left == 0
+        return self._left == 0
 
 
 def _check(encoded: codec.Encoded | Plain, settings: Settings) -> None:
@@ -206,17 +200,9 @@ def send(
     stream = next(conn.peer.streams)
     header["sizes"] = sizes
     header["stream"] = stream
-    striped = agent.connector.stripes(conn, total, deadline)
-    ready = None
-    if striped:
-        header["striped"] = True
-        ready = agent.connector.expect_ready(conn, stream)
     put(body, flags, header)
     limit = None if deadline == float("inf") else deadline
-    pieces = _pieces(buffers, settings.chunk)
-    if ready is not None:
-        return agent.connector.send_striped(conn, striped, stream, pieces, ready, limit)
-    return conn.send_chunks(stream, pieces, limit)
+    return conn.send_chunks(stream, _pieces(buffers, settings.chunk), limit)
 
 
 def _pieces(buffers: Sequence[tuple[int, memoryview]], size: int) -> Iterator[tuple[int, int, memoryview]]:
@@ -235,9 +221,8 @@ def _post(conn: Connection, frame: bytes, call: Any) -> None:
         raise PeerDiedError("the connection was closed", maybe_executed=False)
 
 
-def begin_stream(agent: Agent, frame: Frame) -> tuple[int, Assembly | Unplaced, bool]:
-    """Make room for the buffers of a message that comes in chunks; return its stream number and whether it is
-    striped.
+def begin_stream(agent: Agent, frame: Frame) -> tuple[int, Assembly | Unplaced]:
+    """Make room for the buffers of a message that comes in chunks; return its stream number and what takes them.
 
     Where there is no memory for it, what is returned has no message, and drops what comes.
 
@@ -262,7 +247,7 @@ def begin_stream(agent: Agent, frame: Frame) -> tuple[int, Assembly | Unplaced, 
         assembly = Assembly(frame, [agent.buffers.take(size) for size in sizes])
     except MemoryError:
         assembly = Unplaced(sum(sizes))
-    return stream, assembly, bool(header.get("striped"))
+    return stream, assembly
 
 
 class Unplaced:
@@ -280,30 +265,6 @@ class Unplaced:
     def arrived(self, position: int, length: int) -> bool:
         self._left -= length
         return self._left <= 0
-
-
-class _Aborted:
-    """Takes the place of a striped message that was given up: chunks of it may still come over other connections."""
-
-    __slots__ = ()
-    frame = None
-
-    def sink(self, position: int, length: int) -> memoryview:
-        return memoryview(bytearray(length))
-
-    def arrived(self, position: int, length: int) -> bool:
-        return False
-
-
-def abort_stream(conn: Connection, stream: int) -> None:
-    """Drop a message whose rest will not come."""
-    assemblies = conn.assemblies
-    assemblies.pop(stream, None)
-    if conn.main is not None or conn.stripes:
-        given_up = [number for number, each in list(assemblies.items()) if type(each) is _Aborted]
-        for number in given_up[: -_ABORTED_KEPT + 1]:
-            assemblies.pop(number, None)
-        assemblies[stream] = _Aborted()
 
 
 def open_plain(body: bytes, peer: Peer) -> Any:

@@ -126,9 +126,6 @@ class Connection(StateMachine):
         self.borrower: Any = None
         self.lane_failed = False
         self.lane_after = 0.0  # when opening a tensor lane may be tried again
-        self.striping = False  # whether stripes are dialled, or were, without anybody waiting for them
-        self.main: Connection | None = None  # a stripe carries chunks for it and nothing else
-        self.stripes: list[Connection] = []
         self.assemblies: dict[int, Any] = {}
         self.goodbye: Goodbye | None = None
         # What is between hosts may break and go on over another socket; on one host, the end of a socket is a death.
@@ -361,9 +358,6 @@ class Connection(StateMachine):
     def _sink_for(self, stream: int, position: int, length: int) -> memoryview:
         assembly = self.assemblies.get(stream)
         if assembly is None:
-            if self.main is not None:
-                # The stream was given up, and its other connection was faster to say so.
-                return memoryview(bytearray(length))
             raise ProtocolError(f"a chunk of unknown stream {stream}")
         sink: memoryview = assembly.sink(position, length)
         return sink

@@ -47,15 +47,9 @@ class ChunkSender:
             done = self._send_all(stream, pieces, deadline)
             return done
         finally:
-            if not done:
-                self.abort(stream)
-
-    def abort(self, stream: int) -> None:
-        """Tell the receiver that the rest of a stream will not come."""
-        conn = self._conn
-        if conn.state is not CLOSED:
-            conn.outbox.append(pack_frame(STREAM_ABORT, stream))
-            conn.flush()
+            if not done and self._conn.state is not CLOSED:
+                self._conn.outbox.append(pack_frame(STREAM_ABORT, stream))
+                self._conn.flush()
 
     def _send_all(
         self, stream: int, pieces: Iterable[tuple[int, int, memoryview]], deadline: float | None

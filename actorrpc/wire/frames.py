@@ -46,7 +46,6 @@ __all__ = [
     "REQUEST",
     "STREAM",
     "STREAM_ABORT",
-    "STREAM_READY",
     "UNREAD",
     "Frame",
     "FrameReader",
@@ -74,9 +73,8 @@ LANE_FREE: Final = 11  # shared memory handed back
 LANE_RETIRE: Final = 12  # shared memory that the lender no longer uses
 GOODBYE: Final = 13  # end of file after this is no death: the peer leaves; with flags, it takes us for dead
 DEFINITION: Final = 14  # a function or class by value: 16 bytes of hash, then its definition
-STREAM_READY: Final = 15  # the memory for a stream is there: chunks may come over other connections
-NOTICE: Final = 16  # one way, for the floors above: its header names the handler
-ACK: Final = 17  # id counts the bytes of this connection that have come: so much need not be kept any more
+NOTICE: Final = 15  # one way, for the floors above: its header names the handler
+ACK: Final = 16  # id counts the bytes of this connection that have come: so much need not be kept any more
 LAST_KIND: Final = ACK
 UNREAD: Final = (
     255  # never sent: a message for whose body there was no memory; ``buffers`` has its kind and size

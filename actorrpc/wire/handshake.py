@@ -36,7 +36,6 @@ from actorrpc.errors import (
 from actorrpc.wire.identity import check_name
 
 __all__ = [
-    "BULK",
     "LANE",
     "MAIN",
     "MAX_MESSAGE",
@@ -78,11 +77,10 @@ class Purpose(enum.IntEnum):
 
     MAIN = 0
     LANE = 1  # descriptors of shared memory
-    BULK = 2  # chunks of large messages
-    RESUME = 3  # takes the place of a connection that has broken; ``attach`` names it
+    RESUME = 2  # takes the place of a connection that has broken; ``attach`` names it
 
 
-MAIN, LANE, BULK = Purpose.MAIN, Purpose.LANE, Purpose.BULK
+MAIN, LANE = Purpose.MAIN, Purpose.LANE
 _PURPOSES = frozenset(int(purpose) for purpose in Purpose)
 
 
@@ -102,7 +100,7 @@ class Session:
 
     Attributes:
         peer_name: the worker at the other end; in any case, it holds the key (where there is one).
-        attach: 16 bytes that name the main connection that a LANE or BULK connection belongs to.
+        attach: 16 bytes that name the connection that a LANE connection belongs to, or a RESUME connection takes the place of.
         key: 32 secret bytes, equal on both sides, different for every connection.
         sealed: whether what follows is sealed (:mod:`actorrpc.wire.integrity`): one side at least wants it.
         leftover: bytes that came after the handshake's last message; they belong to what follows.

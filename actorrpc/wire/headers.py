@@ -20,7 +20,6 @@ class Header(TypedDict, total=False):
     # Any message
     sizes: list[int]  # of its buffers, in bytes
     stream: int  # the number under which its buffers come in chunks
-    striped: bool  # chunks come over other connections as well, once the receiver has said that it is ready
     placement: bytes  # where in shared memory its buffers are (shared_memory.Placement)
     references: Any  # the references that it carries, as the protocol of reference counts packs them
     receipt: bytes  # of an answer: which references of the call have arrived

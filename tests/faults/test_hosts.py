@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.prints("The hostname of the client socket cannot be retrieved"),
 ]
 
-# Some bytes; where a lane would begin on one host; in chunks; over several connections.
+# Some bytes; where a lane would begin on one host; in chunks; many of them.
 _SIZES = (100, 64 << 10, 3 << 20, 24 << 20)
 
 

@@ -373,7 +373,6 @@ def _hidden(rank: int, world_size: int, network: Network, hidden: int) -> None:
     if rank == first:
         _works(it)
         large = torch.arange(6 << 20)
-        # Stripes cannot be dialled: one will do.
         assert torch.equal(rpc.rpc_sync(it, torch.neg, (large,)), -large)
     elif rank == second:
         with pytest.raises(_ENDS, match=it):

@@ -187,10 +187,10 @@ def _talk(a: Agent, b: Agent) -> list[Any]:
 
 
 def _ways() -> dict[str, Callable[[], Any]]:
-    striped = {"lane": False, "chunk": 1 << 16, "stripe_threshold": 1 << 20}
+    chunks = {"lane": False, "chunk": 1 << 16}
 
     def over_tcp() -> Any:
-        return behind(each=(striped, striped))
+        return behind(each=(chunks, chunks))
 
     return {
         "lane": lambda: agents(2, heartbeat=0.1),

@@ -304,7 +304,7 @@ def test_a_recording_opens_nothing() -> None:
         ]
 
 
-@pytest.mark.parametrize("purpose", [Purpose.LANE, Purpose.BULK])
+@pytest.mark.parametrize("purpose", [Purpose.LANE])
 def test_a_side_connection_to_nothing_is_closed(purpose: Purpose) -> None:
     """With the key, but without the token of a main connection."""
     with tcp_agents(1) as (agent,):

@@ -34,10 +34,9 @@ _CALLS = 12  # at most, over one connection
 _HANDSHAKE = 140  # bytes: what is changed in there, tests/intruders/test_between.py has
 _SEALED: dict[str, Any] = {
     "frame_integrity": True,
-    # So that small tensors travel in all the ways that there are: in the frame, in chunks, over several connections.
+    # So that small tensors travel in all the ways that there are: in the frame, and in chunks.
     "lane_threshold": 4 << 10,
     "chunk": 8 << 10,
-    "stripe_threshold": 48 << 10,
     "heartbeat": 0.1,
     "heartbeat_misses": 3,
     "session_grace": 1.0,

@@ -258,7 +258,7 @@ def _frames_of(rng: random.Random) -> list[bytes]:
         {"sizes": "x"},
         {"sizes": [-1]},
         {"sizes": [3], "stream": 1},
-        {"sizes": [3], "stream": 1, "striped": 1},
+        {"sizes": [3], "stream": 1, "placement": 1},
         {"placement": b"x" * 40},
         {"placement": outbound.Placement(segment_id=1, loan=1, offsets=(0,), sizes=(4,)).pack()}
         if _PLACES

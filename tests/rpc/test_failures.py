@@ -378,11 +378,11 @@ def test_time_outs(transport: str) -> None:
     rpc_group(_timeout_group, 3, options={"lane": False, "transport": transport, "heartbeat": 30.0})
 
 
-def _striped_timeouts(rank: int, world_size: int) -> None:
-    """A message in chunks over several connections that is given up leaves the connections usable."""
+def _large_timeouts(rank: int, world_size: int) -> None:
+    """A message in chunks that is given up leaves the connection usable."""
     if rank:
         return
-    large = torch.arange(6 << 20, dtype=torch.float32)  # 24 MiB: above the threshold for stripes
+    large = torch.arange(6 << 20, dtype=torch.float32)  # 24 MiB
     assert torch.equal(rpc.rpc_sync("worker1", torch.neg, (large,)), -large)
     for _ in range(3):
         _kill("worker1", signal.SIGSTOP)
@@ -394,5 +394,5 @@ def _striped_timeouts(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_striped_message_that_is_given_up() -> None:
-    rpc_group(_striped_timeouts, 2, options={"transport": "tcp", "heartbeat": 30.0})
+def test_a_large_message_that_is_given_up() -> None:
+    rpc_group(_large_timeouts, 2, options={"transport": "tcp", "heartbeat": 30.0})

@@ -19,11 +19,8 @@ from actorrpc.agent.agent import Agent
 from actorrpc.errors import AuthenticationError, PeerDiedError, ProtocolError
 from actorrpc.wire import frames
 from actorrpc.wire.frames import PREFIX, pack_frame, pack_position
-from actorrpc.wire.handshake import Purpose
 from actorrpc.wire.keys import Key
-from tests import certificates
 from tests.agent.agents import KEY, Stranger, agents
-from tests.intruders.doors import tcp_agents
 
 _INF = float("inf")
 
@@ -94,34 +91,6 @@ def test_side_connections_need_a_main_one(pair: list[Agent]) -> None:
             stranger.shake_hands()
             stranger.read_to_the_end()
         stranger.close()
-    assert _works(pair)
-
-
-def test_a_stripe_may_be_faster_than_its_main_connections_introduction() -> None:
-    with tcp_agents(2) as pair:
-        main = Stranger(pair[0])
-        main.shake_hands()
-        stripe = Stranger(pair[0], purpose=Purpose.BULK)
-        stripe.shake_hands()
-        main.introduce()
-        for side in (main, stripe):  # once the one is answered, it has been introduced
-            side.sock.sendall(pack_frame(frames.PING, 6))
-            assert [frame.kind for frame in side.frames()] == [frames.PONG]
-        stripe.close()
-        main.close()
-        assert _works(pair)
-
-
-@pytest.mark.skipif(certificates.OVER_TLS, reason="the agents listen on TCP")
-def test_on_one_host_there_are_no_stripes(pair: list[Agent]) -> None:
-    main = Stranger(pair[0])
-    main.shake_hands()
-    main.introduce()
-    stripe = Stranger(pair[0], purpose=Purpose.BULK)
-    with pytest.raises(ConnectionResetError):
-        stripe.shake_hands()
-    stripe.close()
-    main.close()
     assert _works(pair)
 
 

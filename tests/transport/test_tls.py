@@ -283,16 +283,15 @@ def test_waiting_has_an_end(pair: tuple[TlsSocket, TlsSocket]) -> None:
 # -- workers ----------------------------------------------------------------------------------------------
 
 
-def test_large_messages_take_several_connections_and_come_back_whole() -> None:
-    each = {**files().options, "stripe_threshold": 1 << 20}
+def test_large_messages_come_back_whole() -> None:
+    each = files().options
     with behind(each=(each, each)) as ((a0, _), _):
         value = torch.arange(3_000_000)
         assert call(a0, operator.add, 1, 2) == 3
         assert torch.equal(call(a0, torch.neg, value), -value)
         conn = a0.peer("a1").conn
         assert conn is not None
-        assert len(conn.stripes) == 1
-        assert all(isinstance(found.sock, TlsSocket) for found in (conn, *conn.stripes))
+        assert isinstance(conn.sock, TlsSocket)
         assert [call(a0, operator.add, number, 1) for number in range(50)] == list(range(1, 51))
 
 

@@ -72,7 +72,7 @@ def messages(one: Dialler, two: Acceptor) -> list[bytes]:
 def test_two_that_hold_the_key_agree(piece: int, names: tuple[str, str]) -> None:
     token = bytes(range(16))
     one = dialler(
-        name=names[0], peer_name=names[1], peer_incarnation=INC_B, purpose=Purpose.BULK, attach=token
+        name=names[0], peer_name=names[1], peer_incarnation=INC_B, purpose=Purpose.RESUME, attach=token
     )
     two = acceptor(name=names[1])
     assert not one.done
@@ -82,7 +82,7 @@ def test_two_that_hold_the_key_agree(piece: int, names: tuple[str, str]) -> None
     mine, theirs = one.result, two.result
     assert (mine.peer_name, mine.peer_incarnation) == (names[1], INC_B)
     assert (theirs.peer_name, theirs.peer_incarnation) == (names[0], INC_A)
-    assert mine.purpose is theirs.purpose is Purpose.BULK
+    assert mine.purpose is theirs.purpose is Purpose.RESUME
     assert mine.attach == theirs.attach == token
     assert mine.version == theirs.version == handshake.VERSIONS[1]
     assert mine.key == theirs.key
