@@ -212,18 +212,20 @@ class Logs:
         """Show what is there, and end: all processes have ended. Idempotent."""
         if self._closed:
             return
+        if self._thread.ident is None:  # it was broken off before the start: no thread closes the descriptors
+            self.abandon()
+            return
 
         def order() -> None:
             self._closing = True
             self._until = time.monotonic() + _REST_S
 
         self._order(order)
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
+        self._thread.join(timeout)
         self._closed = True
 
     def abandon(self) -> None:
-        """Close the descriptors in a forked child, which has no thread."""
+        """Close the descriptors where no thread does, as in a forked child."""
         self._closed = True
         for fd in [*self._pipes, self._bell]:
             try:

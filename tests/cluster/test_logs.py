@@ -159,6 +159,10 @@ def test_a_pipe_that_others_hold_open_does_not_hold_up_the_end(capfd: pytest.Cap
     ]
 
 
+def test_logs_that_never_started_leave_no_descriptors() -> None:
+    Logs().close()  # the fixtures look for what is left
+
+
 def test_a_driver_without_output_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     for stdout in (None, open(os.devnull)):  # noqa: SIM115
         monkeypatch.setattr("sys.stdout", stdout)
