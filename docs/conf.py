@@ -20,6 +20,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "reference",
     "repository_links",
     "foreign_requests",
 ]
@@ -50,6 +51,6 @@ toc_object_entries_show_parents = "hide"
 nitpick_ignore_regex = [
     (
         r"py:.*",
-        r"(torch|collections|concurrent|threading|contextlib|pathlib|types|asyncio|numpy|enum|msgpack|logging)\..*",
+        r"(torch|collections|concurrent|threading|contextlib|pathlib|types|asyncio|numpy|enum|msgpack|logging|typing)\..*",
     ),
 ]
