@@ -338,7 +338,7 @@ class LimitError(RpcError, ValueError):
     """A limit is in the way: of what may be sent (its size, the number of its tensors), or of the system (threads, descriptors,
     memory, space on a disk). The message names it; nothing was executed, and the call may be made again.
 
-    Remedy: raise that limit (``ulimit``, ``/dev/shm`` of a container, a setting), or ask for less at a time.
+    Remedy: raise that limit (``ulimit``, the memory of a container, a setting), or ask for less at a time.
     """
 
     maybe_executed = False

@@ -48,7 +48,7 @@ def test_links_and_local_files_are_no_foreign_requests() -> None:
 
 def test_a_link_to_a_file_of_the_repository_leads_to_its_page() -> None:
     links = _extension("repository_links")
-    page = _DOCS / "how-to" / "settings.md"
+    page = _DOCS / "how-to" / "tune.md"
     text = "[it](../../SECURITY.md#the-key), [a page](failures.md), [code](../../examples/pipeline.py), [all](../../examples)"
     assert links.on_the_site(text, page, page) == (
         "[it](../security.md#the-key), [a page](failures.md), [code](../../examples/pipeline.py), all"
