@@ -87,6 +87,8 @@ _word = partial(text, none=True)
 class Settings:
     """What the core runs with. Built by :meth:`from_environment`; options given in code win.
 
+    What a field means is said in ENVIRONMENT, or, where it has no variable, by its declaration.
+
     Raises:
         ConfigError: a value cannot be used; where its type is wrong, :class:`~actorrpc.errors.WrongTypeError`.
     """
@@ -103,29 +105,47 @@ class Settings:
     tls_min_version: str = option("1.3", partial(choice, of=("1.2", "1.3")))
     frame_integrity: bool = option(False, flag, variable="ACTORRPC_INTEGRITY")
     data_only: bool = option(False, flag)
-    handshake_timeout: float = option(5.0, _time)
-    connect_timeout: float = option(20.0, _time)
-    max_unauthenticated: int = option(64, _count)
+    handshake_timeout: float = option(
+        5.0, _time, meaning="seconds that each side has to prove the key, over TLS too"
+    )
+    connect_timeout: float = option(
+        20.0, _time, meaning="seconds within which a worker is connected, retries included"
+    )
+    max_unauthenticated: int = option(
+        64, _count, meaning="connections that have not proved the key and are open at a time"
+    )
     # -- speed -----------------------------------------------------------------------------
     spin_us: int = option(100, _count)
-    cork_frames: int = option(32, _count)
-    cork_bytes: int = option(64 << 10, _count)
-    cork_us: int = option(200, _count)
+    cork_frames: int = option(
+        32, _count, meaning="frames that may be held back to be written together; 0 or 1: none"
+    )
+    cork_bytes: int = option(64 << 10, _count, meaning="bytes of small frames that may be held back")
+    cork_us: int = option(200, _count, meaning="microseconds for which frames may be held back")
     switch_interval: float | None = option(None, partial(_time, none=True))
     # -- threads ---------------------------------------------------------------------------
     max_threads: int = option(512, _several)
-    starvation_s: float = option(0.004, _seconds)
+    starvation_s: float = option(
+        0.004, _seconds, meaning="seconds that work may lie in the queue before another thread is brought in"
+    )
     # -- memory ----------------------------------------------------------------------------
     window: int = option(64 << 20, _some)
     lane: bool = option(True, flag)
-    lane_threshold: int = option(64 << 10, _count)
+    lane_threshold: int = option(
+        64 << 10, _count, meaning="bytes of a message whose tensors go through shared memory"
+    )
     lane_bytes: int = option(1 << 30, _count)
-    recycle_bytes: int = option(512 << 20, _count)
-    chunk: int = option(1 << 20, _some)
+    recycle_bytes: int = option(512 << 20, _count, meaning="most memory that is kept for buffers to come")
+    chunk: int = option(
+        1 << 20,
+        _some,
+        meaning="bytes of a large message that are sent at a time, between which others may pass",
+    )
     # -- limits, checked before memory is allocated -------------------------------------------
-    max_frame: int = option(4 << 20, partial(integer, least=1 << 16))
-    max_message: int = option(1 << 40, _count)
-    max_buffers: int = option(10_000, _count)
+    max_frame: int = option(
+        4 << 20, partial(integer, least=1 << 16), meaning="bytes of the largest frame that is taken"
+    )
+    max_message: int = option(1 << 40, _count, meaning="bytes of the largest message that is sent or taken")
+    max_buffers: int = option(10_000, _count, meaning="tensors and buffers in one message, at most")
     # -- failure ---------------------------------------------------------------------------
     heartbeat: float = option(2.0, _time)
     heartbeat_misses: int = option(5, _several)

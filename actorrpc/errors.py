@@ -55,6 +55,8 @@ _CAUSE: Any = BaseException.__dict__["__cause__"]
 class RpcError(RuntimeError):
     """Base of every error that actorrpc raises.
 
+    Remedy: that of the class that was raised; ``except RpcError`` is for a program that treats all of them alike.
+
     Attributes:
         maybe_executed: whether the call that this error ended may have run on the other worker.
     """
@@ -69,6 +71,8 @@ class RemoteError(RpcError):
     user's exception class and this one, so that ``except ValueError`` and ``except RemoteError`` both
     catch a remote ``ValueError``. Where the user's class cannot be rebuilt here (it is not importable,
     or its memory layout does not mix), a plain ``RemoteError`` carries its name, message and traceback.
+
+    Remedy: the traceback of the other worker is printed above this one: what is wrong is there.
 
     Attributes:
         cause: the original exception object, or ``None`` where it could not be rebuilt.
@@ -85,7 +89,10 @@ class RemoteError(RpcError):
 
 
 class RemoteTraceback(Exception):
-    """The formatted traceback of another worker; set as ``__cause__`` of a remote exception."""
+    """The formatted traceback of another worker; set as ``__cause__`` of a remote exception.
+
+    Remedy: none is needed, as it is never raised: it is there to be read.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -120,35 +127,57 @@ class PeerDiedError(_CallEnded, ConnectionError):
 
     Calls made after this one fail the same way: the worker does not come back under the same
     incarnation. ``maybe_executed`` says whether this call may have run before the end.
+
+    Remedy: the message says how the worker ended, with what it said last; where ``maybe_executed`` is ``False``, make the
+    call again on another worker. An actor with ``max_restarts`` is made again by itself. Where a worker that was alive was
+    taken for dead, raise ``heartbeat`` or ``heartbeat_misses``.
     """
 
 
 class RpcTimeoutError(_CallEnded, TimeoutError):
-    """A call, a fetch or a wait was not over within its time. Also a ``TimeoutError``."""
+    """A call, a fetch or a wait was not over within its time. Also a ``TimeoutError``.
+
+    Remedy: see what the other worker does (the message names it), and give more time: ``timeout=`` of this call,
+    ``rpc_timeout`` of all; 0 is none. The time of a nested call is what is left of its caller's.
+    """
 
 
 class CancelledError(_CallEnded, concurrent.futures.CancelledError):
-    """The call was cancelled by its caller before it was over."""
+    """The call was cancelled by its caller before it was over.
+
+    Remedy: none, where the program has asked for it; also a call that is nested in a cancelled one ends like this.
+    """
 
 
 class BackpressureError(_CallEnded):
     """The other worker is not reading what is sent to it and the call may not wait any longer.
 
     Nothing of the call was sent: ``maybe_executed`` is ``False``.
+
+    Remedy: wait for results before more is sent, or let more be under way with ``window`` (``ACTORRPC_WINDOW``).
     """
 
 
 class ShutdownError(_CallEnded):
-    """This worker, or the whole group, was shut down while the call was under way."""
+    """This worker, or the whole group, was shut down while the call was under way.
+
+    Remedy: wait for what is wanted before ``shutdown()``, or before the block of ``with actorrpc.init()`` ends.
+    """
 
 
 class DeadlockError(_CallEnded):
     """The call cannot be served: it waits, directly or through others, for itself, or every thread
-    that the worker may have is blocked. The message names what is blocked."""
+    that the worker may have is blocked. The message names what is blocked.
+
+    Remedy: break the circle that the message names: pass the reference on in place of its value, ``await`` in coroutines
+    where they call ``get()``, or leave ``reentrant=True``. Where all threads are blocked, raise ``max_threads``.
+    """
 
 
 class ActorError(_CallEnded):
     """Base of what can be wrong with an actor (not of what its methods raise, which is a RemoteError).
+
+    Remedy: that of the class that was raised.
 
     Attributes:
         actor: how the actor is called in messages: its class and its name.
@@ -216,106 +245,172 @@ def _rebuild_actor(
 
 
 class ActorDiedError(ActorError):
-    """The actor is dead and does not come back: its process ended, its constructor raised, it was killed or it exited."""
+    """The actor is dead and does not come back: its process ended, its constructor raised, it was killed or it exited.
+
+    Remedy: the message and ``report`` say how it ended. ``max_restarts=`` has it made again, ``max_task_retries=`` has the calls
+    that this cut short made again, ``checkpoint()`` and ``restore()`` keep its state.
+    """
 
 
 class ActorUnavailableError(ActorError):
-    """The actor cannot be reached now but may come back: it is being restarted. Call again later."""
+    """The actor cannot be reached now but may come back: it is being restarted.
+
+    Remedy: call again later, or leave ``max_task_retries=0`` out: then calls wait for it.
+    """
 
 
 class PendingCallsLimitExceeded(ActorError):
-    """More calls are waiting for the actor than ``max_pending_calls`` allows; this one was not made."""
+    """More calls are waiting for the actor than ``max_pending_calls`` allows; this one was not made.
+
+    Remedy: get results before more calls are made, or raise ``max_pending_calls``.
+    """
 
 
 class SupervisionError(ActorError):
     """A supervision group has given up: its children died too often, or one cannot be made at all. All have been ended.
 
     The message lists how they died; ``cause`` is what a constructor raised, where that is why.
+
+    Remedy: mend what the deaths have in common, or allow more of them: ``max_restarts`` and ``period`` of ``supervise()``.
     """
 
 
 class CollectiveError(ActorError):
     """A collective cannot be used: a member is gone or gave up, it was destroyed, or this actor is in none.
 
-    What a method did before it came to the operation that ended like this has been done. ``collective.rebuild()`` brings
-    the group back; ``cause`` is what torch raised, where it did.
+    What a method did before it came to the operation that ended like this has been done. ``cause`` is what torch raised,
+    where it did.
+
+    Remedy: ``collective.rebuild()``, or the next ``collective.call``, brings the group back where its actors have
+    ``max_restarts``.
     """
 
 
 class UnknownActorError(ActorError, ValueError):
-    """No actor of this name is alive in the namespace. The message lists names that look alike."""
+    """No actor of this name is alive in the namespace. The message lists names that look alike.
+
+    Remedy: check the name and the ``namespace``, or make the actor there with ``get_if_exists=True``.
+    """
 
 
 class NameTakenError(ActorError, ValueError):
-    """There is an actor of this name in the namespace already."""
+    """There is an actor of this name in the namespace already.
+
+    Remedy: another name or namespace, or ``get_if_exists=True``, which gives the one that there is.
+    """
 
 
 class NotInitializedError(RpcError):
-    """RPC is not initialised in this process: call ``init_rpc`` first.
+    """RPC is not initialised in this process.
 
     Also raised in a child forked from a worker: a fork owns none of its parent's connections.
+
+    Remedy: call ``init_rpc`` or ``actorrpc.init`` first; start children with the method "spawn", or use actors.
     """
 
 
 class UnknownWorkerError(RpcError):
-    """No worker of this name or rank is in the group. The message lists those that are."""
+    """No worker of this name or rank is in the group. The message lists those that are.
+
+    Remedy: one of those names; ``actorrpc.workers()`` shows them with their states.
+    """
 
 
 class SerializationError(RpcError, TypeError):
     """An argument, a result or a function cannot be sent.
 
     Raised before anything is sent. The message names the part that cannot travel.
+
+    Remedy: send what it is made from, and make it there; or keep it in an actor, and send the handle.
     """
 
     maybe_executed = False
 
 
 class RefusedError(SerializationError):
-    """A message names something that a worker in the data-only mode does not take: nothing of it was run."""
+    """A message names something that a worker in the data-only mode does not take: nothing of it was run.
+
+    Remedy: mark the function with ``rpc.exposed``, or the class with ``rpc.allow``, on the worker that is called.
+    """
 
 
 class LimitError(RpcError, ValueError):
     """A limit is in the way: of what may be sent (its size, the number of its tensors), or of the system (threads, descriptors,
-    memory, space on a disk). The message names it; nothing was executed, and the call may be made again."""
+    memory, space on a disk). The message names it; nothing was executed, and the call may be made again.
+
+    Remedy: raise that limit (``ulimit``, the memory of a container, a setting), or ask for less at a time.
+    """
 
     maybe_executed = False
 
 
 class ProtocolError(RpcError):
-    """The peer sent bytes that make no sense. The connection they came over is closed."""
+    """The peer sent bytes that make no sense. The connection they came over is closed.
+
+    Remedy: see what listens at that address: another program, a proxy, or a network that damages what it carries.
+    """
 
 
 class AuthenticationError(ProtocolError):
-    """The two sides do not share the key, or this worker has no key where it needs one."""
+    """The two sides do not share the key, or this worker has no key where it needs one.
+
+    Remedy: the same ``ACTORRPC_KEY`` or ``ACTORRPC_KEY_FILE`` for all workers of the group.
+    """
 
 
 class VersionError(ProtocolError):
-    """The two sides speak versions of the protocol that do not overlap."""
+    """The two sides speak versions of the protocol that do not overlap.
+
+    Remedy: the same version of actorrpc on all hosts.
+    """
 
 
 class RendezvousError(RpcError):
-    """The workers did not find each other (store unreachable, name taken, worker missing)."""
+    """The workers did not find each other (store unreachable, name taken, worker missing).
+
+    Remedy: the message says who is missing, or what could not be reached: compare ``MASTER_ADDR``, ``MASTER_PORT``,
+    ``world_size`` and the names, and see whether the missing worker has ended with an error of its own.
+    """
 
 
 class RRefError(RpcError):
-    """An RRef was used in a way that its state or its owner forbids."""
+    """An RRef was used in a way that its state or its owner forbids.
+
+    Remedy: ``to_here()`` in place of ``local_value()`` where another worker owns it; RRefs travel in the arguments and results
+    of calls, and not through ``pickle`` or ``copy``.
+    """
 
 
 class ConfigError(RpcError, ValueError):
-    """An option or an ``ACTORRPC_*`` variable has a value that cannot be used."""
+    """An option or an ``ACTORRPC_*`` variable has a value that cannot be used.
+
+    Remedy: what the message says is right.
+    """
 
 
 class PlacementError(ConfigError):
-    """No worker has what was asked for, or none had it free in time. The message says what is missing, and what there is."""
+    """No worker has what was asked for, or none had it free in time. The message says what is missing, and what there is.
+
+    Remedy: ask for less, let a worker join that has it, or wait longer with ``placement_timeout``.
+    """
 
 
 class UnplacedActorError(ActorDiedError, PlacementError):
-    """An actor is dead since there was no place for it, when it was made or was to be made again. Also a PlacementError."""
+    """An actor is dead since there was no place for it, when it was made or was to be made again. Also a PlacementError.
+
+    Remedy: that of PlacementError, and a new actor.
+    """
 
 
 class WrongTypeError(ConfigError, TypeError):
-    """An argument has a type that cannot be used. torch raises now ValueError, now TypeError: this is both."""
+    """An argument has a type that cannot be used. torch raises now ValueError, now TypeError: this is both.
+
+    Remedy: a value of the type that the message names.
+    """
 
 
 class PlatformError(RpcError, ImportError):
-    """This platform or Python version is not supported."""
+    """This platform or Python version is not supported.
+
+    Remedy: Linux with Python 3.11 or later.
+    """

@@ -6,7 +6,6 @@ import inspect
 import re
 from dataclasses import fields
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,7 +152,7 @@ def test_a_number_in_the_environment_that_is_out_of_bounds(monkeypatch: pytest.M
 
 
 def test_the_options_of_init_rpc_are_settings_and_a_key() -> None:
-    """They are in the signature for type checkers, in the docstring, and on the page of settings: all three say the same."""
+    """They are in the signature for type checkers and in the docstring, of which the page of options is made."""
     names = [
         name
         for name, each in inspect.signature(actorrpc.RpcBackendOptions.__init__).parameters.items()
@@ -163,11 +162,6 @@ def test_the_options_of_init_rpc_are_settings_and_a_key() -> None:
     described, _, _ = (actorrpc.RpcBackendOptions.__doc__ or "").partition("Raises:")
     described = ", ".join(re.findall(r"^ {8}(\w[\w, ]*): ", described, re.MULTILINE))
     assert described.split(", ") == ["rpc_timeout", "init_method", *names]
-    page = (
-        Path(__file__).resolve().parent.parent.joinpath("docs/how-to/settings.md").read_text(encoding="utf-8")
-    )
-    _, _, sentence = page.partition("takes `rpc_timeout` and `init_method`, and")
-    assert re.findall(r"`(\w+)`", sentence.partition(". Each of the latter")[0]) == names
     variables = {f"ACTORRPC_{name.removeprefix('frame_').upper()}" for name in names}
     assert variables <= ENVIRONMENT.keys()
 

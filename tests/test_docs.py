@@ -7,48 +7,96 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.output import check
+from tests.pages import ROOT, Block, blocks, run
 
-_ROOT = Path(__file__).resolve().parent.parent
 _PAGES = [
-    *(_ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((_ROOT / "docs").rglob("*.md")),
+    *(ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts),
 ]
 
 
-def _code(page: str) -> str:
-    """Return the Python of a page, each line under its number there."""
-    lines, inside = [], False
-    for line in (_ROOT / page).read_text(encoding="utf-8").splitlines():
-        fence = line.startswith("```")
-        lines.append("" if fence or not inside else line)
-        inside = line == "```python" if fence else inside
-    return "\n".join(lines) + "\n"
+_PROGRAMS = [
+    page for page in _PAGES if any(each.language == "python" and not each.skipped for each in blocks(page))
+]
+# Run with every change; the others, which take some seconds each, in the slow layer.
+_ESSENTIAL = {"README.md", "docs/tutorial.md"}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
-def test_the_code_of_a_page_runs_as_a_program(page: str, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(_code(page), encoding="utf-8")
-    environment = os.environ | {"PYTHONPATH": str(_ROOT)}
-    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    check(done.stderr, what=page)
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
-def test_the_test_of_a_page_passes() -> None:
-    names: dict[str, Any] = {}
-    code = _code("docs/how-to/test.md")
-    start = code.index("import pytest")
-    exec(compile("\n" * code.count("\n", 0, start) + code[start:], "docs/how-to/test.md", "exec"), names)
-    names["test_a_worker_that_falls_silent"]()
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if _name(page) in _ESSENTIAL else pytest.mark.slow, id=_name(page))
+        for page in _PROGRAMS
+    ],
+)
+def test_the_code_of_a_page_runs_as_a_program(page: Path, tmp_path: Path) -> None:
+    run(page, tmp_path)
 
 
-@pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_ROOT)))
+@pytest.mark.parametrize("page", _PAGES, ids=_name)
+def test_every_block_runs_or_says_why_not(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    languages = set(re.findall(r"^```([^\n`]+)$", text, re.MULTILINE))
+    known = {"python", "sh", "text", "toml", "yaml"}
+    assert {each for each in languages if not each.startswith("{")} <= known
+    # Commands are run by those who set up a machine; each page says so of its own.
+    assert all(each.skipped for each in blocks(page) if each.language == "skipped")
+
+
+def test_a_page_is_read_block_by_block(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(_PAGE, encoding="utf-8")
+    found = blocks(page)
+    assert [(each.language, each.line, each.skipped) for each in found] == [
+        ("python", 4, ""),
+        ("text", 9, ""),
+        ("skipped", 16, "for once"),
+        ("text", 20, ""),
+    ]
+    assert [each.prints for each in found] == ["1\n...\n3\n", None, None, None]
+    run(page, tmp_path)
+
+
+@pytest.mark.parametrize(("old", "new"), [("3\n```", "4\n```"), ("print(1)", "print(1 / 0)")])
+def test_a_page_that_says_something_else_is_red(old: str, new: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(_PAGE.replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(AssertionError):
+        run(page, tmp_path)
+
+
+_PAGE = """# A page
+
+```python
+print(1)
+print("2", "3", sep="\\n")
+```
+
+```text
+1
+...
+3
+```
+
+<!-- skip: next "for once" -->
+```python
+1 / 0
+```
+
+```text
+of nothing
+```
+"""
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=_name)
 def test_links_lead_to_files(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     links = [*re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text), *re.findall(r'src(?:set)?="([^"]+)"', text)]
@@ -57,8 +105,34 @@ def test_links_lead_to_files(page: Path) -> None:
 
 
 def test_the_readme_takes_a_minute() -> None:
-    text = (_ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.split()) <= 800
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (block,) = blocks
     assert len([line for line in block.splitlines() if line.strip()]) <= 15
+
+
+_COMMANDS = [
+    pytest.param(page, block, id=f"{_name(page)}:{block.line}")
+    for page in _PAGES
+    for block in blocks(page)
+    if block.language == "sh" and page.parent.name == "how-to"
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "block"), _COMMANDS)
+def test_the_commands_of_a_page_run(page: Path, block: Block, tmp_path: Path) -> None:
+    """Those of the README are what ``.ci/run`` does, and those of CONTRIBUTING start this."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.code],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, f"{_name(page)}: {done.stderr}"

@@ -25,7 +25,7 @@ def _texts() -> Iterator[tuple[str, str]]:
     for folder in _FOLDERS:
         files += [path for path in (_ROOT / folder).rglob("*") if path.is_file()]
     for path in sorted(files):
-        if "__pycache__" in path.parts or path.name == "LICENSE":
+        if {"__pycache__", "_build"} & set(path.parts) or path.name == "LICENSE":
             continue
         try:
             yield str(path.relative_to(_ROOT)), path.read_text(encoding="utf-8")

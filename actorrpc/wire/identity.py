@@ -105,7 +105,7 @@ class WorkerInfo:
     """Name one worker of the group: ``name`` and the number ``id`` (its rank).
 
     Raises:
-        ConfigError: the name breaks the rules of :func:`check_name`, or ``id`` is not an integer.
+        ConfigError: the name is not 1 to 127 letters, digits, ``-``, ``_`` and ``:``, or ``id`` is not an integer.
     """
 
     name: str

@@ -72,7 +72,7 @@ class DeathReport:
         exit_code: what it returned; None where a signal ended it, or where nobody knows.
         signal: the number of the signal that ended it.
         stderr: the last lines that it wrote to its standard error.
-        peak_memory: the most memory it ever had actor, in bytes; 0 where unknown.
+        peak_memory: the most memory it ever used, in bytes; 0 where unknown.
         uptime: how long it lived, in seconds; 0 where unknown.
     """
 

@@ -1,0 +1,302 @@
+"""The reference is made from the code: public names from their docstrings, options from where they are declared.
+
+``.. public-names:: actorrpc.rpc`` documents what a module lists in ``__all__``, each object on one page only and under its
+shortest public name. ``.. options:: actorrpc.actors.ActorOptions`` is a table of the fields of a class of options, or of the
+arguments of a function. Both stand in ``{eval-rst}`` blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import actorrpc
+from actorrpc.config import ENVIRONMENT, Settings
+from actorrpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+__all__ = ["PUBLIC", "meanings", "names_of", "public_name", "rows_of", "setup"]
+
+# Where a user imports from; an object that several of them list is documented with the first.
+PUBLIC = (
+    "actorrpc.errors",
+    "actorrpc.actors",
+    "actorrpc.cluster",
+    "actorrpc.rpc",
+    "actorrpc.autograd",
+    "actorrpc.optim",
+    "actorrpc.nn",
+    "actorrpc.testing",
+    "actorrpc.compat",
+    "actorrpc",
+)
+
+
+# -- public names ----------------------------------------------------------------------------------------------
+
+
+def names_of(module: str) -> dict[str, Any]:
+    """Return what a module lists, by name: functions, classes and values."""
+    found = importlib.import_module(module)
+    listed = {name: getattr(found, name) for name in found.__all__ if name != "__version__"}
+    return {name: value for name, value in listed.items() if not isinstance(value, ModuleType)}
+
+
+@cache
+def _documented() -> dict[int, str]:
+    """Return the module with which each object is documented, by its id."""
+    found: dict[int, str] = {}
+    for module in PUBLIC:
+        for value in names_of(module).values():
+            found.setdefault(id(value), module)
+    return found
+
+
+def public_name(module: str, name: str) -> str:
+    """Return the shortest name under which a user imports it."""
+    value = getattr(importlib.import_module(module), name)
+    return f"actorrpc.{name}" if getattr(actorrpc, name, None) is value else f"{module}.{name}"
+
+
+def _members(module: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield name, directive and value of what is documented with a module: errors, classes, functions, values."""
+    kinds = ("autoexception", "autoclass", "autofunction", "autodata")
+
+    def kind(value: Any) -> str:
+        if inspect.isclass(value):
+            return kinds[0] if issubclass(value, BaseException) else kinds[1]
+        return kinds[2] if inspect.isroutine(value) else kinds[3]
+
+    own = [(name, value) for name, value in names_of(module).items() if _documented()[id(value)] == module]
+    for name, value in sorted(own, key=lambda each: (kinds.index(kind(each[1])), each[0].lower())):
+        yield public_name(module, name), kind(value), value
+
+
+def _names_text(module: str) -> Iterator[str]:
+    for name, kind, value in _members(module):
+        if kind == "autodata":
+            yield from _value_text(name, value)
+            continue
+        yield f".. {kind}:: {name}"
+        if kind == "autoexception":
+            yield "   :no-members:"
+        yield ""
+
+
+def _value_text(name: str, value: Any) -> Iterator[str]:
+    """Yield what is said of a value: its docstring where it is defined, and its entries where it is a table."""
+    from sphinx.pycode import ModuleAnalyzer
+
+    short = name.rpartition(".")[2]
+    yield f".. py:data:: {name}"
+    yield ""
+    for module in [each for path, each in sys.modules.items() if path.startswith("actorrpc.")]:
+        if vars(module).get(short) is value:
+            analyzer = ModuleAnalyzer.for_module(module.__name__)
+            analyzer.analyze()
+            for line in analyzer.attr_docs.get(("", short), ()):
+                yield f"   {line}"
+    if isinstance(value, Mapping):
+        for key, meaning in value.items():
+            yield f"   * ``{key}``: {meaning}"
+    yield ""
+
+
+# -- options ---------------------------------------------------------------------------------------------------
+
+
+def meanings(docstring: str) -> dict[str, str]:
+    """Return what the ``Attributes:`` or ``Args:`` of a docstring say, by name."""
+    found: dict[str, str] = {}
+    section = re.search(
+        r"^(?:Attributes|Args):\n((?:    .*\n|\n)+)", inspect.cleandoc(docstring) + "\n", re.MULTILINE
+    )
+    if section is None:
+        return found
+    for entry in re.split(r"\n(?=    \S)", "\n" + section[1])[1:]:
+        names, _, meaning = entry.strip().partition(":")
+        for name in names.split(","):
+            found[name.strip(" *")] = " ".join(meaning.split())
+    return found
+
+
+def _right(name: str, field: dataclasses.Field[Any]) -> str:
+    """Return what is right for an option, in the words of the error of what is not."""
+    check = field.metadata.get("check")
+    if check is None:
+        return ""
+    try:
+        check(name, _NOTHING)
+    except (ConfigError, TypeError) as error:
+        found = re.search(r"must be (.*), not ", str(error))
+        return found[1] if found else ""
+    return ""
+
+
+class _Nothing:
+    """A value that is right for no option."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_NOTHING = _Nothing()
+
+
+def _default(value: Any) -> str:
+    if value is inspect.Parameter.empty or value is dataclasses.MISSING:
+        return "required"
+    return f"``{value!r}``"
+
+
+def rows_of(target: str) -> list[tuple[str, str, str, str]]:
+    """Return name, default, what is right, and meaning of each option of a class or function."""
+    module, _, name = target.rpartition(".")
+    value = getattr(importlib.import_module(module), name)
+    if value is Settings:
+        return list(_settings_rows())
+    if dataclasses.is_dataclass(value):
+        said = meanings(value.__doc__ or "")
+        rows = []
+        for field in sorted(dataclasses.fields(value), key=lambda field: field.name):
+            if field.metadata:  # others are internal
+                rows.append(
+                    (field.name, _default(field.default), _right(field.name, field), said[field.name])
+                )
+        return rows
+    function = value.__init__ if inspect.isclass(value) else value
+    said = meanings(value.__doc__ or "")
+    given = [each for each in inspect.signature(function).parameters.values() if each.name in said]
+    return [
+        (each.name, "" if each.kind is each.VAR_KEYWORD else _default(each.default), "", said[each.name])
+        for each in given
+    ]
+
+
+def _settings_rows() -> Iterator[tuple[str, str, str, str]]:
+    fields = {
+        field.metadata.get("variable", f"ACTORRPC_{field.name.upper()}"): field
+        for field in dataclasses.fields(Settings)
+    }
+    for variable, meaning in sorted(ENVIRONMENT.items()):
+        field = fields.get(variable)
+        name = variable if field is None else f"{field.name}`` / ``{variable}"
+        default = "" if field is None else _default(field.default)
+        yield name, default, "" if field is None else _right(field.name, field), meaning
+    for variable, field in fields.items():
+        if variable not in ENVIRONMENT:
+            yield field.name, _default(field.default), _right(field.name, field), field.metadata["meaning"]
+
+
+def _options_text(target: str) -> Iterator[str]:
+    rows = rows_of(target)
+    bounds = any(right for _, _, right, _ in rows)
+    yield ".. list-table::"
+    yield "   :header-rows: 1"
+    yield "   :class: options"
+    yield ""
+    heads = ["option", "default", *(["right are"] if bounds else []), "meaning"]
+    lines = [heads]
+    for name, default, right, meaning in rows:
+        plain = re.sub(r"([*|_])", r"\\\1", right)  # what a message says is no markup
+        lines.append([f"``{name}``", default, *([plain] if bounds else []), meaning])
+    for line in lines:
+        for index, cell in enumerate(line):
+            yield f"   {' ' if index else '*'} - {cell}"
+    yield ""
+
+
+# -- Sphinx ----------------------------------------------------------------------------------------------------
+
+
+def _resolve(app: Sphinx, environment: Any, node: Any, content: Any) -> Any:
+    """Lead a reference to where the object is documented: docstrings name it by its module, or by its name alone."""
+    del app
+    if node.get("refdomain") != "py":
+        return None
+    domain = environment.get_domain("py")
+    from sphinx.util.nodes import make_refnode
+
+    target = node["reftarget"]
+    parts = target.split(".")
+    # ``Class.method`` comes before a function of the same name.
+    for count in (2, 1):
+        end = ".".join(parts[-count:])
+        found = sorted((name for name in domain.objects if name == end or name.endswith(f".{end}")), key=len)
+        if len(parts) >= count and found:
+            entry = domain.objects[found[0]]
+            builder = environment.app.builder if hasattr(environment, "app") else None
+            if builder is None:
+                return None
+            return make_refnode(builder, node["refdoc"], entry.docname, entry.node_id, content, found[0])
+    # The type of an argument may be a class that no user names.
+    if target.startswith("actorrpc.") or node.get("reftype") == "class":
+        return content
+    return None
+
+
+def _bases(_app: Sphinx, _name: str, _value: object, _options: object, bases: list[Any]) -> None:
+    """Show the public bases in the place of private ones."""
+    while hidden := [base for base in bases if inspect.isclass(base) and base.__name__.startswith("_")]:
+        bases[:] = [found for base in bases for found in (base.__bases__ if base in hidden else (base,))]
+
+
+def _signature(
+    _app: Sphinx, what: str, _name: str, _value: object, _options: object, given: Any, returned: Any
+) -> Any:
+    """Write parameter specifications as a reader would; Sphinx cannot read the form in which it writes them itself."""
+    if what == "exception" and given:
+        return "", returned  # users catch them
+    if isinstance(given, str) and "~P" in given:
+        given = re.sub(r"(\*\*?\w+): ~typing\.~P", r"\1", given)
+        given = re.sub(r"\[~typing\.Concatenate\[[^,\]]*, ~P\]\]|\[?~P\]?", "...", given)
+    return given, returned
+
+
+def _complete(_app: Sphinx, environment: Any) -> None:
+    from sphinx.util import logging
+
+    there = environment.get_domain("py").objects
+    for module in PUBLIC:
+        for name, _, _ in _members(module):
+            if name not in there:
+                logging.getLogger(__name__).warning("%s is public and not in the reference", name)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Connect this to a build."""
+    from docutils import nodes
+    from docutils.parsers.rst import Directive
+    from docutils.statemachine import StringList
+
+    def directive(text: Any) -> type[Directive]:
+        class Generated(Directive):
+            required_arguments = 1
+
+            def run(self) -> list[nodes.Node]:
+                module = inspect.getsourcefile(_members) or ""
+                lines = StringList(list(text(self.arguments[0])), source=os.path.basename(module))
+                parent = nodes.section()
+                parent.document = self.state.document
+                self.state.nested_parse(lines, self.content_offset, parent, match_titles=True)
+                return parent.children
+
+        return Generated
+
+    app.add_directive("public-names", directive(_names_text))
+    app.add_directive("options", directive(_options_text))
+    app.connect("autodoc-process-signature", _signature)
+    app.connect("autodoc-process-bases", _bases)
+    app.connect("missing-reference", _resolve)
+    app.connect("env-check-consistency", _complete)
+    return {"parallel_read_safe": True}

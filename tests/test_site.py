@@ -1,0 +1,115 @@
+"""The site that Sphinx makes of docs/: where its links lead, and that it asks nobody else. ``.ci/run`` makes it, with -W -n."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from actorrpc import errors
+from tests.test_public_names import _PUBLIC
+
+_DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def _extension(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, _DOCS / "_ext" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "html",
+    [
+        '<script src="https://elsewhere/x.js"></script>',
+        '<link rel="stylesheet" href="//elsewhere/x.css">',
+        '<img src="here.png" srcset="here.png 1x, http://elsewhere/x.png 2x">',
+        "<style>@import 'https://elsewhere/x.css';</style>",
+        '<p style="background: url(https://elsewhere/x.png)">',
+    ],
+)
+def test_what_a_browser_would_fetch_elsewhere_is_found(html: str) -> None:
+    (found,) = _extension("foreign_requests").foreign_in_html(html)
+    assert "elsewhere" in found
+
+
+def test_links_and_local_files_are_no_foreign_requests() -> None:
+    html = '<a href="https://pytorch.org">torch</a><img src="x.svg"><link rel="icon" href="../x.ico">'
+    assert not _extension("foreign_requests").foreign_in_html(html)
+
+
+def test_a_link_to_a_file_of_the_repository_leads_to_its_page() -> None:
+    links = _extension("repository_links")
+    page = _DOCS / "how-to" / "tune.md"
+    text = "[it](../../SECURITY.md#the-key), [a page](failures.md), [code](../../examples/pipeline.py), [all](../../examples)"
+    assert links.on_the_site(text, page, page) == (
+        "[it](../security.md#the-key), [a page](failures.md), [code](../../examples/pipeline.py), all"
+    )
+    shown = links.on_the_site("[limits](docs/limits.md)", _DOCS.parent / "SECURITY.md", _DOCS / "security.md")
+    assert shown == "[limits](limits.md)"
+
+
+def test_pages_that_show_a_file_link_to_it() -> None:
+    for page, file in _extension("repository_links").SHOWN.items():
+        assert f"(../{file})" in (_DOCS / f"{page}.md").read_text(encoding="utf-8")
+
+
+def _reference() -> ModuleType:
+    return _extension("reference")
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """The build fails where autodoc leaves one of them out."""
+    pages = "".join(path.read_text(encoding="utf-8") for path in (_DOCS / "reference").glob("*.md"))
+    shown = re.findall(r"^\.\. public-names:: (\S+)$", pages, re.MULTILINE)
+    assert sorted(shown) == sorted(_reference().PUBLIC)
+
+
+def test_every_public_module_is_among_them() -> None:
+    """``config`` has the settings, which have a page; ``futures`` what ``rpc`` lists."""
+    assert set(_reference().PUBLIC) == set(_PUBLIC) - {
+        "actorrpc.config",
+        "actorrpc.futures",
+        "actorrpc.observe",
+    }
+
+
+@pytest.mark.parametrize(
+    ("target", "option"),
+    [
+        ("actorrpc.config.Settings", "heartbeat"),
+        ("actorrpc.init", "spmd"),
+        ("actorrpc.rpc.RpcBackendOptions", "bind"),
+        ("actorrpc.actors.ActorOptions", "max_restarts"),
+        ("actorrpc.actors.CallOptions", "interrupt"),
+        ("actorrpc.actors.TaskOptions", "max_retries"),
+        ("actorrpc.supervise", "strategy"),
+        ("actorrpc.collective", "backend"),
+    ],
+)
+def test_every_option_has_a_row_with_its_meaning(target: str, option: str) -> None:
+    assert f".. options:: {target}" in (_DOCS / "reference" / "options.md").read_text(encoding="utf-8")
+    module, _, name = target.rpartition(".")
+    value = getattr(importlib.import_module(module), name)
+    rows = {re.split(r"\W", row[0])[0]: row for row in _reference().rows_of(target)}
+    assert option in rows
+    assert all(meaning for *_, meaning in rows.values())
+    if dataclasses.is_dataclass(value):
+        assert {field.name for field in dataclasses.fields(value) if field.metadata} <= rows.keys()
+    else:
+        known = inspect.signature(value).parameters.values()
+        assert {each.name for each in known if each.kind is each.KEYWORD_ONLY} <= rows.keys()
+
+
+def test_every_error_has_a_remedy() -> None:
+    named = {name for name, kind in vars(errors).items() if isinstance(kind, type) and name in errors.__all__}
+    assert named == set(errors.__all__)
+    assert not [name for name in named if "\n    Remedy: " not in (getattr(errors, name).__doc__ or "")]
