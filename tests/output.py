@@ -29,6 +29,10 @@ _CONTINUES = re.compile(
     r"|^(Current thread|Thread) 0x|^\[repeated \d+x"
     r"|^Exception raised from \w+ at |^frame #\d+: |^<omitting python frames>"  # the stack of an error of torch's in C++
 )
+# torch's stores say this where no name server can be asked.
+_WITHOUT_NETWORK = re.compile(
+    r"^\[W\d+ \S+ socket\.cpp:\d+\] \[c10d\] The hostname of the client socket cannot be retrieved"
+)
 _ON_STDOUT = re.compile(
     r"^(Traceback \(most recent call last\)|Exception ignored in|\S+:\d+: ResourceWarning)", re.MULTILINE
 )
@@ -41,7 +45,7 @@ def entries(text: str) -> list[str]:
     in_traceback = False  # its last line, which names the exception, is not indented
     for raw in text.splitlines():
         line = _PREFIX.sub("", raw).rstrip()
-        if _OUR_HEADERS.match(line):
+        if _OUR_HEADERS.match(line) or _WITHOUT_NETWORK.match(line):
             in_traceback = False
             continue
         if not line:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import output
 from tests.cluster.joiners import run_ranks
 
 # What all ranks can import.
@@ -167,7 +168,9 @@ def _run(folder: Path, script: str, count: int) -> None:
     (folder / "shared.py").write_text(textwrap.dedent(_SHARED))
     codes, said = run_ranks(path, count)
     assert codes == [0] * count, said
-    assert said == [("", "")] * count
+    assert [out for out, _ in said] == [""] * count
+    for _, errors in said:
+        output.check(errors)
 
 
 def test_a_rank_that_comes_to_the_definitions_later(tmp_path: Path) -> None:
