@@ -1,13 +1,15 @@
 """Draw the pictures of the gallery from what the examples print: ``python docs/images/gallery.py [NAME ...]`` runs them for it.
 
-All of them take some minutes; ``draw.py`` draws the learning curve of ``examples/cartpole.py``.
+All of them take some minutes.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +37,13 @@ class Picture:
 
 
 PICTURES = (
+    Picture(
+        "cartpole",
+        ("cartpole.py",),
+        r"episode +(\d+)/.*running +([\d.]+)/",
+        "episode",
+        "mean reward",
+    ),
     Picture(
         "parameter-server", ("parameter_server.py",), r"^step +(\d+) +accuracy ([\d.]+)", "step", "accuracy"
     ),
@@ -66,8 +75,12 @@ PICTURES = (
 def draw(picture: Picture) -> None:
     """Run an example and draw what it has printed."""
     program = [sys.executable, str(_ROOT / "examples" / picture.command[0]), *picture.command[1:]]
-    done = subprocess.run(program, cwd=_ROOT, capture_output=True, text=True, check=True)
-    points = re.findall(picture.point, done.stdout, re.MULTILINE)
+    environment = os.environ | {"PYTHONPATH": str(_ROOT)}
+    with tempfile.TemporaryDirectory() as folder:  # for the files that examples write
+        done = subprocess.run(
+            program, cwd=folder, env=environment, capture_output=True, text=True, check=True
+        )
+    points = re.findall(picture.point, done.stdout + done.stderr, re.MULTILINE)
     figure, (axes,) = sheet(1, 3.6, 2.0)
     xs, ys = [float(x) for x, _ in points], [float(y) for _, y in points]
     axes.plot(xs, ys, color=OURS, marker="o", markersize=3)
