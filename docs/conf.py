@@ -30,6 +30,7 @@ html_theme = "furo"
 html_title = f"actorrpc {release}"
 html_copy_source = False
 html_show_sphinx = False
+html_extra_path = ["llms.txt"]
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence", "deflist"]

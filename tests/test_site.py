@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from actorrpc import errors
+from benchmarks import plots
 from tests.test_public_names import _PUBLIC
 
 _DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -113,3 +114,33 @@ def test_every_error_has_a_remedy() -> None:
     named = {name for name, kind in vars(errors).items() if isinstance(kind, type) and name in errors.__all__}
     assert named == set(errors.__all__)
     assert not [name for name in named if "\n    Remedy: " not in (getattr(errors, name).__doc__ or "")]
+
+
+def test_llms_txt_lists_the_pages() -> None:
+    text = (_DOCS / "llms.txt").read_text(encoding="utf-8")
+    listed = set(re.findall(r"\]\(([^)]+)\.html\):", text))
+    pages = {
+        str(page.relative_to(_DOCS).with_suffix(""))
+        for page in _DOCS.rglob("*.md")
+        if "_build" not in page.parts
+    }
+    assert listed == pages - {"index", "reference/index", "benchmarks", "contributing", "changes"}
+
+
+def test_plots_are_those_of_the_results() -> None:
+    """``python -m benchmarks.plots`` draws them; the labels of their bars are text."""
+    for name, (file, panels) in plots.FIGURES.items():
+        found = plots.medians(file)
+        picture = (_DOCS / "images" / f"{name}.svg").read_text(encoding="utf-8")
+        shown = re.findall(r">([^<>]+)</text>", picture)
+        for panel in panels:
+            for bar in panel.bars:
+                for peer in panel.peers:
+                    value = found[bar.key, peer]["median"] * bar.scale
+                    assert plots.label(value) in shown, (name, panel.title, bar.name, peer)
+
+
+def test_every_picture_is_on_a_page() -> None:
+    pages = [_DOCS.parent / "README.md", *_DOCS.rglob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages if "_build" not in page.parts)
+    assert not [path.name for path in (_DOCS / "images").glob("*.*g") if path.name not in text]

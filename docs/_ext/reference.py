@@ -263,6 +263,17 @@ def _signature(
     return given, returned
 
 
+def _overloads(_app: Sphinx, _domain: str, _type: str, content: Any) -> None:
+    """Do the same for signatures of overloads, which come ready made: a parameter that could not be read is plain text."""
+    from docutils import nodes
+
+    for signature in content.parent.children[:-1]:
+        for text in signature.findall(nodes.Text):
+            plain = re.sub(r"~(?:\w+\.)*~?(\w+)", r"\1", text)
+            if plain != text:
+                text.parent.replace(text, nodes.Text(plain))
+
+
 def _complete(_app: Sphinx, environment: Any) -> None:
     from sphinx.util import logging
 
@@ -297,6 +308,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("options", directive(_options_text))
     app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-process-bases", _bases)
+    app.connect("object-description-transform", _overloads)
     app.connect("missing-reference", _resolve)
     app.connect("env-check-consistency", _complete)
     return {"parallel_read_safe": True}
