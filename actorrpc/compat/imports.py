@@ -115,6 +115,21 @@ def alias(names: Mapping[str, str]) -> _Aliases:
     return finder
 
 
+class _Root(_Other):
+    """Gives a package, and all of its modules that it has imported: what it says of their names stays as it is."""
+
+    def __init__(self, name: str, other: str) -> None:
+        super().__init__(name)
+        self._prefix = f"{name}."
+        self._other_prefix = f"{other}."
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        for name, found in list(sys.modules.items()):
+            if name.startswith(self._prefix):
+                sys.modules[self._other_prefix + name.removeprefix(self._prefix)] = found
+
+
 class _Package(importlib.abc.MetaPathFinder):
     """Finds a package and all modules in it under another name; what is not in it is nowhere."""
 
@@ -132,7 +147,8 @@ class _Package(importlib.abc.MetaPathFinder):
             names = importlib.import_module(f"{self._name}.names")
             package = importlib.import_module(self._name)
             raise names.no_module(fullname, [self._other, *self._modules(package.__path__, self._other)])
-        return importlib.util.spec_from_loader(fullname, _Other(own))
+        loader = _Other(own) if fullname != self._other else _Root(own, self._other)
+        return importlib.util.spec_from_loader(fullname, loader)
 
     def _modules(self, path: Sequence[str], prefix: str) -> list[str]:
         return [

@@ -77,7 +77,7 @@ def remote(*given: Any, **options: Any) -> Any:
         TypeError: it is neither a class nor a function; or options and one of these are given, or nothing at all.
         ConfigError: an option cannot be had here, or its value is wrong; the message says what to do (a ValueError).
     """
-    if len(given) == 1 and not options and callable(given[0]):
+    if len(given) == 1 and not options:
         return _decorated(given[0], {})
     if given or not options:
         raise TypeError(

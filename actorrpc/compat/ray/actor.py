@@ -14,12 +14,13 @@ from actorrpc._exception_text import say
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.options import ActorOptions
-from actorrpc.compat.ray.exceptions import in_rays_words
-from actorrpc.compat.ray.object_ref import ObjectRef, unwrapped, wrapped
+from actorrpc.compat.ray.exceptions import RayError, in_rays_words, unplaced
+from actorrpc.compat.ray.object_ref import ObjectRef, gathered, unwrapped, wrapped
 from actorrpc.compat.ray.options import Extras, for_actors, for_calls, group_of, placed
 from actorrpc.compat.ray.placement import join
 from actorrpc.compat.ray.runtime_env import WithPaths
-from actorrpc.errors import RpcError, WrongTypeError
+from actorrpc.errors import PlacementError, RpcError, WrongTypeError
+from actorrpc.futures import Future
 from actorrpc.serialization import codec
 
 __all__ = [
@@ -79,7 +80,7 @@ class ActorMethod(actors.ActorMethod[P, Out], Generic[P, Out]):
             """
             args, kwargs = unwrapped(args, kwargs)
             try:
-                return wrapped(actors.ActorMethod.remote(self, *args, **kwargs))
+                return wrapped(actors.ActorMethod.remote(self, *args, **kwargs), self._options.num_returns)
             except RpcError as caught:
                 error = in_rays_words(caught)
             raise error
@@ -114,7 +115,7 @@ def _rebuild_method(handle: ActorHandle[Any], info: Any, options: Any) -> ActorM
 
 
 class _Dynamic:
-    """A method with ``num_returns="dynamic"``: an ObjectRef whose value is the stream."""
+    """A method with ``num_returns="dynamic"``: an ObjectRef whose value is references to all that it yields."""
 
     __slots__ = ("_method",)
 
@@ -122,7 +123,7 @@ class _Dynamic:
         self._method = method
 
     def remote(self, *args: Any, **kwargs: Any) -> ObjectRef[Any]:
-        return ObjectRef(actors.ObjectRef.of(self._method.remote(*args, **kwargs)))
+        return gathered(self._method.remote(*args, **kwargs)._ours)
 
     def options(self, **options: Any) -> Any:
         return self._method.options(**options)
@@ -160,8 +161,14 @@ def _special(handle: ActorHandle[Any], name: str) -> _Special | None:
     if name == "__ray_call__":
         return _Special(lambda function, *args, **kwargs: actors.call(handle, function, *args, **kwargs))
     if name == "__ray_terminate__":
-        return _Special(lambda: actors.call(handle, _leave))
+        return _Special(lambda: _ended(handle))
     return None
+
+
+def _ended(handle: ActorHandle[Any]) -> actors.ObjectRef[Any]:
+    ref = actors.call(handle, _leave)
+    ref._ask().add_done_callback(Future.acknowledge)  # that it fails is what was wanted
+    return ref
 
 
 # -- handles -----------------------------------------------------------------------------------------------------
@@ -276,6 +283,8 @@ class ActorClass(actors.ActorClass[P, C], Generic[P, C]):
                 if group is not None:
                     join(group, _weak(handle))
                 return handle
+            except PlacementError as caught:
+                error = caught if isinstance(caught, RayError) else unplaced(caught)
             except RpcError as caught:
                 error = in_rays_words(caught)
             raise error
@@ -290,6 +299,17 @@ class ActorClass(actors.ActorClass[P, C], Generic[P, C]):
         made = self._with(self._actorrpc_options.merged(**ours), self._actorrpc_alias)
         _own(made)["_ray"] = extras
         return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: actors are made with ``remote``.
+
+        Raises:
+            TypeError: always.
+        """
+        name = self.__actor_class__.__name__
+        raise TypeError(
+            f"actors cannot be instantiated directly: instead of {name}(...) write {name}.remote(...)"
+        )
 
     def _remote(self, args: Any = None, kwargs: Any = None, **options: Any) -> ActorHandle[C]:
         """Make an actor, with arguments in a list and a dict."""

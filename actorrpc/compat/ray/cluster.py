@@ -22,6 +22,7 @@ import psutil
 from actorrpc import cluster
 from actorrpc._exception_text import say
 from actorrpc.actors.context import runtime
+from actorrpc.actors.spec.class_info import TASKS
 from actorrpc.agent.context import current_worker
 from actorrpc.cluster import driver_rpc
 from actorrpc.cluster.join import own_address
@@ -267,6 +268,8 @@ def _book() -> list[dict[str, Any]]:
     taken: dict[str, float] = {}
     if running.engine.name == "local":
         for spec in running.engine.specs():  # type: ignore[attr-defined]
+            if spec.label == TASKS:  # they stay when their tasks are over
+                continue
             for name, amount in (("CPU", spec.num_cpus), ("GPU", spec.num_gpus)):
                 taken[name] = taken.get(name, 0.0) + float(amount or 0.0)
     found = []

@@ -8,9 +8,10 @@ Classes that are there for ``except`` clauses only, as nothing raises them here,
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from actorrpc import errors
+from actorrpc._exception_text import say
 from actorrpc.serialization import exceptions
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "UserCodeException",
     "WorkerCrashedError",
     "in_rays_words",
+    "unplaced",
 ]
 
 
@@ -146,7 +148,9 @@ class RayActorError(RayError, errors.ActorError):
     @property
     def actor_init_failed(self) -> bool:
         """Whether its constructor raised."""
-        return isinstance(self.cause, errors.RemoteError)
+        return self.cause is not None and (
+            isinstance(self.cause, errors.RemoteError) or not isinstance(self.cause, errors.RpcError)
+        )
 
     @property
     def error_msg(self) -> str:
@@ -306,10 +310,12 @@ _others: dict[type[errors.RpcError], type[RayError]] = {}
 
 def in_rays_words(error: errors.RpcError) -> errors.RpcError:
     """Return what Ray raises in the place of an error; the error itself where Ray has no word for it."""
+    if isinstance(error, errors.RemoteError):
+        cause = exceptions.original(error)
+        is_told = isinstance(error, RayTaskError) and (cause is error or not isinstance(cause, RayError))
+        return error if is_told else _task_error(error, cause)
     if isinstance(error, RayError):
         return error
-    if isinstance(error, errors.RemoteError):
-        return _task_error(error)
     if isinstance(error, errors.PeerDiedError):
         # What a process has kept is lost with it; what a task's process did not finish is told by its actor's end.
         lost = isinstance(error.__cause__, errors.PeerDiedError)
@@ -328,6 +334,15 @@ def in_rays_words(error: errors.RpcError) -> errors.RpcError:
     return _as(made, error)
 
 
+def unplaced(error: errors.PlacementError) -> ActorUnschedulableError:
+    """Return what Ray calls it where there is no place for an actor."""
+    return (
+        error
+        if isinstance(error, ActorUnschedulableError)
+        else cast(ActorUnschedulableError, _as(ActorUnschedulableError, error))
+    )
+
+
 def _as(kind: type[RayError], error: errors.RpcError) -> RayError:
     """Return the same error, as an instance of a subclass of its class."""
     _, seed, state = exceptions.parts(error)
@@ -337,17 +352,19 @@ def _as(kind: type[RayError], error: errors.RpcError) -> RayError:
     return found
 
 
-def _task_error(error: errors.RemoteError) -> errors.RemoteError:
-    cause = exceptions.original(error)
+def _task_error(error: errors.RemoteError, cause: BaseException) -> errors.RpcError:
     if isinstance(cause, RayTaskError):  # of a task that this one has called, and that could not be mixed
         return _rebuild_task_error(
             str(cause.args[0]), cause.type_name, error.traceback, cause.cause, cause.worker
         )
-    if cause is not error and not isinstance(cause, RayError):
+    if isinstance(cause, errors.RpcError) and not isinstance(cause, (RayError, errors.RemoteError)):
+        return in_rays_words(cause)  # it came on from the process that the reference has come from
+    # Of the class Exception it is already.
+    if cause is not error and not isinstance(cause, RayError) and type(cause) is not Exception:
         made = exceptions.raised_as(error, RayTaskError)
         if isinstance(made, RayTaskError):
             return made
     # An error of Ray's own that the task ran into is no such error of the task's caller.
     found = None if cause is error else cause
     text, name = exceptions.traceback_of(error), error.type_name
-    return _rebuild_task_error(str(error) or name, name, text, found, error.worker)
+    return _rebuild_task_error(say(error) or name, name, text, found, error.worker)

@@ -1,8 +1,8 @@
 """Placement groups: places that are looked for together; what ``ray.util.placement_group`` has.
 
 A bundle is a promise of a machine that has what the bundle asks for. The driver keeps the groups: it finds machines for the
-bundles by the group's strategy, has groups wait for each other, and ends the actors of a group that is removed. An actor of a group is
-made on the machine of its bundle; what it books there is what its own options say.
+bundles by the group's strategy, has groups wait for each other, and ends the actors of a group that is removed. An actor of a
+group is made on the machine of its bundle; what it books there is what its own options say.
 
 ``_lock`` guards the tables. Nothing is called under it.
 """

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from actorrpc import actors
-from actorrpc.actors.spec.class_info import kind_of
 from actorrpc.actors.spec.options import TaskOptions
 from actorrpc.compat.ray import placement, runtime_env
-from actorrpc.compat.ray.exceptions import in_rays_words
+from actorrpc.compat.ray.exceptions import TaskUnschedulableError, in_rays_words
 from actorrpc.compat.ray.object_ref import DynamicObjectRefGenerator, ObjectRef, unwrapped, wrapped
 from actorrpc.compat.ray.options import Extras, check_resources, for_tasks, placed
 from actorrpc.errors import RpcError
@@ -23,26 +23,27 @@ Out = TypeVar("Out")
 _NONE = Extras()
 
 
-def _gathers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that gives all that a generator yields, as one result each."""
+def _refers(function: Callable[..., Any], again: bool) -> Callable[..., Any]:
+    """Return a function that gives references to all that a generator yields; the last one raises what it has raised.
 
-    @functools.wraps(function)
-    def gather(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return tuple(function(*args, **kwargs))
-
-    return gather
-
-
-def _refers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that gives references to all that a generator yields; the last one raises what it has raised."""
+    Args:
+        again: what it raises may be a reason to call it again, and is raised.
+    """
 
     @functools.wraps(function)
     def refer(*args: Any, **kwargs: Any) -> DynamicObjectRefGenerator[Any]:
+        found = function(*args, **kwargs)
+        if not inspect.isgenerator(found):
+            raise ValueError(
+                f'num_returns="dynamic" is for generators, and {function.__name__} returned a {type(found).__name__}'
+            )
         refs: list[ObjectRef[Any]] = []
         try:
-            for value in function(*args, **kwargs):
+            for value in found:
                 refs.append(ObjectRef(actors.put(value)))
         except Exception as error:
+            if again:
+                raise
             refs.append(ObjectRef(actors.ObjectRef.failed(error)))
         return DynamicObjectRefGenerator(refs)
 
@@ -56,7 +57,7 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
         function: the function.
         options: how its tasks are run.
         extras: what Ray's options say besides.
-        dynamic: whether a generator's results are given as references, when it is over.
+        dynamic: whether what a generator yields is given as references, when it is over.
     """
 
     def __init__(
@@ -67,12 +68,8 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
         dynamic: bool = False,
     ) -> None:
         called: Callable[..., Any] = function
-        count = 1 if options is None else options.num_returns
-        if kind_of(function) == "generator":
-            if dynamic:
-                called = _refers(function)
-            elif isinstance(count, int) and count > 1:
-                called = _gathers(function)
+        if dynamic:
+            called = _refers(function, options is not None and bool(options.retry_exceptions))
         super().__init__(called, options)
         self._function = function
         self._extras = extras
@@ -88,7 +85,7 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
 
             Raises:
                 TypeError: the function does not take these arguments, or they cannot be sent.
-                TaskUnschedulableError: nothing has what it asks for.
+            What nothing has that it asks for, the ObjectRef says, with a TaskUnschedulableError.
             """
             args, kwargs = unwrapped(args, kwargs)
             try:
@@ -98,8 +95,11 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
                     or runtime_env.VARIABLE in os.environ
                     or placement.VARIABLE in os.environ
                 ):
-                    made = self._placed()
-                return wrapped(actors.RemoteFunction.remote(made, *args, **kwargs))
+                    try:
+                        made = self._placed()
+                    except TaskUnschedulableError as error:
+                        return wrapped(actors.ObjectRef.failed(error))
+                return wrapped(actors.RemoteFunction.remote(made, *args, **kwargs), made._options.num_returns)
             except RpcError as caught:
                 error = in_rays_words(caught)
             raise error
