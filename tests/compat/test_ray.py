@@ -455,13 +455,13 @@ def test_methods_of_rays_classes_mean_nothing_here(tmp_path: Path) -> None:
             return 1
 
         def __ray_shutdown__(self) -> None:
-            (tmp_path / "ended").touch()
+            (tmp_path / "ended").write_text("it ran")
 
     actor = ray.remote(Trainer).remote()
     assert ray.get(actor.step.remote()) == 1
+    os.mkfifo(tmp_path / "ended")
     actor.__ray_terminate__.remote()
-    actorrpc.monitor(actor).wait()
-    assert (tmp_path / "ended").exists()
+    assert (tmp_path / "ended").read_text() == "it ran"
 
 
 def test_async_actors_and_groups() -> None:

@@ -113,7 +113,7 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
             return self
         made = self._variant(self._options.merged(**changes), self._extras, self._dynamic)
         if paths:
-            made._travels = runtime_env.WithPaths(paths, made._travels)  # type: ignore[assignment]
+            made._travels = runtime_env.SearchingFunction(paths, made._travels)  # type: ignore[assignment]
         return made
 
     def _variant(self, options: TaskOptions, extras: Extras, dynamic: bool) -> RemoteFunction[P, Any]:

@@ -7,6 +7,7 @@ install packages is refused: actors' processes are forks of this installation.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -17,7 +18,16 @@ from typing import Any, Final
 
 from actorrpc.compat.ray.exceptions import RuntimeEnvSetupError
 
-__all__ = ["VARIABLE", "RuntimeEnv", "WithPaths", "checked", "inherited", "merged", "options_of"]
+__all__ = [
+    "VARIABLE",
+    "RuntimeEnv",
+    "SearchingFunction",
+    "WithPaths",
+    "checked",
+    "inherited",
+    "merged",
+    "options_of",
+]
 
 VARIABLE: Final = "ACTORRPC_RAY_RUNTIME_ENV"
 _INSTALL: Final = (
@@ -135,8 +145,11 @@ def inherited() -> dict[str, Any]:
 
 
 def merged(env: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a ``runtime_env`` with what it inherits: variables are added, all else takes the place of what was."""
-    own, above = checked(env), inherited()
+    """Return a ``runtime_env``, as :func:`checked` gives it, with what it inherits.
+
+    Variables are added, all else takes the place of what was.
+    """
+    own, above = dict(env or {}), inherited()
     variables = {**above.get("env_vars", {}), **own.get("env_vars", {})}
     found = {**above, **own}
     if variables:
@@ -175,6 +188,26 @@ class WithPaths:
         return _second, (_Paths(self._paths), self._held)
 
 
+class SearchingFunction:
+    """A function whose imports look in some directories. Stays what it is when it is copied: a call may wait for its process.
+
+    Args:
+        paths: the directories.
+        held: pickles as the function.
+    """
+
+    def __init__(self, paths: tuple[str, ...], held: Any) -> None:
+        functools.update_wrapper(self, held)
+        self._paths = paths
+        self._held = held
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._held(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _searching, (_Paths(self._paths), self._paths, self._held)
+
+
 class _Paths:
     __slots__ = ("_paths",)
 
@@ -186,10 +219,16 @@ class _Paths:
 
 
 def _add_paths(paths: tuple[str, ...]) -> None:
-    """Have imports look in directories first (named in pickles)."""
-    sys.path[:0] = [each for each in paths if each not in sys.path]
+    """Have imports look in directories first, in a process that was made for that (named in pickles)."""
+    own = options_of(inherited())[1]
+    sys.path[:0] = [each for each in paths if each in own and each not in sys.path]
 
 
 def _second(_first: None, held: Any) -> Any:
     """Return what came behind the paths (named in pickles)."""
     return held
+
+
+def _searching(_first: None, paths: tuple[str, ...], held: Any) -> SearchingFunction:
+    """Rebuild such a function (named in pickles)."""
+    return SearchingFunction(paths, held)
