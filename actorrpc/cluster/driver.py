@@ -178,6 +178,12 @@ class Cluster:
             (each.totals["CPU"] for each in self._nodes()), default=1.0
         )
 
+    def resources(self) -> list[ResourceHolder]:
+        """Return what machines and workers have, and what of it is booked, as it is now: a copy."""
+        with self._lock:
+            self._refresh()
+            return [replace(each, bookings=dict(each.bookings)) for each in self.book.all()]
+
     # -- Spawner -----------------------------------------------------------------------------------------
 
     def spawn(self, spec: ProcessSpec, creator: str = "") -> Future[WorkerInfo]:

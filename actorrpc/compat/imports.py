@@ -10,11 +10,13 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 
-__all__ = ["after_import", "alias", "forget"]
+__all__ = ["after_import", "alias", "alias_package", "forget"]
 
 
 class _Loader(importlib.abc.Loader):
@@ -109,6 +111,68 @@ def alias(names: Mapping[str, str]) -> _Aliases:
         What :func:`forget` takes.
     """
     finder = _Aliases(names)
+    sys.meta_path.insert(0, finder)
+    return finder
+
+
+class _Root(_Other):
+    """Gives a package, and all of its modules that it has imported: what it says of their names stays as it is."""
+
+    def __init__(self, name: str, other: str) -> None:
+        super().__init__(name)
+        self._prefix = f"{name}."
+        self._other_prefix = f"{other}."
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        for name, found in list(sys.modules.items()):
+            if name.startswith(self._prefix):
+                sys.modules[self._other_prefix + name.removeprefix(self._prefix)] = found
+
+
+class _Package(importlib.abc.MetaPathFinder):
+    """Finds a package and all modules in it under another name; what is not in it is nowhere."""
+
+    def __init__(self, other: str, name: str) -> None:
+        self._other = other
+        self._name = name
+
+    def find_spec(
+        self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._other and not fullname.startswith(f"{self._other}."):
+            return None
+        own = self._name + fullname.removeprefix(self._other)
+        if fullname != self._other and importlib.util.find_spec(own) is None:
+            names = importlib.import_module(f"{self._name}.names")
+            package = importlib.import_module(self._name)
+            raise names.no_module(fullname, [self._other, *self._modules(package.__path__, self._other)])
+        loader = _Other(own) if fullname != self._other else _Root(own, self._other)
+        return importlib.util.spec_from_loader(fullname, loader)
+
+    def _modules(self, path: Sequence[str], prefix: str) -> list[str]:
+        return [
+            each.name for each in pkgutil.walk_packages(path, f"{prefix}.") if "__main__" not in each.name
+        ]
+
+
+def alias_package(other: str, name: str) -> MetaPathFinder:
+    """Have a package, and what is in it, found under another name, also where there is one of that name.
+
+    Args:
+        other: the other name.
+        name: the package's own; its module ``names`` says what is raised for a module that it does not have.
+
+    Returns:
+        What :func:`forget` takes.
+
+    Raises:
+        RuntimeError: a package of the other name has been imported.
+    """
+    loaded = sys.modules.get(other)
+    if loaded is not None and loaded.__name__ != name:
+        raise RuntimeError(f"{other} has been imported already, from {getattr(loaded, '__file__', None)}")
+    finder = _Package(other, name)
     sys.meta_path.insert(0, finder)
     return finder
 

@@ -29,7 +29,7 @@ from actorrpc.compat.rpc.references import RRef
 from actorrpc.optim import DistributedOptimizer
 from actorrpc.rpc import rref as rrefs
 
-__all__ = ["VARIABLE", "drop_in", "install", "is_installed", "uninstall", "without_drop_in"]
+__all__ = ["VARIABLE", "drop_in", "install", "is_installed", "uninstall", "with_ray", "without_drop_in"]
 
 VARIABLE: Final = "ACTORRPC_DROP_IN"
 _SITE: Final = str(Path(__file__).with_name("site"))
@@ -47,6 +47,11 @@ def drop_in(environment: Mapping[str, str]) -> dict[str, str]:
 def without_drop_in(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to set for programs that are not."""
     return {VARIABLE: "0", "PYTHONPATH": os.pathsep.join(_path(environment))}
+
+
+def with_ray(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to set for programs in which ``import ray`` is to mean :mod:`actorrpc.compat.ray`."""
+    return {"ACTORRPC_RAY": "1", "PYTHONPATH": os.pathsep.join([_SITE, *_path(environment)])}
 
 
 _MISSING: Final = object()

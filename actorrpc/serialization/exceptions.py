@@ -50,6 +50,7 @@ __all__ = [
     "load",
     "original",
     "parts",
+    "raised_as",
     "traceback_of",
 ]
 
@@ -84,6 +85,9 @@ class _Plan:
 
 _plans: dict[int, _Plan] = {}
 _raised_classes: dict[int, tuple[type[BaseException], type[BaseException] | None]] = {}
+# By the class that is mixed in: of other interfaces' names for what a called function raised.
+_raised_classes_as: dict[type[RemoteError], dict[int, tuple[type[BaseException], type[BaseException] | None]]]
+_raised_classes_as = {}
 
 
 def _remember(cache: dict[int, _V], key: int, value: _V) -> _V:
@@ -533,16 +537,20 @@ def _manners(cls: type[BaseException]) -> dict[str, Any]:
     return space
 
 
-def _raised_class(cls: type[BaseException]) -> type[BaseException] | None:
-    """Return the class that is both this one and RemoteError, or None where there can be none."""
-    known = _raised_classes.get(id(cls))
+def _raised_class(
+    cls: type[BaseException], base: type[RemoteError] | None = None
+) -> type[BaseException] | None:
+    """Return the class that is both this one and RemoteError (and ``base``), or None where there can be none."""
+    classes = _raised_classes if base is None else _raised_classes_as.setdefault(base, {})
+    known = classes.get(id(cls))
     if known is not None:
         return known[1]
     made: type[BaseException] | None = None
     # SystemExit and the like must not end the caller; an enum has its members and no other instances.
     if issubclass(cls, Exception) and not issubclass(cls, enum.Enum):
         shim = _RpcShim if issubclass(cls, RpcError) else _Shim
-        bases = (shim, _Raised) if issubclass(_Raised, cls) else (shim, cls, _Raised)
+        own = () if issubclass(_Raised, cls) else (cls,)
+        bases = (shim, *own, _Raised) if base is None else (shim, *own, base, _Raised)
         # Made without the metaclass's own __new__ and __init__, for the same reason as in _Shim.
         make: Any = abc.ABCMeta.__new__ if issubclass(type(cls), abc.ABCMeta) else type.__new__
         try:
@@ -553,10 +561,14 @@ def _raised_class(cls: type[BaseException]) -> type[BaseException] | None:
                 "__slots__": ("_actorrpc_remote",),  # not in the user's __dict__
                 "_actorrpc_original": cls,
             }
-            made = make(type(cls), cls.__name__, bases, space)
+            name = cls.__name__
+            if base is not None:
+                name = space["__qualname__"] = f"{base.__name__}({name})"
+                space["__module__"] = base.__module__
+            made = make(type(cls), name, bases, space)
         except BaseException:  # layouts that do not mix, a class that C made final, a metaclass's mro()
             pass
-    return _remember(_raised_classes, id(cls), (cls, made))[1]
+    return _remember(classes, id(cls), (cls, made))[1]
 
 
 def _class_of(error: BaseException) -> type[BaseException]:
@@ -579,6 +591,20 @@ def original(error: BaseException) -> BaseException:
     """Return ``error.cause``, whatever else the user's class calls so; where there is none, ``error``."""
     remote = _remote_of(error)
     return error if remote is None or remote.cause is None else remote.cause
+
+
+def raised_as(error: BaseException, base: type[RemoteError]) -> BaseException:
+    """Return what :func:`load` has made, a copy of it, as an instance of one more class, which comes behind the user's.
+
+    That class is another interface's name for what a called function raised. Sent on, such an error is the user's, as any
+    that :func:`load` has made. Where that is not possible, ``error`` is returned: the two classes do not mix, or it is a plain
+    RemoteError.
+    """
+    remote = _remote_of(error)
+    if remote is None or remote.cause is None or type(error) is RemoteError:
+        return error
+    made = _combine(remote.cause, remote, base)
+    return error if made is None else made
 
 
 def traceback_of(error: BaseException) -> str:
@@ -649,8 +675,10 @@ def _member(data: bytes, loads: Callable[[bytes], Any]) -> BaseException:
     return _plain(_RemoteCause(None, name, text, worker), message, notes) if made is None else made
 
 
-def _combine(cause: BaseException, remote: _RemoteCause) -> BaseException | None:
-    raised_class = _raised_class(type(cause))
+def _combine(
+    cause: BaseException, remote: _RemoteCause, base: type[RemoteError] | None = None
+) -> BaseException | None:
+    raised_class = _raised_class(type(cause), base)
     if raised_class is None:
         return None
     try:

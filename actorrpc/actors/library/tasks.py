@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from actorrpc.actors.client.actor_class import ActorClass, is_importable
 from actorrpc.actors.client.handle import ActorHandle
@@ -23,7 +23,7 @@ from actorrpc.actors.context import Runtime, runtime
 from actorrpc.actors.spec.class_info import TASKS, THE_FUNCTION, ClassInfo, MethodInfo, Signature, kind_of
 from actorrpc.actors.spec.options import CallOptions, TaskOptions
 from actorrpc.agent.calls import CURRENT
-from actorrpc.errors import ActorDiedError, ActorUnavailableError, PeerDiedError
+from actorrpc.errors import ActorDiedError, ActorUnavailableError, PeerDiedError, RemoteError
 from actorrpc.futures import Future
 
 if TYPE_CHECKING:
@@ -284,10 +284,15 @@ def _same(function: Any) -> Any:
     return function
 
 
-def _told(label: object, error: BaseException) -> BaseException:
+def _is_of_runner(error: BaseException | None) -> bool:
+    """Say whether an error is that of the actor which was to execute a task, and not one that the task has run into."""
+    return isinstance(error, (ActorDiedError, ActorUnavailableError)) and not isinstance(error, RemoteError)
+
+
+def _told(label: object, error: Any) -> BaseException:
     """Return the error of a task, in the place of that of the actor that executed it."""
-    if not isinstance(error, (ActorDiedError, ActorUnavailableError)):
-        return error
+    if not _is_of_runner(error):
+        return cast(BaseException, error)
     # Whatever it died of is in the text; that it can be called again later is no comfort to the task.
     cause = str(error.__cause__ or error).partition("is being restarted: ")[2] or str(error)
     told = PeerDiedError(
@@ -345,7 +350,7 @@ class TaskFuture(Future[Any]):
         runner, self._runner = self._runner, None
         error = call._error
         if runner is not None:
-            self._pools.give_back(runner, dead=isinstance(error, ActorDiedError))
+            self._pools.give_back(runner, dead=isinstance(error, ActorDiedError) and _is_of_runner(error))
         call.acknowledge()  # it goes on in ours
         if error is not None:
             error = _told(self.label, error)

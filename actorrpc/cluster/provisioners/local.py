@@ -171,6 +171,11 @@ class LocalCluster:
         """Return this machine."""
         return [Node(host=socket.gethostname(), num_cpus=self.num_cpus, num_gpus=float(self.devices.total))]
 
+    def specs(self) -> list[ProcessSpec]:
+        """Return what the processes that there are were asked for."""
+        with self._lock:
+            return [each.spec for each in self._processes.values()]
+
     def start(self, order: LaunchRequest, creator: str = "") -> Future[WorkerInfo]:
         """Start a process; see :class:`~actorrpc.cluster.provisioners.base.Engine`. It is named here."""
         return self.spawn(order.spec, creator)

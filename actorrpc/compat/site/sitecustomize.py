@@ -1,8 +1,9 @@
-"""What interpreters run at their start that are to find actorrpc in the place of torch's RPC.
+"""What interpreters run at their start that are to find actorrpc in the place of torch's RPC or of Ray.
 
 :func:`actorrpc.compat.install` puts this file's folder in front of ``PYTHONPATH`` and sets ``ACTORRPC_DROP_IN``, so that all
 that a program starts is like the program itself. Where actorrpc is installed, ``actorrpc_drop_in.pth`` in the site-packages
-runs this file, if the variable is set: then that is all that is needed.
+runs this file, if the variable is set: then that is all that is needed. ``python -m actorrpc.compat.ray`` does the same with
+``ACTORRPC_RAY``: then ``import ray`` finds :mod:`actorrpc.compat.ray`.
 
 Nothing of torch or actorrpc is imported here: that happens when torch has been imported. Another ``sitecustomize`` that this
 one hides is run, too.
@@ -54,12 +55,17 @@ def _hidden() -> None:
 
 
 def start() -> None:
-    """Wait for torch, if the environment asks for that. Once in a process."""
-    asked = os.environ.get("ACTORRPC_DROP_IN", "0") not in ("", "0")
-    if asked and "actorrpc_drop_in_imports" not in sys.modules:
+    """Wait for torch, or for Ray, if the environment asks for that. Once in a process."""
+    for_torch, for_ray = [
+        os.environ.get(name, "0") not in ("", "0") for name in ("ACTORRPC_DROP_IN", "ACTORRPC_RAY")
+    ]
+    if (for_torch or for_ray) and "actorrpc_drop_in_imports" not in sys.modules:
         imports = _run("actorrpc_drop_in_imports", os.path.join(_compat(), "imports.py"))
         sys.modules["actorrpc_drop_in_imports"] = imports
-        imports.after_import("torch", _install)
+        if for_torch:
+            imports.after_import("torch", _install)
+        if for_ray:
+            imports.alias_package("ray", "actorrpc.compat.ray")
 
 
 start()

@@ -1,0 +1,105 @@
+"""Programs written for Ray run on actorrpc: ``import actorrpc.compat.ray as ray``.
+
+``python -m actorrpc.compat.ray script.py`` runs a program with nothing changed: there, ``import ray`` means this package. What
+has no place here says so and lists what there is; docs/migration/ray-programs.md has tables of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+from actorrpc.compat.ray import actor, exceptions, names, runtime_context, runtime_env, types, util
+from actorrpc.compat.ray.actor import ActorClass, ActorHandle, ActorID, actor_class, get_actor, kill, method
+from actorrpc.compat.ray.cluster import (
+    VERSION,
+    available_resources,
+    cluster_resources,
+    init,
+    is_initialized,
+    nodes,
+    shutdown,
+)
+from actorrpc.compat.ray.object_ref import (
+    DynamicObjectRefGenerator,
+    ObjectRef,
+    ObjectRefGenerator,
+    cancel,
+    get,
+    put,
+    wait,
+)
+from actorrpc.compat.ray.remote_function import RemoteFunction, remote_function
+from actorrpc.compat.ray.runtime_context import get_gpu_ids, get_runtime_context
+
+__all__ = [
+    "ActorClass",
+    "ActorHandle",
+    "ActorID",
+    "DynamicObjectRefGenerator",
+    "ObjectRef",
+    "ObjectRefGenerator",
+    "__version__",
+    "actor",
+    "available_resources",
+    "cancel",
+    "cloudpickle",
+    "cluster_resources",
+    "exceptions",
+    "get",
+    "get_actor",
+    "get_gpu_ids",
+    "get_runtime_context",
+    "init",
+    "is_initialized",
+    "kill",
+    "method",
+    "nodes",
+    "put",
+    "remote",
+    "runtime_context",
+    "runtime_env",
+    "shutdown",
+    "types",
+    "util",
+    "wait",
+]
+
+__version__ = VERSION
+
+
+def remote(*given: Any, **options: Any) -> Any:
+    """Make a class a class of actors, or a function a remote one: ``@ray.remote``, or with options ``@ray.remote(num_cpus=2)``.
+
+    Raises:
+        TypeError: it is neither a class nor a function; or options and one of these are given, or nothing at all.
+        ConfigError: an option cannot be had here, or its value is wrong; the message says what to do (a ValueError).
+    """
+    if len(given) == 1 and not options:
+        return _decorated(given[0], {})
+    if given or not options:
+        raise TypeError(
+            "@ray.remote is written over a class or a function, alone, or with options by name: @ray.remote(num_cpus=2)"
+        )
+    return _with(options)
+
+
+def _with(options: dict[str, Any]) -> Callable[[Any], Any]:
+    return lambda made: _decorated(made, options)
+
+
+def _decorated(made: Any, options: dict[str, Any]) -> Any:
+    if isinstance(made, (ActorClass, RemoteFunction)):
+        raise TypeError(
+            f"@ray.remote is for classes and functions, and {made!r} is remote already: use .options(...)"
+        )
+    if isinstance(made, type):
+        return actor_class(made, options)
+    if isinstance(made, (staticmethod, classmethod)) or not callable(made):
+        raise TypeError(f"@ray.remote is for classes and functions, not for {made!r}")
+    return remote_function(made, options)
+
+
+__getattr__ = names.missing("ray", __all__)

@@ -1,0 +1,444 @@
+"""``ray.actor``: actor classes, handles and methods, which speak of Ray's references, options and errors.
+
+They are ours, with other results. A handle that a program pickles by itself is weak: it does not keep the actor alive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
+
+from actorrpc import actors
+from actorrpc._exception_text import say
+from actorrpc.actors.context import runtime
+from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.spec.options import ActorOptions
+from actorrpc.compat.ray.exceptions import RayError, in_rays_words, unplaced
+from actorrpc.compat.ray.object_ref import ObjectRef, gathered, unwrapped, wrapped
+from actorrpc.compat.ray.options import Extras, for_actors, for_calls, group_of, placed
+from actorrpc.compat.ray.placement import join
+from actorrpc.compat.ray.runtime_env import WithPaths
+from actorrpc.errors import PlacementError, RpcError, WrongTypeError
+from actorrpc.futures import Future
+from actorrpc.serialization import codec
+
+__all__ = [
+    "ActorClass",
+    "ActorHandle",
+    "ActorID",
+    "ActorMethod",
+    "actor_class",
+    "exit_actor",
+    "get_actor",
+    "kill",
+    "method",
+]
+
+P = ParamSpec("P")
+C = TypeVar("C")
+C_co = TypeVar("C_co", covariant=True)
+Out = TypeVar("Out")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True)
+class ActorID:
+    """The id of an actor."""
+
+    number: int
+
+    def hex(self) -> str:
+        """Return it as text."""
+        return f"{self.number:016x}"
+
+    def binary(self) -> bytes:
+        """Return it as bytes."""
+        return bytes.fromhex(self.hex())
+
+    def is_nil(self) -> bool:
+        """Say whether it is that of no actor."""
+        return False
+
+
+# -- methods ---------------------------------------------------------------------------------------------------
+
+
+class ActorMethod(actors.ActorMethod[P, Out], Generic[P, Out]):
+    """A method of an actor, as its callers have it: ``handle.method.remote(...)`` calls it."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+
+        def remote(self, *args, **kwargs):
+            """Call the method; return an ObjectRef to its result at once, or several, or an ObjectRefGenerator.
+
+            Raises:
+                TypeError: the method does not take these arguments, or they cannot be sent.
+                PendingCallsLimitExceeded: too many calls wait for the actor.
+            """
+            args, kwargs = unwrapped(args, kwargs)
+            try:
+                return wrapped(actors.ActorMethod.remote(self, *args, **kwargs), self._options.num_returns)
+            except RpcError as caught:
+                error = in_rays_words(caught)
+            raise error
+
+    def options(self, **options: Any) -> Any:
+        """Return the method with other options of its calls.
+
+        Raises:
+            ConfigError: an option is unknown, or its value is wrong (a ValueError).
+        """
+        if options.get("num_returns") == "dynamic":
+            return _Dynamic(self.options(**{**options, "num_returns": "streaming"}))
+        return _as_rays_method(super().options(**for_calls(options)))
+
+    def _remote(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        """Call the method with arguments in a list and a dict."""
+        return self.options(**options).remote(*(args or ()), **(kwargs or {}))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _, (handle, info, options) = super().__reduce__()
+        return _rebuild_method, (_as_rays(handle), info, options)
+
+
+def _as_rays_method(made: actors.ActorMethod[..., Any]) -> ActorMethod[..., Any]:
+    return ActorMethod(made._card, made._route, made._info, made._options)
+
+
+def _rebuild_method(handle: ActorHandle[Any], info: Any, options: Any) -> ActorMethod[..., Any]:
+    """Rebuild a method (named in pickles)."""
+    state = handle.__dict__
+    return ActorMethod(state["_actorrpc_card"], state["_actorrpc_route"], info, options)
+
+
+class _Dynamic:
+    """A method with ``num_returns="dynamic"``: an ObjectRef whose value is references to all that it yields."""
+
+    __slots__ = ("_method",)
+
+    def __init__(self, method: ActorMethod[..., Any]) -> None:
+        self._method = method
+
+    def remote(self, *args: Any, **kwargs: Any) -> ObjectRef[Any]:
+        return gathered(self._method.remote(*args, **kwargs)._ours)
+
+    def options(self, **options: Any) -> Any:
+        return self._method.options(**options)
+
+
+class _Special:
+    """What every handle of Ray's has besides its methods: ``__ray_call__`` and its like."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = unwrapped(args, kwargs)
+        return wrapped(self._call(*args, **kwargs))
+
+    def options(self, **_options: Any) -> _Special:
+        return self
+
+
+def _itself(_instance: Any) -> bool:
+    """Say that the actor is there (named in pickles)."""
+    return True
+
+
+def _leave(_instance: Any) -> NoReturn:
+    """End the actor when what was asked of it before is done (named in pickles)."""
+    actors.exit_actor()
+
+
+def _special(handle: ActorHandle[Any], name: str) -> _Special | None:
+    if name == "__ray_ready__":
+        return _Special(lambda: actors.call(handle, _itself))
+    if name == "__ray_call__":
+        return _Special(lambda function, *args, **kwargs: actors.call(handle, function, *args, **kwargs))
+    if name == "__ray_terminate__":
+        return _Special(lambda: _ended(handle))
+    return None
+
+
+def _ended(handle: ActorHandle[Any]) -> actors.ObjectRef[Any]:
+    ref = actors.call(handle, _leave)
+    ref._ask().add_done_callback(Future.acknowledge)  # that it fails is what was wanted
+    return ref
+
+
+# -- handles -----------------------------------------------------------------------------------------------------
+
+
+class _Calling:
+    """``handle.__call__``, which Python looks for on the type."""
+
+    __slots__ = ()
+
+    def __get__(self, handle: Any, owner: Any = None) -> Any:
+        if handle is None:
+            return self
+        ours = actors.ActorHandle.__dict__["__call__"].__get__(handle, owner)
+        return _as_rays_method(ours) if isinstance(ours, actors.ActorMethod) else ours
+
+
+class ActorHandle(actors.ActorHandle[C_co], Generic[C_co]):
+    """A reference to an actor: ``handle.method.remote(...)`` calls a method of it. See :class:`actorrpc.ActorHandle`."""
+
+    if not TYPE_CHECKING:
+        __call__ = _Calling()
+
+        def __getattr__(self, name):
+            if name.startswith("__ray_") and "_actorrpc_card" in self.__dict__:
+                special = _special(self, name)
+                if special is not None:
+                    return special
+            found = super().__getattr__(name)
+            if isinstance(found, actors.ActorMethod):
+                found = self.__dict__[name] = _as_rays_method(found)
+            return found
+
+    @property
+    def _actor_id(self) -> ActorID:
+        return ActorID(self.__dict__["_actorrpc_card"].actor_id)
+
+    _ray_actor_id = _actor_id
+
+    def __repr__(self) -> str:
+        card = self.__dict__["_actorrpc_card"]
+        return f"Actor({card.info.name}, {self._actor_id.hex()})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        card = dataclasses.replace(self.__dict__["_actorrpc_card"], anchor=None)
+        return _from_card, (card, self.__dict__["_actorrpc_given"])
+
+
+def _ours(handle: ActorHandle[Any]) -> actors.ActorHandle[Any]:
+    state = handle.__dict__
+    return actors.ActorHandle(state["_actorrpc_card"], state["_actorrpc_route"], state["_actorrpc_given"])
+
+
+def _as_rays(handle: Any) -> ActorHandle[Any]:
+    """Return a handle of ours as Ray's (named in pickles)."""
+    state = handle.__dict__
+    return ActorHandle(state["_actorrpc_card"], state["_actorrpc_route"], state["_actorrpc_given"])
+
+
+def _from_card(card: Any, given: Any) -> ActorHandle[Any]:
+    """Rebuild a handle that a program has pickled (named in pickles)."""
+    return ActorHandle(card, runtime(start=True).routes.of(card), given)
+
+
+def _weak(handle: ActorHandle[Any]) -> ActorHandle[Any]:
+    state = handle.__dict__
+    card = dataclasses.replace(state["_actorrpc_card"], anchor=None)
+    return ActorHandle(card, state["_actorrpc_route"], state["_actorrpc_given"])
+
+
+def _reduce(handle: ActorHandle[Any]) -> tuple[Any, ...]:
+    if codec.current_encoding() is None:
+        return handle.__reduce__()
+    return _as_rays, (_ours(handle),)
+
+
+codec.register(ActorHandle, _reduce)
+
+
+# -- classes -----------------------------------------------------------------------------------------------------
+
+
+class ActorClass(actors.ActorClass[P, C], Generic[P, C]):
+    """A class of actors: ``Cls.remote(...)`` makes an actor and returns its handle. See :class:`actorrpc.ActorClass`."""
+
+    _ray: Extras
+
+    if not TYPE_CHECKING:
+
+        def remote(self, *args, **kwargs):
+            """Make an actor of the class; returns at once. Starts the embedded cluster if nothing runs.
+
+            What its constructor raises, each call says as the cause of an ActorDiedError.
+
+            Raises:
+                TypeError: the constructor does not take these arguments, or they cannot be sent.
+                ActorAlreadyExistsError: there is an actor of that name (a ValueError).
+                ActorUnschedulableError: nothing has what it asks for.
+            """
+            args, kwargs = unwrapped(args, kwargs)
+            extras = _extras(self)
+            try:
+                given = self._actorrpc_options
+                changes, paths = placed(extras, given.host, given.env)
+                made = self
+                if changes:
+                    made = self._with(given.merged(**changes), self._actorrpc_alias)
+                if paths:
+                    made = made._searching(paths)
+                handle = _as_rays(actors.ActorClass.remote(made, *args, **kwargs))
+                group = group_of(extras)
+                if group is not None:
+                    join(group, _weak(handle))
+                return handle
+            except PlacementError as caught:
+                error = caught if isinstance(caught, RayError) else unplaced(caught)
+            except RpcError as caught:
+                error = in_rays_words(caught)
+            raise error
+
+    def options(self, **options: Any) -> ActorClass[P, C]:
+        """Return the same class with other options of its actors.
+
+        Raises:
+            ConfigError: an option cannot be had here, or its value is wrong; the message says what to do (a ValueError).
+        """
+        ours, extras = for_actors(options, _extras(self))
+        made = self._with(self._actorrpc_options.merged(**ours), self._actorrpc_alias)
+        _own(made)["_ray"] = extras
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: actors are made with ``remote``.
+
+        Raises:
+            TypeError: always.
+        """
+        name = self.__actor_class__.__name__
+        raise TypeError(
+            f"actors cannot be instantiated directly: instead of {name}(...) write {name}.remote(...)"
+        )
+
+    def _remote(self, args: Any = None, kwargs: Any = None, **options: Any) -> ActorHandle[C]:
+        """Make an actor, with arguments in a list and a dict."""
+        made: Any = self.options(**options) if options else self
+        found: ActorHandle[C] = made.remote(*(args or ()), **(kwargs or {}))
+        return found
+
+    def _with(self, options: ActorOptions, alias: Any) -> ActorClass[P, C]:
+        made: ActorClass[P, C] = ActorClass(self.__actor_class__, options)
+        _own(made).update(_actorrpc_shared=self._actorrpc_shared, _actorrpc_alias=alias, _ray=_extras(self))
+        return made
+
+    def _searching(self, paths: tuple[str, ...]) -> ActorClass[P, C]:
+        """Return the same class, whose processes look in some directories before they open it."""
+        made = self._with(self._actorrpc_options, self._actorrpc_alias)
+        shared = type(self._actorrpc_shared)(self._actorrpc_shared.first)
+        shared.snapshot = Snapshot.of(WithPaths(paths, _ClassOf(self)))
+        _own(made)["_actorrpc_shared"] = shared
+        return made
+
+    def __reduce__(self) -> Any:
+        reduced = super().__reduce__()
+        if isinstance(reduced, str):
+            return reduced
+        _, rest = reduced
+        return _rebuild_class, (*rest, _extras(self))
+
+
+class _ClassOf:
+    """Pickles as the class that an actor class stands for."""
+
+    __slots__ = ("_reduced",)
+
+    def __init__(self, of: ActorClass[..., Any]) -> None:
+        self._reduced = of
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _class_of, (self._reduced,)
+
+
+def _class_of(actor: Any) -> Any:
+    """Return the class that an actor class stands for (named in pickles)."""
+    return actor.__actor_class__
+
+
+def _own(actor: ActorClass[..., Any]) -> dict[str, Any]:
+    """Return the attributes of the actor class itself: its ``__dict__`` is that of the class."""
+    found: dict[str, Any] = object.__getattribute__(actor, "__dict__")
+    return found
+
+
+def _extras(actor: ActorClass[..., Any]) -> Extras:
+    found: Extras = _own(actor).get("_ray", _NONE)
+    return found
+
+
+_NONE = Extras()
+
+
+def _rebuild_class(actor: type, options: ActorOptions, alias: Any, extras: Extras) -> ActorClass[..., Any]:
+    """Rebuild an actor class (named in pickles)."""
+    made: ActorClass[..., Any] = ActorClass(actor, options)
+    _own(made).update(_actorrpc_alias=alias, _ray=extras)
+    return made
+
+
+def actor_class(cls: type, options: Mapping[str, Any]) -> ActorClass[..., Any]:
+    """Make an actor class of a class.
+
+    Raises:
+        ConfigError: as :meth:`ActorClass.options`.
+    """
+    end = getattr(cls, "__ray_shutdown__", None)
+    if end is not None and not hasattr(cls, "on_stop"):
+        cls.on_stop = end  # type: ignore[attr-defined]
+    ours, extras = for_actors(options, _NONE)
+    made: ActorClass[..., Any] = ActorClass(cls, ActorOptions().merged(**ours))
+    _own(made)["_ray"] = extras
+    return made
+
+
+# -- functions ---------------------------------------------------------------------------------------------------
+
+
+def method(function: Any = None, /, **options: Any) -> Any:
+    """Say how a method is called unless its caller says otherwise: ``@ray.method(num_returns=2)``.
+
+    Raises:
+        ConfigError: an option is unknown, or its value is wrong (a ValueError).
+    """
+    if function is None and not options:
+        raise TypeError("@ray.method takes at least one option, like num_returns=2")
+    return actors.method(**for_calls(options)) if function is None else actors.method(function)
+
+
+def exit_actor() -> NoReturn:
+    """End the actor that this is called in, for good: calls of it fail with ActorDiedError.
+
+    Raises:
+        TypeError: this is not code of an actor.
+    """
+    if actors.get_runtime_context().actor_id is None:
+        raise WrongTypeError("exit_actor() was called outside of an actor")
+    actors.exit_actor()
+
+
+def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
+    """Return a handle to the actor of that name. It is weak: it does not keep the actor alive.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not isinstance(name, str) or not name:
+        raise WrongTypeError(f"ray.get_actor() takes the name of an actor, not {say(name, repr)}")
+    try:
+        return _as_rays(actors.get_actor(name, namespace))
+    except RpcError as caught:
+        error = in_rays_words(caught)
+    raise error
+
+
+def kill(actor: Any, *, no_restart: bool = True) -> None:
+    """End an actor at once, for good or (``no_restart=False``) as if it had died by itself.
+
+    Raises:
+        WrongTypeError: it is no handle of an actor (a ValueError and a TypeError).
+    """
+    if not isinstance(actor, actors.ActorHandle):
+        raise WrongTypeError(
+            f"ray.kill() takes the handle of an actor, not a {type(actor).__name__}; a task is given up with ray.cancel()"
+        )
+    actors.kill(actor, no_restart=no_restart)

@@ -1,0 +1,367 @@
+"""``ray.init``, ``shutdown``, and what a cluster has: ``nodes``, ``cluster_resources``, ``available_resources``.
+
+The books are those of the driver, which other processes ask. Processors are shared, and not booked: what is shown as taken is
+what the actors that live now have asked for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import platform
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Final, ParamSpec, TypeVar
+
+import psutil
+
+from actorrpc import cluster
+from actorrpc._exception_text import say
+from actorrpc.actors.context import runtime
+from actorrpc.actors.spec.class_info import TASKS
+from actorrpc.agent.context import current_worker
+from actorrpc.cluster import driver_rpc
+from actorrpc.cluster.join import own_address
+from actorrpc.compat.ray import runtime_env as environments
+from actorrpc.errors import ConfigError
+from actorrpc.rpc import api
+
+__all__ = [
+    "IGNORED",
+    "VERSION",
+    "RayContext",
+    "available_resources",
+    "cluster_resources",
+    "host_of",
+    "hosts",
+    "init",
+    "is_initialized",
+    "node_id",
+    "nodes",
+    "number",
+    "on_driver",
+    "shutdown",
+    "totals",
+]
+
+VERSION: Final = "2.51.0"
+"""The version of Ray whose names and keywords these are."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_ASK_S: Final = 30.0
+_END_S: Final = (
+    2.0  # how long actors that are busy may go on when the program shuts down: Ray ends them at once
+)
+
+#: keywords of Ray's init that are ignored, and why; as are those that begin with an underscore
+IGNORED: Final = {
+    "configure_logging": "Python's logging is left as it is",
+    "dashboard_host": "there is no dashboard",
+    "dashboard_port": "there is no dashboard",
+    "enable_resource_isolation": "processes are not confined",
+    "include_dashboard": "there is no dashboard",
+    "local_mode": "actors always run in processes",
+    "logging_config": "Python's logging is left as it is",
+    "logging_format": "Python's logging is left as it is",
+    "logging_level": "Python's logging is left as it is",
+    "object_store_memory": "there is no object store",
+    "storage": "nothing is stored",
+    "system_reserved_cpu": "processes are not confined",
+    "system_reserved_memory": "processes are not confined",
+}
+_before: dict[str, str | None] = {}  # variables as they were before init(runtime_env=...)
+
+
+class RayContext(Mapping[str, Any]):
+    """What ``ray.init`` returns: facts about the cluster; as a context manager, shuts it down at its end.
+
+    Attributes:
+        address_info: addresses and the node's id.
+        dashboard_url: None: there is no dashboard.
+        namespace: where actors look for names unless they are told another one.
+        python_version, ray_version, ray_commit: of this process.
+    """
+
+    dashboard_url: str | None = None
+    ray_commit: str = ""
+    ray_version: str = VERSION
+
+    def __init__(self, context: cluster.ClusterContext) -> None:
+        self._ours = context
+        self.namespace = context.namespace
+        self.python_version = platform.python_version()
+        self.address_info: dict[str, Any] = {
+            "address": context.address or "local",
+            "gcs_address": context.address or "local",
+            "node_id": node_id(),
+            "node_ip_address": own_address(),
+            "webui_url": None,
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        return self.address_info[name]
+
+    def __iter__(self) -> Any:
+        return iter(self.address_info)
+
+    def __len__(self) -> int:
+        return len(self.address_info)
+
+    def disconnect(self) -> None:
+        """Shut down."""
+        shutdown()
+
+    def __enter__(self) -> RayContext:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutdown()
+
+    def __repr__(self) -> str:
+        return f"RayContext(python_version={self.python_version!r}, ray_version={self.ray_version!r})"
+
+
+def init(
+    address: str | None = None,
+    *,
+    num_cpus: float | None = None,
+    num_gpus: int | None = None,
+    resources: Mapping[str, float] | None = None,
+    labels: Mapping[str, str] | None = None,
+    namespace: str | None = None,
+    runtime_env: Mapping[str, Any] | None = None,
+    ignore_reinit_error: bool = False,
+    log_to_driver: bool | None = True,
+    job_config: Any = None,
+    **options: Any,
+) -> RayContext:
+    """Start the embedded cluster, or join the one of ours at ``tcp://host:port``.
+
+    Args:
+        address: None or ``"local"``: a new one.
+        runtime_env: of all actors and tasks.
+        job_config: None.
+        options: those in :data:`IGNORED`, and those of :func:`actorrpc.init`.
+
+    Raises:
+        RuntimeError: it runs already.
+        ConnectionError: no cluster is at ``address``.
+        ConfigError: an option cannot be had here; the message says what to do (a ValueError).
+    """
+    if job_config is not None:
+        raise ConfigError("init(): job_config= is not possible here: say namespace= and runtime_env=")
+    ours = {
+        name: value for name, value in options.items() if name not in IGNORED and not name.startswith("_")
+    }
+    where = _address(address)
+    env = environments.checked(runtime_env)
+    set_here = not is_initialized() and bool(env)
+    if set_here:
+        _set_environment(env)
+    try:
+        context = cluster.init(
+            where,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            resources=resources,
+            labels=labels,
+            namespace=namespace,
+            ignore_reinit_error=ignore_reinit_error,
+            log_to_driver=log_to_driver is not False,
+            **ours,
+        )
+    except BaseException:
+        if set_here:
+            _restore_environment()
+        raise
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)  # before the end of ours, which lets actors that are busy go on for longer
+    return RayContext(context)
+
+
+def _address(address: str | None) -> str | None:
+    if address is None or address == "local":
+        return None
+    if not isinstance(address, str):
+        raise TypeError(f"init(): address must be a text, not {say(address, repr)}")
+    if address.startswith("tcp://"):
+        return address
+    if address == "auto":
+        raise ConnectionError(
+            "init(address='auto'): there is no cluster that is found by itself; leave address= out to start one, or give the "
+            "tcp://host:port of a driver that was started with listen="
+        )
+    raise ConnectionError(
+        f"init(address={address!r}): clusters of Ray's cannot be joined from here; the address of a driver of actorrpc's is "
+        "tcp://host:port, which it was given with listen="
+    )
+
+
+def _set_environment(env: Mapping[str, Any]) -> None:
+    """Have all processes take after this one, from which they get their variables and their path."""
+    rest = {name: value for name, value in env.items() if name != "env_vars"}
+    variables = dict(env.get("env_vars", {}))
+    if rest:
+        variables[environments.VARIABLE] = json.dumps(rest)
+    for name, value in variables.items():
+        _before[name] = os.environ.get(name)
+        os.environ[name] = value
+    for path in environments.options_of(rest)[1]:
+        if path not in sys.path:
+            sys.path.insert(0, path)
+
+
+def _restore_environment() -> None:
+    for name, value in _before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _before.clear()
+
+
+def shutdown(*_ignored: Any, **_options: Any) -> None:
+    """End the cluster, or leave it. Does nothing where none runs. Actors that are busy have 2 s to end."""
+    api.shutdown(timeout=_END_S)
+    _restore_environment()
+
+
+def is_initialized() -> bool:
+    """Say whether a cluster, or a group, is in force in this process."""
+    return api.is_initialized()
+
+
+# -- what there is --------------------------------------------------------------------------------------------------
+
+
+def number() -> int:
+    """Return what tells the cluster in force from others in this process."""
+    return id(current_worker())
+
+
+def on_driver(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function on the driver, which has the books."""
+    agent = runtime(start=True).agent
+    if agent.record.rank == 0:
+        return function(*args, **kwargs)
+    found: R = agent.ask(agent.peer(0), function, args, dict(kwargs), _ASK_S)
+    return found
+
+
+def _id_of(names: list[str]) -> str:
+    return hashlib.sha224("/".join(names).encode()).hexdigest()
+
+
+def _book() -> list[dict[str, Any]]:
+    """Return the machines of the cluster: their names, what they have, and what of it is free. On the driver."""
+    running = driver_rpc.current()
+    if running is None:  # a group
+        total = {"CPU": float(os.cpu_count() or 1)}
+        return [{"names": [socket.gethostname()], "total": total, "free": dict(total), "labels": {}}]
+    taken: dict[str, float] = {}
+    if running.engine.name == "local":
+        for spec in running.engine.specs():  # type: ignore[attr-defined]
+            if spec.label == TASKS:  # they stay when their tasks are over
+                continue
+            for name, amount in (("CPU", spec.num_cpus), ("GPU", spec.num_gpus)):
+                taken[name] = taken.get(name, 0.0) + float(amount or 0.0)
+    found = []
+    for holder in running.resources():
+        total = {name: float(amount) for name, amount in holder.totals.items() if amount or name == "CPU"}
+        free = {name: max(0.0, holder.free(name)) for name in total}
+        if holder.starts:
+            for name, amount in taken.items():
+                if name in free:
+                    free[name] = max(0.0, total[name] - amount)
+        names = sorted(holder.hosts) + ([holder.name] if holder.name else [])
+        found.append({"names": names, "total": total, "free": free, "labels": dict(holder.labels)})
+    return found
+
+
+def _machines() -> list[dict[str, Any]]:
+    return on_driver(_book)
+
+
+def nodes() -> list[dict[str, Any]]:
+    """Return a list of dicts, one for each machine or worker that takes actors."""
+    here = socket.gethostname()
+    found = []
+    for each in _machines():
+        address = own_address() if here in each["names"] else each["names"][0]
+        found.append(
+            {
+                "NodeID": _id_of(each["names"]),
+                "Alive": True,
+                "alive": True,
+                "NodeManagerAddress": address,
+                "NodeManagerHostname": each["names"][0],
+                "NodeName": address,
+                "Resources": {**each["total"], f"node:{address}": 1.0},
+                "Labels": each["labels"],
+            }
+        )
+    return found
+
+
+def _sum(parts: list[dict[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in parts:
+        for name, amount in part.items():
+            found[name] = found.get(name, 0.0) + amount
+    return found
+
+
+def cluster_resources() -> dict[str, float]:
+    """Return what all machines have, by name."""
+    found = _sum([each["total"] for each in _machines()])
+    found["memory"] = float(psutil.virtual_memory().total)
+    found[f"node:{own_address()}"] = 1.0
+    return found
+
+
+def available_resources() -> dict[str, float]:
+    """Return what is free of that: not taken by actors. What nothing is left of is not there."""
+    found = {name: amount for name, amount in _sum([each["free"] for each in _machines()]).items() if amount}
+    found["memory"] = float(psutil.virtual_memory().available)
+    found[f"node:{own_address()}"] = 1.0
+    return found
+
+
+def totals() -> list[dict[str, float]]:
+    """Return what each machine has."""
+    return [each["total"] for each in _machines()]
+
+
+def hosts() -> list[str]:
+    """Return a name of each machine."""
+    return [each["names"][0] for each in _machines()]
+
+
+def host_of(wanted: str) -> str | None:
+    """Return a name of the machine that has that node id; None if there is none."""
+    for each in _machines():
+        if _id_of(each["names"]) == wanted:
+            return str(each["names"][0])
+    return None
+
+
+def node_id() -> str:
+    """Return the id of the node that this process is on."""
+    machines = _machines()
+    here = socket.gethostname()
+    own = current_worker()
+    name = "" if own is None else own.agent.name
+    for each in machines:
+        if name in each["names"]:
+            return _id_of(each["names"])
+    for each in machines:
+        if here in each["names"]:
+            return _id_of(each["names"])
+    return _id_of(machines[0]["names"]) if machines else _id_of([here])

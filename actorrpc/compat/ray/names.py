@@ -1,0 +1,69 @@
+"""Names of Ray's that are not here: what is said of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NoReturn
+
+__all__ = ["HINTS", "missing", "no_module"]
+
+#: what to do instead, by the beginning of the name
+HINTS: Final = {
+    "ray.air": "Ray's libraries are not part of it",
+    "ray.autoscaler": "actorrpc.scale() starts and drains workers",
+    "ray.cluster_utils": "clusters of several nodes in one machine are not simulated; actorrpc.testing has InProcessCluster",
+    "ray.dag": "there are no compiled graphs: hand ObjectRefs on",
+    "ray.data": "Ray's libraries are not part of it; torch's DataLoader reads in parallel",
+    "ray.internal": "it is private",
+    "ray.java_actor_class": "there are Python actors only",
+    "ray.java_function": "there are Python functions only",
+    "ray.job_submission": "there are no jobs: start the script",
+    "ray.rllib": "Ray's libraries are not part of it",
+    "ray.serve": "Ray's libraries are not part of it",
+    "ray.timeline": "use torch's profiler, which sees calls",
+    "ray.train": "Ray's libraries are not part of it; actorrpc.spawn() and collective groups do what its workers need",
+    "ray.tune": "Ray's libraries are not part of it; an ActorPool runs trials",
+    "ray.util.collective": "actorrpc.collective_group() makes groups of torch.distributed",
+    "ray.util.multiprocessing": "an ActorPool, or tasks, do what its Pool does",
+    "ray.util.state": "actorrpc.list_actors() lists actors",
+    "ray.workflow": "Ray's libraries are not part of it",
+}
+
+
+def _hint(name: str) -> str:
+    found = [hint for beginning, hint in HINTS.items() if f"{name}.".startswith(f"{beginning}.")]
+    return f" ({found[0]})" if found else ""
+
+
+def _told(module: str, name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3)
+    meant = f"; did you mean {' or '.join(close)}?" if close else "."
+    full = f"{module}.{name}"
+    return f"actorrpc.compat.ray has no {full}{_hint(full)}{meant} {module} has here: {', '.join(names)}"
+
+
+def missing(module: str, known: Iterable[str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a module, which says what there is instead.
+
+    Args:
+        module: its name on Ray.
+        known: what there is.
+    """
+    names = list(known)
+
+    def getattribute(name: str) -> NoReturn:
+        if name.startswith("__") and name.endswith("__"):  # what Python and its tools look for on any module
+            raise AttributeError(name)
+        raise AttributeError(_told(module, name, names))
+
+    return getattribute
+
+
+def no_module(name: str, known: Iterable[str]) -> ModuleNotFoundError:
+    """Return the error of an import of a module that is not here."""
+    return ModuleNotFoundError(
+        f"actorrpc.compat.ray has no module {name}{_hint(name)}; there are: {', '.join(sorted(known))}",
+        name=name,
+    )

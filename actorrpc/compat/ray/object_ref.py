@@ -1,0 +1,428 @@
+"""``ray.ObjectRef`` and what is done with references: ``get``, ``put``, ``wait`` and ``cancel``, and streams.
+
+A reference of Ray's has one of ours inside, and travels as that. It says in Ray's words what a call ended with, wherever
+that is asked: by ``get``, by ``await``, and by its future.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import math
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from typing import Any, Final, Generic, NoReturn, TypeVar
+
+from actorrpc import actors
+from actorrpc._exception_text import say
+from actorrpc.compat.ray.exceptions import in_rays_words
+from actorrpc.errors import RpcError, SerializationError, WrongTypeError
+from actorrpc.futures import Future
+from actorrpc.serialization import codec
+
+__all__ = [
+    "DynamicObjectRefGenerator",
+    "ObjectRef",
+    "ObjectRefGenerator",
+    "cancel",
+    "gathered",
+    "get",
+    "put",
+    "spread",
+    "unwrapped",
+    "wait",
+    "wrapped",
+]
+
+T = TypeVar("T")
+_ID_BYTES: Final = 28  # of Ray's
+
+
+class ObjectRef(Generic[T]):
+    """A reference to the result of a call; ``ray.get(ref)`` or ``await ref`` gives the result. Thread-safe.
+
+    Args:
+        ref: ours.
+    """
+
+    __slots__ = ("__weakref__", "_ours")
+
+    def __init__(self, ref: actors.ObjectRef[T]) -> None:
+        if not isinstance(ref, actors.ObjectRef):
+            raise TypeError(
+                f"an ObjectRef is what .remote() and ray.put() return; it cannot be made of {say(ref, repr)}"
+            )
+        self._ours = ref
+
+    def __await__(self) -> Generator[Any, None, T]:
+        try:
+            return (yield from self._ours.__await__())
+        except RpcError as caught:
+            error = in_rays_words(caught)
+        raise error
+
+    def future(self) -> concurrent.futures.Future[T]:
+        """Return a future of the result. To cancel it leaves the call alone."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def done(ours: Any) -> None:
+            error = ours.exception()
+            if not future.set_running_or_notify_cancel():
+                return
+            if error is None:
+                future.set_result(ours.result())
+            else:
+                future.set_exception(in_rays_words(error) if isinstance(error, RpcError) else error)
+
+        self._ours.future().add_done_callback(done)
+        return future
+
+    def as_future(self) -> Any:
+        """Return an asyncio future of the result, for the running event loop."""
+        return asyncio.wrap_future(self.future())
+
+    def _on_completed(self, callback: Callable[[Any], Any]) -> None:
+        """Call ``callback`` with the result, or with what the call failed with."""
+
+        def done(future: concurrent.futures.Future[T]) -> None:
+            error = future.exception()
+            callback(future.result() if error is None else error)
+
+        self.future().add_done_callback(done)
+
+    def hex(self) -> str:
+        """Return the reference's id as text."""
+        return self.binary().hex()
+
+    def binary(self) -> bytes:
+        """Return the reference's id."""
+        return bytes.fromhex(self._ours.hex()).ljust(_ID_BYTES, b"\0")
+
+    def is_nil(self) -> bool:
+        """Say whether it refers to nothing: no reference does."""
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ObjectRef):
+            return NotImplemented
+        return self._ours == other._ours
+
+    def __hash__(self) -> int:
+        return hash(self._ours)
+
+    def __repr__(self) -> str:
+        return f"ObjectRef({self.hex()})"
+
+    def __copy__(self) -> ObjectRef[T]:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ObjectRef[T]:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise SerializationError(
+            f"{self!r} can only be sent in calls, not pickled by the program itself: ray.get() its value first"
+        )
+
+
+def _arrived(ref: actors.ObjectRef[Any]) -> ObjectRef[Any]:
+    """Rebuild a reference (named in pickles)."""
+    return ObjectRef(ref)
+
+
+codec.register(
+    ObjectRef,
+    lambda ref: (_arrived, (ref._ours,)) if codec.current_encoding() is not None else ref.__reduce__(),
+)
+
+
+# -- streams -------------------------------------------------------------------------------------------------
+
+
+class ObjectRefGenerator(Generic[T]):
+    """What a call of a generator returns: an iterator over ObjectRefs of what it yields, as it comes.
+
+    If the generator raises, the last ObjectRef raises it. ``for`` and ``async for``; thread-safe.
+
+    Args:
+        stream: ours.
+    """
+
+    def __init__(self, stream: actors.ObjectRefGenerator[T]) -> None:
+        self._ours = stream
+
+    def __iter__(self) -> Iterator[ObjectRef[T]]:
+        return self
+
+    def __next__(self) -> ObjectRef[T]:
+        return self._next(None)
+
+    def _next(self, timeout: float | None) -> ObjectRef[T]:
+        try:
+            return ObjectRef(self._ours.next(timeout=timeout))
+        except RpcError as caught:
+            error = in_rays_words(caught)
+        raise error
+
+    def _next_sync(self, timeout_s: float | None = None) -> ObjectRef[T]:
+        return self._next(None if timeout_s is None or timeout_s < 0 else timeout_s)
+
+    def __aiter__(self) -> AsyncIterator[ObjectRef[T]]:
+        return self
+
+    async def __anext__(self) -> ObjectRef[T]:
+        try:
+            return ObjectRef(await self._ours.__anext__())
+        except RpcError as caught:
+            error = in_rays_words(caught)
+        raise error
+
+    def completed(self) -> ObjectRef[None]:
+        """Return an ObjectRef that is complete when the generator is over."""
+        return ObjectRef(self._ours.completed())
+
+    def next_ready(self) -> bool:
+        """Say whether the next item, or the end, is there."""
+        return self._ours.next_ready()
+
+    def is_finished(self) -> bool:
+        """Say whether there are no more items to take."""
+        return self._ours.is_finished()
+
+    def close(self) -> None:
+        """Close the generator; items that were not taken are lost."""
+        self._ours.close()
+
+    def __repr__(self) -> str:
+        return repr(self._ours)
+
+
+class DynamicObjectRefGenerator(Generic[T]):
+    """What a call with ``num_returns="dynamic"`` gives when it is over: ObjectRefs of all that the generator has yielded.
+
+    Args:
+        refs: in their order.
+    """
+
+    def __init__(self, refs: Sequence[ObjectRef[T]]) -> None:
+        self._refs = list(refs)
+        self._at = 0
+
+    def __iter__(self) -> Iterator[ObjectRef[T]]:
+        return iter(self._refs)
+
+    def __next__(self) -> ObjectRef[T]:
+        if self._at == len(self._refs):
+            raise StopIteration
+        self._at += 1
+        return self._refs[self._at - 1]
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+
+def _take(
+    stream: actors.ObjectRefGenerator[Any],
+    item: Callable[[actors.ObjectRef[Any]], bool],
+    end: Callable[[], None],
+) -> None:
+    """Take the items of a stream as they come, on the threads that bring them.
+
+    Args:
+        item: is given each; False: no more are wanted.
+        end: called when there are no more.
+    """
+    while True:
+        arrival = stream._arrival()
+        if not arrival.done():
+            arrival.add_done_callback(lambda _: _take(stream, item, end))
+            return
+        try:
+            ref = stream.next(timeout=0)
+        except StopIteration:
+            end()
+            return
+        if not item(ref):
+            stream.close()
+            return
+
+
+def spread(stream: actors.ObjectRefGenerator[Any], count: int) -> list[ObjectRef[Any]]:
+    """Return references to the first items of a stream, at once. What it raises, all raise that it has not given."""
+    futures: list[Future[Any]] = [Future() for _ in range(count)]
+    for at, future in enumerate(futures):
+        future.label = f"value {at} of {stream!r}"
+    left = list(reversed(futures))
+
+    def item(ref: actors.ObjectRef[Any]) -> bool:
+        try:
+            value = ref._ask().value()
+        except Exception as error:
+            fail(error)
+        else:
+            left.pop().set_result(value)
+        return bool(left)
+
+    def fail(error: BaseException) -> None:
+        for each in left:
+            each.set_exception(error)
+        for each in left[1:]:  # one failure: looking at any of them will do
+            each.acknowledge()
+        left.clear()
+
+    def end() -> None:
+        fail(
+            ValueError(f"a generator was to give {count} values (num_returns), and gave {count - len(left)}")
+        )
+
+    _take(stream, item, end)
+    return [ObjectRef(actors.ObjectRef(each)) for each in futures]
+
+
+def gathered(stream: actors.ObjectRefGenerator[Any]) -> ObjectRef[DynamicObjectRefGenerator[Any]]:
+    """Return a reference to references to all items of a stream: complete when it is over."""
+    future: Future[DynamicObjectRefGenerator[Any]] = Future()
+    future.label = f"all of {stream!r}"
+    refs: list[ObjectRef[Any]] = []
+
+    def item(ref: actors.ObjectRef[Any]) -> bool:
+        refs.append(ObjectRef(ref))
+        return True
+
+    _take(stream, item, lambda: future.set_result(DynamicObjectRefGenerator(refs)))
+    return ObjectRef(actors.ObjectRef(future))
+
+
+# -- between the two ----------------------------------------------------------------------------------------------
+
+
+def wrapped(found: Any, count: Any = 1) -> Any:
+    """Return what ``remote`` of ours gives, an ObjectRef, several, none or a stream, as Ray's.
+
+    Args:
+        count: how many references were asked for; of a stream, 1 is what is said where nothing is.
+    """
+    if type(found) is actors.ObjectRef:
+        return ObjectRef(found)
+    if isinstance(found, list):
+        return [ObjectRef(each) for each in found]
+    if not isinstance(found, actors.ObjectRefGenerator):
+        return found
+    return spread(found, count) if isinstance(count, int) and count > 1 else ObjectRefGenerator(found)
+
+
+def unwrapped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments with references of ours in the place of Ray's: such an argument is replaced by its value."""
+    for each in args:
+        if isinstance(each, ObjectRef):
+            args = tuple([one._ours if isinstance(one, ObjectRef) else one for one in args])
+            break
+    if kwargs:
+        kwargs = {name: each._ours if isinstance(each, ObjectRef) else each for name, each in kwargs.items()}
+    return args, kwargs
+
+
+_WAITABLE: Final = (ObjectRef, ObjectRefGenerator)
+
+
+def _ours(item: Any, what: str) -> Any:
+    if isinstance(item, _WAITABLE):
+        return item._ours
+    if isinstance(item, (actors.ObjectRef, actors.ObjectRefGenerator)):
+        return item
+    raise WrongTypeError(
+        f"{what} takes ObjectRefs, what .remote() returns, and not a {type(item).__name__}: {say(item, repr)[:60]}"
+    )
+
+
+# -- what is done with them ----------------------------------------------------------------------------------------
+
+
+def get(object_refs: Any, *, timeout: float | None = None, **_ignored: Any) -> Any:
+    """Wait for results and return them.
+
+    Args:
+        object_refs: an ObjectRef, or a list of them.
+        timeout: seconds for all of it; None: until the calls are over.
+
+    Raises:
+        GetTimeoutError: not everything was there in time. The calls go on.
+        RayTaskError: a call raised; also an instance of the class of what it raised.
+        RayError: a call ended otherwise.
+        WrongTypeError: these are no ObjectRefs (a ValueError and a TypeError).
+    """
+    try:
+        if isinstance(object_refs, ObjectRef):
+            return actors.get(object_refs._ours, timeout=timeout)
+        if isinstance(object_refs, (list, tuple)):
+            return actors.get([_ref(each) for each in object_refs], timeout=timeout)
+        return actors.get(_ref(object_refs), timeout=timeout)
+    except RpcError as caught:
+        error = in_rays_words(caught)
+    raise error
+
+
+def _ref(item: Any) -> Any:
+    if isinstance(item, (ObjectRefGenerator, actors.ObjectRefGenerator)):
+        raise WrongTypeError("ray.get() takes ObjectRefs: iterating over an ObjectRefGenerator gives them")
+    return _ours(item, "ray.get()")
+
+
+def put(value: T, **_ignored: Any) -> ObjectRef[T]:
+    """Return an ObjectRef for a value as it is now.
+
+    Raises:
+        TypeError: it is an ObjectRef already, or cannot be sent.
+    """
+    if isinstance(value, _WAITABLE):
+        raise TypeError(f"ray.put() takes a value, and {value!r} is a reference already")
+    return ObjectRef(actors.put(value))
+
+
+def wait(
+    ray_waitables: Any, *, num_returns: int = 1, timeout: float | None = None, fetch_local: bool = True
+) -> tuple[list[Any], list[Any]]:
+    """Wait until some of several results are there, failed ones included.
+
+    Args:
+        ray_waitables: a list of different ObjectRefs and ObjectRefGenerators.
+        num_returns: so many are waited for.
+        timeout: seconds; None waits without a bound, 0 only looks.
+        fetch_local: a large result that is elsewhere counts when it has been fetched.
+
+    Returns:
+        Those that are ready, at most ``num_returns``, and all others, both in the order of the list.
+
+    Raises:
+        TypeError: these are no ObjectRefs.
+        ValueError: one is there twice, or ``num_returns`` or ``timeout`` makes no sense.
+    """
+    if not isinstance(ray_waitables, (list, tuple)):
+        raise TypeError(f"ray.wait() takes a list of ObjectRefs, not a {type(ray_waitables).__name__}")
+    ours = [_ours(each, "ray.wait()") for each in ray_waitables]
+    theirs = {id(one): other for one, other in zip(ours, ray_waitables, strict=True)}
+    try:
+        ready, rest = actors.wait(
+            ours,
+            num_returns=num_returns,
+            timeout=None if timeout == math.inf else timeout,
+            fetch_local=fetch_local,
+        )
+    except RpcError as caught:
+        error = in_rays_words(caught)
+    else:
+        return [theirs[id(each)] for each in ready], [theirs[id(each)] for each in rest]
+    raise error
+
+
+def cancel(ray_waitable: Any, *, force: bool = False, recursive: bool = True) -> bool:
+    """Give a call up: it ends with TaskCancelledError. Return whether there was something to give up.
+
+    Args:
+        force: of a task: end its process, if it cannot be interrupted.
+        recursive: must be True: the calls that it waits for are given up with it.
+
+    Raises:
+        ValueError: ``force`` for a call to an actor, or ``recursive=False``.
+        TypeError: it is nothing that can be cancelled.
+    """
+    return actors.cancel(_ours(ray_waitable, "ray.cancel()"), force=force, recursive=recursive)

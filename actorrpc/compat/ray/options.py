@@ -1,0 +1,266 @@
+"""Ray's options of actors, tasks and calls, as options of ours.
+
+Three kinds: what has a meaning here is mapped, what cannot change a program's results is ignored (:data:`IGNORED` says why), and
+what can is refused, with what to do instead. All others are options of ours, by our names or by Ray's, which are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from actorrpc._exception_text import say
+from actorrpc.compat.ray import cluster, runtime_env
+from actorrpc.compat.ray.exceptions import ActorUnschedulableError, TaskUnschedulableError
+from actorrpc.compat.ray.placement import VARIABLE as GROUP
+from actorrpc.compat.ray.placement import PlacementGroup, current_group
+from actorrpc.compat.ray.strategies import (
+    In,
+    NodeAffinitySchedulingStrategy,
+    NodeLabelSchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+from actorrpc.errors import ConfigError
+
+__all__ = [
+    "IGNORED",
+    "Extras",
+    "check_resources",
+    "for_actors",
+    "for_calls",
+    "for_tasks",
+    "group_of",
+    "placed",
+]
+
+#: what changes no result, and why it is ignored
+IGNORED: Final = {
+    "_labels": "they are shown nowhere",
+    "_metadata": "it is of Ray's own libraries",
+    "accelerator_type": "num_gpus= says how many devices; which ones is said by labels=",
+    "enable_task_events": "there is no event store",
+    "enable_tensor_transport": "tensors go through shared memory, always",
+    "fallback_strategy": "it says what to do where the first choice is not there, and that is an error here",
+    "max_calls": "processes that run tasks are kept",
+    "memory": "no memory is reserved",
+    "object_store_memory": "there is no object store",
+    "tensor_transport": "tensors go through shared memory, always",
+}
+_NO_CHECKPOINTS: Final = 1 << 62
+_NOT_SAID: Final = (None, "DEFAULT", "default")
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What options of Ray's say that is none of ours.
+
+    Attributes:
+        env: the ``runtime_env`` that was given; None for none.
+        resources: what a task asks for: looked for, and not booked.
+        group: the placement group; None for none.
+        bundle: which of its bundles; -1 for any.
+        captures: whether what the actor or the task makes is in the group, too.
+    """
+
+    env: dict[str, Any] | None = None
+    resources: tuple[tuple[str, float], ...] = ()
+    group: PlacementGroup | None = None
+    bundle: int = -1
+    captures: bool = False
+
+
+def _common(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options that are the same for actors and tasks, and changes to the extras."""
+    options = {name: value for name, value in given.items() if name not in IGNORED}
+    extras: dict[str, Any] = {}
+    if "runtime_env" in options:
+        extras["env"] = runtime_env.checked(options.pop("runtime_env"))
+    _place(options, extras)
+    selector = options.pop("label_selector", None)
+    if selector:
+        options["labels"] = {**(options.get("labels") or {}), **_labels(selector)}
+    for name in [name for name, value in options.items() if value is None and name in _NONE_IS_UNSAID]:
+        del options[name]
+    return options, extras
+
+
+_NONE_IS_UNSAID: Final = (
+    "max_pending_calls",
+    "max_restarts",
+    "num_returns",
+    "retry_exceptions",
+    "max_retries",
+    "get_if_exists",
+)
+
+
+def _labels(selector: Any) -> dict[str, str]:
+    if not isinstance(selector, Mapping):
+        raise TypeError(f"label_selector must be a dict, not {say(selector, repr)}")
+    for name, value in selector.items():
+        if not isinstance(value, str) or value.startswith(("!", "in(")):
+            raise ConfigError(
+                f"label_selector: {name}={value!r} is not possible here: a worker is chosen by the value that a label has"
+            )
+    return dict(selector)
+
+
+def _place(options: dict[str, Any], extras: dict[str, Any]) -> None:
+    """Look at where it is to run: the scheduling strategy, and the older options for the same."""
+    if "placement_group" in options:
+        group = options.pop("placement_group")
+        index = options.pop("placement_group_bundle_index", -1)
+        captures = options.pop("placement_group_capture_child_tasks", None)
+        if isinstance(group, PlacementGroup):
+            options.setdefault(
+                "scheduling_strategy", PlacementGroupSchedulingStrategy(group, index, captures)
+            )
+        elif group not in (None, *_NOT_SAID):
+            raise ConfigError(
+                f"placement_group must be what placement_group() returns, not {say(group, repr)}"
+            )
+    else:
+        options.pop("placement_group_bundle_index", None)
+        options.pop("placement_group_capture_child_tasks", None)
+    if "scheduling_strategy" not in options:
+        return
+    strategy = options.pop("scheduling_strategy")
+    if strategy == "SPREAD":
+        options["spread"] = True
+    elif isinstance(strategy, PlacementGroupSchedulingStrategy):
+        group = strategy.placement_group
+        index = strategy.placement_group_bundle_index
+        if group is not None:
+            group.check_index(index)
+        extras.update(group=group, bundle=index, captures=bool(strategy.placement_group_capture_child_tasks))
+    elif isinstance(strategy, NodeAffinitySchedulingStrategy):
+        host = cluster.host_of(strategy.node_id)
+        if host is not None:
+            options["host"] = host
+        elif not strategy.soft:
+            raise ActorUnschedulableError(
+                f"there is no node {strategy.node_id!r}: ray.nodes() shows those that there are"
+            )
+    elif isinstance(strategy, NodeLabelSchedulingStrategy):
+        options["labels"] = _hard_labels(strategy)
+    elif strategy not in _NOT_SAID:
+        raise ConfigError(
+            f'scheduling_strategy must be "DEFAULT", "SPREAD" or one of ray.util.scheduling_strategies, not {say(strategy, repr)}'
+        )
+
+
+def _hard_labels(strategy: NodeLabelSchedulingStrategy) -> dict[str, str]:
+    found = {}
+    for name, wanted in (strategy.hard or {}).items():
+        if not isinstance(wanted, In) or len(wanted.values) != 1:
+            raise ConfigError(
+                f"label {name!r}: only In(one value) is possible here, as a worker is chosen by a label's value"
+            )
+        found[name] = wanted.values[0]
+    return found
+
+
+def _resources(given: Mapping[str, Any]) -> dict[str, float]:
+    """Return what is asked for by name, without the names that stand for nodes."""
+    for name in ("CPU", "GPU"):
+        if name in given:
+            raise ConfigError(f"resources: {name!r} is said by num_{name.lower()}s=")
+    return {name: amount for name, amount in given.items() if not name.startswith("node:")}
+
+
+def for_actors(given: Mapping[str, Any], before: Extras) -> tuple[dict[str, Any], Extras]:
+    """Return the options of ours that options of actors stand for, and the rest of what they say.
+
+    Raises:
+        ConfigError: an option cannot be had here, or its value is wrong; the message says what to do.
+    """
+    options, extras = _common(given)
+    if options.get("resources"):
+        options["resources"] = _resources(options["resources"])
+    # A class of Ray's may have methods of these names that mean something else.
+    options.setdefault("checkpoint_every", _NO_CHECKPOINTS)
+    return options, _changed(before, extras)
+
+
+def for_tasks(given: Mapping[str, Any], before: Extras) -> tuple[dict[str, Any], Extras]:
+    """Return the options of ours that options of tasks stand for, and the rest of what they say. As :func:`for_actors`."""
+    options, extras = _common(given)
+    if options.get("resources"):
+        extras["resources"] = tuple(sorted(_resources(options["resources"]).items()))
+    for name in ("resources", "spread"):  # tasks share the processes that there are
+        options.pop(name, None)
+    host = options.pop("host", None)
+    labels = options.pop("labels", None)
+    if (host is not None or labels) and len(cluster.hosts()) > 1:
+        raise ConfigError(
+            "a task cannot be placed on a node of several: make it a method of an actor with that scheduling strategy"
+        )
+    return options, _changed(before, extras)
+
+
+def for_calls(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of ours that options of a method's calls stand for."""
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in IGNORED and not (value is None and name in _NONE_IS_UNSAID)
+    }
+
+
+def _changed(before: Extras, changes: Mapping[str, Any]) -> Extras:
+    known = {name: getattr(before, name) for name in Extras.__slots__}
+    return Extras(**{**known, **changes})
+
+
+def check_resources(extras: Extras) -> None:
+    """Look whether there is what a task asks for.
+
+    Raises:
+        TaskUnschedulableError: there is not.
+    """
+    if extras.resources:
+        _look_for(extras.resources, cluster.number())
+
+
+@functools.lru_cache(maxsize=256)
+def _look_for(resources: tuple[tuple[str, float], ...], _cluster: int) -> None:
+    wanted = dict(resources)
+    if not any(
+        all(each.get(name, 0.0) >= amount for name, amount in wanted.items()) for each in cluster.totals()
+    ):
+        raise TaskUnschedulableError(f"no node has {wanted}: ray.nodes() shows what there is")
+
+
+def placed(
+    extras: Extras, host: str | None, env: Mapping[str, str] | None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return options to change for what is made here and now, and where imports look in its process.
+
+    They depend on the process that makes it: its placement group and its ``runtime_env`` may be inherited.
+
+    Args:
+        host, env: what the options say already.
+
+    Raises:
+        ActorPlacementGroupRemoved: the placement group has been removed.
+    """
+    options, paths = runtime_env.options_of(runtime_env.merged(extras.env))
+    group, bundle, captures = extras.group, extras.bundle, extras.captures
+    if group is None:
+        group, bundle, captures = current_group(), -1, True
+    if group is not None and not group.is_empty:
+        found = group.host_for(bundle)
+        if found is not None and host is None:
+            options["host"] = found
+        options["env"] = {**options.get("env", {}), GROUP: f"{group.id.text}:{int(captures)}"}
+    if "env" in options and env:
+        options["env"] = {**env, **options["env"]}
+    return options, paths
+
+
+def group_of(extras: Extras) -> PlacementGroup | None:
+    """Return the group that something is made in, here and now; None if in none."""
+    group = extras.group if extras.group is not None else current_group()
+    return None if group is None or group.is_empty else group

@@ -1,0 +1,404 @@
+"""Placement groups: places that are looked for together; what ``ray.util.placement_group`` has.
+
+A bundle is a promise of a machine that has what the bundle asks for. The driver keeps the groups: it finds machines for the
+bundles by the group's strategy, has groups wait for each other, and ends the actors of a group that is removed. An actor of a
+group is made on the machine of its bundle; what it books there is what its own options say.
+
+``_lock`` guards the tables. Nothing is called under it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from actorrpc import actors
+from actorrpc._exception_text import say
+from actorrpc.compat.ray import cluster
+from actorrpc.compat.ray.exceptions import ActorPlacementGroupRemoved, GetTimeoutError
+from actorrpc.compat.ray.object_ref import ObjectRef, get
+from actorrpc.errors import PlacementError, RpcError
+from actorrpc.futures import Future
+
+__all__ = [
+    "VARIABLE",
+    "PlacementGroup",
+    "PlacementGroupTimeoutError",
+    "current_group",
+    "get_current_placement_group",
+    "get_placement_group",
+    "join",
+    "placement_group",
+    "placement_group_table",
+    "remove_placement_group",
+]
+
+VARIABLE: Final = "ACTORRPC_RAY_GROUP"
+_STRATEGIES: Final = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+_SLACK: Final = 1e-6
+
+
+class PlacementGroupTimeoutError(GetTimeoutError, PlacementError):
+    """A placement group can never be made: no machines have what it asks for."""
+
+
+@dataclass(frozen=True)
+class PlacementGroupID:
+    """The id of a placement group."""
+
+    text: str
+
+    def hex(self) -> str:
+        """Return it as text."""
+        return self.text
+
+    def binary(self) -> bytes:
+        """Return it as bytes."""
+        return bytes.fromhex(self.text)
+
+    def is_nil(self) -> bool:
+        """Say whether it is that of no group."""
+        return not self.text
+
+
+@dataclass(frozen=True)
+class PlacementGroup:
+    """A placement group: a handle, which travels.
+
+    Attributes:
+        id: its id.
+        bundle_specs: what its bundles ask for.
+        name: its name, if it has one.
+        strategy: how its bundles are placed.
+    """
+
+    id: PlacementGroupID
+    bundle_specs: list[dict[str, float]] = field(default_factory=list, compare=False)
+    name: str = field(default="", compare=False)
+    strategy: str = field(default="PACK", compare=False)
+
+    @staticmethod
+    def empty() -> PlacementGroup:
+        """Return the group that is none."""
+        return PlacementGroup(PlacementGroupID(""))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is the group that is none."""
+        return self.id.is_nil()
+
+    @property
+    def bundle_count(self) -> int:
+        """How many bundles it has."""
+        return len(self.bundle_specs)
+
+    def ready(self) -> ObjectRef[PlacementGroup]:
+        """Return an ObjectRef that is complete, with the group, when all of its bundles have their machines."""
+        return ObjectRef(cluster.on_driver(_ready, self.id.text))
+
+    def wait(self, timeout_seconds: float = 30) -> bool:
+        """Wait for that; say whether it is so."""
+        try:
+            get(self.ready(), timeout=timeout_seconds)
+        except GetTimeoutError:
+            return False
+        return True
+
+    def check_index(self, index: int) -> None:
+        """Look whether there is such a bundle.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.is_empty and index != -1:
+            raise ValueError("placement_group_bundle_index is for actors and tasks with a placement group")
+        if not self.is_empty and not -1 <= index < self.bundle_count:
+            raise ValueError(
+                f"placement_group_bundle_index must be -1 or below {self.bundle_count}, the number of bundles, not {index}"
+            )
+
+    def host_for(self, index: int) -> str | None:
+        """Return the machine of a bundle, or of the first; None where there is but one.
+
+        Raises:
+            ActorPlacementGroupRemoved: the group has been removed.
+        """
+        return None if self.is_empty else cluster.on_driver(_host_for, self.id.text, index)
+
+
+# -- on the driver -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Kept:
+    """A group, as the driver keeps it."""
+
+    group: PlacementGroup
+    ready: Future[PlacementGroup]
+    state: str = "PENDING"
+    hosts: list[str] = field(default_factory=list)
+    members: list[Any] = field(default_factory=list)
+
+
+_lock = threading.RLock()
+_groups: dict[str, _Kept] = {}
+_of_cluster: list[int] = []  # the cluster whose groups these are
+
+
+def _of_this_cluster() -> dict[str, _Kept]:
+    """Return the groups, without those of a cluster that has ended. Under the lock."""
+    if _of_cluster != [cluster.number()]:
+        _groups.clear()
+        _of_cluster[:] = [cluster.number()]
+    return _groups
+
+
+def _kept(group_id: str) -> _Kept:
+    with _lock:
+        found = _of_this_cluster().get(group_id)
+    if found is None:
+        raise ValueError(f"there is no placement group {group_id!r} in this cluster")
+    return found
+
+
+def _fits(need: Mapping[str, float], free: Mapping[str, float]) -> bool:
+    return all(free.get(name, 0.0) + _SLACK >= amount for name, amount in need.items())
+
+
+def _taken(free: Mapping[str, float], need: Mapping[str, float]) -> dict[str, float]:
+    return {**free, **{name: free.get(name, 0.0) - amount for name, amount in need.items()}}
+
+
+def _assign(
+    bundles: Sequence[Mapping[str, float]], strategy: str, machines: Mapping[str, Mapping[str, float]]
+) -> list[str] | None:
+    """Return a machine for each bundle; None where they do not fit."""
+    free = {name: dict(each) for name, each in machines.items()}
+    chosen: list[str] = []
+    for bundle in bundles:
+        candidates = [name for name in free if _fits(bundle, free[name])]
+        unused = [name for name in candidates if name not in chosen]
+        if strategy == "STRICT_SPREAD":
+            candidates = unused
+        elif strategy == "SPREAD":
+            candidates = unused or candidates
+        elif strategy == "STRICT_PACK" and chosen:
+            candidates = [name for name in candidates if name == chosen[0]]
+        else:
+            candidates = [name for name in candidates if name in chosen] or candidates
+        if not candidates:
+            return _elsewhere(bundles, strategy, machines, chosen)
+        chosen.append(candidates[0])
+        free[candidates[0]] = _taken(free[candidates[0]], bundle)
+    return chosen
+
+
+def _elsewhere(
+    bundles: Sequence[Mapping[str, float]],
+    strategy: str,
+    machines: Mapping[str, Mapping[str, float]],
+    chosen: Sequence[str],
+) -> list[str] | None:
+    """Try without the machine that was tried first, where all bundles must be on one."""
+    if strategy != "STRICT_PACK" or not chosen:
+        return None
+    rest = {name: each for name, each in machines.items() if name != chosen[0]}
+    return _assign(bundles, strategy, rest)
+
+
+def _create(group: PlacementGroup) -> None:
+    kept = _Kept(group, Future())
+    kept.ready.label = f"the placement group {group.name or group.id.text}"
+    kept.ready.acknowledge()
+    with _lock:
+        _of_this_cluster()[group.id.text] = kept
+    machines = cluster._machines()
+    whole = {each["names"][0]: each["total"] for each in machines}
+    if _assign(group.bundle_specs, group.strategy, whole) is None:
+        kept.state = "INFEASIBLE"
+        kept.ready.set_exception(
+            PlacementGroupTimeoutError(
+                f"the placement group of {group.bundle_specs} ({group.strategy}) cannot be made: there are {whole}"
+            )
+        )
+        return
+    _place_all(whole)
+
+
+def _place_all(whole: Mapping[str, Mapping[str, float]]) -> None:
+    """Give groups that wait their machines, in their order, as far as others leave room."""
+    made = []
+    with _lock:
+        groups = list(_of_this_cluster().values())
+        free = {name: dict(each) for name, each in whole.items()}
+        for kept in groups:
+            if kept.state == "CREATED":
+                for host, bundle in zip(kept.hosts, kept.group.bundle_specs, strict=True):
+                    free[host] = _taken(free.get(host, {}), bundle)
+        for kept in groups:
+            if kept.state != "PENDING":
+                continue
+            found = _assign(kept.group.bundle_specs, kept.group.strategy, free)
+            if found is None:
+                continue
+            kept.hosts, kept.state = found, "CREATED"
+            made.append(kept)
+            for host, bundle in zip(found, kept.group.bundle_specs, strict=True):
+                free[host] = _taken(free[host], bundle)
+    for kept in made:
+        kept.ready.set_result(kept.group)
+
+
+def _ready(group_id: str) -> actors.ObjectRef[PlacementGroup]:
+    kept = _kept(group_id)
+    if kept.state == "REMOVED":
+        raise _removed(kept.group)
+    return actors.ObjectRef(kept.ready, label=str(kept.ready.label))
+
+
+def _removed(group: PlacementGroup) -> ActorPlacementGroupRemoved:
+    return ActorPlacementGroupRemoved(f"the placement group {group.name or group.id.text} has been removed")
+
+
+def _host_for(group_id: str, index: int) -> str | None:
+    kept = _kept(group_id)
+    if kept.state == "REMOVED":
+        raise _removed(kept.group)
+    machines = cluster.hosts()
+    if len(machines) < 2 or not kept.hosts:
+        return None
+    return kept.hosts[max(index, 0)]
+
+
+def _join(group_id: str, member: Any) -> None:
+    _kept(group_id).members.append(member)
+
+
+def join(group: PlacementGroup, member: Any) -> None:
+    """Have an actor end with its group.
+
+    Args:
+        member: a handle that does not keep the actor alive.
+    """
+    cluster.on_driver(_join, group.id.text, member)
+
+
+def _remove(group_id: str) -> None:
+    with _lock:
+        kept = _of_this_cluster().get(group_id)
+        if kept is None or kept.state == "REMOVED":
+            return
+        pending = kept.state == "PENDING"
+        kept.state = "REMOVED"
+        members, kept.members = kept.members, []
+    if pending:
+        kept.ready.set_exception(_removed(kept.group))
+    for member in members:
+        try:
+            actors.kill(member)
+        except RpcError:  # it is gone
+            pass
+    _place_all({each["names"][0]: each["total"] for each in cluster._machines()})
+
+
+def _find(name: str, group_id: str) -> PlacementGroup | None:
+    with _lock:
+        for kept in _of_this_cluster().values():
+            if kept.state != "REMOVED" and (
+                kept.group.id.text == group_id if group_id else kept.group.name == name
+            ):
+                return kept.group
+    return None
+
+
+def _rows() -> dict[str, dict[str, Any]]:
+    ids = {each["names"][0]: cluster._id_of(each["names"]) for each in cluster._machines()}
+    with _lock:
+        return {
+            kept.group.id.text: {
+                "placement_group_id": kept.group.id.text,
+                "name": kept.group.name,
+                "bundles": dict(enumerate(kept.group.bundle_specs)),
+                "bundles_to_node_id": {at: ids.get(host, host) for at, host in enumerate(kept.hosts)},
+                "strategy": kept.group.strategy,
+                "state": "PENDING" if kept.state == "INFEASIBLE" else kept.state,
+            }
+            for kept in _of_this_cluster().values()
+        }
+
+
+# -- anywhere ------------------------------------------------------------------------------------------------------
+
+
+def placement_group(
+    bundles: Sequence[Mapping[str, float]],
+    strategy: str = "PACK",
+    name: str = "",
+    lifetime: str | None = None,
+    **_ignored: Any,
+) -> PlacementGroup:
+    """Look for machines for some bundles, all or none; returns at once.
+
+    Args:
+        bundles: what each of them asks for: ``{"CPU": 1}``.
+        strategy: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"`` or ``"STRICT_SPREAD"``.
+        name: what :func:`get_placement_group` finds it by.
+        lifetime: None or ``"detached"``; groups end with the cluster.
+
+    Raises:
+        ValueError: an argument makes no sense.
+    """
+    if not isinstance(bundles, (list, tuple)) or not bundles:
+        raise ValueError("placement_group() takes a list of bundles that is not empty, like [{'CPU': 1}]")
+    for bundle in bundles:
+        if not isinstance(bundle, Mapping) or not any(bundle.values()):
+            raise ValueError(f"a bundle is a dict of amounts, not all of them 0, and not {say(bundle, repr)}")
+        if any(not isinstance(amount, (int, float)) or amount < 0 for amount in bundle.values()):
+            raise ValueError(f"the amounts of a bundle are numbers of at least 0: {say(bundle, repr)}")
+    if strategy not in _STRATEGIES:
+        raise ValueError(f"strategy must be one of {', '.join(_STRATEGIES)}, not {say(strategy, repr)}")
+    if lifetime not in (None, "detached"):
+        raise ValueError(f"lifetime must be None or 'detached', not {say(lifetime, repr)}")
+    specs = [{key: float(amount) for key, amount in bundle.items() if amount} for bundle in bundles]
+    made = PlacementGroup(PlacementGroupID(os.urandom(18).hex()), specs, name, strategy)
+    cluster.on_driver(_create, made)
+    return made
+
+
+def remove_placement_group(placement_group: PlacementGroup) -> None:
+    """Give a group's places back, and end its actors. Idempotent."""
+    cluster.on_driver(_remove, placement_group.id.text)
+
+
+def get_placement_group(placement_group_name: str) -> PlacementGroup:
+    """Return the group of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not placement_group_name:
+        raise ValueError("get_placement_group() takes the name of a group")
+    found = cluster.on_driver(_find, placement_group_name, "")
+    if found is None:
+        raise ValueError(f"there is no placement group {placement_group_name!r}")
+    return found
+
+
+def placement_group_table(placement_group: PlacementGroup | None = None) -> dict[str, Any]:
+    """Return what is known of a group, or of all of them by their ids."""
+    rows = cluster.on_driver(_rows)
+    return rows if placement_group is None else rows.get(placement_group.id.text, {})
+
+
+def get_current_placement_group() -> PlacementGroup | None:
+    """Return the group that this code runs in; None if it runs in none."""
+    group_id = os.environ.get(VARIABLE, "").partition(":")[0]
+    return cluster.on_driver(_find, "", group_id) if group_id else None
+
+
+def current_group() -> PlacementGroup | None:
+    """Return the group that what is made here is to be in, since the group captures it."""
+    return get_current_placement_group() if os.environ.get(VARIABLE, "").endswith(":1") else None

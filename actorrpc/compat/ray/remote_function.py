@@ -1,0 +1,173 @@
+"""``ray.remote_function``: what ``@ray.remote`` makes of a function."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+
+from actorrpc import actors
+from actorrpc.actors.spec.options import TaskOptions
+from actorrpc.compat.ray import placement, runtime_env
+from actorrpc.compat.ray.exceptions import TaskUnschedulableError, in_rays_words
+from actorrpc.compat.ray.object_ref import DynamicObjectRefGenerator, ObjectRef, unwrapped, wrapped
+from actorrpc.compat.ray.options import Extras, check_resources, for_tasks, placed
+from actorrpc.errors import RpcError
+
+__all__ = ["RemoteFunction", "remote_function"]
+
+P = ParamSpec("P")
+Out = TypeVar("Out")
+_NONE = Extras()
+
+
+def _refers(function: Callable[..., Any], again: bool) -> Callable[..., Any]:
+    """Return a function that gives references to all that a generator yields; the last one raises what it has raised.
+
+    Args:
+        again: what it raises may be a reason to call it again, and is raised.
+    """
+
+    @functools.wraps(function)
+    def refer(*args: Any, **kwargs: Any) -> DynamicObjectRefGenerator[Any]:
+        found = function(*args, **kwargs)
+        if not inspect.isgenerator(found):
+            raise ValueError(
+                f'num_returns="dynamic" is for generators, and {function.__name__} returned a {type(found).__name__}'
+            )
+        refs: list[ObjectRef[Any]] = []
+        try:
+            for value in found:
+                refs.append(ObjectRef(actors.put(value)))
+        except Exception as error:
+            if again:
+                raise
+            refs.append(ObjectRef(actors.ObjectRef.failed(error)))
+        return DynamicObjectRefGenerator(refs)
+
+    return refer
+
+
+class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
+    """A function that runs elsewhere: ``f.remote(...)``. See :class:`actorrpc.RemoteFunction`.
+
+    Args:
+        function: the function.
+        options: how its tasks are run.
+        extras: what Ray's options say besides.
+        dynamic: whether what a generator yields is given as references, when it is over.
+    """
+
+    def __init__(
+        self,
+        function: Callable[P, Any],
+        options: TaskOptions | None = None,
+        extras: Extras = _NONE,
+        dynamic: bool = False,
+    ) -> None:
+        called: Callable[..., Any] = function
+        if dynamic:
+            called = _refers(function, options is not None and bool(options.retry_exceptions))
+        super().__init__(called, options)
+        self._function = function
+        self._extras = extras
+        self._dynamic = dynamic
+        self._is_plain = extras == _NONE
+
+    if not TYPE_CHECKING:
+
+        def remote(self, *args, **kwargs):
+            """Run the function in another process; return an ObjectRef at once, or several, or an ObjectRefGenerator.
+
+            ObjectRefs among the arguments are replaced by their values first. Starts the embedded cluster if nothing runs.
+
+            Raises:
+                TypeError: the function does not take these arguments, or they cannot be sent.
+            What nothing has that it asks for, the ObjectRef says, with a TaskUnschedulableError.
+            """
+            args, kwargs = unwrapped(args, kwargs)
+            try:
+                made = self
+                if (
+                    not self._is_plain
+                    or runtime_env.VARIABLE in os.environ
+                    or placement.VARIABLE in os.environ
+                ):
+                    try:
+                        made = self._placed()
+                    except TaskUnschedulableError as error:
+                        return wrapped(actors.ObjectRef.failed(error))
+                return wrapped(actors.RemoteFunction.remote(made, *args, **kwargs), made._options.num_returns)
+            except RpcError as caught:
+                error = in_rays_words(caught)
+            raise error
+
+    def _placed(self) -> RemoteFunction[P, Any]:
+        """Return the same function, as it is run that this process starts now."""
+        check_resources(self._extras)
+        changes, paths = placed(self._extras, None, self._options.env)
+        changes.pop("host", None)  # tasks share processes
+        if not changes:
+            return self
+        made = self._variant(self._options.merged(**changes), self._extras, self._dynamic)
+        if paths:
+            made._travels = runtime_env.SearchingFunction(paths, made._travels)  # type: ignore[assignment]
+        return made
+
+    def _variant(self, options: TaskOptions, extras: Extras, dynamic: bool) -> RemoteFunction[P, Any]:
+        made: RemoteFunction[P, Any] = RemoteFunction(self._function, options, extras, dynamic)
+        if made.__wrapped__ is self._function and self._first.__wrapped__ is self._function:
+            made._first = self._first
+        return made
+
+    def options(self, **options: Any) -> RemoteFunction[P, Any]:
+        """Return the same function with other options.
+
+        Raises:
+            ConfigError: an option cannot be had here, or its value is wrong; the message says what to do (a ValueError).
+        """
+        dynamic = self._dynamic
+        if "num_returns" in options:
+            dynamic = options["num_returns"] == "dynamic"
+        ours, extras = for_tasks(_without_dynamic(options), self._extras)
+        return self._variant(self._options.merged(**ours), extras, dynamic)
+
+    def _remote(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        """Run the function, with arguments in a list and a dict."""
+        made: Any = self.options(**options) if options else self
+        return made.remote(*(args or ()), **(kwargs or {}))
+
+    def __reduce__(self) -> Any:
+        reduced = super().__reduce__()
+        if isinstance(reduced, str):
+            return reduced
+        itself = reduced[1][0] if self.__wrapped__ is self._function else self._function
+        return _rebuild, (itself, self._options, self._extras, self._dynamic)
+
+
+def _without_dynamic(options: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(options)
+    if found.get("num_returns") == "dynamic":
+        found["num_returns"] = 1
+    return found
+
+
+def _rebuild(
+    function: Callable[..., Any], options: TaskOptions, extras: Extras, dynamic: bool
+) -> RemoteFunction[..., Any]:
+    """Rebuild a remote function (named in pickles)."""
+    return RemoteFunction(function, options, extras, dynamic)
+
+
+def remote_function(function: Callable[..., Any], options: Mapping[str, Any]) -> RemoteFunction[..., Any]:
+    """Make a remote function of a function.
+
+    Raises:
+        ConfigError: as :meth:`RemoteFunction.options`.
+    """
+    ours, extras = for_tasks(_without_dynamic(options), _NONE)
+    return RemoteFunction(
+        function, TaskOptions().merged(**ours), extras, options.get("num_returns") == "dynamic"
+    )

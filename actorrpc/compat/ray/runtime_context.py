@@ -1,0 +1,170 @@
+"""``ray.runtime_context``: where some code runs, and for whom."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+from actorrpc import actors
+from actorrpc.actors.context import runtime
+from actorrpc.agent.calls import CURRENT
+from actorrpc.compat.ray import cluster, runtime_env
+from actorrpc.compat.ray.actor import ActorHandle, _as_rays
+from actorrpc.compat.ray.placement import get_current_placement_group
+from actorrpc.compat.ray.runtime_env import RuntimeEnv
+
+__all__ = ["RuntimeContext", "get_gpu_ids", "get_runtime_context"]
+
+
+class RuntimeContext:
+    """Where this code runs. Ids are texts.
+
+    Args:
+        context: ours.
+    """
+
+    def __init__(self, context: actors.RuntimeContext) -> None:
+        self._ours = context
+
+    @property
+    def namespace(self) -> str:
+        """Where names of actors are looked for."""
+        return self._ours.namespace
+
+    @property
+    def was_current_actor_reconstructed(self) -> bool:
+        """Whether the actor has been restarted."""
+        return self._ours.was_current_actor_reconstructed
+
+    @property
+    def current_actor(self) -> ActorHandle[Any]:
+        """A handle of the actor that executes this code. It is weak.
+
+        Raises:
+            RuntimeError: this is not code of an actor.
+        """
+        return _as_rays(actors.current_actor())
+
+    @property
+    def runtime_env(self) -> RuntimeEnv:
+        """The ``runtime_env`` of this process."""
+        return RuntimeEnv(**runtime_env.inherited())
+
+    @property
+    def gcs_address(self) -> str:
+        """The address of the driver."""
+        return "local"
+
+    @property
+    def worker(self) -> Any:
+        """This worker."""
+        return self._ours.worker
+
+    def get(self) -> dict[str, Any]:
+        """Return the ids by name."""
+        found = {"job_id": self.get_job_id(), "node_id": self.get_node_id(), "namespace": self.namespace}
+        if self.get_actor_id() is not None:
+            found["actor_id"] = self.get_actor_id() or ""
+        if self.get_task_id() is not None:
+            found["task_id"] = self.get_task_id() or ""
+        return found
+
+    @property
+    def job_id(self) -> str:
+        """As :meth:`get_job_id`."""
+        return self.get_job_id()
+
+    @property
+    def node_id(self) -> str:
+        """As :meth:`get_node_id`."""
+        return self.get_node_id()
+
+    @property
+    def task_id(self) -> str | None:
+        """As :meth:`get_task_id`."""
+        return self.get_task_id()
+
+    @property
+    def actor_id(self) -> str | None:
+        """As :meth:`get_actor_id`."""
+        return self.get_actor_id()
+
+    def get_job_id(self) -> str:
+        """Return the id of the program: there is one, of the driver."""
+        return "01000000"
+
+    def get_node_id(self) -> str:
+        """Return the id of the node."""
+        return cluster.node_id()
+
+    def get_worker_id(self) -> str:
+        """Return the id of this process."""
+        return hashlib.sha224(self._ours.worker.name.encode()).hexdigest()
+
+    def get_task_id(self) -> str | None:
+        """Return the id of the call that executes this code; None in the driver."""
+        execution = CURRENT.get()
+        if execution is None:
+            return None
+        which = f"{self._ours.worker.name} {execution.peer.name} {execution.id} {execution.chain}"
+        return hashlib.sha224(which.encode()).hexdigest()[:48]
+
+    def get_task_name(self) -> str | None:
+        """Return the name of the function or method that is executed; None in the driver."""
+        execution = CURRENT.get()
+        what = None if execution is None else execution.what
+        return getattr(what, "__qualname__", None) or (None if what is None else str(what))
+
+    def get_task_function_name(self) -> str | None:
+        """As :meth:`get_task_name`."""
+        return self.get_task_name()
+
+    def get_actor_id(self) -> str | None:
+        """Return the id of the actor; None outside of actors."""
+        return self._ours.get_actor_id()
+
+    def get_actor_name(self) -> str | None:
+        """Return the name of the actor; empty if it has none, None outside of actors."""
+        return None if self._ours.actor_id is None else self._ours.actor_name or ""
+
+    def get_placement_group_id(self) -> str | None:
+        """Return the id of the placement group; None if this is in none."""
+        found = get_current_placement_group()
+        return None if found is None else found.id.hex()
+
+    def get_assigned_resources(self) -> dict[str, float]:
+        """Return what the actor has asked for."""
+        execution = CURRENT.get()
+        hosted = None if execution is None else execution.actor
+        options = None if hosted is None or hosted.spec is None else hosted.spec.card.options
+        if options is None:
+            return {}
+        found = {"CPU": options.num_cpus, "GPU": options.num_gpus, **(options.resources or {})}
+        return {name: float(amount) for name, amount in found.items() if amount}
+
+    def get_accelerator_ids(self) -> dict[str, list[str]]:
+        """Return the devices that this process sees, by kind."""
+        return {"GPU": [str(each) for each in get_gpu_ids()]}
+
+    def get_runtime_env_string(self) -> str:
+        """Return the ``runtime_env`` of this process as JSON."""
+        return os.environ.get(runtime_env.VARIABLE, "{}")
+
+    def get_node_labels(self) -> dict[str, str]:
+        """Return the labels of the node."""
+        own = self.get_node_id()
+        found = [each["Labels"] for each in cluster.nodes() if each["NodeID"] == own]
+        return dict(found[0]) if found else {}
+
+
+def get_runtime_context() -> RuntimeContext:
+    """Return where this code runs. Starts the embedded cluster if nothing runs."""
+    runtime(start=True)
+    return RuntimeContext(actors.get_runtime_context())
+
+
+def get_gpu_ids() -> list[int | str]:
+    """Return the CUDA devices that this process was given."""
+    said = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return [int(each) if each.isdigit() else each for each in said.split(",") if each]

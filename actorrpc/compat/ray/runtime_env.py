@@ -1,0 +1,234 @@
+"""``runtime_env``: environment variables, a working directory and modules for the processes of actors and tasks.
+
+``env_vars`` and ``working_dir`` are options of ours. ``py_modules``, and the working directory, are put on the path of imports
+of the process before what runs there is unpickled. All of it is inherited by what runs in such a process. What would
+install packages is refused: actors' processes are forks of this installation.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, Final
+
+from actorrpc.compat.ray.exceptions import RuntimeEnvSetupError
+
+__all__ = [
+    "VARIABLE",
+    "RuntimeEnv",
+    "SearchingFunction",
+    "WithPaths",
+    "checked",
+    "inherited",
+    "merged",
+    "options_of",
+]
+
+VARIABLE: Final = "ACTORRPC_RAY_RUNTIME_ENV"
+_INSTALL: Final = (
+    "actors' processes are forks of this installation: install the packages before the program starts, in the environment that "
+    "runs it"
+)
+_REFUSED: Final = {
+    "pip": _INSTALL,
+    "conda": _INSTALL,
+    "uv": _INSTALL,
+    "container": "there are no containers: start the program in the image, or join workers that run in it",
+    "image_uri": "there are no containers: start the program in the image, or join workers that run in it",
+    "java_jars": "there are Python actors only",
+    "worker_process_setup_hook": "call the function at the beginning of the constructor or the task",
+    "py_executable": "processes are forks of this interpreter",
+    "nsight": "profile with torch's profiler, or py-spy",
+}
+_KNOWN: Final = ("env_vars", "py_modules", "working_dir")
+# About the making of an environment, and there is nothing to be made.
+_IGNORED: Final = ("config", "excludes", "eager_install", "rocprof_sys", "_validate")
+
+
+class RuntimeEnv(dict[str, Any]):
+    """A ``runtime_env`` as an object, which is a dict.
+
+    Args:
+        env_vars: environment variables.
+        working_dir: the directory to run in, which imports also look in.
+        py_modules: directories of packages, modules' files, or modules.
+    """
+
+    def __init__(
+        self,
+        *,
+        env_vars: Mapping[str, str] | None = None,
+        working_dir: str | None = None,
+        py_modules: list[Any] | None = None,
+        **more: Any,
+    ) -> None:
+        given = {"env_vars": env_vars, "working_dir": working_dir, "py_modules": py_modules, **more}
+        super().__init__({name: value for name, value in given.items() if value is not None})
+        checked(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as a plain dict."""
+        return dict(self)
+
+
+def checked(env: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a ``runtime_env`` with what is known of it: texts, and paths that are absolute.
+
+    Raises:
+        RuntimeEnvSetupError: it asks for what is not possible here; the message says what to do. Also a ValueError.
+        TypeError: a part has a wrong type.
+    """
+    if env is None:
+        return {}
+    if not isinstance(env, Mapping):
+        raise TypeError(f"runtime_env must be a dict, not {type(env).__name__}")
+    found: dict[str, Any] = {}
+    for name, value in env.items():
+        if value is None or name in _IGNORED:
+            continue
+        if name in _REFUSED:
+            raise RuntimeEnvSetupError(f"runtime_env: {name!r} is not possible here: {_REFUSED[name]}")
+        if name not in _KNOWN:
+            raise RuntimeEnvSetupError(f"runtime_env has no field {name!r}; there are: {', '.join(_KNOWN)}")
+        found[name] = value
+    if "env_vars" in found:
+        variables = found["env_vars"]
+        if not isinstance(variables, Mapping) or not all(
+            isinstance(each, str) for pair in variables.items() for each in pair
+        ):
+            raise TypeError(f"runtime_env: env_vars must be a dict of texts, not {variables!r}")
+        found["env_vars"] = dict(variables)
+    if "working_dir" in found:
+        found["working_dir"] = _directory("working_dir", found["working_dir"])
+    if "py_modules" in found:
+        if isinstance(found["py_modules"], (str, ModuleType)) or not hasattr(found["py_modules"], "__iter__"):
+            raise TypeError("runtime_env: py_modules must be a list of paths or modules")
+        found["py_modules"] = [_path_of(each) for each in found["py_modules"]]
+    return found
+
+
+def _directory(name: str, value: Any) -> str:
+    path: str = os.path.abspath(os.path.expanduser(os.fspath(value)))
+    if "://" in str(value) or not os.path.isdir(path):
+        raise RuntimeEnvSetupError(
+            f"runtime_env: {name} {str(value)!r} is no directory of this machine: fetch or unpack it before the program starts"
+        )
+    return path
+
+
+def _path_of(module: Any) -> str:
+    """Return the directory that a module is found in."""
+    if isinstance(module, ModuleType):
+        spec = importlib.util.find_spec(module.__name__)
+        origin = None if spec is None else spec.origin
+        if origin is None:
+            raise RuntimeEnvSetupError(f"runtime_env: py_modules: {module.__name__} has no file")
+        folder = os.path.dirname(os.path.abspath(origin))
+        return os.path.dirname(folder) if spec is not None and spec.submodule_search_locations else folder
+    path: str = os.path.abspath(os.path.expanduser(os.fspath(module)))
+    if os.path.isfile(path) and path.endswith((".py", ".whl", ".zip")):
+        return path if not path.endswith(".py") else os.path.dirname(path)
+    # A package's own directory is found from the one that it is in.
+    return os.path.dirname(_directory("py_modules", module))
+
+
+def inherited() -> dict[str, Any]:
+    """Return the ``runtime_env`` of this process, which what it starts has as well."""
+    said = os.environ.get(VARIABLE)
+    found: dict[str, Any] = json.loads(said) if said else {}
+    return found
+
+
+def merged(env: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a ``runtime_env``, as :func:`checked` gives it, with what it inherits.
+
+    Variables are added, all else takes the place of what was.
+    """
+    own, above = dict(env or {}), inherited()
+    variables = {**above.get("env_vars", {}), **own.get("env_vars", {})}
+    found = {**above, **own}
+    if variables:
+        found["env_vars"] = variables
+    return found
+
+
+def options_of(env: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the options of ours that a ``runtime_env`` stands for, and the paths that imports are to look in, too."""
+    if not env:
+        return {}, ()
+    options: dict[str, Any] = {"env": {**env.get("env_vars", {}), VARIABLE: json.dumps(env)}}
+    paths = tuple(env.get("py_modules", ()))
+    if "working_dir" in env:
+        options["working_dir"] = env["working_dir"]
+        paths = (env["working_dir"], *paths)
+    return options, paths
+
+
+class WithPaths:
+    """Pickles as what it holds; where that is unpickled, imports look in some directories from then on.
+
+    Args:
+        paths: the directories.
+        held: what it stands for.
+    """
+
+    __slots__ = ("_held", "_paths")
+
+    def __init__(self, paths: tuple[str, ...], held: Any) -> None:
+        self._paths = paths
+        self._held = held
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Arguments are unpickled in their order: the paths are there before what may need them.
+        return _second, (_Paths(self._paths), self._held)
+
+
+class SearchingFunction:
+    """A function whose imports look in some directories. Stays what it is when it is copied: a call may wait for its process.
+
+    Args:
+        paths: the directories.
+        held: pickles as the function.
+    """
+
+    def __init__(self, paths: tuple[str, ...], held: Any) -> None:
+        functools.update_wrapper(self, held)
+        self._paths = paths
+        self._held = held
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._held(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _searching, (_Paths(self._paths), self._paths, self._held)
+
+
+class _Paths:
+    __slots__ = ("_paths",)
+
+    def __init__(self, paths: tuple[str, ...]) -> None:
+        self._paths = paths
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _add_paths, (self._paths,)
+
+
+def _add_paths(paths: tuple[str, ...]) -> None:
+    """Have imports look in directories first, in a process that was made for that (named in pickles)."""
+    own = options_of(inherited())[1]
+    sys.path[:0] = [each for each in paths if each in own and each not in sys.path]
+
+
+def _second(_first: None, held: Any) -> Any:
+    """Return what came behind the paths (named in pickles)."""
+    return held
+
+
+def _searching(_first: None, paths: tuple[str, ...], held: Any) -> SearchingFunction:
+    """Rebuild such a function (named in pickles)."""
+    return SearchingFunction(paths, held)

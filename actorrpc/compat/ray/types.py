@@ -1,0 +1,5 @@
+"""``ray.types``: types for annotations."""
+
+from actorrpc.compat.ray.object_ref import ObjectRef, ObjectRefGenerator
+
+__all__ = ["ObjectRef", "ObjectRefGenerator"]

@@ -1,0 +1,59 @@
+"""``ray.util.actor_pool``: a pool of actors that share work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from actorrpc import actors
+from actorrpc.compat.ray.exceptions import in_rays_words
+from actorrpc.compat.ray.object_ref import ObjectRef
+from actorrpc.errors import RpcError
+
+__all__ = ["ActorPool"]
+
+A = TypeVar("A")
+V = TypeVar("V")
+
+
+class _PoolTask:
+    """A function of an actor and a value, whose result is a reference of ours."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        self._function = function
+
+    def __call__(self, actor: Any, value: Any) -> Any:
+        found = self._function(actor, value)
+        if isinstance(found, list):
+            return [each._ours if isinstance(each, ObjectRef) else each for each in found]
+        return found._ours if isinstance(found, ObjectRef) else found
+
+
+class ActorPool(actors.ActorPool[A], Generic[A]):
+    """Shares tasks out to actors, each of which works at one at a time. See :class:`actorrpc.ActorPool`.
+
+    Args:
+        actors: handles.
+    """
+
+    def submit(self, fn: Callable[[A, V], Any], value: V) -> None:
+        """Have ``fn(actor, value)`` called, which returns an ObjectRef: at once if an actor is free, else when one is."""
+        super().submit(_PoolTask(fn) if callable(fn) else fn, value)
+
+    def get_next(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
+        """Return the result of the next task, in the order in which they were submitted; waits for it."""
+        try:
+            return super().get_next(timeout, ignore_if_timedout)
+        except RpcError as caught:
+            error = in_rays_words(caught)
+        raise error
+
+    def get_next_unordered(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
+        """Return the result of the task that is over first; waits for one."""
+        try:
+            return super().get_next_unordered(timeout, ignore_if_timedout)
+        except RpcError as caught:
+            error = in_rays_words(caught)
+        raise error

@@ -1,0 +1,60 @@
+"""``ray.util.queue``: a first-in, first-out queue that lives in an actor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+from actorrpc import actors
+from actorrpc.actors import Empty, Full
+from actorrpc.compat.ray.exceptions import in_rays_words
+from actorrpc.compat.ray.object_ref import ObjectRef
+from actorrpc.compat.ray.options import Extras, for_actors
+from actorrpc.errors import RpcError
+
+__all__ = ["Empty", "Full", "Queue"]
+
+T = TypeVar("T")
+
+
+class Queue(actors.Queue[T], Generic[T]):
+    """A first-in, first-out queue, used from any number of processes. See :class:`actorrpc.Queue`.
+
+    Args:
+        maxsize: how many items there is room for; 0 or less: no limit.
+        actor_options: options of its actor.
+    """
+
+    def __init__(self, maxsize: int = 0, actor_options: Mapping[str, Any] | None = None) -> None:
+        options, _ = for_actors(actor_options or {}, Extras())
+        super().__init__(maxsize, options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.maxsize, self.actor)
+
+    def _call(self, name: str, *args: Any) -> actors.ObjectRef[Any]:
+        return super()._call(name, *[each._ours if isinstance(each, ObjectRef) else each for each in args])
+
+    def _wait(self, ref: actors.ObjectRef[Any], ticket: tuple[int, int]) -> Any:
+        try:
+            return super()._wait(ref, ticket)
+        except RpcError as caught:
+            error = in_rays_words(caught)
+        raise error
+
+    async def _wait_async(self, ref: actors.ObjectRef[Any], ticket: tuple[int, int]) -> Any:
+        try:
+            return await super()._wait_async(ref, ticket)
+        except RpcError as caught:
+            error = in_rays_words(caught)
+        raise error
+
+    def __repr__(self) -> str:
+        return f"<ray.util.queue.Queue(maxsize={self.maxsize}) in {self.actor!r}>"
+
+
+def _rebuild(maxsize: int, actor: Any) -> Queue[Any]:
+    queue: Queue[Any] = Queue.__new__(Queue)
+    queue.maxsize, queue.actor = maxsize, actor
+    queue._begin()
+    return queue

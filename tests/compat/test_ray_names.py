@@ -1,0 +1,341 @@
+"""The names of Ray's that actorrpc.compat.ray has, and what is said of those that it has not. Nothing runs here."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import actorrpc.compat.ray as ray
+from actorrpc import errors
+from actorrpc.compat import take_over
+from actorrpc.compat.imports import alias_package, forget
+from actorrpc.compat.ray import cluster, exceptions, options, placement, runtime_env
+from actorrpc.compat.ray.util import actor_pool, queue, scheduling_strategies
+
+MODULES: list[ModuleType] = [
+    ray,
+    ray.util,
+    exceptions,
+    actor_pool,
+    queue,
+    scheduling_strategies,
+    ray.actor,
+    placement,
+]
+OF_THE_ISSUE = {
+    *(
+        "init",
+        "shutdown",
+        "is_initialized",
+        "remote",
+        "get",
+        "put",
+        "wait",
+        "kill",
+        "cancel",
+        "get_actor",
+        "method",
+    ),
+    *(
+        "nodes",
+        "cluster_resources",
+        "available_resources",
+        "get_runtime_context",
+        "ObjectRef",
+        "ObjectRefGenerator",
+    ),
+}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda each: each.__name__)
+def test_names_are_there_and_say_what_they_do(module: ModuleType) -> None:
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert inspect.getdoc(value), name
+
+
+def test_what_programs_use_is_there() -> None:
+    assert set(ray.__all__) >= OF_THE_ISSUE
+    assert ray.actor.exit_actor
+    assert ray.util.queue.Queue
+    assert issubclass(ray.util.queue.Empty, Exception)
+    assert ray.util.get_node_ip_address().count(".") == 3 or ":" in ray.util.get_node_ip_address()
+
+
+def test_a_name_that_is_not_there_lists_what_is() -> None:
+    with pytest.raises(
+        AttributeError, match=r"ray\.tune \(.*ActorPool runs trials\).*available_resources, cancel"
+    ):
+        _ = ray.tune
+    with pytest.raises(AttributeError, match=r"did you mean get"):
+        _ = ray.gett
+    with pytest.raises(AttributeError, match=r"ray\.util has here: ActorPool"):
+        _ = ray.util.multiprocessing
+    assert not hasattr(ray, "__path_of_nothing__")
+
+
+# -- errors -----------------------------------------------------------------------------------------------------
+
+
+ERRORS = [
+    getattr(exceptions, name) for name in exceptions.__all__ if inspect.isclass(getattr(exceptions, name))
+]
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda each: each.__name__)
+def test_each_error_is_one_of_ours_and_can_be_made_and_pickled(kind: Any) -> None:
+    import pickle
+
+    assert issubclass(kind, (exceptions.RayError, errors.RpcError))
+    made = kind("why") if kind is not exceptions.RayTaskError else kind("f", "why", ValueError(1))
+    again = pickle.loads(pickle.dumps(made))
+    assert type(again) is kind
+    assert str(again) == "why"
+    assert str(kind())
+
+
+@pytest.mark.parametrize(
+    ("ours", "rays"),
+    [
+        (errors.ActorDiedError("x", actor="A", maybe_executed=True), "ActorDiedError"),
+        (errors.ActorUnavailableError("x"), "ActorUnavailableError"),
+        (errors.UnplacedActorError("x"), "ActorUnschedulableError"),
+        (errors.PendingCallsLimitExceeded("x"), "PendingCallsLimitExceeded"),
+        (errors.NameTakenError("x"), "ActorAlreadyExistsError"),
+        (errors.RpcTimeoutError("x"), "GetTimeoutError"),
+        (errors.CancelledError("x"), "TaskCancelledError"),
+        (errors.PeerDiedError("x"), "WorkerCrashedError"),
+        (errors.PlacementError("x"), "TaskUnschedulableError"),
+        (errors.DeadlockError("x"), "RaySystemError(DeadlockError)"),
+        (errors.ConfigError("x"), "ConfigError"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_errors_of_ours_in_rays_words(ours: errors.RpcError, rays: str) -> None:
+    told = exceptions.in_rays_words(ours)
+    assert type(told).__name__ == rays
+    assert isinstance(told, type(ours))
+    assert (str(told), told.maybe_executed) == ("x", ours.maybe_executed)
+    assert exceptions.in_rays_words(told) is told or rays == "ConfigError"
+
+
+def test_what_a_dead_process_kept_is_lost() -> None:
+    lost = errors.PeerDiedError("lost")
+    lost.__cause__ = errors.PeerDiedError("it has ended")
+    assert type(exceptions.in_rays_words(lost)) is exceptions.OwnerDiedError
+
+
+def test_the_hierarchy() -> None:
+    assert issubclass(exceptions.ActorDiedError, exceptions.RayActorError)
+    assert issubclass(exceptions.ActorUnavailableError, exceptions.RayActorError)
+    assert issubclass(exceptions.GetTimeoutError, TimeoutError)
+    assert not issubclass(exceptions.WorkerCrashedError, exceptions.RayActorError)
+    assert not issubclass(exceptions.RayTaskError, exceptions.RayActorError)
+
+
+# -- options ----------------------------------------------------------------------------------------------------
+
+
+def test_options_that_are_mapped_or_ignored() -> None:
+    ignored = dict.fromkeys(options.IGNORED, 1)
+    ours, extras = options.for_actors(
+        {**ignored, "num_cpus": 2, "scheduling_strategy": "SPREAD"}, options.Extras()
+    )
+    assert {name: ours[name] for name in ("num_cpus", "spread")} == {"num_cpus": 2, "spread": True}
+    assert not set(ours) & set(ignored)
+    assert extras == options.Extras()
+    ours, extras = options.for_tasks(
+        {**ignored, "resources": {"a": 1, "node:10.0.0.1": 0.1}}, options.Extras()
+    )
+    assert ours == {}
+    assert extras.resources == (("a", 1),)
+    assert options.for_calls({"num_returns": None, "enable_task_events": True, "name": "x"}) == {"name": "x"}
+    ours, _ = options.for_actors({"label_selector": {"zone": "a"}}, options.Extras())
+    assert ours["labels"] == {"zone": "a"}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"runtime_env": {"pip": ["x"]}}, "install the packages before the program starts"),
+        ({"runtime_env": {"conda": "x"}}, "install the packages before the program starts"),
+        ({"runtime_env": {"working_dir": "s3://x"}}, "is no directory of this machine"),
+        ({"runtime_env": {"nothing": 1}}, "there are: env_vars, py_modules, working_dir"),
+        ({"scheduling_strategy": "NOWHERE"}, "SPREAD"),
+        ({"label_selector": {"zone": "!a"}}, "chosen by the value"),
+        ({"resources": {"CPU": 1}}, "num_cpus="),
+        ({"placement_group": 3}, "what placement_group"),
+    ],
+    ids=str,
+)
+def test_options_that_are_refused_say_what_to_do(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        options.for_actors(given, options.Extras())
+
+
+def test_options_are_checked_where_they_are_given() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'num_cpus'"):
+        ray.remote(num_cpu=1)(len)
+    with pytest.raises(TypeError, match=r"@ray\.remote"):
+        ray.remote()
+    with pytest.raises(TypeError, match="classes and functions"):
+        ray.remote(3)
+    with pytest.raises(TypeError, match="remote already"):
+        ray.remote(ray.remote(len))
+    with pytest.raises(TypeError, match="at least one option"):
+        ray.method()
+    with pytest.raises(TypeError, match="cannot be instantiated directly"):
+        ray.remote(Path)()
+    with pytest.raises(TypeError, match="cannot be called directly"):
+        ray.remote(len)([])
+
+
+def test_wrong_arguments_are_refused_before_anything_starts() -> None:
+    for call in (
+        lambda: ray.get(3),
+        lambda: ray.get([3]),
+        lambda: ray.kill(3),
+        lambda: ray.cancel(3),
+        lambda: ray.get_actor(""),
+    ):
+        with pytest.raises(ValueError, match=r"ray\."):
+            call()
+    with pytest.raises(TypeError, match="takes a list"):
+        ray.wait(3)
+    with pytest.raises(TypeError, match="it cannot be made of"):
+        ray.ObjectRef(b"x" * 28)  # type: ignore[arg-type]
+    with pytest.raises(ConnectionError, match="clusters of Ray's cannot be joined"):
+        ray.init("ray://head:10001")
+    with pytest.raises(ConnectionError, match="leave address= out"):
+        ray.init("auto")
+    with pytest.raises(ValueError, match="job_config"):
+        ray.init(job_config=object())
+    with pytest.raises(ValueError, match="did you mean num_cpus"):
+        ray.init(num_cpu=1)
+    assert not ray.is_initialized()
+
+
+# -- runtime_env ------------------------------------------------------------------------------------------------
+
+
+def test_a_runtime_env_is_inherited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    env = ray.runtime_env.RuntimeEnv(env_vars={"A": "1", "B": "1"}, working_dir=str(tmp_path))
+    made, paths = runtime_env.options_of(runtime_env.merged(env))
+    assert made["env"]["A"] == "1"
+    assert made["working_dir"] == str(tmp_path)
+    assert paths == (str(tmp_path),)
+    monkeypatch.setenv(runtime_env.VARIABLE, made["env"][runtime_env.VARIABLE])
+    below = runtime_env.merged({"env_vars": {"B": "2"}})
+    assert below == {"env_vars": {"A": "1", "B": "2"}, "working_dir": str(tmp_path)}
+    assert runtime_env.merged(None)["working_dir"] == str(tmp_path)
+
+
+def test_modules_are_found_from_their_directory(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "module.py").write_text("")
+    found = runtime_env.checked(
+        {"py_modules": [str(tmp_path / "package"), str(tmp_path / "module.py"), pytest]}
+    )
+    assert found["py_modules"] == [str(tmp_path), str(tmp_path), str(Path(pytest.__file__).parents[1])]
+    with pytest.raises(TypeError, match="a list of paths or modules"):
+        runtime_env.checked({"py_modules": "x"})
+    with pytest.raises(TypeError, match="a dict of texts"):
+        runtime_env.checked({"env_vars": {"A": 1}})
+
+
+# -- placement --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "bundles", "hosts"),
+    [
+        ("PACK", [2, 2, 2], ["a", "a", "b"]),
+        ("SPREAD", [1, 1, 1], ["a", "b", "a"]),
+        ("STRICT_PACK", [2, 2], ["a", "a"]),
+        ("STRICT_PACK", [4, 4], ["b", "b"]),
+        ("STRICT_SPREAD", [1, 1], ["a", "b"]),
+        ("STRICT_SPREAD", [1, 1, 1], None),
+        ("PACK", [9], None),
+    ],
+)
+def test_bundles_find_machines(strategy: str, bundles: list[int], hosts: list[str] | None) -> None:
+    machines = {"a": {"CPU": 4.0}, "b": {"CPU": 8.0}}
+    assert placement._assign([{"CPU": each} for each in bundles], strategy, machines) == hosts
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"bundles": []},
+        {"bundles": [{"CPU": 0}]},
+        {"bundles": [{"CPU": -1}]},
+        {"bundles": [{"CPU": 1}], "strategy": "X"},
+    ],
+    ids=str,
+)
+def test_placement_groups_that_make_no_sense(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        ray.util.placement_group(**given)
+
+
+# -- the command ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def aliased() -> Iterator[None]:
+    """`import ray` finds ours, as in programs that the command runs."""
+    before = {
+        name: module for name, module in sys.modules.items() if name == "ray" or name.startswith("ray.")
+    }
+    for name in before:
+        del sys.modules[name]
+    finder = alias_package("ray", "actorrpc.compat.ray")
+    yield
+    forget(finder)
+    for name in [name for name in sys.modules if name == "ray" or name.startswith("ray.")]:
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+@pytest.mark.usefixtures("aliased")
+def test_ray_is_ours_under_the_alias() -> None:
+    for name in (
+        "",
+        ".exceptions",
+        ".util",
+        ".util.queue",
+        ".util.placement_group",
+        ".actor",
+        ".runtime_env",
+    ):
+        assert importlib.import_module(f"ray{name}") is importlib.import_module(f"actorrpc.compat.ray{name}")
+    assert inspect.isfunction(ray.util.placement_group)  # not the module of that name
+    with pytest.raises(ModuleNotFoundError, match=r"no module ray\.tune \(.*there are: ray, ray\.actor"):
+        importlib.import_module("ray.tune")
+
+
+def test_a_ray_that_was_imported_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    with pytest.raises(RuntimeError, match="imported already"):
+        alias_package("ray", "actorrpc.compat.ray")
+
+
+def test_the_environment_of_programs() -> None:
+    inside = take_over.with_ray({"PYTHONPATH": "a"})
+    assert inside["ACTORRPC_RAY"] == "1"
+    assert inside["PYTHONPATH"].split(os.pathsep)[1:] == ["a"]
+    assert take_over.with_ray(inside) == inside
+
+
+def test_keywords_of_init_that_are_ignored_say_why() -> None:
+    assert all(cluster.IGNORED.values())
+    assert all(options.IGNORED.values())
