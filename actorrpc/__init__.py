@@ -16,6 +16,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 (for those who install it in spite
 
 from actorrpc import actors, autograd, cluster, errors, nn, optim, rpc, testing
 from actorrpc.actors import (
+    Actor,
     ActorClass,
     ActorGroup,
     ActorHandle,
@@ -94,6 +95,7 @@ from actorrpc.rpc import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Actor",
     "ActorClass",
     "ActorDiedError",
     "ActorError",
@@ -177,3 +179,8 @@ __all__ = [
     "wait_all",
     "workers",
 ]
+
+
+def __dir__() -> list[str]:
+    # What a shell offers behind `actorrpc.`: not the rooms of the package that importing it has loaded.
+    return sorted(__all__)
