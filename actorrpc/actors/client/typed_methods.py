@@ -65,7 +65,7 @@ class RemoteCall(Generic[Remote_co]):
     ) -> Out: ...
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the method."""
-        raise NotImplementedError("a type for checkers")
+        raise AssertionError
 
 
 class BoundMethod(Generic[Local_co, Remote_co]):
@@ -80,12 +80,12 @@ class BoundMethod(Generic[Local_co, Remote_co]):
     @property
     def __call__(self) -> Local_co:
         """The method, as instances have it."""
-        raise NotImplementedError("a type for checkers")
+        raise AssertionError
 
     @property
     def remote(self) -> RemoteCall[Remote_co]:
         """The method, as handles have it."""
-        raise NotImplementedError("a type for checkers")
+        raise AssertionError
 
     @overload
     def options(self, *, num_returns: int | str, **options: Any) -> BoundMethod[Local_co, Any]: ...
@@ -93,7 +93,7 @@ class BoundMethod(Generic[Local_co, Remote_co]):
     def options(self, **options: Any) -> BoundMethod[Local_co, Remote_co]: ...
     def options(self, **options: Any) -> Any:
         """Return the method of a handle with other options of its calls."""
-        raise NotImplementedError("a type for checkers")
+        raise AssertionError
 
 
 class Method(Generic[Raw_co, Local_co, Remote_co]):
@@ -109,7 +109,7 @@ class Method(Generic[Raw_co, Local_co, Remote_co]):
     ) -> BoundMethod[Local_co, Remote_co]: ...
     def __get__(self, instance: object, owner: type[Any] | None = None, /) -> Any:
         """Return the function, or the method of an instance."""
-        raise NotImplementedError("a type for checkers")
+        raise AssertionError
 
 
 # The first overload that fits is meant: a coroutine function is also a function that returns a Coroutine.
