@@ -61,8 +61,8 @@ def _own(actor_class: Any) -> dict[str, Any]:
 
 def options_of(actor: type) -> ActorOptions:
     """Return the options that a class itself says of its actors: keywords of its own, or of what it inherits from."""
-    found: ActorOptions | None = getattr(actor, OPTIONS, None)
-    if found is None:
+    found = getattr(actor, OPTIONS, None)
+    if not isinstance(found, ActorOptions):
         return ActorOptions()
     if OPTIONS not in vars(actor) and found.name is not None:
         return replace(found, name=None, get_if_exists=False)  # the name is that of one actor

@@ -125,6 +125,7 @@ def making() -> None:
     assert_type(Counter.options(name="x").options(num_cpus=1).remote(1), Counter)
     Counter.options(name="x").remote("x")  # E
     assert_type(Counter(1), Counter)
+    actorrpc.remote(num_cpus=1)(Counter).remote(1).add.remote(2)
     assert_type(More.remote(1), More)
     assert_type(Point.remote(1, y="a"), Point)
     Point.remote("x")  # E
