@@ -5,6 +5,7 @@ What a user needs most is here; :mod:`actorrpc.rpc` mirrors ``torch.distributed.
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from actorrpc.errors import PlatformError
@@ -14,86 +15,95 @@ if sys.platform != "linux":
 if sys.version_info < (3, 11):  # noqa: UP036 (for those who install it in spite of its metadata)
     raise PlatformError(f"actorrpc needs Python 3.11 or later; this is {sys.version.split()[0]}")
 
-from actorrpc import actors, autograd, cluster, errors, nn, optim, rpc, testing
-from actorrpc.actors import (
-    ActorClass,
-    ActorGroup,
-    ActorHandle,
-    ActorPool,
-    Collective,
-    GetTimeoutError,
-    ObjectRef,
-    ObjectRefGenerator,
-    Queue,
-    RemoteFunction,
-    Supervision,
-    as_completed,
-    call,
-    cancel,
-    collective,
-    collective_group,
-    current_actor,
-    current_rank,
-    exit_actor,
-    get,
-    get_actor,
-    get_runtime_context,
-    is_alive,
-    kill,
-    list_actors,
-    method,
-    monitor,
-    put,
-    ready,
-    remote,
-    spawn,
-    supervise,
-    wait,
-)
-from actorrpc.cluster import drain, init, scale
-from actorrpc.errors import (
-    ActorDiedError,
-    ActorError,
-    ActorUnavailableError,
-    CancelledError,
-    CollectiveError,
-    DeadlockError,
-    NameTakenError,
-    PeerDiedError,
-    PendingCallsLimitExceeded,
-    PlacementError,
-    RefusedError,
-    RemoteError,
-    RpcError,
-    RpcTimeoutError,
-    SupervisionError,
-    UnknownActorError,
-)
-from actorrpc.futures import Future, collect_all, wait_all
-from actorrpc.nn import RemoteModule
-from actorrpc.optim import DistributedOptimizer
-from actorrpc.rpc import (
-    BackendType,
-    RpcBackendOptions,
-    RRef,
-    TensorPipeRpcBackendOptions,
-    WorkerInfo,
-    WorkerState,
-    functions,
-    get_rpc_timeout,
-    get_worker_info,
-    init_rpc,
-    is_initialized,
-    on_member_change,
-    rpc_async,
-    rpc_sync,
-    shutdown,
-    workers,
-)
+# torch leaves so many objects that a collection of them all, which is about due then, takes as long as importing this package.
+_collects = gc.isenabled()
+gc.disable()
+try:
+    from actorrpc import actors, autograd, cluster, errors, nn, optim, rpc, testing
+    from actorrpc.actors import (
+        Actor,
+        ActorClass,
+        ActorGroup,
+        ActorHandle,
+        ActorPool,
+        Collective,
+        GetTimeoutError,
+        ObjectRef,
+        ObjectRefGenerator,
+        Queue,
+        RemoteFunction,
+        Supervision,
+        as_completed,
+        call,
+        cancel,
+        collective,
+        collective_group,
+        current_actor,
+        current_rank,
+        exit_actor,
+        get,
+        get_actor,
+        get_runtime_context,
+        is_alive,
+        kill,
+        list_actors,
+        method,
+        monitor,
+        put,
+        ready,
+        remote,
+        spawn,
+        supervise,
+        wait,
+    )
+    from actorrpc.cluster import drain, init, scale
+    from actorrpc.errors import (
+        ActorDiedError,
+        ActorError,
+        ActorUnavailableError,
+        CancelledError,
+        CollectiveError,
+        DeadlockError,
+        NameTakenError,
+        PeerDiedError,
+        PendingCallsLimitExceeded,
+        PlacementError,
+        RefusedError,
+        RemoteError,
+        RpcError,
+        RpcTimeoutError,
+        SupervisionError,
+        UnknownActorError,
+    )
+    from actorrpc.futures import Future, collect_all, wait_all
+    from actorrpc.nn import RemoteModule
+    from actorrpc.optim import DistributedOptimizer
+    from actorrpc.rpc import (
+        BackendType,
+        RpcBackendOptions,
+        RRef,
+        TensorPipeRpcBackendOptions,
+        WorkerInfo,
+        WorkerState,
+        functions,
+        get_rpc_timeout,
+        get_worker_info,
+        init_rpc,
+        is_initialized,
+        on_member_change,
+        rpc_async,
+        rpc_sync,
+        shutdown,
+        workers,
+    )
+finally:
+    if _collects:
+        gc.enable()
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Actor",
     "ActorClass",
     "ActorDiedError",
     "ActorError",
@@ -177,3 +187,8 @@ __all__ = [
     "wait_all",
     "workers",
 ]
+
+
+def __dir__() -> list[str]:
+    # What a shell offers behind `actorrpc.`: not the rooms of the package that importing it has loaded.
+    return sorted(__all__)

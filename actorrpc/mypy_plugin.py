@@ -7,7 +7,7 @@ In ``pyproject.toml``::
 
 Without it ``remote(Cls)``, ``Cls.remote(...)`` of that and ``handle.rpc_sync().method(...)`` are fully typed, while
 ``handle.method.remote(...)`` takes and returns anything, and the names that ``@remote`` gives to the class below it are
-unknown: mypy takes no notice of what a class decorator returns.
+unknown: mypy takes no notice of what a class decorator returns. Classes that inherit from :class:`actorrpc.Actor` need no plugin.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ _METHOD: Final = "actorrpc.actors.ActorMethod"
 _CLASS: Final = "actorrpc.actors.ActorClass"
 _REF: Final = "actorrpc.actors.ObjectRef"
 _STREAM: Final = "actorrpc.actors.ObjectRefGenerator"
+# What `@method` makes of a method, and what of that an instance has. The last of their types is that of `remote`.
+_MARKED: Final = "actorrpc.actors.client.typed_methods.Method"
+_BOUND: Final = "actorrpc.actors.client.typed_methods.BoundMethod"
 _REMOTE: Final = frozenset({"actorrpc.remote", "actorrpc.actors.remote", "actorrpc.actors.api.remote"})
 _CALLS: Final = frozenset(
     {
@@ -154,6 +157,11 @@ def _handle_attribute(ctx: AttributeContext) -> Type:
         if name not in handle.type.names:
             ctx.api.fail(f'"{actor.type.name}" has no method "{name}"', context)
         return ctx.default_attr_type
+    if isinstance(member, Instance) and member.type.fullname in (_MARKED, _BOUND):
+        remote = get_proper_type(member.args[-1])
+        if isinstance(remote, CallableType):
+            return ctx.api.named_generic_type(_METHOD, [_parameters(remote), remote.ret_type])
+        return ctx.default_attr_type
     if not isinstance(member, FunctionLike):
         if not isinstance(member, AnyType):
             ctx.api.fail(
@@ -209,35 +217,15 @@ def _outcome(ctx: AttributeContext, info: TypeInfo, name: str, member: CallableT
     found = info.get(name)
     node = None if found is None else found.node
     if isinstance(node, Decorator):
-        if node.func.is_static or node.func.is_class or not node.decorators:
-            node = node.func
-        else:
-            options = _options_of(node)
-            if options is None or options:
-                # `@method(num_returns=2)`, or a decorator that nobody here knows
-                return AnyType(TypeOfAny.special_form)
-            node = node.func
+        if node.decorators and not (node.func.is_static or node.func.is_class):
+            return AnyType(TypeOfAny.special_form)  # a decorator that nobody here knows
+        node = node.func
     if isinstance(returned, Instance) and isinstance(node, FuncDef):
         if (node.is_generator or node.is_async_generator) and returned.type.fullname in _STREAMS:
             return ctx.api.named_generic_type(_STREAM, [returned.args[0]])
         if node.is_coroutine and returned.type.fullname in _COROUTINES:
             return ctx.api.named_generic_type(_REF, [returned.args[-1]])
     return ctx.api.named_generic_type(_REF, [member.ret_type])
-
-
-def _options_of(node: Decorator) -> bool | None:
-    """Say whether ``@method(...)`` changes how many results a call gives; None where there are other decorators."""
-    changes = False
-    for each in node.decorators:
-        call = each
-        names: list[str | None] = []
-        if hasattr(call, "callee"):
-            names = list(getattr(call, "arg_names", []))
-            call = call.callee
-        if getattr(call, "fullname", "").rpartition(".")[2] != "method":
-            return None
-        changes = changes or "num_returns" in names
-    return changes
 
 
 def plugin(version: str) -> type[ActorPlugin]:

@@ -22,8 +22,10 @@ from actorrpc.actors.api import (
     ready,
     remote,
 )
+from actorrpc.actors.client.actor_base import Actor, ActorMaker
 from actorrpc.actors.client.actor_class import ActorClass
 from actorrpc.actors.client.handle import ActorHandle, ActorMethod, ActorProxy
+from actorrpc.actors.client.typed_methods import BoundMethod, Method, RemoteCall, method
 from actorrpc.actors.collectives.collective import Collective, collective, collective_group
 from actorrpc.actors.groups.group import ActorGroup, GroupMethod, GroupStream, current_rank, spawn
 from actorrpc.actors.groups.mesh import Mesh, Point, ValueMesh
@@ -33,21 +35,23 @@ from actorrpc.actors.library.queue import Empty, Full, Queue
 from actorrpc.actors.library.tasks import RemoteFunction
 from actorrpc.actors.refs.object_ref import ObjectRef, put
 from actorrpc.actors.refs.wait import GetTimeoutError, as_completed, get, wait
-from actorrpc.actors.spec.class_info import method
 from actorrpc.actors.spec.death_report import DeathReport
 from actorrpc.actors.spec.options import NEW_PROCESS, ActorOptions, CallOptions, TaskOptions
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
 
 __all__ = [
     "NEW_PROCESS",
+    "Actor",
     "ActorClass",
     "ActorGroup",
     "ActorHandle",
     "ActorInfo",
+    "ActorMaker",
     "ActorMethod",
     "ActorOptions",
     "ActorPool",
     "ActorProxy",
+    "BoundMethod",
     "CallOptions",
     "Collective",
     "DeathReport",
@@ -57,11 +61,13 @@ __all__ = [
     "GroupMethod",
     "GroupStream",
     "Mesh",
+    "Method",
     "ObjectRef",
     "ObjectRefGenerator",
     "Point",
     "PoolResults",
     "Queue",
+    "RemoteCall",
     "RemoteFunction",
     "RuntimeContext",
     "Supervision",

@@ -13,7 +13,8 @@ from typing import Any, Final, NoReturn, ParamSpec, Protocol, TypeVar, overload
 
 from actorrpc import _time
 from actorrpc._exception_text import say
-from actorrpc.actors.client.actor_class import ActorClass
+from actorrpc.actors.client.actor_base import Actor
+from actorrpc.actors.client.actor_class import ActorClass, options_of
 from actorrpc.actors.client.handle import ActorHandle, as_handle, call, kill, offer, route_to
 from actorrpc.actors.client.supervisor_client import call_quietly, gather_states, peer_of
 from actorrpc.actors.context import runtime
@@ -21,7 +22,7 @@ from actorrpc.actors.host.registry import HostedActorState, states
 from actorrpc.actors.library.tasks import RemoteFunction, TaskFuture
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.spec.actor_spec import ActorExit
-from actorrpc.actors.spec.class_info import TASKS, method
+from actorrpc.actors.spec.class_info import TASKS
 from actorrpc.actors.spec.death_report import ActorState
 from actorrpc.actors.spec.options import ActorOptions, TaskOptions
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
@@ -48,7 +49,6 @@ __all__ = [
     "is_alive",
     "kill",
     "list_actors",
-    "method",
     "monitor",
     "ready",
     "remote",
@@ -222,7 +222,7 @@ def exit_actor() -> NoReturn:
 # -- watching ------------------------------------------------------------------------------------------------
 
 
-def ready(actor: ActorHandle[Any]) -> ObjectRef[None]:
+def ready(actor: ActorHandle[Any] | Actor) -> ObjectRef[None]:
     """Return an ObjectRef that completes, with None, when the actor has been made and can serve.
 
     It fails with ActorDiedError if that is not to be; with what the constructor raised as its cause.
@@ -236,7 +236,7 @@ def ready(actor: ActorHandle[Any]) -> ObjectRef[None]:
     return ObjectRef(located.then(nothing), label=f"ready({handle!r})")
 
 
-def is_alive(actor: ActorHandle[Any], timeout: float = 10.0) -> bool:
+def is_alive(actor: ActorHandle[Any] | Actor, timeout: float = 10.0) -> bool:
     """Say whether the actor lives, or is being made or restarted. Never waits behind its work.
 
     Args:
@@ -250,7 +250,7 @@ def is_alive(actor: ActorHandle[Any], timeout: float = 10.0) -> bool:
 
 
 def monitor(
-    actor: ActorHandle[Any], callback: Callable[[ActorDiedError], Any] | None = None
+    actor: ActorHandle[Any] | Actor, callback: Callable[[ActorDiedError], Any] | None = None
 ) -> Future[ActorDiedError]:
     """Watch an actor: the future completes, once, when it is dead for good; its value says why.
 
@@ -485,7 +485,7 @@ def _decorate(made: Any, options: dict[str, Any]) -> Any:
     if isinstance(made, (ActorClass, RemoteFunction)):
         return made.options(**options)
     if isinstance(made, type):
-        return ActorClass(made, ActorOptions().merged(**options))
+        return ActorClass(made, options_of(made).merged(**options))
     if isinstance(made, (staticmethod, classmethod)) or not callable(made):
         raise TypeError(f"@remote is for classes and functions, not for {say(made, repr)}")
     return RemoteFunction(made, TaskOptions().merged(**options))

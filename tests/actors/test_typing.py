@@ -56,7 +56,7 @@ h.rpc_sync().add("x")  # E: incompatible type "str"; expected "int"
 h.rpc_sync().attribute  # -> int
 h.rref  # -> RRef[Plain]
 actorrpc.call(h, Plain.add, 1)  # -> ObjectRef[float]
-actorrpc.call(h, Plain.add, "x")  # E: incompatible type "str"; expected "int"
+actorrpc.call(h, Plain.add, "x")  # E: No overload variant of "call" matches argument types
 actorrpc.get(actorrpc.call(h, Plain.add, 1))  # -> float
 actorrpc.ready(h)  # -> ObjectRef[None]
 actorrpc.get_actor("x")  # -> ActorHandle[Any]
@@ -128,6 +128,17 @@ actorrpc.get([h.add.remote(1), h.add.remote(2)])  # -> list[float]
 def task(a: int) -> float: return 1.0
 task.remote(h.own.remote())  # -> ObjectRef[float]
 task.remote(h.made.remote())  # E: incompatible type "ObjectRef[bytes]"
+class Based(actorrpc.Actor):
+    @actorrpc.method
+    def add(self, k: int) -> int: return k
+    def kept(self) -> str: return ""
+Based.remote()  # -> Based
+Based.remote().add.remote(1)  # -> ObjectRef[int]
+Based.options(name="x").remote().add.remote("x")  # E: No overload variant
+Based.remote().add.remote(h.own.remote())  # -> ObjectRef[int]
+def use_both(handle: ActorHandle[Based]) -> None:
+    handle.add.remote(1)  # -> ObjectRef[int]
+    handle.kept.remote()  # -> ObjectRef[str]
 def use(handle: ActorHandle[Plain]) -> None:
     handle.add.remote(1)  # -> ObjectRef[float]
 async def wait(handle: ActorHandle[Plain]) -> None:

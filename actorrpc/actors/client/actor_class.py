@@ -6,21 +6,25 @@ import functools
 import inspect
 import sys
 import threading
+import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, TypeVar, Union
 
 from actorrpc._exception_text import say
 from actorrpc.actors.client.handle import ActorHandle
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.spec.class_info import ClassInfo
+from actorrpc.actors.spec.class_info import BASE, ClassInfo
 from actorrpc.actors.spec.options import ActorOptions
 from actorrpc.errors import ConfigError, SerializationError
 from actorrpc.serialization.by_value import goes_by_value
 
-__all__ = ["ActorClass", "is_importable", "offer_class"]
+__all__ = ["OPTIONS", "ActorClass", "is_importable", "offer_class", "options_of"]
 
 P = ParamSpec("P")
 C = TypeVar("C")
+#: Where a class that inherits from :class:`actorrpc.Actor` has the options that it was given as keywords.
+OPTIONS: Final = "__actorrpc_options__"
 _MAIN: Final = ("__main__", "__mp_main__")
 
 # What other rooms put onto all actor classes, which they know and which does not know them.
@@ -55,6 +59,16 @@ def _own(actor_class: Any) -> dict[str, Any]:
     return found
 
 
+def options_of(actor: type) -> ActorOptions:
+    """Return the options that a class itself says of its actors: keywords of its own, or of what it inherits from."""
+    found = getattr(actor, OPTIONS, None)
+    if not isinstance(found, ActorOptions):
+        return ActorOptions()
+    if OPTIONS not in vars(actor) and found.name is not None:
+        return replace(found, name=None, get_if_exists=False)  # the name is that of one actor
+    return found
+
+
 class _Making(type):
     """``ActorClass(Cls)`` makes one without looking at ``__init__``, which is that of the class it is made of."""
 
@@ -65,8 +79,8 @@ class _Making(type):
         own = _own(made)
         own.update(
             __actor_class__=actor,
-            _actorrpc_options=options if options is not None else ActorOptions(),
-            _actorrpc_shared=_Shared(made),
+            _actorrpc_options=options if options is not None else options_of(actor),
+            _actorrpc_shared=_shared(made, actor),
             _actorrpc_alias=None,
         )
         for name in functools.WRAPPER_ASSIGNMENTS:
@@ -82,12 +96,24 @@ class _Shared:
     the class's own.
     """
 
-    __slots__ = ("first", "lock", "snapshot")
+    __slots__ = ("__weakref__", "first", "lock", "snapshot")
 
-    def __init__(self, first: ActorClass[..., Any]) -> None:
+    def __init__(self, first: ActorClass[..., Any] | None) -> None:
         self.first = first
         self.lock = threading.RLock()
         self.snapshot: Snapshot | None = None
+
+
+# Of classes that inherit from Actor: those have no actor class that stays. Nothing in one leads to the class.
+_of_classes: Final[weakref.WeakKeyDictionary[type, _Shared]] = weakref.WeakKeyDictionary()
+
+
+def _shared(made: ActorClass[..., Any], actor: type) -> _Shared:
+    if not any(BASE in vars(base) for base in actor.__mro__):
+        return _Shared(made)
+    found = _of_classes.get(actor)
+    # Where two threads make one, the first that is kept is what both take.
+    return found if found is not None else _of_classes.setdefault(actor, _Shared(None))
 
 
 class _ClassItself:
@@ -100,7 +126,7 @@ class _ClassItself:
 
     def __reduce__(self) -> tuple[Any, ...]:
         first = self._of._actorrpc_shared.first
-        if is_importable(first):
+        if first is not None and is_importable(first):
             return getattr, (first, "__actor_class__")
         return _same, (self._of.__actor_class__,)
 

@@ -12,8 +12,20 @@ these are ordinary methods. What a class defines itself is what is called, whate
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Final,
+    Generic,
+    Literal,
+    ParamSpec,
+    Self,
+    TypeVar,
+    overload,
+)
 
 import torch
 from torch import nn
@@ -33,6 +45,7 @@ from actorrpc.serialization import codec
 from actorrpc.serialization.local_refs import LocalReferences
 
 if TYPE_CHECKING:
+    from actorrpc.actors.client.actor_base import Actor
     from actorrpc.actors.client.route import Route
     from actorrpc.actors.spec.actor_spec import Card
 
@@ -43,6 +56,7 @@ __all__ = [
     "as_handle",
     "call",
     "call_function",
+    "gives_one",
     "is_direct",
     "kill",
     "offer",
@@ -104,6 +118,7 @@ def parameters(module: nn.Module, recurse: bool = True) -> list[RRef[nn.Paramete
 
 C = TypeVar("C")
 C_co = TypeVar("C_co", covariant=True)
+A = TypeVar("A", bound="Actor")
 R = TypeVar("R")
 P = ParamSpec("P")
 Out = TypeVar("Out")
@@ -127,22 +142,93 @@ def offer(name: str, function: Callable[..., Any], *, value: bool = False) -> No
     (_offered_values if value else _offered)[name] = function
 
 
-class ActorMethod(Generic[P, Out]):
-    """A method of an actor, as its callers have it. Thread-safe, cheap, and keeps the actor alive.
+class _Doc:
+    """``__doc__``: of the class what is given here, of an object what its ``_doc`` says. Python calls this for both."""
 
-    Typed by what it takes, and by what ``remote`` returns.
-    """
+    __slots__ = ("_own",)
+
+    def __init__(self, own: str) -> None:
+        self._own = own
+
+    def __get__(self, method: Any, owner: Any = None) -> str | None:
+        if method is None:
+            return self._own
+        documented: str | None = getattr(method._card.info.function(method._info.name), "__doc__", None)
+        return documented
+
+
+class _LikeItsMethod:
+    """What is shown of the method to people who ask for it: by ``help()``, ``inspect.signature`` or a shell."""
+
+    __slots__ = ()
+    _card: Card
+    _info: MethodInfo
+
+    @property
+    def __name__(self) -> str:
+        return self._info.name
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return self._info.shown(self._card.info.function(self._info.name))
+
+    def __get__(self, instance: object, owner: Any = None) -> Self:
+        # help() shows what has this method as it shows functions: with name, signature and docstring.
+        return self
+
+
+def gives_one(info: MethodInfo, options: CallOptions) -> bool:
+    """Say whether a call of the method gives just one ObjectRef."""
+    return options.num_returns == 1 and not info.streams
+
+
+class _RemoteCall(_LikeItsMethod):
+    """``handle.method.remote``. An object, as a bound method would show its signature to nobody."""
 
     __slots__ = ("_card", "_info", "_options", "_route", "_sent", "_simple")
+    __doc__ = _Doc("``handle.method.remote``.")
+
+    def __init__(self, card: Card, route: Route, info: MethodInfo, options: CallOptions) -> None:
+        self._card = card
+        self._route = route
+        self._info = info
+        self._options = options
+        # Where a call gives nothing, nobody looks at its one result.
+        self._sent = options if options.num_returns else options.merged(num_returns=1)
+        self._simple = gives_one(info, options)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        info = self._info
+        info.check(args, kwargs)
+        again = None if self._simple else self._route.again(info, self._sent, args, kwargs)
+        future = self._route.call(info, self._sent, args, kwargs, refs=True)
+        if self._simple:
+            return ObjectRef(future)
+        return shaped(future, info, self._options, route=self._route, again=again)
+
+    def __repr__(self) -> str:
+        return f"<remote of {ActorMethod(self._card, self._route, self._info, self._options)!r}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (ActorMethod(self._card, self._route, self._info, self._options), "remote")
+
+
+class ActorMethod(_LikeItsMethod, Generic[P, Out]):
+    __doc__ = _Doc(
+        """A method of an actor, as its callers have it. Thread-safe, cheap, and keeps the actor alive.
+
+        Typed by what it takes, and by what ``remote`` returns. Where the class is known, it has the docstring and the signature
+        of its method.
+        """
+    )
 
     def __init__(self, card: Card, route: Route, info: MethodInfo, options: CallOptions) -> None:
         self._card = card  # with the anchor in it
         self._route = route
         self._info = info
         self._options = options
-        # Where a call gives nothing, nobody looks at its one result.
-        self._sent = options if options.num_returns else options.merged(num_returns=1)
-        self._simple = options.num_returns == 1 and not info.streams
+        if not TYPE_CHECKING:
+            self.remote = _RemoteCall(card, route, info, options)
 
     if TYPE_CHECKING:
 
@@ -150,9 +236,12 @@ class ActorMethod(Generic[P, Out]):
             """Call the method."""
             raise AssertionError
     else:
-
-        def remote(self, *args, **kwargs):
-            """Call the method; return an ObjectRef to its result at once.
+        __slots__ = {
+            "_card": "",
+            "_info": "",
+            "_options": "",
+            "_route": "",
+            "remote": """Call the method; return an ObjectRef to its result at once.
 
             ObjectRefs among the arguments are replaced by their values before the method runs; inside of containers
             they stay what they are.
@@ -165,14 +254,8 @@ class ActorMethod(Generic[P, Out]):
                 TypeError: the method does not take these arguments. Nothing was sent.
                 SerializationError: an argument cannot be sent.
                 PendingCallsLimitExceeded: too many calls wait for the actor.
-            """
-            info = self._info
-            info.check(args, kwargs)
-            again = None if self._simple else self._route.again(info, self._sent, args, kwargs)
-            future = self._route.call(info, self._sent, args, kwargs, refs=True)
-            if self._simple:
-                return ObjectRef(future)
-            return shaped(future, info, self._options, route=self._route, again=again)
+            """,
+        }
 
     @overload
     def options(self, *, num_returns: int | str, **options: Any) -> ActorMethod[P, Any]: ...
@@ -509,6 +592,9 @@ class ActorProxy:
             raise TypeError(f"{_card(handle).info.name} is not callable: it has no __call__")
         return _ProxyMethod(handle, self._actorrpc_style, self._actorrpc_timeout, "__call__")(*args, **kwargs)
 
+    def __dir__(self) -> list[str]:
+        return sorted(_card(self._actorrpc_handle).info.methods)
+
     def __repr__(self) -> str:
         return f"<{self._actorrpc_style} proxy of {self._actorrpc_handle!r}>"
 
@@ -642,7 +728,7 @@ def route_to(given: Any, what: str) -> Any:
     return as_handle(given, what).__dict__["_actorrpc_route"]
 
 
-def kill(actor: ActorHandle[Any], *, no_restart: bool = True) -> None:
+def kill(actor: ActorHandle[Any] | Actor, *, no_restart: bool = True) -> None:
     """End an actor at once: calls that run are cut short, calls that wait fail with ActorDiedError. Idempotent.
 
     Its hooks (``on_stop``, ``__del__``) do not run where it has its process to itself.
@@ -657,13 +743,15 @@ def kill(actor: ActorHandle[Any], *, no_restart: bool = True) -> None:
     asked.wait(_ASK_S)
 
 
+@overload
 def call(
-    actor: ActorHandle[C],
-    function: Callable[Concatenate[C, P], R],
-    /,
-    *args: P.args,
-    **kwargs: P.kwargs,
-) -> ObjectRef[R]:
+    actor: ActorHandle[C], function: Callable[Concatenate[C, P], R], /, *args: P.args, **kwargs: P.kwargs
+) -> ObjectRef[R]: ...
+@overload
+def call(
+    actor: A, function: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs
+) -> ObjectRef[R]: ...
+def call(actor: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run ``function(instance, *args, **kwargs)`` inside an actor, through its mailbox; return an ObjectRef at once.
 
     ``call(handle, getattr, "x")`` reads an attribute, ``call(handle, setattr, "x", 1)`` sets it.

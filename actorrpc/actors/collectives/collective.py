@@ -26,6 +26,7 @@ from typing import Any, Final, NoReturn
 
 from actorrpc import _time
 from actorrpc._exception_text import is_a
+from actorrpc.actors.client.actor_base import Actor
 from actorrpc.actors.client.handle import ActorHandle, call
 from actorrpc.actors.client.supervisor_client import call_quietly, peer_of
 from actorrpc.actors.collectives import member, process_group
@@ -61,7 +62,7 @@ _CALL: Final = MethodInfo.anything("<call>", "call")
 
 
 def collective(
-    actors: ActorGroup[Any] | Iterable[ActorHandle[Any]],
+    actors: ActorGroup[Any] | Iterable[ActorHandle[Any] | Actor],
     backend: str = "gloo",
     name: str | None = None,
     *,
@@ -140,7 +141,7 @@ class Collective:
 
     def __init__(
         self,
-        actors: ActorGroup[Any] | Iterable[ActorHandle[Any]],
+        actors: ActorGroup[Any] | Iterable[ActorHandle[Any] | Actor],
         backend: str,
         name: str | None,
         timeout: float,

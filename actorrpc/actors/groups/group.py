@@ -32,6 +32,7 @@ from typing import (
 
 from actorrpc._exception_text import add_note, is_of_handler, notes_of
 from actorrpc.actors.client.actor_class import ActorClass, offer_class
+from actorrpc.actors.client.handle import gives_one
 from actorrpc.actors.context import runtime
 from actorrpc.actors.groups.broadcast import share
 from actorrpc.actors.groups.mesh import Mesh, Point, ValueMesh
@@ -217,7 +218,7 @@ class GroupMethod(Generic[P, R]):
         if not methods:
             return []
         first = methods[0]
-        if not first._simple:
+        if not gives_one(first._info, first._options):
             raise WrongTypeError(
                 f"{how}() is for methods with one result, and {self._label()} gives a stream, or num_returns: call the "
                 "members one by one, as in [handle.method.remote(...) for handle in group]"

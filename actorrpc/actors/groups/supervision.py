@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NoReturn
 
+from actorrpc.actors.client.actor_base import Actor
 from actorrpc.actors.client.handle import ActorHandle
 from actorrpc.actors.context import Runtime, runtime
 from actorrpc.actors.groups.group import ActorGroup, handles_of, route_of
@@ -131,7 +132,7 @@ class Supervision:
 
 
 def supervise(
-    children: Iterable[ActorHandle[Any] | ActorGroup[Any] | Supervision],
+    children: Iterable[ActorHandle[Any] | Actor | ActorGroup[Any] | Supervision],
     *,
     strategy: Strategy = "one_for_one",
     max_restarts: int = 3,

@@ -10,13 +10,14 @@ import functools
 import inspect
 import pickle
 import re
+import sys
 import types
 import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final, Literal, TypeVar, overload
+from typing import Any, Final, Literal
 
 from torch import nn
 
@@ -24,14 +25,15 @@ from actorrpc.actors.spec.options import CallOptions
 from actorrpc.errors import ConfigError, SerializationError
 from actorrpc.validation import flag
 
-__all__ = ["ClassInfo", "Kind", "MethodInfo", "Signature", "kind_of", "method"]
+__all__ = ["BASE", "ClassInfo", "Kind", "MethodInfo", "Signature", "kind_of", "mark_method"]
 
-F = TypeVar("F", bound=Callable[..., Any])
 Kind = Literal["sync", "async", "generator", "async_generator"]
 
 _MARK: Final = "__actorrpc_method__"
 _THREADED: Final = "__actorrpc_threaded__"
 _ARGUMENT: Final = re.compile(r"argument (?:(\d+)|'([^']*)')(.*)", re.DOTALL).fullmatch
+#: What :class:`actorrpc.Actor` has, and nothing that inherits from it has of its own.
+BASE: Final = "__actorrpc_base__"
 #: The name of the class that runs tasks: no user's class can have one with a space.
 TASKS: Final = "task worker"
 #: What errors call the first argument of the method that runs a task.
@@ -112,6 +114,20 @@ class Signature:
             varkw=varkw,
             bound=bound,
         )
+
+    def shown(self) -> inspect.Signature:
+        """Return it as Python has signatures; ``...`` stands for default values."""
+        kinds, made = inspect.Parameter, []
+        for at, name in enumerate(self.positional):
+            kind = kinds.POSITIONAL_ONLY if at < self.only else kinds.POSITIONAL_OR_KEYWORD
+            made.append(kinds(name, kind, default=kinds.empty if at < self.required else ...))
+        if self.varargs:
+            made.append(kinds("args", kinds.VAR_POSITIONAL))
+        for name, must in self.keyword:
+            made.append(kinds(name, kinds.KEYWORD_ONLY, default=kinds.empty if must else ...))
+        if self.varkw:
+            made.append(kinds("kwargs", kinds.VAR_KEYWORD))
+        return inspect.Signature(made)
 
     @classmethod
     def anything(cls, title: str) -> Signature:
@@ -279,6 +295,17 @@ class MethodInfo:
             known = self._merged = (defaults, replace(defaults, **self.given) if self.given else defaults)
         return known[1]
 
+    def shown(self, function: Any) -> inspect.Signature:
+        """Return the signature for people to read: with defaults and annotations, where the function itself is at hand."""
+        try:
+            known = inspect.signature(function)
+        except (TypeError, ValueError):
+            return self.signature.shown()
+        parameters = list(known.parameters.values())
+        if parameters and parameters[0].kind in _POSITIONAL:
+            parameters = parameters[self.signature.bound :]
+        return known.replace(parameters=parameters)
+
     @property
     def streams(self) -> bool:
         """Whether a call gives a stream of results."""
@@ -320,22 +347,8 @@ def kind_of(function: Any) -> Kind:
     return "sync"
 
 
-@overload
-def method(function: F, /) -> F: ...
-@overload
-def method(**options: Any) -> Callable[[F], F]: ...
-def method(function: Any = None, /, **options: Any) -> Any:
-    """Say how a method of an actor is called unless its caller says otherwise; the method itself stays what it is.
-
-    ``@method(num_returns=2)`` over a ``def`` in the class; the options are those of ``handle.method.options(...)``:
-    see :class:`~actorrpc.actors.spec.options.CallOptions`. One more is said here only: ``@method(thread=True)`` has a plain
-    method of an actor that also has ``async def`` methods run on a thread beside the actor's event loop, which it blocks
-    otherwise.
-
-    Raises:
-        ConfigError: an option is unknown, or its value is wrong.
-        TypeError: it is not a function.
-    """
+def mark_method(function: Any = None, /, **options: Any) -> Any:
+    """Note on a function how it is called as a method of an actor, or return what does: ``@method`` at run time."""
     threaded = flag("thread", options.pop("thread", False))
     checked = CallOptions.check(options)
 
@@ -375,6 +388,7 @@ class ClassInfo:
     __slots__ = (
         "__weakref__",
         "_blob",
+        "_class",
         "constructor",
         "doc",
         "has_checkpoint",
@@ -405,6 +419,7 @@ class ClassInfo:
             self.methods.get("restore"), (None,)
         )
         self._blob: bytes | None = None
+        self._class: weakref.ref[type] | None = None
 
     @classmethod
     def of(cls, actor: type) -> ClassInfo:
@@ -423,7 +438,24 @@ class ClassInfo:
             doc,
             issubclass(actor, nn.Module),
         )
+        info._class = weakref.ref(actor)
         return _known.setdefault(actor, info)
+
+    def function(self, name: str) -> Any:
+        """Return what the class has of that name, as it is written there; None where the class is not known here.
+
+        It is known where actors of it were made, and where its module is imported: nothing is imported for this.
+        """
+        actor: Any = None if self._class is None else self._class()
+        if actor is None:
+            actor = sys.modules.get(self.module)
+            for part in self.name.split("."):
+                actor = getattr(actor, part, None)
+            actor = inspect.getattr_static(actor, "__actor_class__", actor)
+        if not isinstance(actor, type):
+            return None
+        found = inspect.getattr_static(actor, name, None)
+        return getattr(found, "__func__", found)  # of static and class methods
 
     @property
     def prefix(self) -> str:
@@ -498,6 +530,11 @@ def _methods(actor: type, owner: str) -> Iterable[MethodInfo]:
     seen: set[str] = {"__init__", "__new__", "__class_getitem__", "__init_subclass__", "__del__", "__class__"}
     for base in actor.__mro__:
         if base is object or base.__module__ in ("typing", "abc"):
+            continue
+        if BASE in vars(base):
+            seen.update(
+                vars(base)
+            )  # ``remote`` and the like: they make actors of the class, and hide like names further up
             continue
         for name, raw in vars(base).items():
             if name in seen or isinstance(raw, type):

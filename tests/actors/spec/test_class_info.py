@@ -18,7 +18,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorrpc.actors.spec.class_info import ClassInfo, MethodInfo, Signature, method
+from actorrpc.actors.client.typed_methods import method
+from actorrpc.actors.spec.class_info import ClassInfo, MethodInfo, Signature
 from actorrpc.actors.spec.options import CallOptions
 from actorrpc.errors import ConfigError
 

@@ -1,0 +1,100 @@
+"""``Actor``: a base class that makes a class one of actors, as ``@remote`` does, and that every type checker understands.
+
+A class decorator cannot be typed everywhere: some checkers take no notice of what one returns. They all follow a base class.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+
+from actorrpc.actors.client.actor_class import OPTIONS, ActorClass, options_of
+
+__all__ = ["Actor", "ActorMaker"]
+
+P = ParamSpec("P")
+C = TypeVar("C")
+
+
+class Actor:
+    """The base of a class of actors: ``class Counter(actorrpc.Actor)`` is what ``@actorrpc.remote class Counter`` is, with types.
+
+    ``Counter.remote(...)`` makes an actor, ``Counter.options(num_cpus=2).remote(...)`` one with these options; those that all are
+    to have are keywords of the class: ``class Counter(actorrpc.Actor, num_cpus=2)``. What inherits from it has them, too, but for
+    ``name`` and ``get_if_exists``, and says others beside them. ``Counter(...)`` is a plain object in this process.
+
+    Methods below ``@actorrpc.method`` are typed on handles, which checkers take for instances: ``counter.add.remote(2)`` is an
+    ``ObjectRef[int]`` where ``add`` returns an int. What is a method of the class, and what goes into a ``remote``, is found at
+    run time as for ``@remote``: docs/how-to/types.md says what checkers cannot see.
+
+    Raises:
+        ConfigError: a keyword of the class is not an option of an actor, or its value is wrong.
+        TypeError: the class has an attribute of its own called ``remote`` or ``options``.
+    """
+
+    __slots__ = ()
+    __actorrpc_base__ = True  # by which class_info.py knows it
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__()
+        for name in ("remote", "options"):
+            if inspect.getattr_static(cls, name) is not vars(Actor)[name]:
+                raise TypeError(
+                    f"{cls.__qualname__} has a {name!r} of its own, which hides that of actorrpc.Actor: give "
+                    "it another name, as actors are made by that"
+                )
+        if keywords:
+            setattr(cls, OPTIONS, options_of(cls).merged(**keywords))
+
+    if TYPE_CHECKING:
+        # What is called with P, and returns a C, is the class. To checkers, a handle is an instance.
+        @classmethod
+        def remote(cls: Callable[P, C], *args: P.args, **kwargs: P.kwargs) -> C:
+            """Make an actor."""
+
+        @classmethod
+        def options(cls: Callable[P, C], **options: Any) -> ActorMaker[P, C]:
+            """Return the class with other options of its actors."""
+
+        @classmethod
+        def group(cls, extents: Any, /, *args: Any, **options: Any) -> Any:
+            """Make a group of actors."""
+
+    else:
+
+        @classmethod
+        def remote(cls, *args, **kwargs):
+            """Make an actor of the class and return its handle: see :meth:`ActorClass.remote`."""
+            return ActorClass(cls).remote(*args, **kwargs)
+
+        @classmethod
+        def options(cls, **options):
+            """Return the class with other options of its actors: see :class:`~actorrpc.actors.spec.options.ActorOptions`.
+
+            Raises:
+                ConfigError: an option is unknown, or its value is wrong; the message lists the right ones.
+            """
+            return ActorClass(cls).options(**options)
+
+        @classmethod
+        def group(cls, extents, /, *args, **options):
+            """Make a group of actors: see :func:`actorrpc.spawn`."""
+            return ActorClass(cls).group(extents, *args, **options)
+
+
+class ActorMaker(Generic[P, C]):
+    """The type of ``Counter.options(...)`` where ``Counter`` is an :class:`Actor`. None is ever made: it is an ActorClass."""
+
+    if TYPE_CHECKING:
+
+        def remote(self, *args: P.args, **kwargs: P.kwargs) -> C:
+            """Make an actor."""
+            raise AssertionError
+
+        def options(self, **options: Any) -> ActorMaker[P, C]:
+            """Return the class with other options of its actors."""
+            raise AssertionError
+
+        def group(self, extents: Any, /, *args: Any, **options: Any) -> Any:
+            """Make a group of actors."""

@@ -1,0 +1,208 @@
+"""``@method``, and what type checkers are told of the methods below it; at run time those stay plain functions.
+
+Checkers see a :class:`Method`, a descriptor: on an instance it gives a :class:`BoundMethod`, which is called, as in the class
+itself, or has ``remote``, as on a handle. All of it is said with ``Callable`` types in covariant variables: those are compared by
+what can be called, so that an override may take more than what it overrides, which checkers do not see of a ``ParamSpec``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+
+from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.actors.spec.class_info import mark_method
+from actorrpc.actors.streams.consumer import ObjectRefGenerator
+
+__all__ = ["BoundMethod", "Method", "RemoteCall", "method"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+D = TypeVar("D")
+Out = TypeVar("Out")
+Raw_co = TypeVar("Raw_co", covariant=True)  # of the class: what takes the instance first
+Local_co = TypeVar("Local_co", covariant=True)  # of an instance: what gives the plain result
+Remote_co = TypeVar("Remote_co", covariant=True)  # of a handle: what gives an ObjectRef, or a stream
+
+
+class RemoteCall(Generic[Remote_co]):
+    """The type of ``handle.method.remote``: takes what the method takes; up to four by position may be ObjectRefs of it.
+
+    None is ever made.
+    """
+
+    __slots__ = ()
+
+    # The first says all that is right without ObjectRefs. A ParamSpec cannot be made to take more, so the others count.
+    @overload
+    def __call__(self: RemoteCall[Callable[P, Out]], /, *args: P.args, **kwargs: P.kwargs) -> Out: ...
+    @overload
+    def __call__(self: RemoteCall[Callable[[A], Out]], a: A | ObjectRef[A], /) -> Out: ...
+    @overload
+    def __call__(
+        self: RemoteCall[Callable[[A, B], Out]], a: A | ObjectRef[A], b: B | ObjectRef[B], /
+    ) -> Out: ...
+    @overload
+    def __call__(
+        self: RemoteCall[Callable[[A, B, C], Out]],
+        a: A | ObjectRef[A],
+        b: B | ObjectRef[B],
+        c: C | ObjectRef[C],
+        /,
+    ) -> Out: ...
+    @overload
+    def __call__(
+        self: RemoteCall[Callable[[A, B, C, D], Out]],
+        a: A | ObjectRef[A],
+        b: B | ObjectRef[B],
+        c: C | ObjectRef[C],
+        d: D | ObjectRef[D],
+        /,
+    ) -> Out: ...
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the method."""
+        raise AssertionError
+
+
+class BoundMethod(Generic[Local_co, Remote_co]):
+    """The type of ``self.method`` in the class, which is called, and of ``handle.method``, which has ``remote``.
+
+    Checkers cannot tell a handle from an instance: ``handle.method(...)`` is right to them, and refused at run time. None is
+    ever made.
+    """
+
+    __slots__ = ()
+
+    @property
+    def __call__(self) -> Local_co:
+        """The method, as instances have it."""
+        raise AssertionError
+
+    @property
+    def remote(self) -> RemoteCall[Remote_co]:
+        """The method, as handles have it."""
+        raise AssertionError
+
+    @overload
+    def options(self, *, num_returns: int | str, **options: Any) -> BoundMethod[Local_co, Any]: ...
+    @overload
+    def options(self, **options: Any) -> BoundMethod[Local_co, Remote_co]: ...
+    def options(self, **options: Any) -> Any:
+        """Return the method of a handle with other options of its calls."""
+        raise AssertionError
+
+
+class Method(Generic[Raw_co, Local_co, Remote_co]):
+    """The type of a method below ``@method``. None is ever made: at run time it is the function."""
+
+    __slots__ = ()
+
+    @overload
+    def __get__(self, instance: None, owner: type[Any], /) -> Raw_co: ...
+    @overload
+    def __get__(
+        self, instance: object, owner: type[Any] | None = None, /
+    ) -> BoundMethod[Local_co, Remote_co]: ...
+    def __get__(self, instance: object, owner: type[Any] | None = None, /) -> Any:
+        """Return the function, or the method of an instance."""
+        raise AssertionError
+
+
+# The first overload that fits is meant: a coroutine function is also a function that returns a Coroutine.
+
+
+class _Mark(Protocol):
+    """What ``@method(...)`` returns."""
+
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /
+    ) -> Method[
+        Callable[Concatenate[Any, P], Coroutine[Any, Any, R]],
+        Callable[P, Coroutine[Any, Any, R]],
+        Callable[P, ObjectRef[R]],
+    ]: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[Concatenate[Any, P], Iterator[R]], /
+    ) -> Method[
+        Callable[Concatenate[Any, P], Iterator[R]],
+        Callable[P, Iterator[R]],
+        Callable[P, ObjectRefGenerator[R]],
+    ]: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[Concatenate[Any, P], AsyncIterator[R]], /
+    ) -> Method[
+        Callable[Concatenate[Any, P], AsyncIterator[R]],
+        Callable[P, AsyncIterator[R]],
+        Callable[P, ObjectRefGenerator[R]],
+    ]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Any, P], R], /
+    ) -> Method[Callable[Concatenate[Any, P], R], Callable[P, R], Callable[P, ObjectRef[R]]]: ...
+
+
+class _MarkOfAny(Protocol):
+    """What ``@method(num_returns=...)`` returns: how many ObjectRefs a call gives is not in any type."""
+
+    def __call__(
+        self, function: Callable[Concatenate[Any, P], R], /
+    ) -> Method[Callable[Concatenate[Any, P], R], Callable[P, R], Callable[P, Any]]: ...
+
+
+@overload
+def method(
+    function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /
+) -> Method[
+    Callable[Concatenate[Any, P], Coroutine[Any, Any, R]],
+    Callable[P, Coroutine[Any, Any, R]],
+    Callable[P, ObjectRef[R]],
+]: ...
+@overload
+def method(  # type: ignore[overload-overlap]
+    function: Callable[Concatenate[Any, P], Iterator[R]], /
+) -> Method[
+    Callable[Concatenate[Any, P], Iterator[R]],
+    Callable[P, Iterator[R]],
+    Callable[P, ObjectRefGenerator[R]],
+]: ...
+@overload
+def method(  # type: ignore[overload-overlap]
+    function: Callable[Concatenate[Any, P], AsyncIterator[R]], /
+) -> Method[
+    Callable[Concatenate[Any, P], AsyncIterator[R]],
+    Callable[P, AsyncIterator[R]],
+    Callable[P, ObjectRefGenerator[R]],
+]: ...
+@overload
+def method(
+    function: Callable[Concatenate[Any, P], R], /
+) -> Method[Callable[Concatenate[Any, P], R], Callable[P, R], Callable[P, ObjectRef[R]]]: ...
+@overload
+def method(function: F, /) -> F: ...
+@overload
+def method(*, num_returns: int | str, **options: Any) -> _MarkOfAny: ...
+@overload
+def method(**options: Any) -> _Mark: ...
+def method(function: Any = None, /, **options: Any) -> Any:
+    """Say how a method of an actor is called unless its caller says otherwise; the method itself stays what it is.
+
+    ``@method`` alone has type checkers know ``handle.name.remote(...)`` where the class is an :class:`~actorrpc.Actor`; at run
+    time it changes nothing: all methods of a class are methods of its actors.
+
+    ``@method(num_returns=2)`` over a ``def`` in the class; the options are those of ``handle.method.options(...)``:
+    see :class:`~actorrpc.actors.spec.options.CallOptions`. One more is said here only: ``@method(thread=True)`` has a plain
+    method of an actor that also has ``async def`` methods run on a thread beside the actor's event loop, which it blocks
+    otherwise.
+
+    Raises:
+        ConfigError: an option is unknown, or its value is wrong.
+        TypeError: it is not a function.
+    """
+    return mark_method(function, **options)
