@@ -10,8 +10,13 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parent.parent
 _PACKAGE = _ROOT / "actorrpc"
 
-# Classes of compat/ that have torch's names, as those that they are made of have.
-_MIRRORED = {"Future", "RRef", "TensorPipeRpcBackendOptions"}
+# Classes of compat/ that have torch's or Ray's names, as those that they are made of have.
+_MIRRORED = {
+    *("Future", "RRef", "TensorPipeRpcBackendOptions"),
+    *("ActorClass", "ActorHandle", "ActorMethod", "ActorPool", "ObjectRef", "ObjectRefGenerator", "Queue"),
+    *("RemoteFunction", "RuntimeContext", "ActorDiedError", "ActorUnavailableError", "AuthenticationError"),
+    *("PendingCallsLimitExceeded", "RpcError"),
+}
 # Classes had these names until 0.2 or before.
 _RETIRED_CLASSES = {
     *(

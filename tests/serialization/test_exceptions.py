@@ -1143,3 +1143,32 @@ def test_any_exception_can_be_reported(kind: str, caplog: pytest.LogCaptureFixtu
     report(logging.getLogger("actorrpc"), caught(unruly.make(kind)), "what %s has raised", "somebody")
     assert "what somebody has raised\n" in caplog.text
     caplog.clear()
+
+
+# -- under another interface's name -----------------------------------------------------------------------------
+
+
+class Named(RemoteError):
+    """Another interface's name for what a called function raised."""
+
+
+def test_an_arrived_error_under_another_name() -> None:
+    arrived = send(OSError(2, "no", "file"))
+    named: Any = exceptions.raised_as(arrived, Named)
+    original = type(arrived.cause)
+    assert isinstance(named, Named)
+    assert isinstance(named, original)
+    assert type(named).__name__ == f"Named({original.__name__})"
+    assert (str(named), named.cause, named.traceback) == (str(arrived), arrived.cause, arrived.traceback)
+    assert isinstance(named.__cause__, RemoteTraceback)
+    assert type(exceptions.raised_as(arrived, Named)) is type(named)
+    # Sent on, it is the user's.
+    further = send(named)
+    assert not isinstance(further, Named)
+    assert type(further.cause) is original
+    assert not isinstance(arrived, Named)
+
+
+def test_what_has_no_other_name_stays_as_it_is() -> None:
+    for error in (send(SystemExit(3)), ValueError("here")):
+        assert exceptions.raised_as(error, Named) is error

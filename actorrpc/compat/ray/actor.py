@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 
 from actorrpc import actors
 from actorrpc._exception_text import say
+from actorrpc.actors.client.handle import _RemoteCall
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.options import ActorOptions
@@ -64,26 +65,32 @@ class ActorID:
 # -- methods ---------------------------------------------------------------------------------------------------
 
 
+class _RemoteCallOfRay(_RemoteCall):
+    """``handle.method.remote``, which gives references of Ray's, and raises errors of Ray's."""
+
+    __slots__ = ()
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = unwrapped(args, kwargs)
+        try:
+            return wrapped(super().__call__(*args, **kwargs), self._options.num_returns)
+        except RpcError as caught:
+            error = in_rays_words(caught)
+        raise error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (ActorMethod(self._card, self._route, self._info, self._options), "remote")
+
+
 class ActorMethod(actors.ActorMethod[P, Out], Generic[P, Out]):
     """A method of an actor, as its callers have it: ``handle.method.remote(...)`` calls it."""
 
     __slots__ = ()
 
-    if not TYPE_CHECKING:
-
-        def remote(self, *args, **kwargs):
-            """Call the method; return an ObjectRef to its result at once, or several, or an ObjectRefGenerator.
-
-            Raises:
-                TypeError: the method does not take these arguments, or they cannot be sent.
-                PendingCallsLimitExceeded: too many calls wait for the actor.
-            """
-            args, kwargs = unwrapped(args, kwargs)
-            try:
-                return wrapped(actors.ActorMethod.remote(self, *args, **kwargs), self._options.num_returns)
-            except RpcError as caught:
-                error = in_rays_words(caught)
-            raise error
+    def __init__(self, card: Any, route: Any, info: Any, options: Any) -> None:
+        super().__init__(card, route, info, options)
+        if not TYPE_CHECKING:
+            self.remote = _RemoteCallOfRay(card, route, info, options)
 
     def options(self, **options: Any) -> Any:
         """Return the method with other options of its calls.
@@ -174,7 +181,7 @@ def _ended(handle: ActorHandle[Any]) -> actors.ObjectRef[Any]:
 # -- handles -----------------------------------------------------------------------------------------------------
 
 
-class _Calling:
+class _CallingOfRay:
     """``handle.__call__``, which Python looks for on the type."""
 
     __slots__ = ()
@@ -190,7 +197,7 @@ class ActorHandle(actors.ActorHandle[C_co], Generic[C_co]):
     """A reference to an actor: ``handle.method.remote(...)`` calls a method of it. See :class:`actorrpc.ActorHandle`."""
 
     if not TYPE_CHECKING:
-        __call__ = _Calling()
+        __call__ = _CallingOfRay()
 
         def __getattr__(self, name):
             if name.startswith("__ray_") and "_actorrpc_card" in self.__dict__:

@@ -15,7 +15,14 @@ import torch
 
 import actorrpc
 from actorrpc import ObjectRefGenerator, get
-from actorrpc.errors import CancelledError, ConfigError, PeerDiedError, RpcTimeoutError
+from actorrpc.errors import (
+    ActorDiedError,
+    CancelledError,
+    ConfigError,
+    PeerDiedError,
+    RemoteError,
+    RpcTimeoutError,
+)
 from tests.actors import things
 from tests.actors.alone import alone
 from tests.ranks import rpc_group
@@ -135,6 +142,11 @@ def _variable(name: str) -> Any:
     return os.environ.get(name)
 
 
+@Remote
+def _ask(box: Any) -> Any:
+    return get(box.get.remote())
+
+
 @pytest.mark.limit(60)
 def test_in_the_embedded_cluster(tmp_path: Path) -> None:
     with actorrpc.init(num_cpus=2):
@@ -160,6 +172,12 @@ def test_in_the_embedded_cluster(tmp_path: Path) -> None:
             get(ref)
         assert get(things.add.remote(1)) == 3
         assert {row.class_name for row in actorrpc.list_actors()} == {"Box"}
+        # A task that runs into the death of an actor has not died.
+        actorrpc.kill(nested)
+        with pytest.raises(ActorDiedError) as met:
+            get(_ask.options(max_retries=0).remote(nested))
+        assert isinstance(met.value, RemoteError)
+        assert get(things.add.remote(1)) == 3
         del nested
 
 

@@ -1,0 +1,99 @@
+"""Programs in Ray's style run unchanged by the command; and what the command says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.output import check
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = Path(__file__).with_name("programs") / "ray"
+SAYS = {
+    "actor_pool": "[0, 1, 4, 9, 16, 25, 36, 49]\nTrue 81 False",
+    "async_actors": "late\n190",
+    "cancelling": "0\ncancelled\ncancelled\ncancelled pong",
+    "concurrency_groups": "['read', 4, 'other']\nother\n[True, True, True]",
+    "errors": """RayTaskError(Refused) 7 True Refused
+RayTaskError(Refused) 7 True Refused
+True
+True True
+a reference""",
+    "generators": """[[0, 0], [1, 1], [2, 2]]
+['line 0', 'line 1']
+11 ['one', 'two', 'three']
+[0, 0] [1, 1]""",
+    "looks_around": """True actorrpc.compat.ray True
+ray.tune True
+ray.data True
+ray.util.collective True
+True
+True
+None ran
+False""",
+    "map_reduce": "[{'bird': 2, 'sings': 1}, {'the': 3}]",
+    "named_actors": "{'task 0': 0, 'task 1': 1, 'task 2': 2}\n3\ntaken\ngone",
+    "nested_tasks": "8\n[1, 1, 2, 3, 4, 5, 6, 9]\n[0, 1, 2]",
+    "parameter_server": "[0.0, 1.0, 2.0, 3.0]\n[0.0, 1.0, 2.0, 3.0]",
+    "pipeline": "True",
+    "placement_groups": "[0, 1, 2]\nCREATED [{'CPU': 1.0}, {'CPU': 1.0}, {'CPU': 1.0}]\nremoved\nFalse",
+    "queue_of_work": "True [None, None]\nempty\nfull 5",
+    "resources": """{'CPU': 1.0, 'special': 1.0}
+4.0 2.0 3.0 1.0
+ran [True]
+True True
+False""",
+    "retries": "['after crashes', 'after errors']\nTrue\ncrashed",
+    "ring": "[7, 6, 5, 4, 3, 2, 1, 0]\n[1.0, 1.0, 1.0, 1.0]",
+    "runtime_envs": "['yes', None]\n['yes', 'only']\nonly\nTrue",
+    "tree_of_actors": "[10, 11, 12]",
+    "wait_loop": "2470\n[]",
+}
+
+
+def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command with this tree's actorrpc in its reach."""
+    path = os.pathsep.join(filter(None, [str(ROOT), variables.pop("more", ""), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-m", "actorrpc.compat.ray", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": path, **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.limit(180)
+@pytest.mark.parametrize("name", sorted(SAYS))
+def test_a_program(name: str) -> None:
+    done = run(PROGRAMS / f"{name}.py")
+    assert done.stdout.splitlines() == SAYS[name].splitlines(), done.stderr
+    assert done.returncode == 0, done.stderr
+    check(done.stderr, "has died|nobody looked|is being restarted|was not finished|is made again|ended with", what=name)
+
+
+def test_each_program_is_run() -> None:
+    assert {each.stem for each in PROGRAMS.glob("*.py")} == set(SAYS)
+
+
+@pytest.mark.limit(120)
+def test_where_ray_is_installed_too_the_command_says_so(tmp_path: Path) -> None:
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "__init__.py").write_text("raise AssertionError('not this one')")
+    done = run("-c", "import ray, sys; print(ray.__name__, sys.argv)", "x", more=str(tmp_path))
+    assert done.stdout == "actorrpc.compat.ray ['-c', 'x']\n", done.stderr
+    assert f"Ray is installed in {tmp_path / 'ray'}; in this program, `import ray` means" in done.stderr
+
+
+@pytest.mark.limit(120)
+def test_nothing_to_run_is_refused() -> None:
+    done = run()
+    assert done.returncode == 1
+    assert "usage" in done.stderr
