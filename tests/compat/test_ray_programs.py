@@ -37,7 +37,7 @@ True
 True
 None ran
 False""",
-    "map_reduce": "[{'bird': 2, 'sings': 1}, {'the': 3}]",
+    "map_reduce": "[{'bird': 2}, {'a': 2, 'and': 2, 'cat': 1, 'dog': 2, 'sings': 1, 'the': 3}]",
     "named_actors": "{'task 0': 0, 'task 1': 1, 'task 2': 2}\n3\ntaken\ngone",
     "nested_tasks": "8\n[1, 1, 2, 3, 4, 5, 6, 9]\n[0, 1, 2]",
     "parameter_server": "[0.0, 1.0, 2.0, 3.0]\n[0.0, 1.0, 2.0, 3.0]",
@@ -76,7 +76,11 @@ def test_a_program(name: str) -> None:
     done = run(PROGRAMS / f"{name}.py")
     assert done.stdout.splitlines() == SAYS[name].splitlines(), done.stderr
     assert done.returncode == 0, done.stderr
-    check(done.stderr, "has died|nobody looked|is being restarted|was not finished|is made again|ended with", what=name)
+    check(
+        done.stderr,
+        "has died|nobody looked|is being restarted|was not finished|is made again|ended with",
+        what=name,
+    )
 
 
 def test_each_program_is_run() -> None:

@@ -22,7 +22,7 @@ async def main(signal):
     waiting = [signal.wait.remote(number) for number in range(20)]
     try:
         await asyncio.wait_for(asyncio.ensure_future(waiting[0]), timeout=0.05)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         print("late")
     await signal.send.remote()
     return sum(await asyncio.gather(*waiting))

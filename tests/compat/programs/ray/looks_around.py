@@ -13,7 +13,7 @@ for name in ("ray.tune", "ray.data", "ray.util.collective"):
     except ImportError as error:
         print(name, "there are: ray" in str(error))
 try:
-    ray.serve
+    print(ray.serve)
 except AttributeError as error:
     print("ray has here" in str(error))
 print(ray.util.placement_group is not importlib.import_module("ray.util.placement_group"))

@@ -16,7 +16,9 @@ group = placement_group([{"CPU": 1}] * 3, strategy="PACK")
 ray.get(group.ready())
 trainers = [
     Trainer.options(
-        scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=index
+        )
     ).remote()
     for index in range(3)
 ]

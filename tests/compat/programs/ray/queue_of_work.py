@@ -19,7 +19,7 @@ ray.init(num_cpus=4)
 queue = Queue(maxsize=5)
 producers = [produce.remote(queue, 10 * index, 10) for index in range(2)]
 consumers = [consume.remote(queue, 10) for _ in range(2)]
-print(sorted(sum(ray.get(consumers), [])) == list(range(20)), ray.get(producers))
+print(sorted(number for part in ray.get(consumers) for number in part) == list(range(20)), ray.get(producers))
 try:
     queue.get_nowait()
 except Empty:
