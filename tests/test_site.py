@@ -75,8 +75,9 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 def test_every_public_module_is_among_them() -> None:
-    """``config`` has the settings, which have a page; ``futures`` what ``rpc`` lists."""
-    assert set(_reference().PUBLIC) == set(_PUBLIC) - {
+    """``config`` has the settings, which have a page; ``futures`` what ``rpc`` lists; Ray's names have a page with a table."""
+    public = {module for module in _PUBLIC if not module.startswith("actorrpc.compat.ray")}
+    assert set(_reference().PUBLIC) == public - {
         "actorrpc.config",
         "actorrpc.futures",
         "actorrpc.observe",

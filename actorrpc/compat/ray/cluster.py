@@ -148,7 +148,7 @@ def init(
         address: None or ``"local"``: a new one.
         runtime_env: of all actors and tasks.
         job_config: None.
-        options: those in :data:`IGNORED`, and those of :func:`actorrpc.init`.
+        options: those in ``IGNORED``, and those of :func:`actorrpc.init`.
 
     Raises:
         RuntimeError: it runs already.

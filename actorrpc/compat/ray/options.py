@@ -1,6 +1,6 @@
 """Ray's options of actors, tasks and calls, as options of ours.
 
-Three kinds: what has a meaning here is mapped, what cannot change a program's results is ignored (:data:`IGNORED` says why), and
+Three kinds: what has a meaning here is mapped, what cannot change a program's results is ignored (``IGNORED`` says why), and
 what can is refused, with what to do instead. All others are options of ours, by our names or by Ray's, which are the same.
 """
 
