@@ -253,6 +253,17 @@ def test_modules_are_found_from_their_directory(tmp_path: Path) -> None:
         runtime_env.checked({"env_vars": {"A": 1}})
 
 
+def test_the_environment_of_a_program_is_put_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = dict(os.environ)
+    cluster._set_environment({"env_vars": {"TOLD_TO_ALL": "1"}, "working_dir": str(tmp_path)})
+    assert os.environ["TOLD_TO_ALL"] == "1"
+    assert runtime_env.inherited() == {"working_dir": str(tmp_path)}
+    assert str(tmp_path) in sys.path
+    cluster._restore_environment()
+    assert dict(os.environ) == before
+
+
 # -- placement --------------------------------------------------------------------------------------------------
 
 
