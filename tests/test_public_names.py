@@ -26,11 +26,6 @@ _PUBLIC = [
     "actorrpc.actors",
     "actorrpc.cluster",
     "actorrpc.compat",
-    "actorrpc.compat.ray",
-    "actorrpc.compat.ray.actor",
-    "actorrpc.compat.ray.exceptions",
-    "actorrpc.compat.ray.util",
-    "actorrpc.compat.ray.util.queue",
     "actorrpc.observe",
     "actorrpc.testing",
 ]

@@ -19,6 +19,7 @@ from actorrpc.compat import take_over
 from actorrpc.compat.imports import alias_package, forget
 from actorrpc.compat.ray import cluster, exceptions, options, placement, runtime_env
 from actorrpc.compat.ray.util import actor_pool, queue, scheduling_strategies
+from tests.test_public_names import _undocumented
 
 MODULES: list[ModuleType] = [
     ray,
@@ -57,10 +58,10 @@ OF_THE_ISSUE = {
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda each: each.__name__)
 def test_names_are_there_and_say_what_they_do(module: ModuleType) -> None:
-    for name in module.__all__:
-        value = getattr(module, name)
-        if inspect.isclass(value) or inspect.isfunction(value):
-            assert inspect.getdoc(value), name
+    assert module.__doc__
+    assert not [name for name in module.__all__ if not hasattr(module, name)]
+    found = {text for name in module.__all__ for text in _undocumented(name, getattr(module, name))}
+    assert not found
 
 
 def test_what_programs_use_is_there() -> None:
@@ -250,6 +251,17 @@ def test_modules_are_found_from_their_directory(tmp_path: Path) -> None:
         runtime_env.checked({"py_modules": "x"})
     with pytest.raises(TypeError, match="a dict of texts"):
         runtime_env.checked({"env_vars": {"A": 1}})
+
+
+def test_the_environment_of_a_program_is_put_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = dict(os.environ)
+    cluster._set_environment({"env_vars": {"TOLD_TO_ALL": "1"}, "working_dir": str(tmp_path)})
+    assert os.environ["TOLD_TO_ALL"] == "1"
+    assert runtime_env.inherited() == {"working_dir": str(tmp_path)}
+    assert str(tmp_path) in sys.path
+    cluster._restore_environment()
+    assert dict(os.environ) == before
 
 
 # -- placement --------------------------------------------------------------------------------------------------
