@@ -532,9 +532,8 @@ def _methods(actor: type, owner: str) -> Iterable[MethodInfo]:
         if base is object or base.__module__ in ("typing", "abc"):
             continue
         if BASE in vars(base):
-            seen.update(
-                vars(base)
-            )  # ``remote`` and the like: they make actors of the class, and hide like names further up
+            # ``remote`` and the like make actors of the class; on an instance they hide what has such a name further up.
+            seen.update(vars(base))
             continue
         for name, raw in vars(base).items():
             if name in seen or isinstance(raw, type):

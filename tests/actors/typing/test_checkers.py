@@ -76,7 +76,7 @@ def _code(page: str) -> str:
     [
         "mypy",
         pytest.param("pyright", marks=pytest.mark.slow),
-        pytest.param("pyrefly", marks=pytest.mark.slow),
+        "pyrefly",
         "ty",
     ],
 )
