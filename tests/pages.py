@@ -83,7 +83,7 @@ def program(found: list[Block]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run(page: Path, folder: Path, *, seconds: float = 50.0) -> None:
+def run(page: Path, folder: Path, *, seconds: float = 120.0) -> None:
     """Run the Python of a page as a program, compare what it prints with what the page says, and see that it says no more.
 
     Raises:

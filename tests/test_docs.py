@@ -29,6 +29,7 @@ def _name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+@pytest.mark.limit(150)  # it starts processes that import torch: beside load, README's takes half a minute
 @pytest.mark.parametrize(
     "page",
     [
