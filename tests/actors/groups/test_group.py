@@ -39,7 +39,16 @@ from tests.actors.alone import alone
 from tests.ranks import rpc_group
 
 # Actors of the tests with one worker live in this process: what is here is common to them and the tests.
-_gates: defaultdict[Any, threading.Event] = defaultdict(threading.Event)
+
+
+class _Gates(dict[Any, threading.Event]):
+    """Made where they are first looked for, which may be on two threads at once: both get the one that was there first."""
+
+    def __missing__(self, key: Any) -> threading.Event:
+        return self.setdefault(key, threading.Event())
+
+
+_gates = _Gates()
 _notes: list[Any] = []
 
 
