@@ -50,7 +50,7 @@ from actorrpc.transport.failure_detector import process_state, set_up_tcp
 from actorrpc.transport.shared_memory import Borrower, Lender
 from actorrpc.transport.signals import Taken, checkpoint, uninterruptible
 from actorrpc.transport.tls import Stream, Tls, explain
-from actorrpc.wire.frames import INTRO, pack_frame
+from actorrpc.wire.frames import GOODBYE, INTRO, pack_frame
 from actorrpc.wire.handshake import Dialler, Purpose, Session
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.integrity import Seals
@@ -395,9 +395,14 @@ class Connector:
             raise ProtocolError(f"{session.peer_name!r} introduced itself as {record.name!r}")
         peer = self._agent.adopt(record)
         if peer.state != "alive":
-            raise ProtocolError(
-                f"{record.name!r} is {peer.state} and may not come back as the same incarnation"
-            )
+            # It opened two connections, and its end was read from the other one first; or it was silent for too long, and
+            # lives. Then it hears that it is taken for dead: it would wait for answers as long again.
+            _log.info("a connection of %r came too late: it is %s", record.name, peer.state)
+            if peer.state == "dead":
+                conn.outbox.append(pack_frame(GOODBYE, flags=1))
+                conn.flush()
+            conn.close()
+            return
         self._join(peer, conn)
 
     def _join(self, peer: Peer, conn: Connection) -> None:

@@ -216,6 +216,28 @@ def test_who_has_not_introduced_itself_yet_hears_a_goodbye() -> None:
             assert frames.GOODBYE in {frame.kind for frame in stranger.read_to_the_end()}
 
 
+@pytest.mark.parametrize("end", ["left", "dead"])
+def test_a_connection_whose_introduction_is_read_after_the_end_of_its_peer_ends_quietly(end: str) -> None:
+    """Two workers that call each other first at the same moment have two, and each is read by another thread."""
+    with agents(1) as (agent,):
+        over, states = _watch(agent)
+        first = Stranger(agent)
+        late = Stranger(agent, attach=bytes(16), incarnation=first.record.incarnation)
+        late.record = first.record
+        with contextlib.closing(first), contextlib.closing(late):
+            first.shake_hands()
+            late.shake_hands()
+            first.introduce()
+            if end == "left":
+                first.sock.sendall(pack_frame(frames.GOODBYE))
+            first.close()
+            assert over.wait(20)
+            assert states == [end]
+            late.introduce()
+            told = [frame.flags for frame in late.read_to_the_end() if frame.kind == frames.GOODBYE]
+            assert told == ([1] if end == "dead" else [])  # a living one would wait for answers
+
+
 def test_the_goodbye_comes_after_the_answer_to_the_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
     entered, proceed = threading.Event(), threading.Event()
     enter = Connector._enter
