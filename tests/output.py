@@ -26,7 +26,7 @@ _PREFIX = re.compile(r"^\([^()\n]* pid=\d+\) ")  # of lines that the driver show
 _OUR_HEADERS = re.compile(r"^--- (errors|output) of rank \d+ ---$|^---$")
 _CONTINUES = re.compile(
     r"^\s|^Traceback \(most recent call last\)|^Extension modules:|^The above exception was|^During handling of the above"
-    r"|^(Current thread|Thread) 0x|^\[repeated \d+x"
+    r"|^(Current thread|Thread) 0x|^\[repeated \d+x|^ResourceWarning: Enable tracemalloc"
     r"|^Exception raised from \w+ at |^frame #\d+: |^<omitting python frames>"  # the stack of an error of torch's in C++
 )
 # torch's stores say this where no name server can be asked.
