@@ -193,15 +193,8 @@ class Executor:
             header = execution.header = unpack_header(frame.extra) if frame.extra else {}
             if "path" in header:
                 execution.path = path_of(header, frame.chain)
-            agent.inbox.arrived(message, header)
-            function, args, kwargs = outbound.open_body(conn, frame, header, message, agent.recorder)
+            function, args, kwargs = self.open(conn, frame, header, message, execution)
             execution.what = function
-            if conn is not None and (frame.flags & _CHARGED or len(frame.body) >= outbound.CHARGED):
-                # Taken up: its bytes no longer count as unread. Leaves with the answer, or by itself soon.
-                conn.outbox.append(pack_frame(CREDIT, frame.id))
-                agent.scheduler.soon(conn)
-            if message.received:
-                agent.confirm(message.received, execution)
         interceptors: Sequence[Interceptor] = agent.interceptors
         if execution.header:
             interceptors = riding(interceptors, execution.header)
@@ -219,25 +212,63 @@ class Executor:
             return None, False
         return value, True
 
-    def _answer_later(self, conn: Any, id: int, value: Any, function: Any, execution: Execution) -> None:
-        future_of(value, function)
+    def open(
+        self, conn: Any, frame: Frame, header: Header, message: outbound.MessageContext, execution: Execution
+    ) -> Any:
+        """Return what a request carries, of a thread's call and of an actor's: it is taken up from here on.
 
-        def ready(future: torch.futures.Future[Any]) -> None:
+        Raises:
+            Exception: whatever rebuilding the objects raises.
+        """
+        agent = self._agent
+        agent.inbox.arrived(message, header)
+        opened = outbound.open_body(conn, frame, header, message, agent.recorder)
+        if conn is not None and (frame.flags & _CHARGED or len(frame.body) >= outbound.CHARGED):
+            # Its bytes no longer count as unread. Leaves with the answer, or by itself soon.
+            conn.outbox.append(pack_frame(CREDIT, frame.id))
+            agent.scheduler.soon(conn)
+        if message.received:
+            agent.confirm(message.received, execution)
+        return opened
+
+    def _answer_later(self, conn: Any, id: int, value: Any, function: Any, execution: Execution) -> None:
+        running = execution.peer.running
+
+        def answer(result: Any) -> None:
+            self.answer(conn, id, result, execution)
+            running.pop(id, None)
+
+        def fail(error: BaseException) -> None:
+            self.fail(conn, id, error, execution)
+            running.pop(id, None)
+
+        self.when_done(future_of(value, function), conn, execution, answer, fail)
+
+    def when_done(
+        self,
+        future: Any,
+        conn: Any,
+        execution: Execution,
+        answer: Callable[[Any], object],
+        fail: Callable[[BaseException], object],
+    ) -> None:
+        """Answer a request with what a future will hold, on the thread that completes it."""
+
+        def ready(done: Any) -> None:
             token = CURRENT.set(execution)
             try:
                 try:
-                    result = future.value()
+                    value = done.value()
                 except BaseException as error:
-                    self.fail(conn, id, error, execution)
+                    fail(error)
                 else:
-                    self.answer(conn, id, result, execution)
+                    answer(value)
             finally:
                 CURRENT.reset(token)
-                execution.peer.running.pop(id, None)
             if conn is not None:
                 conn.flush()
 
-        value.add_done_callback(ready)
+        future.add_done_callback(ready)
 
     # -- answering -----------------------------------------------------------------------------------
 

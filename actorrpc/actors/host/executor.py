@@ -32,7 +32,7 @@ from actorrpc.agent.executor import ASYNC_MARK, Later, future_of, named
 from actorrpc.agent.hooks import intercepted
 from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
 from actorrpc.rpc.rref import RRef
-from actorrpc.wire.frames import CREDIT, MAIL, pack_frame
+from actorrpc.wire.frames import MAIL
 
 if TYPE_CHECKING:
     from actorrpc.actors.host.actor import HostedActor
@@ -181,21 +181,13 @@ class ActorExecutor:
             raise CancelledError(f"{self.label(entry)} was given up", maybe_executed=False)
         if frame.flags == MAIL and "references" not in entry.header and "tag" not in entry.header:
             return outbound.open_plain(frame.body, entry.peer)
+        # The receipt for its references waits for no answer: others than its execution may give that.
         message = outbound.MessageContext(entry.peer)
-        agent.inbox.arrived(message, entry.header)
+        execution = entry.execution or Execution(entry.peer, frame.id, entry.deadline, frame.chain)
         try:
-            opened = outbound.open_body(conn, frame, entry.header, message, agent.recorder)
+            return agent.executor.open(conn, frame, entry.header, message, execution)
         except LimitError as error:
             raise LimitError(f"{self.label(entry)} was not executed: {error}") from None
-        if conn is not None and (
-            frame.flags & ~(outbound.INLINE | MAIL) or len(frame.body) >= outbound.CHARGED
-        ):
-            conn.outbox.append(pack_frame(CREDIT, frame.id))
-            agent.scheduler.soon(conn)
-        if message.received:
-            execution = entry.execution or Execution(entry.peer, frame.id, entry.deadline, frame.chain)
-            agent.confirm(message.received, execution)
-        return opened
 
     def arguments(self, entry: Envelope) -> tuple[tuple[Any, ...], dict[str, Any]]:
         opened, entry.opened = entry.opened, None
@@ -294,22 +286,10 @@ class ActorExecutor:
         return error
 
     def _answer_later(self, entry: Envelope, future: Any) -> None:
-        def ready(done: Any) -> None:
-            execution = entry.execution
-            token = CURRENT.set(execution)
-            try:
-                try:
-                    value = done.value()
-                except BaseException as error:
-                    self._raised(entry, error)
-                else:
-                    self.answer(entry, value)
-            finally:
-                CURRENT.reset(token)
-            if entry.conn is not None:
-                entry.conn.flush()
-
-        future.add_done_callback(ready)
+        assert entry.execution is not None
+        self.agent.executor.when_done(
+            future, entry.conn, entry.execution, partial(self.answer, entry), partial(self._raised, entry)
+        )
 
     # -- on an event loop ------------------------------------------------------------------------------
 
