@@ -632,7 +632,9 @@ def test_a_port_that_is_in_use() -> None:
             open_store(f"tcp://127.0.0.1:{port}", 0, 2, 5.0)
 
 
-@pytest.mark.prints(r"\[c10d\] (recvValue failed|TCP client failed to connect|The client socket has timed out)")
+@pytest.mark.prints(
+    r"\[c10d\] (recvValue failed|TCP client failed to connect|The client socket has timed out)"
+)
 def test_a_server_that_says_nothing() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
