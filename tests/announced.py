@@ -27,6 +27,8 @@ ODD_TENSORS: Final = (
     "UserWarning: The PyTorch API of nested tensors is in prototype stage",
     "UserWarning: TypedStorage is deprecated",
 )
-# Python's own word for a socket that is closed as Ctrl-C comes between its creation and its caller's next step: it is bound
-# to nothing.
-BETWEEN_STEPS: Final = r"ResourceWarning: unclosed <socket\.socket fd=\d+, family=\d+, type=1, proto=0(, laddr=\('(0\.0\.0\.0|::)', 0.*)?>"
+# Python's own word for a socket that is closed as Ctrl-C comes between its creation and its caller's next step: bound to nothing.
+BETWEEN_STEPS: Final = (
+    r"ResourceWarning: unclosed <socket\.socket fd=\d+, family=\d+, type=1, proto=0"
+    r"(, laddr=\('(0\.0\.0\.0|::)', 0.*)?>"
+)
