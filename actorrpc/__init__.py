@@ -100,7 +100,7 @@ finally:
     if _collects:
         gc.enable()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Actor",

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import inspect
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -126,6 +127,13 @@ def test_llms_txt_lists_the_pages() -> None:
         if "_build" not in page.parts
     }
     assert listed == pages - {"index", "reference/index", "benchmarks", "contributing", "changes"}
+
+
+def test_every_extra_has_a_row() -> None:
+    with (_DOCS.parent / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    page = (_DOCS / "how-to" / "install.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == extras.keys()
 
 
 def test_plots_are_those_of_the_results() -> None:
