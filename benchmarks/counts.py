@@ -1,0 +1,328 @@
+"""How many steps an operation takes: Python functions, C calls and system calls of both sides, which no noise can blur.
+
+    python -m benchmarks.counts                # all operations; writes results/counts.json
+    python -m benchmarks.counts --only sync    # one of them
+    python -m benchmarks.counts --only sync --names   # and which functions they are
+
+Two workers with spinning off. Functions are counted by a profile function in all their threads, so that figures are those of
+a slower program: where threads race, they differ a little from run to run. System calls are counted by ``strace -c``, where
+there is one and it may attach. ``benchmarks/ceilings.json`` has what may not be exceeded; a test holds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import torch
+
+import actorrpc
+import actorrpc.autograd as dist_autograd
+from actorrpc import rpc
+from actorrpc.optim import DistributedOptimizer
+from benchmarks import autograd_models as models
+
+__all__ = ["OPERATIONS", "Count", "count"]
+
+_RESULTS: Final = Path(__file__).resolve().parent / "results" / "counts.json"
+_CEILINGS: Final = Path(__file__).resolve().parent / "ceilings.json"
+_PEER: Final = "callee"
+_PIPELINED: Final = 100
+
+# What was called since counting began, of all threads: appending is one step, whichever thread does it.
+_calls: list[Any] = []
+_counting = False
+
+
+def _profile(frame: FrameType, event: str, arg: Any) -> None:
+    if _counting:
+        if event == "call":
+            _calls.append(frame.f_code)
+        elif event == "c_call":
+            _calls.append(arg)
+
+
+def _watch() -> None:
+    """Have all threads that start from here on counted, and this one."""
+    threading.setprofile(_profile)
+    sys.setprofile(_profile)
+
+
+def start_counting() -> None:
+    """Count from here on. Runs in both workers."""
+    global _counting
+    _calls.clear()
+    _counting = True
+
+
+def stop_counting() -> tuple[dict[str, int], dict[str, int]]:
+    """Return how often each Python function and each C function was called since :func:`start_counting`."""
+    global _counting
+    _counting = False
+    own = {stop_counting.__code__, start_counting.__code__}
+    functions: Counter[str] = Counter()
+    in_c: Counter[str] = Counter()
+    for called in _calls:
+        if not hasattr(called, "co_qualname"):
+            in_c[getattr(called, "__qualname__", repr(called))] += 1
+        elif called not in own:
+            functions[f"{Path(called.co_filename).stem}.{called.co_qualname}"] += 1
+    return functions, in_c
+
+
+# -- the operations: each returns what does it once -------------------------------------------------------
+
+
+def nothing() -> int:
+    """Answer a number."""
+    return 1
+
+
+def echo(value: Any) -> Any:
+    """Answer the argument."""
+    return value
+
+
+@actorrpc.remote
+class Plain:
+    """An actor with a state."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, k: int) -> int:
+        """Add to the state."""
+        self.value += k
+        return self.value
+
+
+class _Served:
+    def nothing(self) -> int:
+        return 1
+
+
+def _sync() -> Callable[[], object]:
+    return lambda: rpc.rpc_sync(_PEER, nothing)
+
+
+def _actor() -> Callable[[], object]:
+    actor = Plain.options(worker=_PEER).remote()
+    return lambda: actorrpc.get(actor.add.remote(1))
+
+
+def _rref() -> Callable[[], object]:
+    rref = rpc.remote(_PEER, _Served)
+    rref.to_here()
+    return lambda: rref.rpc_sync().nothing()
+
+
+def _tensor(size: int) -> Callable[[], Callable[[], object]]:
+    def made() -> Callable[[], object]:
+        tensor = torch.zeros(size // 4)
+        return lambda: rpc.rpc_sync(_PEER, echo, (tensor,))
+
+    return made
+
+
+def _pipelined() -> Callable[[], object]:
+    return lambda: torch.futures.wait_all([rpc.rpc_async(_PEER, nothing) for _ in range(_PIPELINED)])
+
+
+def _forward() -> Callable[[], object]:
+    tensor = torch.zeros(100, requires_grad=True)
+
+    def run() -> None:
+        with dist_autograd.context():
+            rpc.rpc_sync(_PEER, echo, (tensor,))
+
+    return run
+
+
+def _hop() -> Callable[[], object]:
+    tensor = torch.zeros(100, requires_grad=True)
+
+    def run() -> None:
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [rpc.rpc_sync(_PEER, echo, (tensor,)).sum()])
+
+    return run
+
+
+def _rnn() -> Callable[[], object]:
+    return models.rnn_step(_PEER)
+
+
+def _creation() -> Callable[[], object]:
+    kind = Plain.options(worker=_PEER)
+    kept: list[Any] = []
+
+    def run() -> None:
+        kept.append(kind.remote())
+        actorrpc.ready(kept[-1])
+
+    return run
+
+
+class Operation:
+    """What is counted.
+
+    Attributes:
+        make: prepares it, and returns what does it once.
+        times: how often it is done while functions are counted; ten times as often for system calls.
+        each: how many of it are one ``run``.
+    """
+
+    __slots__ = ("each", "make", "times")
+
+    def __init__(self, make: Callable[[], Callable[[], object]], times: int = 50, each: int = 1) -> None:
+        self.make, self.times, self.each = make, times, each
+
+
+OPERATIONS: Final = {
+    "sync": Operation(_sync),
+    "actor": Operation(_actor),
+    "rref": Operation(_rref),
+    "echo 1 KiB": Operation(_tensor(1 << 10)),
+    "echo 1 MiB": Operation(_tensor(1 << 20)),
+    "pipelined": Operation(_pipelined, 5, _PIPELINED),
+    "forward": Operation(_forward),
+    "hop": Operation(_hop),
+    "RNN step": Operation(_rnn, 10),
+    "creation": Operation(_creation, 20),
+}
+
+
+class Count(dict[str, float]):
+    """What one operation takes: ``functions``, ``C calls``, ``system calls`` (absent where they cannot be counted)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, Counter[str]] = {}
+
+
+def count(name: str, *, system: bool = True) -> Count:
+    """Count one operation. In the caller's process, with both workers in a group."""
+    operation = OPERATIONS[name]
+    run = operation.make()
+    for _ in range(operation.times):
+        run()
+    found = Count()
+    rpc.rpc_sync(_PEER, start_counting)
+    start_counting()
+    for _ in range(operation.times):
+        run()
+    here = stop_counting()
+    there = rpc.rpc_sync(_PEER, stop_counting)
+    total = operation.times * operation.each
+    for index, what in enumerate(("functions", "C calls")):
+        found[what] = (sum(here[index].values()) + sum(there[index].values())) / total
+    found.names = {side: Counter(of[0]) for side, of in (("caller", here), ("callee", there))}
+    for side in found.names.values():
+        for function in side:
+            side[function] = round(side[function] / total, 2)  # type: ignore[assignment]
+    if system:
+        calls = _system_calls(run, operation.times * 10)
+        if calls is not None:
+            found["system calls"] = calls / operation.each
+    return found
+
+
+def _system_calls(run: Callable[[], object], times: int) -> float | None:
+    if shutil.which("strace") is None:
+        return None
+    pids = [os.getpid(), rpc.rpc_sync(_PEER, os.getpid)]
+    with tempfile.NamedTemporaryFile("r") as table:
+        arguments = ["strace", "-f", "-c", "-o", table.name, *(f"-p{pid}" for pid in pids)]
+        with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            attached: set[int] = set()
+            for line in process.stderr:
+                attached.update(int(pid) for pid in re.findall(r"Process (\d+) attached", line))
+                if attached.issuperset(pids):
+                    break
+            else:
+                return None  # it may not attach here
+            for _ in range(times):
+                run()
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=30)
+        total = re.search(r"^\s*100\.00\s+\S+\s+\S*\s+(\d+)\b.*total$", table.read(), re.MULTILINE)
+    return int(total[1]) / times if total is not None else None
+
+
+# -- the two processes ------------------------------------------------------------------------------------
+
+
+def _worker(rank: int, rendezvous: str) -> None:
+    _watch()
+    models.HERE.choose("actorrpc.rpc")
+    options = rpc.RpcBackendOptions(init_method=f"file://{rendezvous}")
+    rpc.init_rpc(("caller", _PEER)[rank], rank=rank, world_size=2, rpc_backend_options=options)
+
+
+def _serve(rendezvous: str) -> None:
+    _worker(1, rendezvous)
+    rpc.shutdown()
+
+
+def _measure(names: list[str], *, system: bool, rendezvous: str) -> dict[str, Count]:
+    _worker(0, rendezvous)
+    try:
+        return {name: count(name, system=system) for name in names}
+    finally:
+        rpc.shutdown()
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def main() -> None:
+    """Count, print, and write the results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=list(OPERATIONS), default=list(OPERATIONS))
+    parser.add_argument("--names", action="store_true", help="say which functions they are")
+    parser.add_argument("--no-system", action="store_true", help="count no system calls")
+    parser.add_argument("--out", type=Path, help="where the results go")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        _serve(options.serve)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = f"{folder}/rendezvous"
+        arguments = [sys.executable, "-m", "benchmarks.counts", "--serve", rendezvous]
+        with subprocess.Popen(arguments) as callee:
+            found = _measure(options.only, system=not options.no_system, rendezvous=rendezvous)
+            callee.wait(30)
+    ceilings = json.loads(_CEILINGS.read_text(encoding="utf-8")) if _CEILINGS.exists() else {}
+    for name, counted in found.items():
+        shown = ", ".join(
+            f"{value:.1f} {what}"
+            + (f" (at most {ceilings[name][what]})" if what in ceilings.get(name, ()) else "")
+            for what, value in counted.items()
+        )
+        print(f"{name}: {shown}")
+        if options.names:
+            for side, functions in counted.names.items():
+                for function, times in sorted(functions.items(), key=lambda item: -item[1]):
+                    print(f"    {side} {times:6.2f} {function}")
+    out = options.out or (_RESULTS if options.only == list(OPERATIONS) else None)
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("ACTORRPC_SPIN_US", "0")
+    main()
