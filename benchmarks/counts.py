@@ -32,7 +32,6 @@ import torch
 import actorrpc
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
-from actorrpc.optim import DistributedOptimizer
 from benchmarks import autograd_models as models
 
 __all__ = ["OPERATIONS", "Count", "count"]

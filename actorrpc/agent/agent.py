@@ -372,7 +372,7 @@ class Agent:
                 conn.flush()
             else:
                 self.cork(conn)
-        if call.deadline < peer.scan_at or not self.scheduler.pulse.active:
+        if (call.future is not None and call.deadline < peer.scan_at) or not self.scheduler.pulse.active:
             self.scheduler.watch(call)
 
     def loop_back(

@@ -23,7 +23,7 @@ from actorrpc.futures import INTERRUPTED, WAITING, Future, interruption_point
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import checkpoint, uninterruptible
 from actorrpc.transport.signals import state as _interrupts
-from actorrpc.wire.frames import CANCEL, pack_frame
+from actorrpc.wire.frames import CANCEL, REPLY, pack_frame
 from actorrpc.wire.headers import Header
 
 if TYPE_CHECKING:
@@ -202,8 +202,11 @@ class Call:
 
     # -- waiting -----------------------------------------------------------------------------------
 
-    def wait(self, deadline: float | None) -> bool:
-        """Wait until the call is over or the deadline has passed; say whether it is over."""
+    def wait(self, deadline: float | None, reads: bool = True) -> bool:
+        """Wait until the call is over or the deadline has passed; say whether it is over.
+
+        ``reads``: read the connection for it, as long as only replies come.
+        """
         agent = self.agent
         if agent.scheduler.corked:
             agent.flush()
@@ -213,15 +216,14 @@ class Call:
         if runner is not None and not self.done:
             runner.begin_wait(self.stir, self)
             try:
-                return self._wait(bounded, runner)
+                return self._wait(bounded, runner, reads)
             finally:
                 runner.end_wait()
-        return self._wait(bounded, None)
+        return self._wait(bounded, None, reads)
 
-    def _wait(self, bounded: float | None, runner: NestedRunner | None) -> bool:
+    def _wait(self, bounded: float | None, runner: NestedRunner | None, reads: bool) -> bool:
         agent = self.agent
         conn = self.conn
-        reads = conn is not None
         while not self.done:
             if runner is not None:
                 self.stirred = False
@@ -293,8 +295,21 @@ class Call:
 
     def result(self) -> Any:
         """Wait for the reply of a call without a future and return its value, or raise its error."""
+        conn = self.conn
+        reads = True
         try:
-            while not self.wait(None):
+            if (
+                conn is not None
+                and WAITING.runner is None
+                and conn.state is not CLOSED
+                and not self.agent.scheduler.corked
+                and not self.agent.pool.queue
+            ):
+                # The path of most calls, without a detour: the next thing that is read is the reply.
+                reads = not conn.waiting.read_for(self, None if self.deadline == INFINITE else self.deadline)
+                if _interrupts.pending:
+                    checkpoint()
+            while not self.done and not self.wait(None, reads):
                 if self.expire():
                     break
         except BaseException:
@@ -307,7 +322,11 @@ class Call:
                 self.error = None
         assert self.reply is not None
         reply, self.reply = self.reply, None
-        value = self.agent.inbox.open_reply(self, reply)
+        if reply[0] == REPLY and not reply[1] and not reply[5] and not self.agent.interceptors:
+            self.keep = None
+            value = self.agent.inbox.open_plain(reply[6], self.peer)
+        else:
+            value = self.agent.inbox.open_reply(self, reply)
         if _interrupts.pending:
             checkpoint()
         return value

@@ -371,13 +371,7 @@ class Connector:
     def watch(self, conn: Connection) -> None:
         """Have the pool read a connection, from what has come already."""
         agent = self._agent
-
-        def ready() -> None:
-            frames = conn.turn()
-            if frames:
-                agent.deliver(conn, frames, False)
-
-        agent.pool.watch(conn.fd, ready)
+        agent.pool.watch(conn.fd, conn.turn)
         if conn.fresh:
             frames = conn.begin()
             if frames:

@@ -81,6 +81,8 @@ class Worker:
         self.leaver: Any = None
 
 
+#: the worker that this process is; None where it is none, or has several
+sole: Worker | None = None
 _process: Worker | None = None  # where there are several: the first
 _several = False
 _members: list[Worker] = []  # where there are several: those, in the order in which they were made
@@ -97,7 +99,7 @@ def current_worker() -> Worker | None:
 
 def process_worker() -> Worker | None:
     """Return the worker that this process is; None where it is none, or has several."""
-    return None if _several else _process
+    return sole
 
 
 def workers_here() -> tuple[Worker, ...]:
@@ -107,9 +109,9 @@ def workers_here() -> tuple[Worker, ...]:
 
 def set_worker(worker: Worker | None) -> None:
     """Name the worker that this process is, or say that it is none any more. Does nothing where it has several."""
-    global _process
+    global _process, sole
     if not _several:
-        _process = worker
+        _process = sole = worker
 
 
 # -- several in one process ----------------------------------------------------------------------
@@ -117,8 +119,8 @@ def set_worker(worker: Worker | None) -> None:
 
 def begin_several(first: Worker) -> None:
     """Have threads act for different workers, and for the first where they say nothing."""
-    global _process, _several
-    _process, _several = first, True
+    global _process, _several, sole
+    _process, _several, sole = first, True, None
 
 
 def add_several(worker: Worker) -> None:

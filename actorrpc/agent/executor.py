@@ -31,16 +31,18 @@ from actorrpc.errors import (
 )
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.connection_state import CLOSED
-from actorrpc.wire.frames import CREDIT, FAILURE, POST, REPLY, Frame, pack_frame
+from actorrpc.wire.frames import CREDIT, FAILURE, POST, PREFIX, REPLY, Frame, pack_frame
 from actorrpc.wire.headers import Header, unpack_header
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
+    from actorrpc.agent.peers import Peer
 
 __all__ = ["ASYNC_MARK", "Executor", "Later", "future_of", "named", "path_of"]
 
 _PLAIN: Final = frozenset({int, float, bool, type(None)})  # values that need no codec
 _dumps = pickle.dumps
+_pack = PREFIX.pack
 _CHARGED: Final = outbound.LANE | outbound.STREAM  # flags of messages that are bounded by their bytes
 _log = logging.getLogger("actorrpc")
 INFINITE: Final = float("inf")
@@ -113,10 +115,39 @@ class Executor:
     def run(self, task: tuple[Any, Frame, float]) -> None:
         """Execute a request that was read at ``task[2]``, answer it, and see what came meanwhile."""
         conn, frame, arrived = task
-        self._execute(conn, frame, arrived)
+        agent = self._agent
+        peer = agent.self_peer if conn is None else conn.peer
+        id = frame[2]
+        deadline = arrived + frame[3]
+        if conn is not None and not peer.begun.first(id):
+            _log.warning("request %d of %r came twice; it is executed once", id, peer.name)
+        elif deadline != INFINITE and _time.now() > deadline:
+            self._refuse_late(conn, frame)
+        else:
+            execution = Execution(peer, id, deadline, frame[4])
+            peer.running[id] = execution
+            # Looked at after the entry in ``running``: a cancellation is seen in one place or the other.
+            if peer.cancelled and id in peer.cancelled:
+                self._refuse_cancelled(conn, frame, peer)
+            else:
+                token = CURRENT.set(execution)
+                answered = True
+                try:
+                    try:
+                        value, answered = self._call(conn, frame, execution)
+                    except BaseException as error:
+                        self._raised(conn, frame, error, execution)
+                    else:
+                        if agent.abandoned:
+                            agent.end_fork("a call", None)
+                        if answered and not frame[1] & POST:
+                            self.answer(conn, id, value, execution)
+                finally:
+                    CURRENT.reset(token)
+                    if answered:
+                        peer.running.pop(id, None)
         if conn is None:
             return
-        agent = self._agent
         if agent.pool.queue and len(conn.outbox) < agent.settings.cork_frames:
             # More work of the batch is waiting: its answers leave together, or with the cork.
             agent.cork(conn)
@@ -128,60 +159,29 @@ class Executor:
         if frames:
             agent.deliver(conn, frames, False)
 
-    def _execute(self, conn: Any, frame: Frame, arrived: float) -> None:
-        peer = self._agent.self_peer if conn is None else conn.peer
-        id = frame.id
-        if conn is not None and not peer.begun.first(id):
-            _log.warning("request %d of %r came twice; it is executed once", id, peer.name)
-            return
-        deadline = arrived + frame.remaining
-        if deadline != INFINITE and _time.now() > deadline:
-            self.refuse(
-                conn,
-                frame,
-                RpcTimeoutError(
-                    f"the call reached {self._agent.name!r} too late to be started",
-                    maybe_executed=False,
-                    worker=self._agent.name,
-                ),
-            )
-            return
-        execution = Execution(peer, id, deadline, frame.chain)
-        peer.running[id] = execution
-        # Looked at after the entry in ``running``: a cancellation is seen in one place or the other.
-        if peer.cancelled and id in peer.cancelled:
-            peer.cancelled.pop(id, None)
-            peer.running.pop(id, None)
-            self.refuse(
-                conn,
-                frame,
-                CancelledError(
-                    "the call was cancelled before it started", maybe_executed=False, worker=self._agent.name
-                ),
-            )
-            return
-        token = CURRENT.set(execution)
-        answered = True
-        try:
-            try:
-                value, answered = self._call(conn, frame, execution)
-            except BaseException as error:
-                if self._agent.abandoned:
-                    self._agent.end_fork("a call", error)
-                cut_frames(error, __file__)
-                if frame.flags & POST:
-                    report(_log, error, "what %r has posted here failed", peer.name)
-                else:
-                    self.fail(conn, id, error, execution)
-            else:
-                if self._agent.abandoned:
-                    self._agent.end_fork("a call", None)
-                if answered and not frame.flags & POST:
-                    self.answer(conn, id, value, execution)
-        finally:
-            CURRENT.reset(token)
-            if answered:
-                peer.running.pop(id, None)
+    def _refuse_late(self, conn: Any, frame: Frame) -> None:
+        name = self._agent.name
+        error = RpcTimeoutError(
+            f"the call reached {name!r} too late to be started", maybe_executed=False, worker=name
+        )
+        self.refuse(conn, frame, error)
+
+    def _refuse_cancelled(self, conn: Any, frame: Frame, peer: Peer) -> None:
+        peer.cancelled.pop(frame.id, None)
+        peer.running.pop(frame.id, None)
+        error = CancelledError(
+            "the call was cancelled before it started", maybe_executed=False, worker=self._agent.name
+        )
+        self.refuse(conn, frame, error)
+
+    def _raised(self, conn: Any, frame: Frame, error: BaseException, execution: Execution) -> None:
+        if self._agent.abandoned:
+            self._agent.end_fork("a call", error)
+        cut_frames(error, __file__)
+        if frame.flags & POST:
+            report(_log, error, "what %r has posted here failed", execution.peer.name)
+        else:
+            self.fail(conn, frame.id, error, execution)
 
     def _call(self, conn: Any, frame: Frame, execution: Execution) -> tuple[Any, bool]:
         agent = self._agent
@@ -293,7 +293,8 @@ class Executor:
             and execution.receipt is None
             and execution.peer.same_main is not None
         ):
-            conn.outbox.append(pack_frame(REPLY, id, _dumps(value, 5)))
+            body = _dumps(value, 5)
+            conn.outbox.append(_pack(len(body), 0, REPLY, 0, INFINITE, id, 0) + body)
             return
         message = outbound.MessageContext(execution.peer)
         try:

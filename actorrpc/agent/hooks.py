@@ -8,7 +8,7 @@ life of a worker that are not messages, at which tests have it die, stop or fail
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ class Recorder(Protocol):
     """Records the tensors in messages, to follow them from worker to worker. One per agent. Thread-safe."""
 
     @property
-    def live(self) -> bool:
-        """Whether there is something to record; otherwise it is asked about tensors that require grad only."""
+    def live(self) -> Collection[object]:
+        """What messages could belong to; while that is empty, it is asked about tensors that require grad only."""
 
     def sent(self, tensors: Sequence[Any], peer: Peer | None, context: int | None = None) -> Any:
         """See the plain tensors of what has been packed, on the thread that packs it.
@@ -129,7 +129,7 @@ class Recorder(Protocol):
 class NoRecorder:
     """The recorder where nobody wants to know."""
 
-    live = False
+    live: Collection[object] = ()
 
     def sent(self, tensors: Sequence[Any], peer: Peer | None, context: int | None = None) -> Any:
         """Do nothing."""

@@ -84,6 +84,8 @@ class Inbox:
             before it sees to the requests behind them.
     """
 
+    open_plain = staticmethod(outbound.open_plain)
+
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self.prompt: set[str] = set()

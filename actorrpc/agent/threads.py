@@ -232,7 +232,7 @@ class Pool:
             while not self.stopping:
                 if queue and not listening_for:
                     idle.discard(me)
-                    if self._is_full():
+                    if len(self.threads) - len(idle) > self._width and self._is_full():
                         listening_for = _BLOCKED_S
                         idle.add(me)
                         self._starvation.poke()

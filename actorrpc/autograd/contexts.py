@@ -138,7 +138,8 @@ class Contexts:
     def __init__(self, me: WorkerKey) -> None:
         self.me = me
         self._lock = threading.RLock()
-        self._contexts: dict[int, Context] = {}
+        #: contexts by their id; changed under the lock, looked at without
+        self.live: dict[int, Context] = {}
         self._released: OrderedDict[int, None] = OrderedDict()
         # A restarted worker must not give out ids that its former life has used; the low bits are the count.
         first = int.from_bytes(os.urandom(3), "big") << 20
@@ -147,7 +148,7 @@ class Contexts:
         self._receipts = itertools.count(1)
 
     def __len__(self) -> int:
-        return len(self._contexts)
+        return len(self.live)
 
     def new_message(self) -> int:
         """Return a number for a message."""
@@ -161,12 +162,12 @@ class Contexts:
         """Make a context whose origin is this worker."""
         context = Context(next(self._ids))
         with self._lock:
-            self._contexts[context.id] = context
+            self.live[context.id] = context
         return context
 
     def find(self, id: int) -> Context | None:
         """Return a context that this worker knows of, or None."""
-        return self._contexts.get(id)
+        return self.live.get(id)
 
     def get(self, id: int) -> Context:
         """Return a context that this worker knows of.
@@ -179,7 +180,7 @@ class Contexts:
             raise TypeError(
                 f"a context is named by an int, the value of `with context() as id`, not by {id!r}"
             )
-        context = self._contexts.get(id)
+        context = self.live.get(id)
         if context is None:
             over = ": it has been released" if id in self._released else ""
             raise RpcError(f"Could not find autograd context with id: {id}{over}")
@@ -191,20 +192,20 @@ class Contexts:
 
     def reach(self, id: int) -> Context | None:
         """Return the context that a message names, made if it is new here; None if it is over."""
-        context = self._contexts.get(id)
+        context = self.live.get(id)
         if context is None:
             with self._lock:
                 if id in self._released:
                     return None
-                context = self._contexts.get(id)
+                context = self.live.get(id)
                 if context is None:
-                    context = self._contexts[id] = Context(id)
+                    context = self.live[id] = Context(id)
         return context
 
     def release(self, id: int) -> Context | None:
         """Take a context out, for ever; None if it is not there. The caller ends its passes and tells its peers."""
         with self._lock:
-            context = self._contexts.pop(id, None)
+            context = self.live.pop(id, None)
             self._released[id] = None
             while len(self._released) > _REMEMBERED:
                 self._released.popitem(last=False)
@@ -215,4 +216,4 @@ class Contexts:
 
     def all(self) -> list[Context]:
         """Return all contexts that this worker knows of."""
-        return list(self._contexts.values())
+        return list(self.live.values())

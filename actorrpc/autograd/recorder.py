@@ -154,12 +154,8 @@ class GraphRecorder:
 
     def __init__(self, contexts: Contexts) -> None:
         self._contexts = contexts
+        self.live = contexts.live
         self._warned = False
-
-    @property
-    def live(self) -> bool:
-        """Whether there is a context that calls could belong to."""
-        return len(self._contexts) > 0
 
     def sent(self, tensors: Sequence[Any], peer: Peer | None, context: int | None = None) -> Any:
         """Record a message that has been packed; return its tag. See :class:`actorrpc.agent.hooks.Recorder`."""

@@ -303,8 +303,8 @@ def fill_class(cls: type, state: Any) -> Any:
 
 _KINDS: Final = (type, FunctionType)
 _before: frozenset[str] | None = None  # the names that the main module had when the process joined its group
-# How many names it had when last looked through, and what was found.
-_late_seen: tuple[int, bool] = (-1, False)
+#: what :func:`has_late` says as long as the main module's names are these, and so many
+late_seen: tuple[dict[str, Any], int, bool] = ({}, 0, False)
 _PATIENCE_S: Final = 5.0
 _stalled = -1  # where the script was when it did not come to a name in time: nobody waits for it there again
 _adopted: weakref.WeakSet[Any] = weakref.WeakSet()  # late ones of others, which our main module does not have
@@ -312,24 +312,25 @@ _adopted: weakref.WeakSet[Any] = weakref.WeakSet()  # late ones of others, which
 
 def note_main() -> None:
     """Note what the main module has now, as all others that run the same script have it: what comes later is late."""
-    global _before, _late_seen, _stalled
-    _before, _late_seen, _stalled = frozenset(vars(sys.modules["__main__"])), (-1, False), -1
+    global _before, late_seen, _stalled
+    space = vars(sys.modules["__main__"])
+    _before, late_seen, _stalled = frozenset(space), (space, -1, False), -1
 
 
 def has_late() -> bool:
     """Say whether anything in the main module is late."""
-    global _late_seen
+    global late_seen
     if _before is None:
         return False
     space = vars(sys.modules["__main__"])
     count = len(space)
-    if _late_seen[0] != count:
+    if late_seen[0] is not space or late_seen[1] != count:
         found = any(
             name not in _before and isinstance(each, _KINDS) and getattr(each, "__module__", None) in MAIN
             for name, each in space.copy().items()
         )
-        _late_seen = count, found
-    return _late_seen[1]
+        late_seen = space, count, found
+    return late_seen[2]
 
 
 def _is_late(obj: Any) -> bool:

@@ -366,7 +366,10 @@ def encode_body(
     pickler.clear_memo()
     if len(chunks) == 1:
         body: bytes = chunks[0]
-        if len(body) <= _KEEP_PICKLER and ((remote_main and not by_value.has_late()) or not _find_main(body)):
+        space, count, late = by_value.late_seen
+        if len(space) != count:
+            late = by_value.has_late()
+        if len(body) <= _KEEP_PICKLER and ((remote_main and not late) or not _find_main(body)):
             if encoded.outgoing is None and encoded.buffers is None and encoded.reduced is None:
                 chunks.clear()
                 message.pickler = pickler

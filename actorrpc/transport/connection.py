@@ -198,10 +198,10 @@ class Connection(StateMachine):
                 pass
 
     @uninterruptible
-    def turn(self) -> list[Frame] | None:
-        """Read what is there, as a pool thread that was woken for it. ``None``: somebody else is reading."""
+    def turn(self) -> None:
+        """Read what is there and deliver it, as a pool thread that was woken for it, unless somebody else is reading."""
         if self.state is SUSPENDED or not self.read_lock.acquire(False):
-            return None
+            return
         frames: list[Frame] = []
         try:
             if self.state is not SUSPENDED:
@@ -216,7 +216,8 @@ class Connection(StateMachine):
                 self._epoll.modify(self.fd, ARMED)
             except (OSError, ValueError):
                 pass
-        return frames
+        if frames:
+            self._events.deliver(self, frames, False)
 
     @uninterruptible
     def expect(self) -> bool:
@@ -274,10 +275,9 @@ class Connection(StateMachine):
         """Try to read for at most the spin time; return how many tries it took, 0 if nothing came."""
         until = _time.now() + self.settings.spin_us * 1e-6
         tries = 1
-        reader, sock = self._reader, self.sock
+        sock, target = self.sock, self._reader.target()
         while True:
             try:
-                target = reader.target()
                 count = (
                     sock.recv_into(target[0], 0, _DONTWAIT)
                     if len(target) == 1
@@ -294,13 +294,19 @@ class Connection(StateMachine):
     def receive(self, frames: list[Frame]) -> None:
         """Read without blocking; while chunks come in, read on for a while."""
         reader = self._reader
-        target = reader.target()
-        if len(target) == 1:
+        if reader.sink is None:
             try:
-                self._take(self.sock.recv_into(target[0], 0, _DONTWAIT), frames)
+                found = reader.read(self.sock.recv_into)
             except BlockingIOError:
                 return
-        if reader.in_chunk:
+            self.heard = _time.now()
+            if self.replay is not None and self.replay.count(reader.count):
+                self.flush()
+            if len(found) == 1 and not reader.more and found[0][0] <= FAILURE and not found[0][1]:
+                frames.append(found[0])
+                return
+            self._sort(found, frames)
+        if reader.sink is not None:
             self._receive_chunks(frames)
 
     def _receive_chunks(self, frames: list[Frame]) -> None:
@@ -312,12 +318,12 @@ class Connection(StateMachine):
             try:
                 if len(target) == 1:
                     self._take(sock.recv_into(target[0], 0, _DONTWAIT), frames)
-                    if not reader.in_chunk:
+                    if reader.sink is None:
                         return
                 else:
                     self._take(sock.recvmsg_into(target, 0, _DONTWAIT)[0], frames)
             except BlockingIOError:
-                if not reader.in_chunk or not self._poller.poll(1):
+                if reader.sink is None or not self._poller.poll(1):
                     return
 
     def _take(self, count: int, frames: list[Frame]) -> None:
@@ -326,12 +332,13 @@ class Connection(StateMachine):
         self.heard = _time.now()
         if self.replay is not None and self.replay.count(count):
             self.flush()
-        self._cut(count, frames)
+        self._sort(self._reader.fed(count), frames)
 
-    def _cut(self, count: int, frames: list[Frame]) -> None:
+    def _sort(self, found: list[Frame], frames: list[Frame]) -> None:
+        """Add those of the frames to ``frames`` that are to be delivered, and see to the others."""
         reader = self._reader
         while True:
-            for frame in reader.fed(count):
+            for frame in found:
                 # Whole messages pass; what controls the connection, comes in chunks or is for a mailbox is looked at.
                 if frame[0] <= FAILURE and not frame[1] & _LOOKED_AT:
                     frames.append(frame)
@@ -341,7 +348,7 @@ class Connection(StateMachine):
                     frames.append(left)
             if not reader.more:
                 return
-            count = 0
+            found = reader.fed(0)
 
     @uninterruptible
     def begin(self) -> list[Frame]:
@@ -350,7 +357,7 @@ class Connection(StateMachine):
         self.fresh = False
         with self.read_lock:
             try:
-                self._cut(0, frames)
+                self._sort(self._reader.fed(0), frames)
             except BaseException as error:
                 self.failed(error)
         return frames
@@ -370,7 +377,8 @@ class Connection(StateMachine):
 
         Without ``wait`` nothing blocks: what the kernel does not take now is sent by a pool thread.
         """
-        if self.borrower is not None or self.lender is not None:
+        borrower, lender = self.borrower, self.lender
+        if (borrower is not None and borrower.freed) or (lender is not None and lender.retired):
             self.hand_back()
         while self.outbox or self._rest or (self.replay is not None and self.replay.owed):
             if self.state is not OPEN:
@@ -378,6 +386,19 @@ class Connection(StateMachine):
             if not self.write_lock.acquire(False):
                 return False  # the holder looks at the outbox again when it is done
             try:
+                if len(self.outbox) == 1 and not self._rest and self.replay is None and self.seal is None:
+                    # The path of most calls: what _drain does where there is nothing to join, to seal or to keep.
+                    item = self.outbox.popleft()
+                    if type(item) is not bytes:
+                        item.sent = True  # type: ignore[union-attr]
+                        item = item.frame  # type: ignore[union-attr]
+                    try:
+                        count = self.sock.send(item, _SEND)
+                    except BlockingIOError:
+                        count = 0
+                    if count == len(item):
+                        continue
+                    self._rest = [memoryview(item)[count:]]
                 done = self._drain()
                 if not done and wait:
                     self._wait_writable()

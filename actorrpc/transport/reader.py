@@ -172,7 +172,35 @@ class ReplyWaiter:
             # A completion by another thread either sees ``polling`` and wakes us, or is seen here.
             call.polling = conn
             if not call.done and not call.stirred:
-                self._receive(frames, deadline)
+                # Where replies are there as soon as somebody looks, both ends share a processor: spinning would keep it from
+                # the other one.
+                spin = self._spin if conn.settings.spin_us and self._at_once < _SHARED else None
+                spun = spin is not None and spin.choose() and spinner.acquire()
+                begun = _time.now()
+                came = 0
+                if spun and spin is not None:
+                    try:
+                        came = conn.spin_for(frames)
+                    finally:
+                        spinner.release()
+                    if came:
+                        self._at_once += 0.0625 * ((came == 1) - self._at_once)
+                        if came != 1:
+                            spin.note(True, _time.now() - begun)
+                if not came:
+                    wait_ms = _SLICE_MS
+                    if deadline is not None and deadline - begun < _time.near_s:
+                        wait_ms = max(0, int(_time.patience(deadline - begun) * 1e3) + 1)
+                    for fd, _ in conn._poller.poll(wait_ms):
+                        if fd == conn.fd:
+                            # What was there already says nothing about spinning.
+                            at_once = _time.now() - begun < AT_ONCE_S
+                            conn.receive(frames)
+                            self._at_once += 0.0625 * (at_once - self._at_once)
+                            if not at_once and spin is not None and (spun or spin.due):
+                                spin.note(spun, _time.now() - begun)
+                        elif fd == conn._wake_fd:
+                            conn._quieten()
         except BaseException as error:
             conn.failed(error)
         finally:
@@ -197,39 +225,6 @@ class ReplyWaiter:
                         conn.flush()
                     return False
         return conn._events.deliver(conn, frames, True) if frames else False
-
-    def _receive(self, frames: list[Frame], deadline: float | None) -> None:
-        conn = self._conn
-        # Where replies are there as soon as somebody looks, both ends share a processor: spinning would keep it from
-        # the other one.
-        spin = self._spin if conn.settings.spin_us and self._at_once < _SHARED else None
-        spun = spin is not None and spin.choose() and spinner.acquire()
-        begun = _time.now()
-        if spun and spin is not None:
-            try:
-                came = conn.spin_for(frames)
-            finally:
-                spinner.release()
-            if came:
-                if not self._came_at_once(came == 1):
-                    spin.note(True, _time.now() - begun)
-                return
-        wait_ms = _SLICE_MS
-        if deadline is not None and deadline - begun < _time.near_s:
-            wait_ms = max(0, int(_time.patience(deadline - begun) * 1e3) + 1)
-        for fd, _ in conn._poller.poll(wait_ms):
-            if fd == conn.fd:
-                waited = _time.now() - begun
-                conn.receive(frames)
-                if not self._came_at_once(waited < AT_ONCE_S) and spin is not None and (spun or spin.due):
-                    spin.note(spun, _time.now() - begun)
-            elif fd == conn._wake_fd:
-                conn._quieten()
-
-    def _came_at_once(self, at_once: bool) -> bool:
-        """Note whether what somebody waited for was there already: such a wait says nothing about spinning."""
-        self._at_once += 0.0625 * (at_once - self._at_once)
-        return at_once
 
 
 ARMED: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
@@ -271,7 +266,7 @@ class ServerTurn:
                 return frames
         else:
             conn.flush(True)
-        return None if conn.state is CLOSED else self._linger()
+        return self._linger() if conn.settings.spin_us and conn.state is not CLOSED else None
 
     @uninterruptible
     def _read(self, read: Callable[[list[Frame]], None]) -> list[Frame] | None:
@@ -363,7 +358,7 @@ class ServerTurn:
     def _linger(self) -> list[Frame] | None:
         """Spin for the next frames after having answered, if that has paid here; ``None`` if nothing came."""
         conn = self._conn
-        if not conn.settings.spin_us or not self._spin.choose() or not spinner.acquire():
+        if not self._spin.choose() or not spinner.acquire():
             return None
         tries = 0
 

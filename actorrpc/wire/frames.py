@@ -18,6 +18,7 @@ size before any memory is allocated for it.
 from __future__ import annotations
 
 import math
+import socket
 import struct
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -56,6 +57,7 @@ __all__ = [
 
 PREFIX: Final = struct.Struct("<IIBBxxfQQ")
 PREFIX_SIZE: Final = PREFIX.size
+_DONTWAIT: Final = socket.MSG_DONTWAIT
 MAX_EXTRA: Final = 1 << 20
 
 # -- kinds ---------------------------------------------------------------------------------
@@ -155,6 +157,11 @@ class FrameReader:
         sink_for: gives the memory for a chunk; ``None`` refuses chunks.
         capacity: size of the read buffer, in bytes.
         allocate: makes the read buffer: zeros that can be written to, of so many bytes.
+
+    Attributes:
+        count: how many bytes the last :meth:`read` has brought.
+        more: see :meth:`fed`.
+        sink: where a chunk goes that has begun and whose rest has not been read; ``None``: there is none.
     """
 
     __slots__ = (
@@ -164,13 +171,14 @@ class FrameReader:
         "_end",
         "_max_chunk",
         "_max_frame",
-        "_sink",
         "_sink_for",
         "_sink_got",
         "_start",
         "_view",
         "_whole",
+        "count",
         "more",
+        "sink",
     )
 
     def __init__(
@@ -191,7 +199,8 @@ class FrameReader:
         self._max_frame = max_frame
         self._max_chunk = max_chunk
         self._sink_for = sink_for
-        self._sink: memoryview | None = None
+        self.sink: memoryview | None = None
+        self.count = 0
         self._sink_got = 0
         self.more = False
         self._chunk: Frame | None = None
@@ -199,12 +208,7 @@ class FrameReader:
     @property
     def mid_frame(self) -> bool:
         """Whether part of a frame has been read and the rest has not."""
-        return self._sink is not None or self._end > self._start
-
-    @property
-    def in_chunk(self) -> bool:
-        """Whether a chunk has begun and its rest has not been read."""
-        return self._sink is not None
+        return self.sink is not None or self._end > self._start
 
     def put(self, data: bytes) -> None:
         """Take the first bytes, which came by another way; the next :meth:`fed`, also of 0, cuts them."""
@@ -213,7 +217,7 @@ class FrameReader:
 
     def target(self) -> list[memoryview]:
         """Return the memory that the next bytes go to, in order. Never empty, never of zero size."""
-        sink = self._sink
+        sink = self.sink
         if sink is None:
             return [self._view[self._end :]] if self._end else self._whole
         # Behind a chunk, read no more than the next prefix: further chunk bytes go to their own place
@@ -221,17 +225,19 @@ class FrameReader:
         self._start = self._end = 0
         return [sink[self._sink_got :], self._view[:PREFIX_SIZE]]
 
-    def fed(self, count: int) -> list[Frame]:
-        """Record ``count`` new bytes and return the frames that are now whole.
-
-        Where ``more`` is true after that, handle them and call this again with 0: the rest waits for it.
+    def read(self, recv_into: Callable[[memoryview, int, int], int]) -> list[Frame]:
+        """Read once, without blocking, outside of a chunk, and return the frames that are now whole, as :meth:`fed` does.
 
         Raises:
-            ProtocolError: the bytes make no sense, or something is over a limit.
+            BlockingIOError: there is nothing.
+            EOFError: the connection is at its end.
+            ProtocolError: see :meth:`fed`.
         """
-        if count >= PREFIX_SIZE and not self._end and self._sink is None:
+        end, view = self._end, self._view
+        count = self.count = recv_into(view[end:] if end else view, 0, _DONTWAIT)
+        if count >= PREFIX_SIZE and not end:
             # Most reads bring one whole message and nothing else.
-            length, extra, kind, flags, remaining, id, chain = PREFIX.unpack_from(self._view)
+            length, extra, kind, flags, remaining, id, chain = PREFIX.unpack_from(view)
             if (
                 length + PREFIX_SIZE == count
                 and not flags
@@ -241,14 +247,29 @@ class FrameReader:
             ):
                 self.more = False
                 try:
-                    body = bytes(self._view[PREFIX_SIZE:count])
+                    return [
+                        _new(
+                            Frame, (kind, 0, id, remaining, chain, b"", bytes(view[PREFIX_SIZE:count]), None)
+                        )
+                    ]
                 except MemoryError:
                     return [Frame(UNREAD, 0, id, remaining, chain, b"", b"", (kind, length))]
-                return [_new(Frame, (kind, 0, id, remaining, chain, b"", body, None))]
+        if not count:
+            raise EOFError("end of file")
+        return self.fed(count)
+
+    def fed(self, count: int) -> list[Frame]:
+        """Record ``count`` new bytes and return the frames that are now whole.
+
+        Where ``more`` is true after that, handle them and call this again with 0: the rest waits for it.
+
+        Raises:
+            ProtocolError: the bytes make no sense, or something is over a limit.
+        """
         frames: list[Frame] = []
         self.more = False
-        if self._sink is not None:
-            room = len(self._sink) - self._sink_got
+        if self.sink is not None:
+            room = len(self.sink) - self._sink_got
             if count < room:
                 self._sink_got += count
                 return frames
@@ -263,7 +284,7 @@ class FrameReader:
                 start = self._begin_chunk(
                     frames, start, end, length, Frame(kind, length, id, remaining, chain, b"", b"")
                 )
-                if self._sink is not None:
+                if self.sink is not None:
                     break
                 continue
             if length > max_frame or not 0 < kind <= LAST_KIND or remaining != remaining:
@@ -296,7 +317,7 @@ class FrameReader:
         self._start = start
         if start == end:
             self._start = self._end = 0
-        elif self._sink is None and not self.more:  # what is behind a frame that has more is not checked yet
+        elif self.sink is None and not self.more:  # what is behind a frame that has more is not checked yet
             here = end - start
             self._make_room(PREFIX_SIZE + (PREFIX.unpack_from(view, start)[0] if here >= PREFIX_SIZE else 0))
         return frames
@@ -308,7 +329,7 @@ class FrameReader:
         sink = self._sink_for(frame.id, frame.chain, length)
         here = min(length, end - start)
         sink[:here] = self._view[start : start + here]
-        self._sink, self._sink_got, self._chunk = sink, here, frame
+        self.sink, self._sink_got, self._chunk = sink, here, frame
         if here == length:
             self._end_chunk(frames)
         return start + here
@@ -316,7 +337,7 @@ class FrameReader:
     def _end_chunk(self, frames: list[Frame]) -> None:
         assert self._chunk is not None
         frames.append(self._chunk)
-        self._sink = self._chunk = None
+        self.sink = self._chunk = None
 
     def _make_room(self, needed: int) -> None:
         """Make sure that what has begun, a frame of ``needed`` bytes or its prefix, fits into the buffer."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import socket
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -51,6 +52,7 @@ _blake2b: Final = hashlib.blake2b
 _sha256: Final = hashlib.sha256
 _equal: Final = hmac.compare_digest
 _new: Final[Any] = tuple.__new__
+_DONTWAIT: Final = socket.MSG_DONTWAIT
 
 
 class Seal:
@@ -141,11 +143,19 @@ class SealedReader(FrameReader):
 
     def target(self) -> list[memoryview]:
         """Return the memory that the next bytes go to, in order. Never empty."""
-        sink = self._sink
+        sink = self.sink
         if sink is None:
             return [self._view[self._end :]] if self._end else self._whole
         self._start = self._end = 0
         return [sink[self._sink_got :], self._view[: _HEAD_SIZE + TAG_SIZE]]
+
+    def read(self, recv_into: Callable[[memoryview, int, int], int]) -> list[Frame]:
+        """Do as :meth:`FrameReader.read` does."""
+        view = self._view[self._end :] if self._end else self._view
+        count = self.count = recv_into(view, 0, _DONTWAIT)
+        if not count:
+            raise EOFError("end of file")
+        return self.fed(count)
 
     def fed(self, count: int) -> list[Frame]:
         """Record ``count`` new bytes and return the frames that are now whole, as :class:`FrameReader` does.
@@ -158,8 +168,8 @@ class SealedReader(FrameReader):
         self._over = True  # unless this comes to its end
         frames: list[Frame] = []
         self.more = False
-        if self._sink is not None:
-            room = len(self._sink) - self._sink_got
+        if self.sink is not None:
+            room = len(self.sink) - self._sink_got
             if count < room:
                 self._sink_got += count
                 self._over = False
@@ -192,7 +202,7 @@ class SealedReader(FrameReader):
                 start = self._begin_chunk(
                     frames, stop + TAG_SIZE, end, length, Frame(kind, length, id, remaining, chain, b"", b"")
                 )
-                if self._sink is not None:
+                if self.sink is not None:
                     break
             else:
                 after = stop + TAG_SIZE
@@ -231,14 +241,14 @@ class SealedReader(FrameReader):
         self._start = start
         if start == end:
             self._start = self._end = 0
-        elif self._sink is None and not self.more:
+        elif self.sink is None and not self.more:
             self._make_room(needed)
         self._over = False
         return frames
 
     def _end_chunk(self, frames: list[Frame]) -> None:
-        assert self._sink is not None
-        if not _equal(_sha256(self._sink).digest(), self._digest):
+        assert self.sink is not None
+        if not _equal(_sha256(self.sink).digest(), self._digest):
             raise _changed()
         super()._end_chunk(frames)
 

@@ -235,7 +235,12 @@ class _World:
         return None
 
     def deliver(self, connection: Connection, batch: list[Frame], waiting: bool) -> bool:
-        raise AssertionError("nobody waits for a reply here")
+        assert not waiting, "nobody waits for a reply here"
+        came = self.came[self.ends.index(cast(_End, connection))]
+        for frame in batch:
+            came.append(frame.body)
+            assert frame.id == len(came)
+        return True
 
     def closed(self, connection: Connection, error: BaseException | None) -> None:
         if error is not None:
@@ -269,9 +274,7 @@ class _World:
         memory[:] = bytes(len(data))
 
     def read(self, side: int) -> None:
-        for frame in self.ends[side].turn() or ():
-            self.came[side].append(frame.body)
-            assert frame.id == len(self.came[side])
+        self.ends[side].turn()
 
     def anything(self) -> None:
         """Do what comes up."""

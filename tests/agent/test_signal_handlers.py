@@ -8,7 +8,7 @@ import operator
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -105,21 +105,29 @@ def test_handlers_may_interrupt_each_other_in_their_waits() -> None:
         assert _add(one, other).result() == 3
 
 
-def test_a_handler_that_comes_in_the_midst_of_sending_may_call_when_that_is_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found: list[int] = []
-    drain = Connection._drain
+class _Interrupted:
+    """A socket whose next ``send`` is interrupted once."""
 
-    def interrupted(conn: Connection) -> bool:
-        monkeypatch.setattr(Connection, "_drain", drain)
+    def __init__(self, conn: Connection, found: list[int]) -> None:
+        self._conn, self._sock, self._found = conn, conn.sock, found
+
+    def send(self, *arguments: Any) -> int:
+        self._conn.sock = self._sock
         signal.raise_signal(signal.SIGUSR1)
-        assert not found
-        return drain(conn)
+        assert not self._found
+        return self._sock.send(*arguments)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+
+def test_a_handler_that_comes_in_the_midst_of_sending_may_call_when_that_is_over() -> None:
+    found: list[int] = []
     with agents(2) as (one, other), _handling(lambda: found.append(_add(one, other).result())):
         assert _add(one, other).result() == 3
-        monkeypatch.setattr(Connection, "_drain", interrupted)
+        conn = one.peer(other.name).conn
+        assert conn is not None
+        conn.sock = cast(Any, _Interrupted(conn, found))
         assert _add(one, other, 4).result() == 6
         assert found == [3]
 

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import operator
 import pickle
+import socket
 import tempfile
 import threading
 from collections import Counter
@@ -66,7 +67,7 @@ class Repeater:
         self._kinds = kinds
         self._late = late
         self._kept: dict[FrameReader, list[Frame]] = {}
-        self._fed = FrameReader.fed
+        self._fed, self._read = FrameReader.fed, FrameReader.read
 
     def __enter__(self) -> Repeater:
         repeater, fed = self, self._fed
@@ -74,11 +75,20 @@ class Repeater:
         def twice(reader: FrameReader, count: int) -> list[Frame]:
             return repeater._double(reader, fed(reader, count))
 
+        def read(reader: FrameReader, recv_into: Callable[[memoryview, int, int], int]) -> list[Frame]:
+            (target,) = reader.target()
+            reader.count = recv_into(target, 0, socket.MSG_DONTWAIT)
+            if not reader.count:
+                raise EOFError
+            return reader.fed(reader.count)
+
         FrameReader.fed = twice  # type: ignore[method-assign]
+        FrameReader.read = read  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
         FrameReader.fed = self._fed  # type: ignore[method-assign]
+        FrameReader.read = self._read  # type: ignore[method-assign]
 
     def _double(self, reader: FrameReader, found: list[Frame]) -> list[Frame]:
         made: list[Frame] = []
