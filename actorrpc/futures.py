@@ -445,8 +445,9 @@ class Future(torch.futures.Future[T], Generic[T]):
         if INTERRUPTED:
             interruption_point()
         if not self._done:
-            self.check_process()
-            limit = wait_limit(timeout, least=-math.inf)
+            if self._born != _generation:
+                self.check_process()
+            limit = math.inf if timeout is None else wait_limit(timeout, least=-math.inf)
             deadline = None if limit == math.inf else _time.now() + max(limit, 0.0)
             source = self._source
             if source is not None:
@@ -460,6 +461,8 @@ class Future(torch.futures.Future[T], Generic[T]):
                 )
             if INTERRUPTED:  # what was waited for may have been given up together with the call that waits
                 interruption_point()
+        if self._error is None and not self._devices:
+            return self._value  # type: ignore[no-any-return]  # it is complete
         return self._outcome()
 
     def result(self, timeout: float | None = None) -> T:

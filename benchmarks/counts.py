@@ -161,7 +161,7 @@ def _hop() -> Callable[[], object]:
 
 
 def _rnn() -> Callable[[], object]:
-    return models.rnn_step(_PEER)
+    return models.rnn_step(_PEER, words=7, width=3, layers=4, length=3, batch=5)
 
 
 def _creation() -> Callable[[], object]:

@@ -62,7 +62,8 @@ class Scheduler:
     def expect(self, conn: Connection) -> None:
         """Have the pool listen to a connection again soon, if nobody comes to read what is expected there."""
         self._expecting[conn] = None
-        self._expected.poke()
+        if not self._expected.active:
+            self._expected.poke()
 
     def _listen(self) -> bool:
         busy = bool(self._expecting)

@@ -228,7 +228,10 @@ class Connection(StateMachine):
         """
         if self.expecting or not self.read_lock.acquire(False):
             return False
-        self.arm(DISARMED)
+        try:
+            self._epoll.modify(self.fd, DISARMED)
+        except (OSError, ValueError):  # it is closed
+            pass
         self.expecting = True
         self.expecting_since = _time.now()
         self.read_lock.release()

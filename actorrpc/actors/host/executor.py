@@ -230,7 +230,7 @@ class ActorExecutor:
                 self._checkpoints.save()  # as it is now: the future may complete on any thread, beside the next call
             self._answer_later(entry, later)
             return _NOTHING
-        if keeps:
+        if keeps and self.hosted.spec is not None and self.hosted.spec.info.has_checkpoint:
             self._checkpoints.save()
         return value
 

@@ -122,9 +122,7 @@ def deadline_of(timeout: float | None) -> float:
     """
     until = _INFINITE if timeout is None else _time.now() + wait_limit(timeout)
     execution = CURRENT.get()
-    if execution is not None and execution.deadline < until:
-        return execution.deadline
-    return until
+    return until if execution is None else min(until, execution.deadline)
 
 
 def time_left(until: float) -> float | None:
@@ -270,11 +268,11 @@ def get(refs: Any, *, timeout: float | None = None) -> Any:
             something that nobody looked at.
     """
     if type(refs) is ObjectRef:
-        until = deadline_of(timeout)
-        if until == _INFINITE:
-            value = refs._ask().wait()  # the path of most calls
+        execution = CURRENT.get()
+        if timeout is None and (execution is None or execution.deadline == _INFINITE):
+            value = (refs._future or refs._ask()).wait()  # the path of most calls
             return value if type(value) is not StoredResult else refs._final().wait()
-        return _get_one(refs, until, timeout)
+        return _get_one(refs, deadline_of(timeout), timeout)
     until = deadline_of(timeout)
     if not isinstance(refs, (list, tuple)):
         future = _start(refs, "get()", True)
