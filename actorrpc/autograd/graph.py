@@ -54,7 +54,7 @@ _SLICE_S: Final = 0.1  # of a wait: signal handlers that were put off come after
 
 # Guards ``_taken`` only; held for microseconds. Re-entrant: the collector may run under it.
 _changed = threading.Condition(threading.RLock())
-_taken: set[torch.Tensor] = set()  # tensors hash by identity
+_taken: set[int] = set()  # ids of tensors, which those that have taken them hold
 
 
 class Borrowed:
@@ -71,27 +71,27 @@ class Borrowed:
         RpcTimeoutError: others did not give them back in time. Nothing was taken.
     """
 
-    __slots__ = ("_before", "_deadline", "_leaves")
+    __slots__ = ("_before", "_deadline", "_ids", "_leaves")
 
     def __init__(self, leaves: Iterable[torch.Tensor], deadline: float | None = None) -> None:
         self._leaves = list(leaves)
+        self._ids = set(map(id, self._leaves))
         self._deadline = deadline
         self._before: list[torch.Tensor | None] = []
 
     @uninterruptible
     def __enter__(self) -> list[torch.Tensor | None]:
-        wanted = set(self._leaves)
-        while not self._take(wanted):
+        while not self._take():
             checkpoint()
         for leaf in self._leaves:
             self._before.append(leaf.grad)
             leaf.grad = None
         return self._before
 
-    def _take(self, wanted: set[torch.Tensor]) -> bool:
+    def _take(self) -> bool:
         """Take the leaves; False: a signal handler is to run first."""
         with _changed:
-            while not wanted.isdisjoint(_taken):
+            while not self._ids.isdisjoint(_taken):
                 left = _SLICE_S if self._deadline is None else self._deadline - _time.now()
                 if left <= 0:
                     raise RpcTimeoutError(
@@ -101,7 +101,7 @@ class Borrowed:
                 if pending_here():
                     return False
                 _changed.wait(min(_time.patience(left), _SLICE_S))
-            _taken.update(wanted)
+            _taken.update(self._ids)
         return True
 
     @uninterruptible
@@ -111,7 +111,7 @@ class Borrowed:
                 leaf.grad = grad
         finally:
             with _changed:
-                _taken.difference_update(self._leaves)
+                _taken.difference_update(self._ids)
                 _changed.notify_all()
 
 

@@ -253,11 +253,11 @@ class LocalPass:
                 if any(edge.node in ends for message in stratum.messages for edge in self._edges[message]):
                     direct = True
         if not direct and not terms.create_graph and (len(reaching) < 2 or not _grouped()):
-            reached = Counter(node.variable for leaves in reaching.values() for node in leaves)
+            reached = Counter(id(node.variable) for leaves in reaching.values() for node in leaves)
             self._whole = {
                 index
                 for index, leaves in reaching.items()
-                if all(reached[node.variable] == 1 for node in leaves)
+                if all(reached[id(node.variable)] == 1 for node in leaves)
             }
         retained: set[int] = set()
         if len(strata) > 1 and not (terms.retain_graph or terms.create_graph):
@@ -496,6 +496,11 @@ class LocalPass:
 
     def _deposit(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         gradients, lock = self.context.gradients, self.context.lock
+        with lock:
+            known = len(gradients)
+            gradients.setdefault(leaf, gradient)
+            if len(gradients) > known:
+                return
         while True:
             before = gradients.get(leaf)
             # Not under the lock: it may be long.

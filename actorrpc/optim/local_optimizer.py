@@ -82,12 +82,13 @@ def lent(parameters: Sequence[torch.Tensor], context_id: int | None) -> Iterator
     left = 0.0 if deadline is None else max(0.001, deadline - _time.now())
     found = startup.participant().gradients(context_id, left)
     with graph.Borrowed(parameters, deadline):
-        gradients = [found.get(parameter) for parameter in parameters]
+        before = [found.get(parameter) for parameter in parameters]
+        gradients = before.copy()
         yield gradients
         replaced = {
             parameter: gradient
-            for parameter, gradient in zip(parameters, gradients, strict=True)
-            if gradient is not None and gradient is not found.get(parameter)
+            for parameter, gradient, old in zip(parameters, gradients, before, strict=True)
+            if gradient is not None and gradient is not old
         }
     if replaced:
         context = startup.contexts().get(context_id)
