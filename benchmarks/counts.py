@@ -209,7 +209,7 @@ class Count(dict[str, float]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: dict[str, Counter[str]] = {}
+        self.names: dict[str, dict[str, float]] = {}
 
 
 def count(name: str, *, system: bool = True) -> Count:
@@ -228,18 +228,18 @@ def count(name: str, *, system: bool = True) -> Count:
     total = operation.times * operation.each
     for index, what in enumerate(("functions", "C calls")):
         found[what] = (sum(here[index].values()) + sum(there[index].values())) / total
-    found.names = {side: Counter(of[0]) for side, of in (("caller", here), ("callee", there))}
-    for side in found.names.values():
-        for function in side:
-            side[function] = round(side[function] / total, 2)  # type: ignore[assignment]
+    for side, of in (("caller", here), ("callee", there)):
+        found.names[side] = {function: times / total for function, times in of[0].items()}
     if system:
+        total *= 10
         calls = _system_calls(run, operation.times * 10)
         if calls is not None:
-            found["system calls"] = calls / operation.each
+            found["system calls"] = sum(calls.values()) / total
+            found.names["kernel"] = {call: times / total for call, times in calls.items()}
     return found
 
 
-def _system_calls(run: Callable[[], object], times: int) -> float | None:
+def _system_calls(run: Callable[[], object], times: int) -> Counter[str] | None:
     if shutil.which("strace") is None:
         return None
     pids = [os.getpid(), rpc.rpc_sync(_PEER, os.getpid)]
@@ -258,8 +258,10 @@ def _system_calls(run: Callable[[], object], times: int) -> float | None:
                 run()
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=30)
-        total = re.search(r"^\s*100\.00\s+\S+\s+\S*\s+(\d+)\b.*total$", table.read(), re.MULTILINE)
-    return int(total[1]) / times if total is not None else None
+        rows = re.findall(
+            r"^\s*[\d.]+\s+[\d.]+\s+\d+\s+(\d+)\s+(?:\d+\s+)?(\w+)$", table.read(), re.MULTILINE
+        )
+    return Counter({name: int(calls) for calls, name in rows if name != "total"})
 
 
 # -- the two processes ------------------------------------------------------------------------------------
@@ -291,7 +293,7 @@ def main() -> None:
     """Count, print, and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=list(OPERATIONS), default=list(OPERATIONS))
-    parser.add_argument("--names", action="store_true", help="say which functions they are")
+    parser.add_argument("--names", action="store_true", help="say which they are")
     parser.add_argument("--no-system", action="store_true", help="count no system calls")
     parser.add_argument("--out", type=Path, help="where the results go")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
