@@ -65,6 +65,8 @@ _log = logging.getLogger("actorrpc")
 INFINITE: Final = float("inf")
 _GOODBYE_S: Final = 0.5  # how long goodbyes may take to be handed over, unless somebody grants more
 _pack: Final = frames.PREFIX.pack
+_RETRY_S: Final = 1.0  # a notice that must arrive is sent again after this time, then 1.5 times that, ...
+_ATTEMPTS: Final = 20
 
 
 class Agent:
@@ -413,6 +415,16 @@ class Agent:
         if gate is not None:
             return gate.notice(peer, name, body)
         return self.send_notice(peer, name, body, lazily)
+
+    def notify_surely(
+        self, peer: Peer, name: str, body: bytes, *, lazily: bool = False, attempt: int = 0
+    ) -> None:
+        """Do as :meth:`notify` does; where there is no connection, try again, ever more rarely, as long as the peer lives."""
+        if self.closed_down or peer.state != "alive" or self.notify(peer, name, body, lazily=lazily):
+            return
+        if attempt < _ATTEMPTS:
+            again = partial(self.notify_surely, peer, name, body, lazily=lazily, attempt=attempt + 1)
+            self.clock.after(_RETRY_S * 1.5**attempt, partial(self.submit, again))
 
     def send_notice(self, peer: Peer, name: str, body: bytes, lazily: bool = False) -> bool:
         """Do what :meth:`notify` does, past the gate."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
@@ -46,8 +45,6 @@ __all__ = [
 
 NOTICE: Final = "autograd"
 _GRADIENT, _RUN, _DISCOVER, _SETTLE = range(4)  # kinds of messages on the wire
-_RETRY_S: Final = 1.0  # a notice is sent again after this time, then 1.5 times that, ...
-_ATTEMPTS: Final = 20
 
 
 def serve(kind: int, *fields: Any) -> Any:
@@ -163,23 +160,14 @@ class AgentTransport:
         """See :class:`actorrpc.autograd.messages.Transport`."""
         post(self._agent, self._peer(to), serve, fields_of(message), "backward", record=message.create_graph)
 
-    def tell(self, to: WorkerKey, notice: Notice, attempt: int = 0) -> None:
+    def tell(self, to: WorkerKey, notice: Notice) -> None:
         """See :class:`actorrpc.autograd.messages.Transport`."""
-        agent = self._agent
         try:
             peer = self._peer(to)
         except RpcError:
             return
         lazily = isinstance(notice, Release) or notice.commit
-        if (
-            agent.closed_down
-            or peer.state != "alive"
-            or agent.notify(peer, NOTICE, pack_notice(notice), lazily=lazily)
-        ):
-            return
-        if attempt < _ATTEMPTS:
-            again = partial(self.tell, to, notice, attempt + 1)
-            agent.clock.after(_RETRY_S * 1.5**attempt, partial(agent.submit, again))
+        self._agent.notify_surely(peer, NOTICE, pack_notice(notice), lazily=lazily)
 
     def name(self, worker: WorkerKey) -> str:
         """See :class:`actorrpc.autograd.messages.Transport`."""

@@ -42,8 +42,6 @@ from actorrpc.transport.signals import uninterruptible
 __all__ = ["References"]
 
 _BATCH_S: Final = 0.05
-_RETRY_S: Final = 1.0  # messages of the protocol are sent again after this time, then 1.5 times that, ...
-_ATTEMPTS: Final = 20
 _GIVEN_UP: Final = "rref-failed"  # creator to owner: this creation has failed before its function ran
 
 
@@ -97,14 +95,11 @@ class References:
         else:
             self._notify(to, RECEIPT, pack_message(message))
 
-    def _notify(self, to: WorkerKey, name: str, body: bytes, attempt: int = 0) -> None:
-        """Send a message of the protocol; try again for as long as its destination lives."""
+    def _notify(self, to: WorkerKey, name: str, body: bytes) -> None:
+        """Send a message of the protocol for as long as its destination lives; otherwise the table has been told."""
         peer = self._peer(to)
-        if peer is None or peer.state != "alive":
-            return  # the table has been told
-        if not self.agent.notify(peer, name, body) and attempt < _ATTEMPTS:
-            again = partial(self._notify, to, name, body, attempt + 1)
-            self.agent.clock.after(_RETRY_S * 1.5**attempt, partial(self.agent.submit, again))
+        if peer is not None:
+            self.agent.notify_surely(peer, name, body)
 
     def _peer(self, key: WorkerKey) -> Peer | None:
         """Return the peer of a key; if another incarnation has taken its place, the old one is dead."""
