@@ -1,4 +1,4 @@
-"""How the tests of the torch-style examples run them: as a user would, in a directory of their own."""
+"""How the tests of the examples run them: as a user would, in a directory of their own."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def run(
-    directory: Path, name: str, *flags: str, prints: Sequence[str] = ()
+    directory: Path, name: str, *flags: str, prints: Sequence[str] = (), folder: str = "torch_style"
 ) -> subprocess.CompletedProcess[str]:
     """Run an example to its end with this tree's actorrpc, in no group's environment.
 
     Args:
         prints: what it may write to standard error where it ends well (tests/output.py).
+        folder: where the example is, below ``examples``.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MASTER_")}
     environment["MASTER_PORT"] = str(free_port())
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "torch_style" / name), *flags],
+        [sys.executable, str(ROOT / "examples" / folder / name), *flags],
         cwd=directory,
         env=environment,
         capture_output=True,
