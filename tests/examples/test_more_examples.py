@@ -1,0 +1,126 @@
+"""Examples of reinforcement learning, search, loading and serving: each at small size, and what it promises."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+import actorrpc
+from tests.examples import kit, modules
+
+_NEEDED = ("gymnasium", "httpx", "matplotlib", "sklearn", "starlette", "tqdm", "uvicorn")
+pytestmark = pytest.mark.skipif(
+    not all(map(find_spec, _NEEDED)), reason=f"needs {', '.join(_NEEDED)}: pip install 'actorrpc[examples]'"
+)
+
+
+def run(directory: Path, name: str, *flags: str) -> list[str]:
+    """Run an example to its end; return the lines that it prints."""
+    done = kit.run(directory, name, *flags, folder="")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+class TestPostTraining:
+    @pytest.mark.limit(120)
+    def test_reward_rises_and_a_generator_that_is_killed_is_replaced(self, tmp_path: Path) -> None:
+        lines = run(tmp_path, "post_training.py", "--steps", "50", "--lose", "10")
+        assert [line for line in lines if line.endswith(": a generator was lost; all 2 are back")]
+        assert lines[-2].startswith("done after 50 steps, 1 generators lost, in ")
+        rewards = [float(line.split()[3]) for line in lines if re.match(r"step \d+  reward ", line)]
+        assert len(rewards) == 5
+        assert rewards[-1] > 2 * rewards[0]
+        assert (tmp_path / "post_training.png").read_bytes().startswith(kit.PNG)
+
+
+class TestImpala:
+    @pytest.mark.limit(60)
+    def test_plays_learns_and_draws(self, tmp_path: Path) -> None:
+        lines = run(tmp_path, "impala.py", "--max-steps", "12000", "--samplers", "2")
+        assert lines[-2].startswith("not solved after 1")
+        rewards = [float(line.split()[3]) for line in lines if line.startswith("steps ")]
+        assert rewards[-1] > rewards[0]
+        assert (tmp_path / "impala.png").read_bytes().startswith(kit.PNG)
+
+    @pytest.mark.parametrize(("bound", "trace"), [(1.0, 1.0), (2.0, 0.5), (1e9, 1e9)])
+    def test_vtrace_is_that_of_the_paper(self, bound: float, trace: float) -> None:
+        """Written out as the sums and products of its definition (section 4.1), for one game at a time."""
+        impala = modules.load("impala.py", "")
+        dice = torch.Generator().manual_seed(0)
+        length, games = 7, 3
+        ratios = torch.rand(length, games, generator=dice, dtype=torch.float64) * 4
+        rewards = torch.randn(length, games, generator=dice, dtype=torch.float64)
+        values = torch.randn(length + 1, games, generator=dice, dtype=torch.float64)
+        going_on = torch.rand(length, games, generator=dice) > 0.2
+        discounts = 0.9 * going_on.double()
+        assert (ratios > bound).any() or bound > 4
+        assert not going_on.all()
+
+        targets, advantages = impala.vtrace(ratios, rewards, discounts, values, bound, trace)
+
+        for game in range(games):
+            ratio, reward, discount, value = (
+                each[:, game].tolist() for each in (ratios, rewards, discounts, values)
+            )
+            wanted = []
+            for start in range(length):
+                total = value[start]
+                for step in range(start, length):
+                    factor = 1.0
+                    for between in range(start, step):
+                        factor *= discount[between] * min(trace, ratio[between])
+                    surprise = reward[step] + discount[step] * value[step + 1] - value[step]
+                    total += factor * min(bound, ratio[step]) * surprise
+                wanted.append(total)
+            wanted.append(value[length])  # nothing is known of what comes behind the last step
+            better = [
+                min(bound, ratio[step]) * (reward[step] + discount[step] * following - value[step])
+                for step, (_, following) in enumerate(pairwise(wanted))
+            ]
+            assert targets[:, game].tolist() == pytest.approx(wanted[:-1])
+            assert advantages[:, game].tolist() == pytest.approx(better)
+
+
+class TestHyperparameters:
+    def test_the_better_half_goes_on(self) -> None:
+        survivors = modules.load("hyperparameters.py", "").survivors
+        assert survivors({0: 0.1, 1: 0.9, 2: 0.5, 3: 0.7}) == [1, 3]
+        assert survivors({4: 0.2, 7: 0.2, 9: 0.2}) == [4, 7]
+        assert survivors({5: 0.3}) == [5]
+
+    @pytest.mark.limit(60)
+    def test_survivors_have_the_best_scores_and_go_on_where_they_were(self, tmp_path: Path) -> None:
+        lines = run(tmp_path, "hyperparameters.py", "--trials", "4", "--lose", "2", "--seed", "1")
+        found = [re.match(r"rung (\d) .* trial (\d+)  accuracy ([\d.]+)  (\w+)", line) for line in lines]
+        rungs: dict[int, dict[int, tuple[float, bool]]] = {}
+        for rung, trial, accuracy, outcome in (each.groups() for each in found if each is not None):
+            rungs.setdefault(int(rung), {})[int(trial)] = (float(accuracy), outcome != "ends")
+        assert [len(trials) for trials in rungs.values()] == [4, 2, 1]
+        for rung, following in pairwise(rungs):
+            kept = {trial for trial, (_, goes_on) in rungs[rung].items() if goes_on}
+            assert kept == set(rungs[following])
+            worst = min(rungs[rung][trial][0] for trial in kept)
+            assert all(accuracy <= worst for accuracy, goes_on in rungs[rung].values() if not goes_on)
+        # Two trials end after 1 epoch, one after 2, and one, whose process was lost or not, is left after 4.
+        assert "; 8 epochs for 16, in " in lines[-2]
+        assert (tmp_path / "hyperparameters.png").read_bytes().startswith(kit.PNG)
+
+    @pytest.mark.limit(60)
+    def test_a_trial_that_dies_goes_on_from_its_checkpoint(self) -> None:
+        module = modules.load("hyperparameters.py", "")
+        dice = torch.Generator().manual_seed(0)
+        pictures = torch.rand(600, 64, generator=dice)
+        labels = torch.randint(10, (600,), generator=dice)
+        wanted = module.Configuration(rate=0.1, width=8, batch=16, momentum=0.9)
+        with actorrpc.init():
+            lives, dies = (module.Trial.remote(wanted, pictures, labels, 0) for _ in range(2))
+            actorrpc.get([trial.train.remote(1) for trial in (lives, dies)])
+            actorrpc.kill(dies, no_restart=False)
+            found = actorrpc.get([trial.train.remote(3) for trial in (lives, dies)])
+        assert len(found[0]) == 3
+        assert found[0] == found[1]
