@@ -124,3 +124,28 @@ class TestHyperparameters:
             found = actorrpc.get([trial.train.remote(3) for trial in (lives, dies)])
         assert len(found[0]) == 3
         assert found[0] == found[1]
+
+
+class TestDataLoader:
+    @pytest.mark.limit(60)
+    def test_both_ways_learn_the_same(self, tmp_path: Path) -> None:
+        lines = run(tmp_path, "data_loader.py", "--files", "4", "--ahead", "3")
+        ahead = re.fullmatch(r"loaded by 2 actors: \d+ items/s, at most (\d+) batches ahead", lines[0])
+        assert ahead is not None
+        assert int(ahead[1]) <= 3
+        assert re.fullmatch(r"loaded in between: \d+ items/s; the same loss", lines[1])
+        assert (tmp_path / "data_loader.png").read_bytes().startswith(kit.PNG)
+
+    @pytest.mark.limit(60)
+    def test_a_loader_is_never_further_ahead_than_it_may(self, tmp_path: Path) -> None:
+        module = modules.load("data_loader.py", "")
+        paths = module.write_files(tmp_path, 2, seed=0)
+        with actorrpc.init():
+            loader = module.Loader.remote()
+            batches = loader.batches.options(backpressure=3).remote(paths, 1).values()
+            for taken in range(1, 11):
+                next(batches)
+                for _ in range(20):  # each question gives it time for more
+                    made = actorrpc.get(loader.made.remote())
+                    assert taken <= made <= taken + 3
+            batches.close()
