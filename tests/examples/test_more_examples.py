@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +18,7 @@ import torch
 
 import actorrpc
 from tests.examples import kit, modules
+from tests.ports import free_port
 
 _NEEDED = ("gymnasium", "httpx", "matplotlib", "sklearn", "starlette", "tqdm", "uvicorn")
 pytestmark = pytest.mark.skipif(
@@ -24,6 +31,25 @@ def run(directory: Path, name: str, *flags: str) -> list[str]:
     done = kit.run(directory, name, *flags, folder="")
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+@contextlib.contextmanager
+def started(directory: Path, name: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    """Start an example, in a process group of its own, and see to it that it ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", str(kit.ROOT / "examples" / name), *flags],
+        cwd=directory,
+        env=kit.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 class TestPostTraining:
@@ -39,7 +65,7 @@ class TestPostTraining:
 
 
 class TestImpala:
-    @pytest.mark.limit(60)
+    @pytest.mark.limit(120)
     def test_plays_learns_and_draws(self, tmp_path: Path) -> None:
         lines = run(tmp_path, "impala.py", "--max-steps", "12000", "--samplers", "2")
         assert lines[-2].startswith("not solved after 1")
@@ -93,7 +119,7 @@ class TestHyperparameters:
         assert survivors({4: 0.2, 7: 0.2, 9: 0.2}) == [4, 7]
         assert survivors({5: 0.3}) == [5]
 
-    @pytest.mark.limit(60)
+    @pytest.mark.limit(120)
     def test_survivors_have_the_best_scores_and_go_on_where_they_were(self, tmp_path: Path) -> None:
         lines = run(tmp_path, "hyperparameters.py", "--trials", "4", "--lose", "2", "--seed", "1")
         found = [re.match(r"rung (\d) .* trial (\d+)  accuracy ([\d.]+)  (\w+)", line) for line in lines]
@@ -110,7 +136,7 @@ class TestHyperparameters:
         assert "; 8 epochs for 16, in " in lines[-2]
         assert (tmp_path / "hyperparameters.png").read_bytes().startswith(kit.PNG)
 
-    @pytest.mark.limit(60)
+    @pytest.mark.limit(120)
     def test_a_trial_that_dies_goes_on_from_its_checkpoint(self) -> None:
         module = modules.load("hyperparameters.py", "")
         dice = torch.Generator().manual_seed(0)
@@ -127,7 +153,7 @@ class TestHyperparameters:
 
 
 class TestDataLoader:
-    @pytest.mark.limit(60)
+    @pytest.mark.limit(120)
     def test_both_ways_learn_the_same(self, tmp_path: Path) -> None:
         lines = run(tmp_path, "data_loader.py", "--files", "4", "--ahead", "3")
         ahead = re.fullmatch(r"loaded by 2 actors: \d+ items/s, at most (\d+) batches ahead", lines[0])
@@ -136,7 +162,7 @@ class TestDataLoader:
         assert re.fullmatch(r"loaded in between: \d+ items/s; the same loss", lines[1])
         assert (tmp_path / "data_loader.png").read_bytes().startswith(kit.PNG)
 
-    @pytest.mark.limit(60)
+    @pytest.mark.limit(120)
     def test_a_loader_is_never_further_ahead_than_it_may(self, tmp_path: Path) -> None:
         module = modules.load("data_loader.py", "")
         paths = module.write_files(tmp_path, 2, seed=0)
@@ -149,3 +175,57 @@ class TestDataLoader:
                     made = actorrpc.get(loader.made.remote())
                     assert taken <= made <= taken + 3
             batches.close()
+
+
+class TestServe:
+    @pytest.mark.limit(120)
+    def test_reloads_and_a_death_lose_no_request_and_requests_are_batched(self, tmp_path: Path) -> None:
+        (line,) = run(tmp_path, "serve.py", "--self-test", "--requests", "300", "--batch", "16")
+        told = re.fullmatch(
+            r"self-test: (\d+) requests of 300 answered, all right, in [\d.]+ s; "
+            r"(\d+) batches of up to (\d+), weights \[1, 2, 3\]",
+            line,
+        )
+        assert told is not None, line
+        answered, batches, largest = map(int, told.groups())
+        assert answered == 300
+        assert batches < 150
+        assert largest == 16
+
+    @pytest.mark.limit(120)
+    def test_uvicorn_serves_it_until_ctrl_c(self, tmp_path: Path) -> None:
+        httpx = pytest.importorskip("httpx")
+        port = free_port()
+        with started(tmp_path, "serve.py", "--port", str(port), "--replicas", "1") as process:
+            assert process.stderr is not None
+            assert any("Uvicorn running" in line for line in process.stderr)
+            address = f"http://127.0.0.1:{port}"
+            answer = httpx.post(f"{address}/predict", json={"x": [1, 2, 3, 4]}, timeout=30)
+            assert answer.json().keys() == {"y", "version", "batch"}
+            assert httpx.post(f"{address}/reload", timeout=30).json() == {"versions": [0]}
+            assert httpx.get(f"{address}/stats", timeout=30).json() == {"batches": {"1": 1}}
+            os.killpg(process.pid, signal.SIGINT)
+            _, errors = process.communicate()
+        assert "Traceback" not in errors
+        assert "Application shutdown complete" in errors
+        assert process.returncode == 0
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("post_training.py", ("--pretrain", "1", "--plot", "curve.png")),
+        ("impala.py", ("--plot", "curve.png")),
+        ("hyperparameters.py", ("--trials", "3")),
+    ],
+)
+def test_ctrl_c_ends_it(tmp_path: Path, name: str, flags: tuple[str, ...]) -> None:
+    with started(tmp_path, name, *flags) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        os.killpg(process.pid, signal.SIGINT)  # to all of them, as a terminal does
+        report, errors = process.communicate()
+    assert process.returncode == 130
+    assert "interrupted" in report
+    assert errors == ""
