@@ -228,16 +228,15 @@ def draw(curve: list[tuple[int, float]], file: str) -> None:
 def main() -> int:
     """Train until it is solved, the steps are used up, or Ctrl-C; tell the outcome."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--samplers", type=int, default=2, help="actors that play (default 2)")
-    parser.add_argument("--games", type=int, default=8, help="that each plays at a time (default 8)")
-    parser.add_argument(
-        "--length", type=int, default=32, help="steps that the learner gets at a time (default 32)"
-    )
-    parser.add_argument(
-        "--max-steps", type=int, default=400_000, help="give up after so many (default 400000)"
-    )
+    for name, default, what in (
+        ("samplers", 2, "actors that play"),
+        ("games", 8, "that each plays at a time"),
+        ("length", 32, "steps that the learner gets at a time"),
+        ("max-steps", 400_000, "give up after so many"),
+        ("seed", 0, "of weights, dice and games"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
     parser.add_argument("--rate", type=float, default=2e-3, help="of learning (default 0.002)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, dice and games")
     parser.add_argument("--plot", default="impala.png", help="the learning curve ('' for none)")
     args = parser.parse_args()
     if min(args.samplers, args.games, args.length, args.max_steps) < 1:

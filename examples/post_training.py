@@ -222,18 +222,17 @@ def draw(rewards: list[float], lost: list[int], file: str) -> None:
 def main() -> int:
     """Train until the steps are used up, or Ctrl-C; tell the outcome."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--generators", type=int, default=2, help="how many sample (default 2)")
-    parser.add_argument("--steps", type=int, default=300, help="of the trainer (default 300)")
-    parser.add_argument("--prompts", type=int, default=16, help="in a step (default 16)")
-    parser.add_argument("--group", type=int, default=16, help="answers to each prompt (default 16)")
-    parser.add_argument(
-        "--pretrain", type=int, default=300, help="steps before, on the form alone (default 300)"
-    )
+    for name, default, what in (
+        ("generators", 2, "how many sample"),
+        ("steps", 300, "of the trainer"),
+        ("prompts", 16, "in a step"),
+        ("group", 16, "answers to each prompt"),
+        ("pretrain", 300, "steps before, on the form alone"),
+        ("lose", 60, "a generator is killed at this step; 0: none"),
+        ("seed", 0, "of weights and texts"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
     parser.add_argument("--rate", type=float, default=1e-3, help="of learning (default 0.001)")
-    parser.add_argument(
-        "--lose", type=int, default=60, metavar="N", help="kill a generator at step N (default 60; 0: none)"
-    )
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", default="post_training.png", help="the reward curve ('' for none)")
     args = parser.parse_args()
     if min(args.generators, args.steps, args.prompts, args.pretrain) < 1 or args.group < 2:
