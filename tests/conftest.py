@@ -113,6 +113,7 @@ _QUICK = (
     "actors/e2e/test_streaming.py::test_a_stream_whose_producer_calls_its_reader",
     "actors/e2e/test_supervision_groups.py",
     "actors/e2e/test_unruly.py",
+    "examples/test_more_examples.py::TestImpala::test_vtrace_is_that_of_the_paper",
     "faults/test_maybe_executed.py",
     "faults/test_repeats.py",
 )

@@ -17,7 +17,7 @@ _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]
 sys.path.insert(0, str(_ROOT))
 
-from benchmarks.plots import OURS, THEIRS, save, sheet  # noqa: E402 (found by the line above)
+from benchmarks.plots import INK, OURS, THEIRS, save, sheet  # noqa: E402 (found by the line above)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +69,56 @@ PICTURES = (
         "round",
         "reward of a game",
     ),
+    Picture(
+        "post-training", ("post_training.py",), r"^step +(\d+) +reward ([\d.]+)", "step", "right letters"
+    ),
+    Picture(
+        "impala", ("impala.py",), r"^steps +(\d+) +reward +([\d.]+)", "steps of all games", "mean reward"
+    ),
 )
 
 
-def draw(picture: Picture) -> None:
-    """Run an example and draw what it has printed."""
-    program = [sys.executable, str(_ROOT / "examples" / picture.command[0]), *picture.command[1:]]
+def printed(*command: str) -> str:
+    """Run an example and return what it has printed."""
+    program = [sys.executable, str(_ROOT / "examples" / command[0]), *command[1:]]
     environment = os.environ | {"PYTHONPATH": str(_ROOT)}
     with tempfile.TemporaryDirectory() as folder:  # for the files that examples write
         done = subprocess.run(
             program, cwd=folder, env=environment, capture_output=True, text=True, check=True
         )
-    points = re.findall(picture.point, done.stdout + done.stderr, re.MULTILINE)
+    return done.stdout + done.stderr
+
+
+def draw(picture: Picture) -> None:
+    """Run an example and draw what it has printed."""
+    points = re.findall(picture.point, printed(*picture.command), re.MULTILINE)
     figure, (axes,) = sheet(1, 3.6, 2.0)
     xs, ys = [float(x) for x, _ in points], [float(y) for _, y in points]
     axes.plot(xs, ys, color=OURS, marker="o", markersize=3)
     axes.set_xlabel(picture.x)
     axes.set_ylabel(picture.y)
     save(figure, _HERE / f"gallery-{picture.name}.svg")
+
+
+def draw_rungs() -> None:
+    """Run ``examples/hyperparameters.py`` and draw which trials went on from rung to rung, and which ended where."""
+    found = re.findall(
+        r"^rung \d+ +epochs (\d+) +trial (\d+) +accuracy ([\d.]+) +(\w+)",
+        printed("hyperparameters.py"),
+        re.MULTILINE,
+    )
+    figure, (axes,) = sheet(1, 3.6, 2.0)
+    for trial in sorted({trial for _, trial, _, _ in found}, key=int):
+        curve = [(int(epochs), float(accuracy)) for epochs, which, accuracy, _ in found if which == trial]
+        ends = (trial, "ends") in {(which, outcome) for _, which, _, outcome in found}
+        colour = INK if ends else OURS
+        axes.plot(*zip(*curve, strict=True), color=colour, marker="o", markersize=3, zorder=1 if ends else 2)
+    rungs = sorted({int(epochs) for epochs, _, _, _ in found})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(rungs, [str(rung) for rung in rungs])
+    axes.set_xlabel("epochs")
+    axes.set_ylabel("accuracy")
+    save(figure, _HERE / "gallery-hyperparameters.svg")
 
 
 def draw_schedule(stages: int = 3, parts: int = 4) -> None:
@@ -118,6 +150,8 @@ def draw_schedule(stages: int = 3, parts: int = 4) -> None:
 if __name__ == "__main__":
     if "pipeline" in (sys.argv[1:] or ["pipeline"]):
         draw_schedule()
+    if "hyperparameters" in (sys.argv[1:] or ["hyperparameters"]):
+        draw_rungs()
     for each in PICTURES:
         if each.name in (sys.argv[1:] or [each.name]):
             draw(each)

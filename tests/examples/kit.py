@@ -1,4 +1,4 @@
-"""How the tests of the torch-style examples run them: as a user would, in a directory of their own."""
+"""How the tests of the examples run them: as a user would, in a directory of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.announced import TORCH_RPC
 from tests.output import check
 from tests.ports import free_port
 
-__all__ = ["NIGHTLY", "PNG", "outcome", "run"]
+__all__ = ["NIGHTLY", "PNG", "ROOT", "environment", "outcome", "run"]
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"  # where torch's side of a comparison takes long
 
@@ -22,21 +22,27 @@ ROOT = Path(__file__).resolve().parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
+def environment() -> dict[str, str]:
+    """Return one with this tree's actorrpc, and no group's addresses."""
+    found = {key: value for key, value in os.environ.items() if not key.startswith("MASTER_")}
+    found["MASTER_PORT"] = str(free_port())
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return found
+
+
 def run(
-    directory: Path, name: str, *flags: str, prints: Sequence[str] = ()
+    directory: Path, name: str, *flags: str, prints: Sequence[str] = (), folder: str = "torch_style"
 ) -> subprocess.CompletedProcess[str]:
     """Run an example to its end with this tree's actorrpc, in no group's environment.
 
     Args:
         prints: what it may write to standard error where it ends well (tests/output.py).
+        folder: where the example is, below ``examples``.
     """
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("MASTER_")}
-    environment["MASTER_PORT"] = str(free_port())
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "torch_style" / name), *flags],
+        [sys.executable, str(ROOT / "examples" / folder / name), *flags],
         cwd=directory,
-        env=environment,
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,

@@ -1,4 +1,4 @@
-"""The torch-style examples as modules, for what needs no processes."""
+"""The examples as modules, for what needs no processes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 
 __all__ = ["load"]
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "torch_style"
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
 
 
-def load(name: str) -> ModuleType:
-    """Import an example under a name of its own."""
-    spec = importlib.util.spec_from_file_location(f"example_{name.removesuffix('.py')}", FOLDER / name)
+def load(name: str, folder: str = "torch_style") -> ModuleType:
+    """Import an example, of a folder below ``examples``, under a name of its own."""
+    spec = importlib.util.spec_from_file_location(
+        f"example_{name.removesuffix('.py')}", FOLDER / folder / name
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

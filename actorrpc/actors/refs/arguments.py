@@ -37,6 +37,7 @@ def pack_arguments(
 
     Raises:
         BaseException: what an ObjectRef at top level has failed with; the call then fails with that and is not sent.
+            As for ``get``, what the others raise is not logged as something that nobody looked at.
     """
     left = False
 
@@ -55,7 +56,17 @@ def pack_arguments(
         left = True
         return each
 
-    return tuple([packed(each) for each in args]), {name: packed(each) for name, each in kwargs.items()}, left
+    try:
+        return (
+            tuple([packed(each) for each in args]),
+            {name: packed(each) for name, each in kwargs.items()},
+            left,
+        )
+    except BaseException:
+        for each in (*args, *kwargs.values()):
+            if type(each) is ObjectRef and each._future is not None:
+                each._future.cover()
+        raise
 
 
 def resolve(

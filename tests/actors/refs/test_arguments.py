@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,25 @@ def test_what_is_elsewhere_or_pending_stays() -> None:
 def test_one_that_failed_fails_the_call() -> None:
     with pytest.raises(LookupError, match="argument"):
         pack_arguments((1,), {"a": ObjectRef.failed(LookupError("argument"))})
+
+
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_what_other_arguments_raise_is_known_with_the_first(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[str] = []
+    gc.collect()
+    monkeypatch.setattr("actorrpc.futures._reporter.report", reports.append)
+    future: Future[int] = Future()
+    if when == "before":
+        future.set_exception(ValueError("of the second"))
+    with pytest.raises(LookupError, match="argument"):
+        pack_arguments((ObjectRef.failed(LookupError("argument")),), {"a": ObjectRef(future)})
+    if when == "later":
+        future.set_exception(ValueError("of the second"))
+    del future
+    gc.collect()
+    assert reports == []
 
 
 def test_nothing_to_resolve() -> None:

@@ -1,0 +1,231 @@
+"""Examples of reinforcement learning, search, loading and serving: each at small size, and what it promises."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+import actorrpc
+from tests.examples import kit, modules
+from tests.ports import free_port
+
+_NEEDED = ("gymnasium", "httpx", "matplotlib", "sklearn", "starlette", "tqdm", "uvicorn")
+pytestmark = pytest.mark.skipif(
+    not all(map(find_spec, _NEEDED)), reason=f"needs {', '.join(_NEEDED)}: pip install 'actorrpc[examples]'"
+)
+
+
+def run(directory: Path, name: str, *flags: str) -> list[str]:
+    """Run an example to its end; return the lines that it prints."""
+    done = kit.run(directory, name, *flags, folder="")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@contextlib.contextmanager
+def started(directory: Path, name: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    """Start an example, in a process group of its own, and see to it that it ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", str(kit.ROOT / "examples" / name), *flags],
+        cwd=directory,
+        env=kit.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+class TestPostTraining:
+    @pytest.mark.limit(120)
+    def test_reward_rises_and_a_generator_that_is_killed_is_replaced(self, tmp_path: Path) -> None:
+        lines = run(tmp_path, "post_training.py", "--steps", "50", "--lose", "10")
+        assert [line for line in lines if line.endswith(": a generator was lost; all 2 are back")]
+        assert lines[-2].startswith("done after 50 steps, 1 generators lost, in ")
+        rewards = [float(line.split()[3]) for line in lines if re.match(r"step \d+  reward ", line)]
+        assert len(rewards) == 5
+        assert rewards[-1] > 2 * rewards[0]
+        assert (tmp_path / "post_training.png").read_bytes().startswith(kit.PNG)
+
+
+class TestImpala:
+    @pytest.mark.limit(120)
+    def test_plays_learns_and_draws(self, tmp_path: Path) -> None:
+        lines = run(tmp_path, "impala.py", "--max-steps", "12000", "--samplers", "2")
+        assert lines[-2].startswith("not solved after 1")
+        rewards = [float(line.split()[3]) for line in lines if line.startswith("steps ")]
+        assert rewards[-1] > rewards[0]
+        assert (tmp_path / "impala.png").read_bytes().startswith(kit.PNG)
+
+    @pytest.mark.parametrize(("bound", "trace"), [(1.0, 1.0), (2.0, 0.5), (1e9, 1e9)])
+    def test_vtrace_is_that_of_the_paper(self, bound: float, trace: float) -> None:
+        """Written out as the sums and products of its definition (section 4.1), for one game at a time."""
+        impala = modules.load("impala.py", "")
+        dice = torch.Generator().manual_seed(0)
+        length, games = 7, 3
+        ratios = torch.rand(length, games, generator=dice, dtype=torch.float64) * 4
+        rewards = torch.randn(length, games, generator=dice, dtype=torch.float64)
+        values = torch.randn(length + 1, games, generator=dice, dtype=torch.float64)
+        going_on = torch.rand(length, games, generator=dice) > 0.2
+        discounts = 0.9 * going_on.double()
+        assert (ratios > bound).any() or bound > 4
+        assert not going_on.all()
+
+        targets, advantages = impala.vtrace(ratios, rewards, discounts, values, bound, trace)
+
+        for game in range(games):
+            ratio, reward, discount, value = (
+                each[:, game].tolist() for each in (ratios, rewards, discounts, values)
+            )
+            wanted = []
+            for start in range(length):
+                total = value[start]
+                for step in range(start, length):
+                    factor = 1.0
+                    for between in range(start, step):
+                        factor *= discount[between] * min(trace, ratio[between])
+                    surprise = reward[step] + discount[step] * value[step + 1] - value[step]
+                    total += factor * min(bound, ratio[step]) * surprise
+                wanted.append(total)
+            wanted.append(value[length])  # nothing is known of what comes behind the last step
+            better = [
+                min(bound, ratio[step]) * (reward[step] + discount[step] * following - value[step])
+                for step, (_, following) in enumerate(pairwise(wanted))
+            ]
+            assert targets[:, game].tolist() == pytest.approx(wanted[:-1])
+            assert advantages[:, game].tolist() == pytest.approx(better)
+
+
+class TestHyperparameters:
+    def test_the_better_half_goes_on(self) -> None:
+        survivors = modules.load("hyperparameters.py", "").survivors
+        assert survivors({0: 0.1, 1: 0.9, 2: 0.5, 3: 0.7}) == [1, 3]
+        assert survivors({4: 0.2, 7: 0.2, 9: 0.2}) == [4, 7]
+        assert survivors({5: 0.3}) == [5]
+
+    @pytest.mark.limit(120)
+    def test_survivors_have_the_best_scores_and_go_on_where_they_were(self, tmp_path: Path) -> None:
+        lines = run(tmp_path, "hyperparameters.py", "--trials", "4", "--lose", "2", "--seed", "1")
+        found = [re.match(r"rung (\d) .* trial (\d+)  accuracy ([\d.]+)  (\w+)", line) for line in lines]
+        rungs: dict[int, dict[int, tuple[float, bool]]] = {}
+        for rung, trial, accuracy, outcome in (each.groups() for each in found if each is not None):
+            rungs.setdefault(int(rung), {})[int(trial)] = (float(accuracy), outcome != "ends")
+        assert [len(trials) for trials in rungs.values()] == [4, 2, 1]
+        for rung, following in pairwise(rungs):
+            kept = {trial for trial, (_, goes_on) in rungs[rung].items() if goes_on}
+            assert kept == set(rungs[following])
+            worst = min(rungs[rung][trial][0] for trial in kept)
+            assert all(accuracy <= worst for accuracy, goes_on in rungs[rung].values() if not goes_on)
+        # Two trials end after 1 epoch, one after 2, and one, whose process was lost or not, is left after 4.
+        assert "; 8 epochs for 16, in " in lines[-2]
+        assert (tmp_path / "hyperparameters.png").read_bytes().startswith(kit.PNG)
+
+    @pytest.mark.limit(120)
+    def test_a_trial_that_dies_goes_on_from_its_checkpoint(self) -> None:
+        module = modules.load("hyperparameters.py", "")
+        dice = torch.Generator().manual_seed(0)
+        pictures = torch.rand(600, 64, generator=dice)
+        labels = torch.randint(10, (600,), generator=dice)
+        wanted = module.Configuration(rate=0.1, width=8, batch=16, momentum=0.9)
+        with actorrpc.init():
+            lives, dies = (module.Trial.remote(wanted, pictures, labels, 0) for _ in range(2))
+            actorrpc.get([trial.train.remote(1) for trial in (lives, dies)])
+            actorrpc.kill(dies, no_restart=False)
+            found = actorrpc.get([trial.train.remote(3) for trial in (lives, dies)])
+        assert len(found[0]) == 3
+        assert found[0] == found[1]
+
+
+class TestDataLoader:
+    @pytest.mark.limit(120)
+    def test_both_ways_learn_the_same(self, tmp_path: Path) -> None:
+        lines = run(tmp_path, "data_loader.py", "--files", "4", "--ahead", "3")
+        ahead = re.fullmatch(r"loaded by 2 actors: \d+ items/s, at most (\d+) batches ahead", lines[0])
+        assert ahead is not None
+        assert int(ahead[1]) <= 3
+        assert re.fullmatch(r"loaded in between: \d+ items/s; the same loss", lines[1])
+        assert (tmp_path / "data_loader.png").read_bytes().startswith(kit.PNG)
+
+    @pytest.mark.limit(120)
+    def test_a_loader_is_never_further_ahead_than_it_may(self, tmp_path: Path) -> None:
+        module = modules.load("data_loader.py", "")
+        paths = module.write_files(tmp_path, 2, seed=0)
+        with actorrpc.init():
+            loader = module.Loader.remote()
+            batches = loader.batches.options(backpressure=3).remote(paths, 1).values()
+            for taken in range(1, 11):
+                next(batches)
+                for _ in range(20):  # each question gives it time for more
+                    made = actorrpc.get(loader.made.remote())
+                    assert taken <= made <= taken + 3
+            batches.close()
+
+
+class TestServe:
+    @pytest.mark.limit(120)
+    def test_reloads_and_a_death_lose_no_request_and_requests_are_batched(self, tmp_path: Path) -> None:
+        (line,) = run(tmp_path, "serve.py", "--self-test", "--requests", "300", "--batch", "16")
+        told = re.fullmatch(
+            r"self-test: (\d+) requests of 300 answered, all right, in [\d.]+ s; "
+            r"(\d+) batches of up to (\d+), weights \[1, 2, 3\]",
+            line,
+        )
+        assert told is not None, line
+        answered, batches, largest = map(int, told.groups())
+        assert answered == 300
+        assert batches < 150
+        assert largest == 16
+
+    @pytest.mark.limit(120)
+    def test_uvicorn_serves_it_until_ctrl_c(self, tmp_path: Path) -> None:
+        httpx = pytest.importorskip("httpx")
+        port = free_port()
+        with started(tmp_path, "serve.py", "--port", str(port), "--replicas", "1") as process:
+            assert process.stderr is not None
+            assert any("Uvicorn running" in line for line in process.stderr)
+            address = f"http://127.0.0.1:{port}"
+            answer = httpx.post(f"{address}/predict", json={"x": [1, 2, 3, 4]}, timeout=30)
+            assert answer.json().keys() == {"y", "version", "batch"}
+            assert httpx.post(f"{address}/reload", timeout=30).json() == {"versions": [0]}
+            assert httpx.get(f"{address}/stats", timeout=30).json() == {"batches": {"1": 1}}
+            os.killpg(process.pid, signal.SIGINT)
+            _, errors = process.communicate()
+        assert "Traceback" not in errors
+        assert "Application shutdown complete" in errors
+        assert process.returncode == 0
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("post_training.py", ("--pretrain", "1", "--plot", "curve.png")),
+        ("impala.py", ("--plot", "curve.png")),
+        ("hyperparameters.py", ("--trials", "3")),
+    ],
+)
+def test_ctrl_c_ends_it(tmp_path: Path, name: str, flags: tuple[str, ...]) -> None:
+    with started(tmp_path, name, *flags) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        os.killpg(process.pid, signal.SIGINT)  # to all of them, as a terminal does
+        report, errors = process.communicate()
+    assert process.returncode == 130
+    assert "interrupted" in report
+    assert errors == ""
