@@ -130,8 +130,8 @@ def add_several(worker: Worker) -> None:
 
 def end_several() -> None:
     """End what :func:`begin_several` began."""
-    global _process, _several
-    _process, _several = None, False
+    global _process, _several, sole
+    _process, _several, sole = None, False, None
     _members.clear()
 
 

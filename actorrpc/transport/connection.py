@@ -299,7 +299,7 @@ class Connection(StateMachine):
         reader = self._reader
         if reader.sink is None:
             try:
-                found = reader.read(self.sock.recv_into)
+                found = reader.read(self.sock.recv_into, _DONTWAIT)
             except BlockingIOError:
                 return
             self.heard = _time.now()

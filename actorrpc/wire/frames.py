@@ -18,7 +18,6 @@ size before any memory is allocated for it.
 from __future__ import annotations
 
 import math
-import socket
 import struct
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -57,7 +56,6 @@ __all__ = [
 
 PREFIX: Final = struct.Struct("<IIBBxxfQQ")
 PREFIX_SIZE: Final = PREFIX.size
-_DONTWAIT: Final = socket.MSG_DONTWAIT
 MAX_EXTRA: Final = 1 << 20
 
 # -- kinds ---------------------------------------------------------------------------------
@@ -225,16 +223,18 @@ class FrameReader:
         self._start = self._end = 0
         return [sink[self._sink_got :], self._view[:PREFIX_SIZE]]
 
-    def read(self, recv_into: Callable[[memoryview, int, int], int]) -> list[Frame]:
-        """Read once, without blocking, outside of a chunk, and return the frames that are now whole, as :meth:`fed` does.
+    def read(self, recv_into: Callable[[memoryview, int, int], int], how: int) -> list[Frame]:
+        """Read once, outside of a chunk, and return the frames that are now whole, as :meth:`fed` does.
+
+        ``recv_into`` is the socket's, ``how`` its flags.
 
         Raises:
-            BlockingIOError: there is nothing.
+            BlockingIOError: there is nothing, where ``how`` has it not wait.
             EOFError: the connection is at its end.
             ProtocolError: see :meth:`fed`.
         """
         end, view = self._end, self._view
-        count = self.count = recv_into(view[end:] if end else view, 0, _DONTWAIT)
+        count = self.count = recv_into(view[end:] if end else view, 0, how)
         if count >= PREFIX_SIZE and not end:
             # Most reads bring one whole message and nothing else.
             length, extra, kind, flags, remaining, id, chain = PREFIX.unpack_from(view)

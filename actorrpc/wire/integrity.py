@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import socket
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -52,7 +51,6 @@ _blake2b: Final = hashlib.blake2b
 _sha256: Final = hashlib.sha256
 _equal: Final = hmac.compare_digest
 _new: Final[Any] = tuple.__new__
-_DONTWAIT: Final = socket.MSG_DONTWAIT
 
 
 class Seal:
@@ -149,10 +147,10 @@ class SealedReader(FrameReader):
         self._start = self._end = 0
         return [sink[self._sink_got :], self._view[: _HEAD_SIZE + TAG_SIZE]]
 
-    def read(self, recv_into: Callable[[memoryview, int, int], int]) -> list[Frame]:
+    def read(self, recv_into: Callable[[memoryview, int, int], int], how: int) -> list[Frame]:
         """Do as :meth:`FrameReader.read` does."""
         view = self._view[self._end :] if self._end else self._view
-        count = self.count = recv_into(view, 0, _DONTWAIT)
+        count = self.count = recv_into(view, 0, how)
         if not count:
             raise EOFError("end of file")
         return self.fed(count)

@@ -11,7 +11,6 @@ import hashlib
 import logging
 import operator
 import pickle
-import socket
 import tempfile
 import threading
 from collections import Counter
@@ -75,9 +74,11 @@ class Repeater:
         def twice(reader: FrameReader, count: int) -> list[Frame]:
             return repeater._double(reader, fed(reader, count))
 
-        def read(reader: FrameReader, recv_into: Callable[[memoryview, int, int], int]) -> list[Frame]:
+        def read(
+            reader: FrameReader, recv_into: Callable[[memoryview, int, int], int], how: int
+        ) -> list[Frame]:
             (target,) = reader.target()
-            reader.count = recv_into(target, 0, socket.MSG_DONTWAIT)
+            reader.count = recv_into(target, 0, how)
             if not reader.count:
                 raise EOFError
             return reader.fed(reader.count)
