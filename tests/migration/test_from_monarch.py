@@ -210,11 +210,9 @@ def test_who_asks_is_told_once() -> None:
 def test_on_stop() -> None:
     log = Log.remote()
     stopping = Stopping.remote(log)
-    ended = actorrpc.monitor(stopping)
     with pytest.raises(actorrpc.ActorDiedError):
         get(stopping.leave.remote())
-    ended.wait(20)
-    assert get(log.all.remote()) == ["stopped"]
+    until(lambda: get(log.all.remote()) == ["stopped"])  # it runs after the actor has ended
 
 
 @pytest.mark.usefixtures("near")

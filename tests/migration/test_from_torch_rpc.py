@@ -25,6 +25,7 @@ from actorrpc.agent.calls import CURRENT
 from actorrpc.autograd.startup import contexts
 from actorrpc.nn import RemoteModule
 from actorrpc.optim import DistributedGradScaler, DistributedOptimizer
+from actorrpc.rpc import api
 from actorrpc.testing import InProcessCluster
 from tests.actors.alone import alone
 from tests.actors.e2e.kit import until
@@ -44,18 +45,21 @@ def test_each_row_has_its_test() -> None:
 # What runs on workers of this process, as if they were others.
 
 _gate = threading.Event()
+_at_gate = threading.Event()
 _called: list[Any] = []
 
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     _gate.clear()
+    _at_gate.clear()
     _called.clear()
     yield
     _gate.set()
 
 
 def hold() -> str:
+    _at_gate.set()
     _gate.wait(30)
     return "through"
 
@@ -349,15 +353,19 @@ def _note_what_is_left() -> None:
 
 
 @row("each call has a deadline of its own")
-def test_a_call_that_is_late_is_not_started(near: InProcessCluster) -> None:
-    rpc.rpc_sync("worker1", max, (1, 2))
-    near.stop("worker1")  # the call arrives when it goes on
-    late = rpc.rpc_async("worker1", note, ("started",), timeout=1.0)
-    near.clock.advance(2.0)
-    with pytest.raises(TimeoutError):
-        late.wait()
-    near.resume("worker1")
-    rpc.rpc_sync("worker1", note, ("afterwards",))
+def test_a_call_whose_time_ends_while_it_waits_is_not_started() -> None:
+    with InProcessCluster(2, clock="real", max_threads=2) as cluster:
+        there = cluster["worker1"].run(api.group).agent
+        held = rpc.rpc_async("worker1", hold, timeout=0)
+        assert _at_gate.wait(30)  # the other thread listens
+        late = rpc.rpc_async("worker1", note, ("started",), timeout=0.05)
+        with pytest.raises(TimeoutError):
+            late.wait()
+        # Its time there ends a moment later, as it arrived a moment later: the word of its end may be sooner.
+        until(lambda: there.peer("worker0").cancelled)
+        _gate.set()
+        assert held.wait() == "through"
+        rpc.rpc_sync("worker1", note, ("afterwards",))
     assert _called == ["afterwards"]
 
 
