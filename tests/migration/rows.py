@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["check", "row"]
+__all__ = ["check", "names", "row"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,13 +46,28 @@ def check(page: str, module: Mapping[str, Any]) -> None:
     assert not [cell for cell in first_cells if cell not in tested], "rows without a test"
 
 
+def names(page: str, beginning: str) -> list[str]:
+    """Return what stands between backticks in the first cell of a row."""
+    cells = _cells((_PAGES / page).read_text(encoding="utf-8"))
+    wanted = _the_row(beginning, [_plain(cell) for cell in cells])
+    return re.findall(r"`([^`]+)`", next(cell for cell in cells if _plain(cell) == wanted))
+
+
 def _first_cells(text: str) -> list[str]:
+    return [_plain(cell) for cell in _cells(text)]
+
+
+def _plain(cell: str) -> str:
+    return cell.replace("`", "")
+
+
+def _cells(text: str) -> list[str]:
     found = []
     lines = text.splitlines()
     for number, line in enumerate(lines):
         if not line.startswith("|"):
             continue
-        cells = [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert len(cells) == _COLUMNS, f"a row of {len(cells)} columns: {line}"
         heads = number + 1 < len(lines) and _RULE.match(lines[number + 1])
         if heads:
