@@ -199,6 +199,10 @@ def test_kill_ends_the_actor() -> None:
         get(counter.add.remote())
 
 
+def _exits(_: Any) -> None:
+    os._exit(3)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
 class TestProcesses:
@@ -226,7 +230,7 @@ class TestProcesses:
         assert "memfd:" in get(counter.where.remote(torch.zeros(1 << 18)))
 
     @row("process.exitcode, process.sentinel")
-    @pytest.mark.prints("the last words")
+    @pytest.mark.prints("the last words", "nobody looked at the error.*exited with code 3")
     def test_the_end_of_a_process_is_told_once(self) -> None:
         counter = Counter.remote()
         told: list[Any] = []
@@ -241,6 +245,9 @@ class TestProcesses:
         actorrpc.kill(counter)
         until(lambda: told)
         assert len(told) == 1
+        ended = actorrpc.monitor(counter := Counter.remote())
+        actorrpc.call(counter, _exits)
+        assert ended.wait(30).report.exit_code == 3
 
     @row("process.terminate()")
     def test_cancel_leaves_the_process(self) -> None:

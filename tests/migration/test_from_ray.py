@@ -23,7 +23,7 @@ import actorrpc
 from actorrpc import get
 from actorrpc.errors import SerializationError
 from actorrpc.testing import InProcessCluster
-from tests.actors.e2e.kit import Gate, row_of, until
+from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
 from tests.announced import PROFILER
 from tests.cluster.drive import script
 from tests.migration.rows import check, row
@@ -160,6 +160,8 @@ class Stopping:
 
     def on_stop(self) -> None:
         _tries.append(self.word)
+        if os.path.isabs(self.word):
+            Path(self.word).touch()
 
 
 # -- what there is more, or otherwise ------------------------------------------------------------------------------
@@ -435,6 +437,10 @@ def test_on_stop() -> None:
     assert get(actor.work.remote()) == "done"
     del actor
     until(lambda: _tries == ["left", "let go of"])
+    actor = Stopping.remote("killed beside others")
+    assert get(actor.work.remote()) == "done"
+    actorrpc.kill(actor)
+    until(lambda: len(_tries) == 3)
 
 
 @pytest.mark.usefixtures("near")
@@ -625,10 +631,11 @@ def test_references_are_not_pickled_by_programs(dumps: Any) -> None:
 # -- what needs processes ------------------------------------------------------------------------------------------
 
 
-def _stream(given: int, died: str) -> Iterator[int]:
+def _stream(given: int, gate: str) -> Iterator[int]:
     for number in range(2):
-        if number == given and not Path(died).exists():
-            Path(died).touch()
+        if number == given and os.path.exists(gate):
+            pass_gate(gate)  # what was given has been read
+            os.unlink(gate)
             os.kill(os.getpid(), signal.SIGKILL)
         yield number
 
@@ -662,19 +669,33 @@ class TestProcesses:
             get(actor.count.remote())
         assert after.value.maybe_executed is False
 
+    @row("__ray_shutdown__() of the class")
+    def test_kill_ends_a_process_without_on_stop(self, tmp_path: Path) -> None:
+        killed, left = (Stopping.remote(str(tmp_path / name)) for name in ("killed", "left"))
+        get([killed.work.remote(), left.work.remote()])
+        ended = actorrpc.monitor(killed)
+        actorrpc.kill(killed)
+        assert isinstance(ended.wait(30), actorrpc.ActorDiedError)
+        with pytest.raises(actorrpc.ActorDiedError):
+            get(left.leave.remote())
+        until(lambda: (tmp_path / "left").exists())
+        assert not (tmp_path / "killed").exists()
+
     @row("a task's stream whose process dies")
     @pytest.mark.prints("died", "not finished", "made again", "restarted")
     def test_a_stream_of_a_task_is_made_again_while_nothing_was_given(self, tmp_path: Path) -> None:
         for given in (0, 1):
-            died = tmp_path / f"died{given}"
-            stream = actorrpc.remote(max_retries=1)(_stream).remote(given, str(died)).values()
+            gate = tmp_path / f"gate{given}"
+            os.mkfifo(gate)
+            stream = actorrpc.remote(max_retries=1)(_stream).remote(given, str(gate)).values()
             assert [next(stream) for _ in range(given)] == [0] * given
+            open_gate(gate)
             if given:
                 with pytest.raises(actorrpc.PeerDiedError):
                     next(stream)
             else:
                 assert list(stream) == [0, 1]
-            assert died.exists()
+            assert not gate.exists()
 
     @row("cancel(ref) of a running task")
     @pytest.mark.prints("died", "not finished", "killed")

@@ -330,6 +330,15 @@ def test_calls_go_back_and_forth() -> None:
     assert rpc.rpc_sync("worker1", ping, ("worker0", 40)) == 40
 
 
+@pytest.mark.slow  # a worker is sure of it after some seconds
+@row("nested and cyclic calls")
+def test_a_cycle_deeper_than_the_pools_ends_with_an_error() -> None:
+    with InProcessCluster(2, max_threads=4, autojump=True):
+        with pytest.raises(actorrpc.DeadlockError, match="ACTORRPC_MAX_THREADS"):
+            rpc.rpc_sync("worker1", ping, ("worker0", 40))
+        assert rpc.rpc_sync("worker1", ping, ("worker0", 4)) == 4
+
+
 @row("each call has a deadline of its own")
 def test_nested_calls_inherit_what_is_left(passing: InProcessCluster) -> None:
     with pytest.raises(TimeoutError):

@@ -8,6 +8,7 @@ import gc
 import operator
 import os
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,7 @@ def test_what_a_program_raised() -> None:
         assert type(error.cause) is Wrong
         assert str(error) == "no"
         assert "raise Wrong" in error.traceback_str
+        assert "raise Wrong" in "".join(traceback.format_exception(error))
 
 
 @pytest.mark.usefixtures("near")
