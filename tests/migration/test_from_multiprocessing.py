@@ -205,11 +205,14 @@ def _exits(_: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
+@pytest.mark.prints(
+    r"^the last words( \[repeated \d+x across processes\])?$"
+)  # in a later test, where they come late
 class TestProcesses:
     """The rows that need processes of their own."""
 
     @row("Process(target=f")
-    @pytest.mark.prints("the last words", "died", "not finished")
+    @pytest.mark.prints("died", "not finished")
     def test_a_task_whose_process_dies_is_an_error(self) -> None:
         def dies() -> None:
             print("the last words", file=sys.stderr, flush=True)
@@ -230,7 +233,7 @@ class TestProcesses:
         assert "memfd:" in get(counter.where.remote(torch.zeros(1 << 18)))
 
     @row("process.exitcode, process.sentinel")
-    @pytest.mark.prints("the last words", "nobody looked at the error.*exited with code 3")
+    @pytest.mark.prints("nobody looked at the error.*exited with code 3")
     def test_the_end_of_a_process_is_told_once(self) -> None:
         counter = Counter.remote()
         told: list[Any] = []
