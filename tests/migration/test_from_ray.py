@@ -404,7 +404,7 @@ def _kills_its_worker() -> Any:
 @row("actor.__ray_ready__.remote()")
 def test_ready_and_call() -> None:
     actor = Worker.remote()
-    assert get(actorrpc.ready(actor)) is not False
+    assert get(actorrpc.ready(actor)) is None
     assert get(actorrpc.call(actor, getattr, "n")) == 0
     with pytest.raises(AttributeError):
         _ = actor.__ray_ready__
@@ -459,22 +459,21 @@ def test_what_there_is_and_what_it_does() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "says"),
     [
-        {"address": "auto"},
-        {"local_mode": True},
-        {"include_dashboard": False},
-        {"object_store_memory": 1},
-        {"runtime_env": {"pip": ["x"]}},
-        {"logging_level": 10},
+        ({"address": "auto"}, "it must be tcp://HOST:PORT"),
+        ({"local_mode": True}, "to debug, call the class itself"),
+        ({"include_dashboard": False}, "there is no dashboard"),
+        ({"object_store_memory": 1}, "lane_bytes"),
+        ({"runtime_env": {"pip": ["x"]}}, "say env= for an actor"),
+        ({"logging_level": 10}, "configure Python's logging"),
     ],
-    ids=lambda each: next(iter(each)),
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
 @row("init(address=")
-def test_options_of_init_that_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises((ValueError, TypeError), match=next(iter(given))) as caught:
+def test_options_of_init_that_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
         actorrpc.init(**given)
-    assert len(str(caught.value)) > 40  # it says what to do instead
     assert not actorrpc.is_initialized()
 
 
