@@ -11,7 +11,16 @@ from typing import Any
 
 import cloudpickle
 
-from actorrpc.compat.ray import actor, exceptions, names, runtime_context, runtime_env, types, util
+from actorrpc.compat.ray import (
+    actor,
+    exceptions,
+    names,
+    remote_function,
+    runtime_context,
+    runtime_env,
+    types,
+    util,
+)
 from actorrpc.compat.ray.actor import ActorClass, ActorHandle, ActorID, actor_class, get_actor, kill, method
 from actorrpc.compat.ray.cluster import (
     VERSION,
@@ -31,7 +40,7 @@ from actorrpc.compat.ray.object_ref import (
     put,
     wait,
 )
-from actorrpc.compat.ray.remote_function import RemoteFunction, remote_function
+from actorrpc.compat.ray.remote_function import RemoteFunction
 from actorrpc.compat.ray.runtime_context import get_gpu_ids, get_runtime_context
 
 __all__ = [
@@ -59,6 +68,7 @@ __all__ = [
     "nodes",
     "put",
     "remote",
+    "remote_function",
     "runtime_context",
     "runtime_env",
     "shutdown",
@@ -99,7 +109,7 @@ def _decorated(made: Any, options: dict[str, Any]) -> Any:
         return actor_class(made, options)
     if isinstance(made, (staticmethod, classmethod)) or not callable(made):
         raise TypeError(f"@ray.remote is for classes and functions, not for {made!r}")
-    return remote_function(made, options)
+    return remote_function.remote_function(made, options)
 
 
 __getattr__ = names.missing("ray", __all__)

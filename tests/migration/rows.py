@@ -1,0 +1,92 @@
+"""The rows of a page's tables, and which test is for which of them.
+
+    @row("mesh.slice(")
+    def test_slices() -> None: ...
+
+The text is how the first cell of the row begins, without backticks. A row may have several tests, and a test several rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+__all__ = ["check", "names", "row"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_PAGES = Path(__file__).resolve().parents[2] / "docs" / "migration"
+_RULE = re.compile(r"^\|(-+\|)+$")
+_COLUMNS = 3  # what one has, what it is here, what differs or why
+_ATTRIBUTE = "_rows_of_a_page"
+
+
+def row(beginning: str) -> Callable[[F], F]:
+    """Say for which row of the page a test is."""
+
+    def mark(test: F) -> F:
+        setattr(test, _ATTRIBUTE, [*getattr(test, _ATTRIBUTE, []), beginning])
+        return test
+
+    return mark
+
+
+def check(page: str, module: Mapping[str, Any]) -> None:
+    """Hold the rows of a page against the tests of a module: each row has one, and each test one row for each of its texts.
+
+    Args:
+        page: the name of the file in docs/migration, or a path.
+        module: the names of the module, ``globals()``.
+    """
+    first_cells = _first_cells((_PAGES / page).read_text(encoding="utf-8"))
+    assert len(set(first_cells)) == len(first_cells), "two rows begin with the same cell"
+    tested = {_the_row(beginning, first_cells) for beginning in _beginnings(module)}
+    assert not [cell for cell in first_cells if cell not in tested], "rows without a test"
+
+
+def names(page: str, beginning: str) -> list[str]:
+    """Return what stands between backticks in the first cell of a row."""
+    cells = _cells((_PAGES / page).read_text(encoding="utf-8"))
+    wanted = _the_row(beginning, [_plain(cell) for cell in cells])
+    return re.findall(r"`([^`]+)`", next(cell for cell in cells if _plain(cell) == wanted))
+
+
+def _first_cells(text: str) -> list[str]:
+    return [_plain(cell) for cell in _cells(text)]
+
+
+def _plain(cell: str) -> str:
+    return cell.replace("`", "")
+
+
+def _cells(text: str) -> list[str]:
+    found = []
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if not line.startswith("|"):
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert len(cells) == _COLUMNS, f"a row of {len(cells)} columns: {line}"
+        heads = number + 1 < len(lines) and _RULE.match(lines[number + 1])
+        if heads:
+            assert all(cells), f"a column without a name: {line}"
+        elif not _RULE.match(line):
+            assert all(cells[:2]), f"a row that says nothing: {line}"
+            found.append(cells[0])
+    return found
+
+
+def _the_row(beginning: str, first_cells: list[str]) -> str:
+    if beginning in first_cells:
+        return beginning
+    found = [cell for cell in first_cells if cell.startswith(beginning)]
+    assert len(found) == 1, f"a test is for {beginning!r}, and there are {len(found)} rows that begin so"
+    return found[0]
+
+
+def _beginnings(module: Mapping[str, Any]) -> Iterator[str]:
+    for value in module.values():
+        for test in vars(value).values() if isinstance(value, type) else [value]:
+            yield from getattr(test, _ATTRIBUTE, [])

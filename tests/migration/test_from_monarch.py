@@ -1,0 +1,281 @@
+"""The rows of docs/migration/from-monarch.md."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+
+import actorrpc
+import actorrpc.autograd as dist_autograd
+from actorrpc import actors, get, testing
+from tests.actors import things
+from tests.actors.e2e.kit import Log, until
+from tests.cluster.joiners import is_there, joiner
+from tests.migration.rows import check, row
+
+
+def test_each_row_has_its_test() -> None:
+    check("from-monarch.md", globals())
+
+
+class Worker:
+    """Not decorated."""
+
+    def __init__(self, base: int = 0) -> None:
+        self.base = base
+        self.rank = actorrpc.current_rank()["gpus"]
+
+    def add(self, x: int) -> int:
+        return int(self.base + self.rank + x)
+
+    def set(self, base: int) -> None:
+        self.base = base
+
+    def rank_now(self) -> int:
+        return int(actorrpc.current_rank()["gpus"])
+
+    def itself(self) -> Any:
+        return actorrpc.current_actor(), actorrpc.get_runtime_context().actor_id
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.rank
+
+
+@actorrpc.remote
+class Both:
+    """Plain methods and coroutines."""
+
+    def plain(self) -> int:
+        return threading.get_ident()
+
+    @actorrpc.method(thread=True)
+    def on_a_thread(self) -> int:
+        return threading.get_ident()
+
+    async def coroutine(self) -> int:
+        await asyncio.sleep(0)
+        return threading.get_ident()
+
+    async def items(self, n: int) -> AsyncIterator[int]:
+        for number in range(n):
+            yield number
+
+
+@actorrpc.remote
+class Stopping:
+    def __init__(self, log: Any) -> None:
+        self.log = log
+
+    def work(self) -> str:
+        return "done"
+
+    def leave(self) -> None:
+        actorrpc.exit_actor()
+
+    def on_stop(self) -> None:
+        get(self.log.add.remote("stopped"))
+
+
+@pytest.fixture
+def group(near: testing.InProcessCluster) -> Any:
+    return actorrpc.spawn({"gpus": 3}, Worker, 10)
+
+
+@pytest.mark.usefixtures("near")
+@row("class A(Actor)")
+def test_any_class_with_all_its_methods() -> None:
+    counted = actorrpc.remote(collections.Counter).remote("abca")  # a class of others
+    assert get(counted.most_common.remote(1)) == [("a", 2)]
+    assert get(things.Counter.remote().add.remote()) == 1  # one that is decorated
+
+
+@pytest.mark.usefixtures("near")
+@row("this_host().spawn_procs(")
+def test_spawning_takes_one_step() -> None:
+    group = actorrpc.spawn({"gpus": 2}, Worker, 10, options={"worker": "worker0", "name": None})
+    assert list(get(group.add.call(1)).values()) == [11, 12]
+    assert {row.worker for row in actorrpc.list_actors()} == {"worker0"}
+
+
+@row("mesh.m.call(x).get()")
+def test_a_call_of_all_gives_a_value_mesh(group: Any) -> None:
+    found = get(group.add.call(1))
+    assert isinstance(found, actors.ValueMesh)
+    assert list(found.values()) == [11, 12, 13]
+
+
+@row("mesh.m.call_one(x).get()")
+def test_a_call_of_one(group: Any) -> None:
+    assert get(group.slice(gpus=2).add.call_one(1)) == 13
+    assert get(next(iter(group)).add.remote(1)) == 11
+    with pytest.raises(ValueError):
+        group.add.call_one(1)
+
+
+@row("mesh.m.choose(x)")
+def test_choose_broadcast_and_stream(group: Any) -> None:
+    chosen = group.add.choose(1)
+    assert isinstance(chosen, actorrpc.ObjectRef)
+    assert get(chosen) in (11, 12, 13)
+    assert group.set.broadcast(20) is None
+    found = {point["gpus"]: ref for point, ref in group.add.stream(1)}
+    assert all(isinstance(ref, actorrpc.ObjectRef) for ref in found.values())
+    assert {rank: get(ref) for rank, ref in found.items()} == {0: 21, 1: 22, 2: 23}
+
+
+@row("mesh.slice(gpus=")
+def test_slices(group: Any) -> None:
+    assert group.slice(gpus=slice(0, 2)).extents == {"gpus": 2}
+    assert list(get(group.slice(gpus=slice(0, 2)).add.call(1)).values()) == [11, 12]
+    assert list(group(gpus=0)) == list(group.slice(gpus=0))
+
+
+@row("current_rank()")
+def test_ranks(group: Any) -> None:
+    assert list(get(group.rank_now.call()).values()) == [0, 1, 2]
+    assert list(get(group.add.call(0)).values()) == [10, 11, 12]  # what the constructor was told
+
+
+@row("await mesh.m.call(x)")
+def test_calls_are_awaited(group: Any) -> None:
+    async def waits() -> Any:
+        return await group.add.call(2)
+
+    assert list(asyncio.run(waits()).values()) == [12, 13, 14]
+
+
+@pytest.mark.usefixtures("near")
+@row("endpoints are all sync, or all async")
+def test_plain_methods_and_coroutines_in_one_class() -> None:
+    both = Both.remote()
+    loop = get(both.coroutine.remote())
+    assert get(both.plain.remote()) == loop
+    assert get(both.on_a_thread.remote()) != loop
+
+
+@row("context().actor_instance")
+def test_an_actor_knows_itself(group: Any) -> None:
+    first = next(iter(group))
+    assert get(first.itself.remote()) == (first, first.actor_id)
+
+
+@pytest.mark.usefixtures("passing")
+@row("a failure that no __supervise__ handles")
+def test_a_failure_ends_its_calls_and_nothing_above() -> None:
+    group = actorrpc.spawn({"gpus": 2}, Worker, 10)
+    actorrpc.kill(next(iter(group)))
+    with pytest.raises(actorrpc.ActorDiedError):
+        get(group.add.call(1))
+    assert get(group(gpus=1).add.call_one(1)) == 12
+
+    for strategy, kept in (("one_for_one", 21), ("one_for_all", 12)):
+        group = actorrpc.spawn({"gpus": 2}, Worker, 10, options={"max_restarts": -1})
+        get(group.set.call(19))
+        with actorrpc.supervise(group, strategy=strategy):
+            first, second = group
+            first.kill(no_restart=False)
+            assert get(first.add.remote(1)) == 11
+            assert get(second.add.remote(1)) == kept
+
+
+@pytest.mark.usefixtures("passing")
+@row("__supervise__(self, failure)")
+@pytest.mark.prints("it has given up")
+def test_who_asks_is_told_once() -> None:
+    log: list[Any] = []
+    group = actorrpc.spawn({"gpus": 2}, Worker, options={"max_restarts": -1})
+    first, second = group
+    get(group.add.call(1))
+    actorrpc.monitor(second, log.append)
+    given_up: list[Any] = []
+    supervision = actorrpc.supervise(group, max_restarts=1, on_failure=given_up.append)
+    first.kill(no_restart=False)
+    get(first.add.remote(1))
+    first.kill(no_restart=False)
+    assert isinstance(supervision.monitor().wait(60), actorrpc.SupervisionError)
+    until(lambda: given_up and log)
+    [error] = given_up
+    assert str(error).count("it was killed with kill()") >= 2
+    assert [type(each) for each in log] == [actorrpc.ActorDiedError]
+
+
+@pytest.mark.usefixtures("near")
+@row("__cleanup__")
+def test_on_stop() -> None:
+    log = Log.remote()
+    stopping = Stopping.remote(log)
+    with pytest.raises(actorrpc.ActorDiedError):
+        get(stopping.leave.remote())
+    until(lambda: get(log.all.remote()) == ["stopped"])  # it runs after the actor has ended
+
+
+@pytest.mark.usefixtures("near")
+@row("Channel.open()")
+def test_what_channels_are_for() -> None:
+    assert list(Both.remote().items.remote(3).values()) == [0, 1, 2]
+    queue = actorrpc.Queue()
+    get(actorrpc.remote(lambda queue: queue.put("item")).remote(queue))
+    assert queue.get() == "item"
+
+
+@row("RDMABuffer")
+def test_tensors_in_arguments_and_results(group: Any) -> None:
+    found = list(get(group.scale.call(torch.ones(2))).values())
+    assert [each.tolist() for each in found] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+
+
+@pytest.mark.usefixtures("near")
+@row("mesh.m.rref(x)")
+def test_gradients_flow_through_calls() -> None:
+    net = things.Net.remote(2)
+    x = torch.ones(1, 2, requires_grad=True)
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [net(x).sum()])
+        assert x in dist_autograd.get_gradients(context)
+
+
+@actorrpc.remote
+class Member:
+    def total(self, x: float) -> float:
+        tensor = torch.tensor(x + actorrpc.current_rank().rank)
+        torch.distributed.all_reduce(tensor, group=actorrpc.collective_group())
+        return float(tensor)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("embedded")
+class TestProcesses:
+    """The rows that need processes of their own."""
+
+    @row("RDMABuffer")
+    def test_a_collective(self) -> None:
+        group = Member.group(2)
+        collective = actorrpc.collective(group)
+        assert list(get(group.total.call(1.0)).values()) == [3.0, 3.0]
+        collective.destroy()
+
+
+@pytest.mark.slow
+@row("setup of hosts by HostMesh")
+def test_a_worker_joins_by_a_command() -> None:
+    with (
+        actorrpc.init(listen="tcp://127.0.0.1:0") as context,
+        joiner(context.address, "--name", "there"),
+    ):
+        until(lambda: is_there("there"))
+        actor = things.Counter.options(worker="there").remote()
+        assert get(actor.add.remote()) == 1
+        del actor
+
+
+@pytest.mark.slow
+@row("this_host().spawn_procs(")
+def test_where_they_live_is_an_option() -> None:
+    with actorrpc.init(num_gpus=0), pytest.raises(actorrpc.PlacementError, match="needs GPU 1"):
+        actorrpc.spawn({"gpus": 2}, Worker, options={"num_gpus": 1})

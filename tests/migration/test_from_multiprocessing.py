@@ -1,0 +1,288 @@
+"""The rows of docs/migration/from-multiprocessing.md."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import actorrpc
+from actorrpc import get, testing
+from tests.actors.e2e.kit import Gate, until
+from tests.cluster.drive import script
+from tests.migration.rows import check, row
+
+PAGE = "from-multiprocessing.md"
+
+
+def test_each_row_has_its_test() -> None:
+    check(PAGE, globals())
+
+
+def double(x: int) -> int:
+    return 2 * x
+
+
+@actorrpc.remote
+class Counter:
+    """What a lock, a value, a pipe and a namespace are for."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.made: list[int] = []
+
+    def add(self) -> int:
+        before = self.count
+        for _ in range(100):
+            pass
+        self.count = before + 1
+        return self.count
+
+    def numbers(self, n: int) -> Iterator[int]:
+        for number in range(n):
+            self.made.append(number)
+            yield number
+
+    def what_is_made(self) -> list[int]:
+        return self.made
+
+    def fill(self, x: torch.Tensor) -> float:
+        return float(x.fill_(1).sum())
+
+    def where(self, x: torch.Tensor) -> str:
+        """Return the name of the memory that a tensor is in."""
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, *_, name = line.split(maxsplit=5) + ([""] if len(line.split(maxsplit=5)) < 6 else [])
+            start, end = (int(each, 16) for each in span.split("-"))
+            if start <= x.data_ptr() < end:
+                return name
+        raise AssertionError("it is nowhere")
+
+    def spin(self) -> None:
+        while True:
+            pass
+
+    def die(self) -> None:
+        print("the last words", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("near")
+@row("Process(target=f")
+def test_the_result_or_the_exception_comes_back() -> None:
+    assert get(actorrpc.remote(double).remote(1)) == 2
+    assert get(actorrpc.remote(lambda x: x + 1).remote(1)) == 2
+    with pytest.raises(ZeroDivisionError):
+        get(actorrpc.remote(lambda: 1 / 0).remote())
+
+
+@pytest.mark.usefixtures("near")
+@row("Pool(4).map")
+def test_a_map() -> None:
+    task = actorrpc.remote(double)
+    assert get([task.remote(x) for x in range(4)]) == [0, 2, 4, 6]
+
+
+@pytest.mark.usefixtures("passing")
+@row("pool.apply_async")
+def test_a_reference_is_waited_for_awaited_passed_on_and_cancelled() -> None:
+    task, gate = actorrpc.remote(double), Gate.remote()
+    ref = task.remote(1)
+    assert get(ref, timeout=5) == 2
+    assert get(task.remote(ref)) == 4
+
+    async def awaits() -> Any:
+        return await ref
+
+    assert asyncio.run(awaits()) == 2
+    held = gate.wait.remote()
+    with pytest.raises(TimeoutError):
+        get(held, timeout=5)
+    assert actorrpc.cancel(held)
+    with pytest.raises(actorrpc.CancelledError):
+        get(held)
+
+
+@pytest.mark.usefixtures("near")
+@row("pool.imap_unordered")
+def test_results_as_they_come() -> None:
+    gate, task = Gate.remote(), actorrpc.remote(double)
+    held, free = gate.wait.remote(), task.remote(1)
+    done = actorrpc.as_completed([held, free])
+    assert next(done) is free
+    get(gate.open.remote())
+    assert next(done) is held
+
+    async def reads() -> list[Any]:
+        return sorted([get(each) async for each in actorrpc.as_completed([task.remote(x) for x in range(3)])])
+
+    assert asyncio.run(reads()) == [0, 2, 4]
+
+
+@row("Queue(maxsize=2)")
+def test_a_queue_travels(near: testing.InProcessCluster) -> None:
+    queue = actorrpc.Queue(maxsize=2)
+    queue.put("item")
+    assert near["worker0"].rpc_sync("worker1", _turns_round, (queue,)) == "item"
+    assert [queue.get(), queue.get()] == ["back", "again"]
+    queue.put("nobody reads this")  # and the end of the cluster does not wait for a reader
+
+
+def _turns_round(queue: Any) -> Any:
+    item = queue.get()
+    queue.put("back")
+    queue.put("again")
+    with pytest.raises(actorrpc.actors.Full):
+        queue.put("too much", block=False)
+    return item
+
+
+@pytest.mark.usefixtures("near")
+@row("Pipe()")
+def test_a_stream_holds_up_who_makes_it() -> None:
+    counter = Counter.options(max_concurrency=2).remote()
+    stream = counter.numbers.options(max_buffered_items=2).remote(100).values()
+    assert [next(stream), next(stream)] == [0, 1]
+    assert len(get(counter.what_is_made.remote())) < 100
+    assert list(stream) == list(range(2, 100))
+
+
+@row("Lock(), Value(")
+def test_one_call_at_a_time(near: testing.InProcessCluster) -> None:
+    counter = Counter.remote()
+    near["worker0"].rpc_sync("worker1", _adds, (counter,))
+    assert get(_many(counter))[-1] == 100
+
+
+def _many(counter: Any) -> list[Any]:
+    return [counter.add.remote() for _ in range(50)]
+
+
+def _adds(counter: Any) -> None:
+    get(_many(counter))
+
+
+@row("Manager().Namespace()")
+def test_an_actor_is_found_by_its_name(near: testing.InProcessCluster) -> None:
+    counter = Counter.options(name="counter").remote()
+    assert get(actorrpc.get_actor("counter").add.remote()) == 1
+    assert near["worker0"].rpc_sync("worker1", _adds_one_by_name, ("counter",)) == 2
+    assert get(counter.add.remote()) == 3
+
+
+def _adds_one_by_name(name: str) -> Any:
+    return get(actorrpc.get_actor(name).add.remote())
+
+
+@pytest.mark.usefixtures("near")
+@row("SharedMemory, torch.multiprocessing")
+def test_what_the_other_side_writes_is_not_seen_here() -> None:
+    x = torch.zeros(1 << 12)
+    assert get(Counter.remote().fill.remote(x)) == 1 << 12
+    assert x.sum() == 0
+
+
+@pytest.mark.usefixtures("near")
+@row("process.terminate()")
+def test_kill_ends_the_actor() -> None:
+    counter = Counter.remote()
+    actorrpc.kill(counter)
+    with pytest.raises(actorrpc.ActorDiedError):
+        get(counter.add.remote())
+
+
+def _exits(_: Any) -> None:
+    os._exit(3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("embedded")
+@pytest.mark.prints(
+    r"^the last words( \[repeated \d+x across processes\])?$"
+)  # in a later test, where they come late
+class TestProcesses:
+    """The rows that need processes of their own."""
+
+    @row("Process(target=f")
+    @pytest.mark.prints("died", "not finished")
+    def test_a_task_whose_process_dies_is_an_error(self) -> None:
+        def dies() -> None:
+            print("the last words", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        with pytest.raises(actorrpc.PeerDiedError, match=r"(?s)SIGKILL.*the last words"):
+            get(actorrpc.remote(max_retries=0)(dies).remote())
+
+    @row("Pool(4).map")
+    def test_processes_are_kept_and_torch_has_the_threads_that_are_asked_for(self) -> None:
+        where = actorrpc.remote(os.getpid)
+        assert len({get(where.remote()) for _ in range(20)}) < 20
+        assert get(actorrpc.remote(torch.get_num_threads).options(num_cpus=2).remote()) == 2
+
+    @row("SharedMemory, torch.multiprocessing")
+    def test_tensors_come_through_shared_memory(self) -> None:
+        counter = Counter.remote()
+        assert "memfd:" in get(counter.where.remote(torch.zeros(1 << 18)))
+
+    @row("process.exitcode, process.sentinel")
+    @pytest.mark.prints("nobody looked at the error.*exited with code 3")
+    def test_the_end_of_a_process_is_told_once(self) -> None:
+        counter = Counter.remote()
+        told: list[Any] = []
+        ended = actorrpc.monitor(counter, told.append)
+        with pytest.raises(actorrpc.ActorDiedError):
+            get(counter.die.remote())
+        error: Any = ended.wait(30)
+        report = error.report
+        assert report.signal == signal.SIGKILL
+        assert "the last words" in "".join(report.stderr)
+        assert report.peak_memory > 0
+        actorrpc.kill(counter)
+        until(lambda: told)
+        assert len(told) == 1
+        ended = actorrpc.monitor(counter := Counter.remote())
+        actorrpc.call(counter, _exits)
+        assert ended.wait(30).report.exit_code == 3
+
+    @row("process.terminate()")
+    def test_cancel_leaves_the_process(self) -> None:
+        counter = Counter.remote()
+        get(counter.add.remote())
+        spins = counter.spin.remote()
+        until(lambda: any(each.running_calls for each in actorrpc.list_actors()))
+        assert actorrpc.cancel(spins)
+        with pytest.raises(actorrpc.CancelledError):
+            get(spins)
+        assert get(counter.add.remote()) == 2
+
+    @row('set_start_method("fork")')
+    def test_processes_are_forked_from_one_with_torch_and_without_threads(self) -> None:
+        parent = psutil.Process(get(actorrpc.remote(os.getppid).remote()))
+        assert parent.pid != os.getpid()
+        assert parent.num_threads() == 1
+        assert any("libtorch" in each.path for each in parent.memory_maps())
+        assert not any("/dev/nvidia" in each.path for each in parent.open_files())
+
+
+@pytest.mark.slow
+@row('if __name__ == "__main__":')
+@row("Queue(maxsize=2)")
+def test_a_script_needs_no_guard_and_ends_with_items_that_nobody_reads(tmp_path: Path) -> None:
+    source = """
+        import actorrpc
+        print("here", flush=True)
+        actorrpc.init()
+        queue = actorrpc.Queue()
+        actorrpc.get(actorrpc.remote(lambda queue: queue.put(bytes(1 << 22))).remote(queue))
+        """
+    with script(tmp_path, source) as process:
+        out, _ = process.communicate(timeout=50)
+    assert (process.returncode, out) == (0, "here\n")

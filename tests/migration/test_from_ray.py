@@ -1,0 +1,741 @@
+"""The rows of docs/migration/from-ray.md."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy
+import psutil
+import pytest
+import torch
+
+import actorrpc
+from actorrpc import get
+from actorrpc.errors import SerializationError
+from actorrpc.testing import InProcessCluster
+from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
+from tests.announced import PROFILER
+from tests.cluster.drive import script
+from tests.migration.rows import check, row
+
+
+def test_each_row_has_its_test() -> None:
+    check("from-ray.md", globals())
+
+
+class Wrong(ValueError):
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+_tries: list[Any] = []  # of methods, which run in this process
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> None:
+    _tries.clear()
+
+
+@actorrpc.remote
+class Worker:
+    def __init__(self) -> None:
+        self.n = 0
+
+    def count(self) -> int:
+        self.n += 1
+        return self.n
+
+    def thread(self) -> int:
+        return threading.get_ident()
+
+    def back(self, other: Any) -> Any:
+        return get(other.thread.remote())
+
+    def around(self, other: Any) -> tuple[int, int]:
+        return threading.get_ident(), get(other.back.remote(actorrpc.current_actor()))
+
+    def around_in_a_loop(self, other: Any) -> tuple[int, int]:
+        async def asks() -> Any:
+            return await other.back.remote(actorrpc.current_actor())
+
+        return threading.get_ident(), asyncio.run(asks())
+
+    def wrong(self) -> None:
+        raise Wrong("no", 3)
+
+    def spin(self) -> None:
+        while True:
+            time.sleep(0.001)
+
+    def asks_behind(self, gate: Any, other: Any) -> Any:
+        get(gate.wait.remote())
+        return get(other.thread.remote())
+
+    def wait_for(self, gate: Any) -> Any:
+        return get(gate.wait.remote())
+
+    def change(self, array: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
+        array += 1
+        return array
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+    def large(self) -> bytes:
+        return bytes(1 << 20)
+
+    def puts(self) -> list[Any]:
+        return [actorrpc.put("small")]
+
+    def leave(self) -> None:
+        actorrpc.exit_actor()
+
+    def steps(self, n: int = 3) -> Iterator[int]:
+        yield from range(n)
+
+    def fails_in_between(self) -> Iterator[int]:
+        _tries.append(len(_tries))
+        yield 1
+        if len(_tries) == 1:
+            raise Wrong("once", 1)
+        yield 2
+
+    @actorrpc.method(retry_exceptions=True, max_task_retries=2)
+    def goes_on(self) -> Iterator[int]:
+        yield from self.fails_in_between()
+
+    def fails_at_first(self) -> Iterator[int]:
+        _tries.append(len(_tries))
+        if len(_tries) == 1:
+            raise Wrong("once", 1)
+        yield 2
+
+    def die(self) -> None:
+        print("the last words", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+@actorrpc.remote
+class Kept:
+    """Carries its state over a restart."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def checkpoint(self) -> int:
+        return self.n
+
+    def restore(self, n: int) -> None:
+        self.n = n
+
+    def count(self) -> int:
+        self.n += 1
+        return self.n
+
+
+@actorrpc.remote
+class Stopping:
+    def __init__(self, word: str) -> None:
+        self.word = word
+
+    def leave(self) -> None:
+        actorrpc.exit_actor()
+
+    def work(self) -> str:
+        return "done"
+
+    def on_stop(self) -> None:
+        _tries.append(self.word)
+        if os.path.isabs(self.word):
+            Path(self.word).touch()
+
+
+# -- what there is more, or otherwise ------------------------------------------------------------------------------
+
+
+@row("actors live in worker processes")
+def test_where_actors_live(near: InProcessCluster) -> None:
+    actor = Worker.options(worker="worker0").remote()
+    beside = Worker.options(worker=actor).remote()
+    others = Worker.remote()
+    get([actorrpc.ready(each) for each in (actor, beside, others)])
+    assert [row_of(each).worker for each in (actor, beside, others)] == ["worker0", "worker0", "worker1"]
+
+
+@pytest.mark.usefixtures("near")
+@row("tensors go through pickle")
+def test_tensors_are_not_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a tensor is pickled")
+
+    monkeypatch.setattr(torch.Tensor, "__reduce_ex__", refuse)
+    [found] = get(Worker.remote().echo.remote([{"x": torch.ones(3)}]))
+    assert torch.equal(found["x"], torch.ones(3))
+
+
+@pytest.mark.usefixtures("near")
+@row("an actor that calls back into one that waits for it")
+@pytest.mark.parametrize("method", ["around", "around_in_a_loop"])
+def test_an_actor_is_called_back_on_its_thread(method: str) -> None:
+    one, two = Worker.remote(), Worker.remote()
+    waiting, back = get(getattr(one, method).remote(two))
+    assert waiting == back
+
+
+@pytest.mark.usefixtures("passing")
+@row("actors that wait for each other in a circle")
+def test_a_circle_is_told_with_all_names() -> None:
+    one = Worker.options(name="one", reentrant=False).remote()
+    two = Worker.options(name="two", reentrant=False).remote()
+    with pytest.raises(actorrpc.DeadlockError, match=r"(?s)(one.*two|two.*one)"):
+        get(one.around.remote(two))
+    gate, one, two = Gate.remote(), Worker.options(name="a").remote(), Worker.options(name="b").remote()
+    calls = [one.asks_behind.remote(gate, two), two.asks_behind.remote(gate, one)]  # of two chains
+    until(lambda: get(gate.count.remote()) == 2)
+    get(gate.open.remote())
+    actorrpc.wait(calls, num_returns=2)
+    found = [call.future().exception() for call in calls]
+    assert any(isinstance(each, actorrpc.DeadlockError) for each in found)
+
+
+@pytest.mark.usefixtures("near")
+@row("a running sync method cannot be cancelled")
+def test_a_running_method_is_interrupted() -> None:
+    actor = Worker.remote()
+    call = actor.spin.remote()
+    until(lambda: row_of(actor).running_calls)
+    assert actorrpc.cancel(call)
+    with pytest.raises(actorrpc.CancelledError):
+        get(call)
+    assert get(actor.count.remote()) == 1
+
+
+@actorrpc.remote
+class OnALoop:
+    async def nothing(self) -> None: ...
+
+    def spin(self) -> None:
+        _tries.append("runs")
+        while "end" not in _tries:
+            time.sleep(0.001)
+        _tries.append("through")
+
+
+@pytest.mark.usefixtures("near")
+@row("a running sync method cannot be cancelled")
+def test_a_method_on_an_event_loop_goes_on() -> None:
+    call = OnALoop.remote().spin.remote()
+    until(lambda: _tries)
+    assert actorrpc.cancel(call)
+    with pytest.raises(actorrpc.CancelledError):
+        get(call)
+    _tries.append("end")
+    until(lambda: "through" in _tries)
+
+
+@pytest.mark.usefixtures("passing")
+@row("timeouts of the wait")
+def test_a_call_has_a_time_out_and_hands_it_on() -> None:
+    actor, gate = Worker.remote(), Gate.remote()
+    call = actor.wait_for.options(timeout=5.0).remote(gate)
+    with pytest.raises(actorrpc.RpcTimeoutError):
+        get(call)
+    until(lambda: get(gate.count.remote()) == 0)  # the call below was given up, too
+    assert get(actor.count.remote()) == 1
+
+
+@pytest.mark.usefixtures("passing")
+@row("restarts: a count")
+def test_restarts_of_a_window_of_time_and_state(passing: InProcessCluster) -> None:
+    actor = Kept.options(max_restarts=1, restart_window_s=60.0).remote()
+    for lived in range(3):
+        assert get(actor.count.remote()) == lived + 1
+        passing.clock.advance(100.0)
+        actor.kill(no_restart=False)
+    assert get(actor.count.remote()) == 4
+    actor.kill(no_restart=False)
+    with pytest.raises(actorrpc.ActorDiedError):
+        get(actor.count.remote())
+
+
+@row("calls while an actor restarts")
+def test_calls_wait_for_a_restart(near: InProcessCluster) -> None:
+    actor = Worker.options(max_restarts=-1, restart_backoff_s=60.0).remote()
+    for _ in range(2):  # the second restart in a row waits
+        get(actor.count.remote())
+        actor.kill(no_restart=False)
+    until(lambda: row_of(actor).state == "RESTARTING")
+    waits = actor.count.remote()
+    with pytest.raises(actorrpc.ActorUnavailableError):
+        get(actor.count.options(max_task_retries=0).remote())
+    near.clock.advance(120.0)
+    assert get(waits) == 1
+
+
+@pytest.mark.usefixtures("near")
+@row("generators that are made again")
+def test_generators_are_made_again_while_nothing_has_been_given() -> None:
+    actor = Worker.remote()
+    retried = {"retry_exceptions": True, "max_task_retries": 2}
+    assert list(actor.fails_at_first.options(**retried).remote().values()) == [2]
+    _tries.clear()
+    stream = actor.fails_in_between.options(**retried).remote().values()
+    assert next(stream) == 1
+    with pytest.raises(Wrong):
+        next(stream)
+    _tries.clear()
+    assert list(actor.goes_on.remote().values()) == [1, 2]
+    assert len(_tries) == 2
+
+
+@pytest.mark.usefixtures("passing")
+@row("calls have no priorities and no deadlines")
+def test_priorities_and_monitors() -> None:
+    actor, gate = Worker.remote(), Gate.remote()
+    held = actor.wait_for.remote(gate)
+    until(lambda: get(gate.count.remote()))
+    later = [actor.count.remote(), actor.count.options(priority=1).remote()]
+    get(gate.open.remote())
+    assert get([held, *later]) == ["open", 2, 1]
+    told: list[Any] = []
+    ended = actorrpc.monitor(actor, told.append)
+    actorrpc.kill(actor)
+    actorrpc.kill(actor)
+    assert isinstance(ended.wait(20), actorrpc.ActorDiedError)
+    until(lambda: told)
+    assert len(told) == 1
+
+
+@pytest.mark.usefixtures("near")
+@row("no groups of actors")
+def test_groups() -> None:
+    assert list(get(Worker.group(3).count.call()).values()) == [1, 1, 1]
+    group = actorrpc.spawn({"hosts": 2, "gpus": 2}, Worker)
+    assert list(get(group.slice(hosts=1).count.call()).values()) == [1, 1]
+    assert get(group.count.choose()) in (1, 2)
+    assert group.count.broadcast() is None
+    assert len([get(ref) for point, ref in group.count.stream()]) == 4
+
+
+@pytest.mark.usefixtures("near")
+@row("nothing of torch's RPC")
+def test_calls_in_torchs_words() -> None:
+    actor = Worker.remote()
+    assert actor.rpc_sync().count() == 1
+    assert actor.rpc_async().count().wait() == 2
+    assert actor.rref.rpc_sync().count() == 3
+
+
+class Typed(actorrpc.Actor):
+    def double(self, x: int) -> int:
+        return 2 * x
+
+
+@pytest.mark.usefixtures("near")
+@row(".remote is Any to a type checker")
+def test_the_base_for_type_checkers() -> None:
+    """What the checkers say of it: tests/actors/typing."""
+    typed = Typed.remote()
+    found: int = get(typed.double.remote(1))
+    assert found == 2
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("near")
+@row("ray.util.ActorPool")
+def test_names_at_the_top() -> None:
+    pool = actorrpc.ActorPool([Worker.remote(), Worker.remote()])
+    assert list(pool.map(lambda actor, value: actor.echo.remote(value), range(3))) == [0, 1, 2]
+    assert actorrpc.Queue(maxsize=1).empty()
+    with pytest.raises(actorrpc.ActorDiedError):
+        get(Worker.remote().leave.remote())
+
+
+@pytest.mark.usefixtures("near")
+@row("RayTaskError, and the user's type beside it")
+def test_errors_are_the_users_own() -> None:
+    with pytest.raises(Wrong) as caught:
+        get(Worker.remote().wrong.remote())
+    error: Any = caught.value
+    assert isinstance(error, actorrpc.RemoteError)
+    assert error.code == 3
+    assert "raise Wrong" in str(error.__cause__)
+
+
+@row("TaskCancelledError; WorkerCrashedError; GetTimeoutError")
+@pytest.mark.prints("the call of Gate.wait on 'worker0' failed and nobody looked at the error")
+def test_errors_of_the_rpc_layer(passing: InProcessCluster) -> None:
+    gate = Gate.remote()
+    held = gate.wait.remote()
+    with pytest.raises(actorrpc.GetTimeoutError) as late:
+        get(held, timeout=5)
+    assert isinstance(late.value, TimeoutError)
+    actorrpc.cancel(held)
+    with pytest.raises(actorrpc.CancelledError):
+        get(held)
+    running = actorrpc.remote(max_retries=0)(_kills_its_worker).remote()
+    passing.clock.settle()
+    passing.kill("worker1")
+    with pytest.raises(actorrpc.PeerDiedError):
+        get(running)
+
+
+def _kills_its_worker() -> Any:
+    return get(Gate.remote().wait.remote())
+
+
+@pytest.mark.usefixtures("near")
+@row("actor.__ray_ready__.remote()")
+def test_ready_and_call() -> None:
+    actor = Worker.remote()
+    assert get(actorrpc.ready(actor)) is None
+    assert get(actorrpc.call(actor, getattr, "n")) == 0
+    with pytest.raises(AttributeError):
+        _ = actor.__ray_ready__
+
+
+@pytest.mark.usefixtures("near")
+@row("actor.__ray_terminate__.remote()")
+def test_leaving_behind_the_calls_that_wait() -> None:
+    actor, gate = Worker.remote(), Gate.remote()
+    held = actor.wait_for.remote(gate)
+    left = actorrpc.call(actor, _leave)
+    get(gate.open.remote())
+    assert get(held) == "open"
+    with pytest.raises(actorrpc.ActorDiedError):
+        get(left)
+
+
+def _leave(_: Any) -> None:
+    actorrpc.exit_actor()
+
+
+@pytest.mark.usefixtures("near")
+@row("__ray_shutdown__() of the class")
+def test_on_stop() -> None:
+    actor = Stopping.remote("left")
+    with pytest.raises(actorrpc.ActorDiedError):
+        get(actor.leave.remote())
+    until(lambda: _tries == ["left"])
+    actor = Stopping.remote("let go of")
+    assert get(actor.work.remote()) == "done"
+    del actor
+    until(lambda: _tries == ["left", "let go of"])
+    actor = Stopping.remote("killed beside others")
+    assert get(actor.work.remote()) == "done"
+    actorrpc.kill(actor)
+    until(lambda: len(_tries) == 3)
+
+
+@pytest.mark.usefixtures("near")
+@pytest.mark.prints(PROFILER)
+@row("cluster_resources(), nodes()")
+def test_what_there_is_and_what_it_does() -> None:
+    actor = Worker.remote()
+    with torch.profiler.profile() as found:
+        get(actor.count.remote())
+    assert any("Worker.count" in event.name for event in found.events())
+    assert [each.name for each in actorrpc.workers()] == ["worker0", "worker1"]
+    assert [each.class_name for each in actorrpc.list_actors()] == ["Worker"]
+
+
+# -- starting and placing ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"address": "auto"}, "it must be tcp://HOST:PORT"),
+        ({"local_mode": True}, "to debug, call the class itself"),
+        ({"include_dashboard": False}, "there is no dashboard"),
+        ({"object_store_memory": 1}, "lane_bytes"),
+        ({"runtime_env": {"pip": ["x"]}}, "say env= for an actor"),
+        ({"logging_level": 10}, "configure Python's logging"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+@row("init(address=")
+def test_options_of_init_that_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        actorrpc.init(**given)
+    assert not actorrpc.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "name", ["scheduling_strategy", "memory", "accelerator_type", "placement_group", "max_calls", "resources"]
+)
+@row("scheduling_strategy, memory")
+def test_options_of_actors_and_tasks_that_are_refused(name: str) -> None:
+    task = actorrpc.remote(_leave)
+    for each in (task, Worker) if name != "resources" else (task,):
+        with pytest.raises(ValueError, match=name) as caught:
+            each.options(**{name: {"a": 1}})
+        assert "not an option" not in str(caught.value)
+
+
+@row("drivers without namespace=")
+def test_names_are_found_in_one_default_namespace(near: InProcessCluster) -> None:
+    actor = Worker.options(name="one").remote()
+    assert near["worker1"].run(actorrpc.get_actor, "one") == actor
+
+
+# -- calls ---------------------------------------------------------------------------------------------------------
+
+
+async def _coroutine() -> str:
+    await asyncio.sleep(0)
+    return "done"
+
+
+@pytest.mark.usefixtures("near")
+@row("an async def task is refused")
+def test_a_coroutine_as_a_task() -> None:
+    assert get(actorrpc.remote(_coroutine).remote()) == "done"
+
+
+@pytest.mark.usefixtures("near")
+@row("exit_actor() in a task")
+def test_exit_actor_outside_of_an_actor() -> None:
+    with pytest.raises(RuntimeError):
+        get(actorrpc.remote(actorrpc.exit_actor).remote())
+    with pytest.raises(RuntimeError):
+        actorrpc.exit_actor()
+
+
+def _spin(seen: Any) -> None:
+    try:
+        _tries.append("runs")
+        while True:
+            time.sleep(0.001)
+    except BaseException as error:
+        _tries.append(type(error))
+        raise
+
+
+@pytest.mark.usefixtures("near")
+@row("cancel(ref) of a running task")
+def test_cancelling_a_running_task() -> None:
+    call = actorrpc.remote(_spin).remote(None)
+    until(lambda: _tries)
+    assert actorrpc.cancel(call)
+    with pytest.raises(actorrpc.CancelledError):
+        get(call)
+    until(lambda: len(_tries) == 2)
+    assert issubclass(_tries[1], KeyboardInterrupt)
+
+
+@pytest.mark.usefixtures("near")
+@row("cancel(ref, recursive=False)")
+@row("cancel() returns None")
+def test_cancel_refuses_to_leave_calls_below_and_says_what_it_did() -> None:
+    gate = Gate.remote()
+    held = gate.wait.remote()
+    with pytest.raises(ValueError, match="recursive"):
+        actorrpc.cancel(held, recursive=False)
+    assert actorrpc.cancel(held) is True
+    assert actorrpc.cancel(held) is False
+    with pytest.raises(actorrpc.CancelledError):
+        get(held)
+
+
+@pytest.mark.usefixtures("near")
+@row("ref.future().cancel()")
+def test_cancelling_a_future_cancels_the_call() -> None:
+    gate = Gate.remote()
+    held, other = gate.wait.remote(), gate.wait.remote()
+
+    async def waits() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(held, 0.01)
+
+    asyncio.run(waits())
+    assert other.future().cancel()
+    with pytest.raises(actorrpc.CancelledError):
+        get(other)
+    get(gate.open.remote())
+    assert get(held) == "open"
+
+
+@pytest.mark.usefixtures("near")
+@row("a generator with num_returns=3")
+def test_a_generator_is_a_stream_that_can_be_unpacked() -> None:
+    actor = Worker.remote()
+    a, b, c = actor.steps.remote()
+    assert get([a, b, c]) == [0, 1, 2]
+    first = next(actor.steps.options(max_buffered_items=1).remote(1 << 30))
+    assert get(first) == 0
+
+
+# -- objects -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("near")
+@row("numpy arrays come read-only")
+def test_arrays_are_copies_that_can_be_written() -> None:
+    array = numpy.zeros(1 << 15)
+    found = get(Worker.remote().change.remote(array))
+    found += 1
+    assert found[0] == 2
+    assert array[0] == 0
+
+
+@row("the large result of an actor outlives it")
+@row("a small value that was put")
+def test_what_becomes_of_results_whose_process_dies(passing: InProcessCluster) -> None:
+    actor = Worker.options(worker="worker1").remote()
+    large = actor.large.remote()
+    [small] = get(actor.puts.remote())
+    fetched = actor.large.remote()
+    assert len(get(fetched)) == 1 << 20
+    actorrpc.wait([large], fetch_local=False)
+    passing.kill("worker1")
+    with pytest.raises(actorrpc.PeerDiedError) as caught:
+        get(large)
+    assert "lost" in str(caught.value)
+    assert len(get(fetched)) == 1 << 20
+    assert get(small) == "small"
+
+
+@pytest.mark.usefixtures("near")
+@row("an ObjectRef or a handle can be pickled")
+@pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
+def test_references_are_not_pickled_by_programs(dumps: Any) -> None:
+    actor = Worker.remote()
+    ref = actorrpc.put(1)
+    for each in (ref, actor):
+        with pytest.raises(SerializationError):
+            dumps(each)
+    assert get(actorrpc.remote(lambda: get(ref)).remote()) == 1
+    [inside] = get(actor.echo.remote([{"deep": ref}]))
+    assert get(inside["deep"]) == 1
+    assert get(actorrpc.remote(lambda: get(actor.count.remote())).remote()) == 1
+
+
+# -- what needs processes ------------------------------------------------------------------------------------------
+
+
+def _stream(given: int, gate: str) -> Iterator[int]:
+    for number in range(2):
+        if number == given and os.path.exists(gate):
+            pass_gate(gate)  # what was given has been read
+            os.unlink(gate)
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield number
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("embedded")
+@pytest.mark.prints(
+    r"^the last words( \[repeated \d+x across processes\])?$"
+)  # in a later test, where they come late
+class TestProcesses:
+    @row("init() starts a head node")
+    def test_processes_come_from_one_fork_server(self) -> None:
+        actors = [Worker.remote(), Worker.remote()]
+        parents = {psutil.Process(get(each.pid.remote())).ppid() for each in actors}
+        assert len(parents) == 1
+        assert {psutil.Process(each).ppid() for each in parents} == {os.getpid()}
+
+    @row("actors live in worker processes")
+    def test_each_actor_has_a_process(self) -> None:
+        one, two = Worker.remote(), Worker.remote()
+        assert len({get(one.pid.remote()), get(two.pid.remote()), os.getpid()}) == 3
+        assert get(Worker.options(worker=one).remote().pid.remote()) == get(one.pid.remote())
+
+    @row('"The actor is dead because')
+    def test_the_end_of_a_process(self) -> None:
+        actor = Worker.remote()
+        with pytest.raises(actorrpc.ActorDiedError) as caught:
+            get(actor.die.remote())
+        for part in ("SIGKILL", "the last words", "peak memory", "up ", "die"):
+            assert part in str(caught.value)
+        assert caught.value.maybe_executed is True
+        with pytest.raises(actorrpc.ActorDiedError) as after:
+            get(actor.count.remote())
+        assert after.value.maybe_executed is False
+
+    @row("__ray_shutdown__() of the class")
+    def test_kill_ends_a_process_without_on_stop(self, tmp_path: Path) -> None:
+        killed, left = (Stopping.remote(str(tmp_path / name)) for name in ("killed", "left"))
+        get([killed.work.remote(), left.work.remote()])
+        ended = actorrpc.monitor(killed)
+        actorrpc.kill(killed)
+        assert isinstance(ended.wait(30), actorrpc.ActorDiedError)
+        with pytest.raises(actorrpc.ActorDiedError):
+            get(left.leave.remote())
+        until(lambda: (tmp_path / "left").exists())
+        assert not (tmp_path / "killed").exists()
+
+    @row("a task's stream whose process dies")
+    @pytest.mark.prints("died", "not finished", "made again", "restarted")
+    def test_a_stream_of_a_task_is_made_again_while_nothing_was_given(self, tmp_path: Path) -> None:
+        for given in (0, 1):
+            gate = tmp_path / f"gate{given}"
+            os.mkfifo(gate)
+            stream = actorrpc.remote(max_retries=1)(_stream).remote(given, str(gate)).values()
+            assert [next(stream) for _ in range(given)] == [0] * given
+            open_gate(gate)
+            if given:
+                with pytest.raises(actorrpc.PeerDiedError):
+                    next(stream)
+            else:
+                assert list(stream) == [0, 1]
+            assert not gate.exists()
+
+    @row("cancel(ref) of a running task")
+    @pytest.mark.prints("died", "not finished", "killed")
+    def test_cancelling_by_force(self) -> None:
+        call = actorrpc.remote(_spin).remote(None)
+        actorrpc.cancel(call, force=True)
+        with pytest.raises(actorrpc.CancelledError):
+            get(call)
+
+
+@pytest.mark.slow
+@row("init(num_cpus=2): an actor")
+@row("init(num_cpus=0): actors and tasks")
+def test_processors_are_no_places_to_wait_for() -> None:
+    with actorrpc.init(num_cpus=2):
+        many = [Worker.options(num_cpus=2).remote() for _ in range(2)]
+        assert get([each.count.remote() for each in many]) == [1, 1]
+        with pytest.raises(actorrpc.PlacementError):
+            Worker.options(num_cpus=3).remote()
+        del many
+    with actorrpc.init(num_cpus=0):
+        with pytest.raises(actorrpc.PlacementError, match="needs CPU 1"):
+            Worker.remote()
+        with pytest.raises(actorrpc.PlacementError):
+            get(actorrpc.remote(os.getpid).remote())
+        assert get(Worker.options(num_cpus=0).remote().count.remote()) == 1
+
+
+@pytest.mark.slow
+@row("drivers without namespace=")
+def test_a_detached_actor_ends_with_the_driver(tmp_path: Path) -> None:
+    source = """
+        import actorrpc
+        actorrpc.init()
+        actor = actorrpc.remote(type("Own", (), {"pid": lambda self: os.getpid()}))
+        actor = actor.options(name="one", lifetime="detached").remote()
+        print(actorrpc.get(actor.pid.remote()))
+        """
+    with script(tmp_path, source) as process:
+        out, _ = process.communicate(timeout=50)
+    assert process.returncode == 0
+    until(lambda: not psutil.pid_exists(int(out)))

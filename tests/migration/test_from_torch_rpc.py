@@ -1,0 +1,710 @@
+"""The rows of docs/migration/from-torch-rpc.md."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.rpc as torch_rpc
+from torch import Tensor, nn
+from torch.autograd import profiler_legacy
+
+import actorrpc
+import actorrpc.autograd as dist_autograd
+from actorrpc import _time, errors, rpc
+from actorrpc.agent.calls import CURRENT
+from actorrpc.autograd.startup import contexts
+from actorrpc.nn import RemoteModule
+from actorrpc.optim import DistributedGradScaler, DistributedOptimizer
+from actorrpc.rpc import api
+from actorrpc.testing import InProcessCluster
+from tests.actors.alone import alone
+from tests.actors.e2e.kit import until
+from tests.announced import PROFILER
+from tests.cluster.joiners import run_ranks
+from tests.intruders.doors import knock, tcp_agents
+from tests.intruders.doors import until as until_closed
+from tests.migration.rows import check, row
+from tests.ports import free_port
+from tests.ranks import rpc_group
+
+
+def test_each_row_has_its_test() -> None:
+    check("from-torch-rpc.md", globals())
+
+
+# What runs on workers of this process, as if they were others.
+
+_gate = threading.Event()
+_at_gate = threading.Event()
+_called: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    _gate.clear()
+    _at_gate.clear()
+    _called.clear()
+    yield
+    _gate.set()
+
+
+def hold() -> str:
+    _at_gate.set()
+    _gate.wait(30)
+    return "through"
+
+
+def note(value: Any) -> None:
+    _called.append(value)
+
+
+class Wrong(ValueError):
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def fail() -> None:
+    raise Wrong("no", 3)
+
+
+@rpc.functions.async_execution
+def later(to: str, x: int) -> Any:
+    return rpc.rpc_async(to, max, args=(x, 2)).then(lambda future: future.wait() * 2)
+
+
+def ping(other: str, depth: int) -> int:
+    """Call back and forth."""
+    return depth if depth == 0 else 1 + rpc.rpc_sync(other, ping, (rpc.get_worker_info().name, depth - 1))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+    def gradient(self, context: int) -> Tensor:
+        return dist_autograd.get_gradients(context)[self.weight]
+
+
+class Faulty(torch.autograd.Function):
+    """Does in its backward pass what it is told to."""
+
+    action: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        if Faulty.action is not None:
+            Faulty.action()
+        return gradient
+
+
+def faulty(x: Tensor) -> Tensor:
+    found: Tensor = Faulty.apply(x * 2)
+    return found
+
+
+@pytest.fixture
+def action() -> Iterator[type[Faulty]]:
+    yield Faulty
+    Faulty.action = None
+
+
+# -- name by name ------------------------------------------------------------------------------------------------
+
+
+@row("import torch.distributed.rpc as rpc")
+def test_the_names_are_there() -> None:
+    mine = {name for name, each in vars(torch_rpc).items() if _is_public(name, each)}
+    assert mine
+    assert not {name for name in mine if not hasattr(rpc, name)}
+
+
+def _is_public(name: str, value: Any) -> bool:
+    inner = ("AllGatherStates", "method_factory", "new_method")  # what __init__.py and api.py are made of
+    return (
+        not name.startswith("_")
+        and name not in inner
+        and str(getattr(value, "__module__", "")).startswith("torch.distributed.rpc")
+    )
+
+
+@row("rpc.init_rpc(name")
+def test_init_rpc_takes_the_same_and_may_leave_the_rest_to_a_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    theirs = inspect.signature(torch_rpc.init_rpc).parameters
+    mine = inspect.signature(rpc.init_rpc).parameters
+    assert list(mine)[: len(theirs)] == list(theirs)
+    for name, value in {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    rpc.init_rpc()
+    assert [(each.id, each.name) for each in rpc.get_worker_infos()] == [(0, "worker0")]
+    rpc.shutdown()
+
+
+@row("rpc.init_rpc(name")
+def test_a_group_without_a_size(tmp_path: Path) -> None:
+    options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/store")
+    rpc.init_rpc("one", rank=0, world_size=None, rpc_backend_options=options)
+    assert rpc.rpc_sync("one", max, (1, 2)) == 2
+    rpc.shutdown()
+
+
+@pytest.mark.usefixtures("near")
+@row("rpc.rpc_sync, rpc.rpc_async")
+def test_calls_lambdas_and_errors() -> None:
+    assert rpc.rpc_sync("worker1", lambda x: x + 1, args=(1,)) == 2
+    assert rpc.rpc_async("worker1", max, args=(1, 2)).wait() == 2
+    assert rpc.remote("worker1", max, args=(1, 2)).to_here() == 2
+    with pytest.raises(Wrong) as caught:
+        rpc.rpc_sync("worker1", fail)
+    assert caught.value.code == 3
+
+
+@row("fut.wait(), fut.then(f)")
+def test_futures(passing: InProcessCluster) -> None:
+    futures = [rpc.rpc_async("worker1", max, args=(n, 2)) for n in range(4)]
+    assert actorrpc.wait_all(futures) == [2, 2, 2, 3]
+    assert isinstance(futures[0], rpc.Future)
+    assert futures[0].then(lambda done: done.wait() + 1).wait() == 3
+    held = rpc.rpc_async("worker1", hold, timeout=0)
+    with pytest.raises(TimeoutError):
+        held.wait(5)
+    _gate.set()
+
+    async def waits() -> Any:
+        return await held
+
+    assert asyncio.run(waits()) == "through"
+
+
+@pytest.mark.usefixtures("near")
+@row("rref.to_here(), .local_value()")
+def test_references() -> None:
+    rref = rpc.remote("worker1", torch.ones, args=(2,))
+    assert rref.to_here().sum() == 2
+    assert rref.rpc_sync().size() == torch.Size([2])
+    assert rref.rpc_async().sum().wait() == 2
+    assert rref.remote().sum().to_here() == 2
+    assert rref.owner().name == "worker1"
+    assert rpc.RRef(3).local_value() == 3
+
+
+@pytest.mark.usefixtures("near")
+@row("@rpc.functions.async_execution")
+def test_async_execution() -> None:
+    assert rpc.rpc_sync("worker1", later, ("worker0", 1)) == 4
+
+
+@pytest.mark.usefixtures("near")
+@row("dist_autograd.context()")
+@row("a call whose result the loss does not use")
+def test_a_pass_leaves_alone_what_the_loss_does_not_use() -> None:
+    used, unused = (rpc.remote("worker1", Layer) for _ in range(2))
+    x = torch.ones(3, requires_grad=True)
+    with dist_autograd.context() as context:
+        unused.rpc_sync().forward(x)
+        dist_autograd.backward(context, [used.rpc_sync().forward(x).sum()])
+        assert torch.equal(dist_autograd.get_gradients(context)[x], torch.ones(3))
+        assert torch.equal(used.rpc_sync().gradient(context), torch.ones(3))
+        with pytest.raises(KeyError):
+            unused.rpc_sync().gradient(context)
+
+
+@pytest.mark.usefixtures("near")
+@row("DistributedOptimizer(SGD")
+def test_the_optimizer_takes_references_modules_actors_and_groups() -> None:
+    parameters = [rpc.remote("worker1", torch.ones, (3,), {"requires_grad": True})]
+    remote = RemoteModule("worker1/cpu", nn.Linear, (2, 1))
+    actor = actorrpc.remote(nn.Linear).remote(2, 1)
+    group = actorrpc.spawn(2, nn.Linear, 2, 1)
+    with_options = [{"params": [remote], "lr": 1.0}]
+    for taken in (
+        parameters,
+        remote.remote_parameters(),
+        [remote],
+        [actor],
+        [nn.Linear(2, 1)],
+        group,
+        with_options,
+    ):
+        DistributedOptimizer(torch.optim.SGD, taken, lr=0.1)
+
+
+@pytest.mark.usefixtures("near")
+@row("RemoteModule(")
+@row("RemoteModule.forward and .remote_parameters")
+@torch.no_grad()
+def test_a_remote_module_does_what_modules_do() -> None:
+    remote = RemoteModule("worker1/cpu", nn.Linear, (2, 1))
+    model = nn.Sequential(nn.Linear(2, 2), remote)
+    assert remote(torch.ones(1, 2)).shape == (1, 1)
+    assert len(remote.remote_parameters()) == 2
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    model.eval()
+    assert not remote.get_module_rref().rpc_sync().train(False).training
+    heard: list[Any] = []
+    handle = remote.register_forward_hook(lambda module, inputs, output: heard.append(output))
+    model.double()
+    assert model(torch.ones(1, 2, dtype=torch.float64)).dtype == torch.float64
+    assert len(heard) == 1
+    handle.remove()
+    model.to(torch.float32)
+    model.apply(_fill)
+    assert torch.equal(remote.state_dict()["weight"], torch.full((1, 2), 0.5))
+    model.load_state_dict({**model.state_dict(), "1.bias": torch.zeros(1)})
+    assert remote(torch.ones(1, 2)).item() == 1.0
+
+
+def _fill(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.constant_(module.weight, 0.5)
+
+
+@row("rpc.shutdown()")
+@row("a peer dies")
+@pytest.mark.prints("threads of 'worker1' are still in user code")
+def test_the_death_of_a_worker_ends_calls_and_does_not_hold_up_the_others() -> None:
+    with InProcessCluster(3, autojump=True) as cluster:
+        rpc.rpc_sync("worker1", max, (1, 2))
+        held = rpc.rpc_async("worker1", hold)
+        cluster.clock.settle()
+        cluster.kill("worker1")
+        with pytest.raises(actorrpc.PeerDiedError, match="worker1") as caught:
+            held.wait()
+        assert isinstance(caught.value, RuntimeError)
+        assert caught.value.maybe_executed is True
+        _gate.set()
+        other = threading.Thread(target=cluster["worker2"].run, args=(rpc.shutdown,))
+        other.start()
+        cluster["worker0"].run(rpc.shutdown)
+        other.join()
+        assert not rpc.is_initialized()
+
+
+# -- what is better: calls -----------------------------------------------------------------------------------------
+
+
+@row("fut.wait() has no time-out")
+def test_ctrl_c_ends_a_wait() -> None:
+    with InProcessCluster(2, clock="real"):
+        held = rpc.rpc_async("worker1", _interrupt_and_hold, timeout=0)
+        with pytest.raises(KeyboardInterrupt):
+            held.wait()
+        _gate.set()
+        assert held.wait() == "through"
+        assert rpc.rpc_sync("worker1", max, (1, 2)) == 2
+
+
+def _interrupt_and_hold() -> str:
+    os.kill(os.getpid(), signal.SIGINT)
+    return hold()
+
+
+@pytest.mark.usefixtures("near")
+@row("nested and cyclic calls")
+def test_calls_go_back_and_forth() -> None:
+    assert rpc.rpc_sync("worker1", ping, ("worker0", 40)) == 40
+
+
+@pytest.mark.slow  # a worker is sure of it after some seconds
+@row("nested and cyclic calls")
+def test_a_cycle_deeper_than_the_pools_ends_with_an_error() -> None:
+    with InProcessCluster(2, max_threads=4, autojump=True):
+        with pytest.raises(actorrpc.DeadlockError, match="ACTORRPC_MAX_THREADS"):
+            rpc.rpc_sync("worker1", ping, ("worker0", 40))
+        assert rpc.rpc_sync("worker1", ping, ("worker0", 4)) == 4
+
+
+@row("each call has a deadline of its own")
+def test_nested_calls_inherit_what_is_left(passing: InProcessCluster) -> None:
+    with pytest.raises(TimeoutError):
+        rpc.rpc_sync("worker1", _asks_for_long, timeout=5.0)
+    _gate.set()
+    until(lambda: _called)
+    [left] = _called
+    assert 0 < left <= 5
+
+
+def _asks_for_long() -> None:
+    rpc.rpc_sync("worker0", _note_what_is_left, timeout=1000.0)
+
+
+def _note_what_is_left() -> None:
+    execution = CURRENT.get()
+    assert execution is not None
+    left = execution.deadline - _time.now()
+    hold()
+    note(left)
+
+
+@row("each call has a deadline of its own")
+def test_a_call_whose_time_ends_while_it_waits_is_not_started() -> None:
+    with InProcessCluster(2, clock="real", max_threads=2) as cluster:
+        there = cluster["worker1"].run(api.group).agent
+        held = rpc.rpc_async("worker1", hold, timeout=0)
+        assert _at_gate.wait(30)  # the other thread listens
+        late = rpc.rpc_async("worker1", note, ("started",), timeout=0.05)
+        with pytest.raises(TimeoutError):
+            late.wait()
+        # Its time there ends a moment later, as it arrived a moment later: the word of its end may be sooner.
+        until(lambda: there.peer("worker0").cancelled)
+        _gate.set()
+        assert held.wait() == "through"
+        rpc.rpc_sync("worker1", note, ("afterwards",))
+    assert _called == ["afterwards"]
+
+
+@pytest.mark.usefixtures("near")
+@row("a remote exception is")
+def test_an_exception_is_ones_own() -> None:
+    with pytest.raises(Wrong, match="no") as caught:
+        rpc.rpc_sync("worker1", fail)
+    error: Any = caught.value
+    assert isinstance(error, actorrpc.RemoteError)
+    assert error.code == 3
+    assert "raise Wrong" in str(error.__cause__)
+
+
+@pytest.mark.usefixtures("near")
+@row("functions must be importable")
+def test_functions_travel_by_value() -> None:
+    class Local:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    closed_over = 3
+    found = rpc.rpc_sync("worker1", lambda: Local(closed_over))
+    assert isinstance(found, Local)
+    assert found.value == 3
+
+
+@pytest.mark.usefixtures("near")
+@row("large tensors on one host")
+def test_large_tensors_arrive_as_copies() -> None:
+    x = torch.arange(1 << 16)
+    found = rpc.rpc_sync("worker1", torch.add, (x, 0))
+    assert torch.equal(found, x)
+    assert found.data_ptr() != x.data_ptr()
+
+
+@row("a slow consumer")
+def test_who_sends_too_much_waits_for_the_call_s_time_out() -> None:
+    with InProcessCluster(2, clock="real", window=1 << 20, max_threads=2):
+        ballast = torch.zeros(1 << 16)
+        held = [rpc.rpc_async("worker1", _held, (ballast,), timeout=0) for _ in range(5)]
+        with pytest.raises(errors.BackpressureError) as caught:
+            rpc.rpc_async("worker1", _held, (ballast,), timeout=0.05)
+        assert caught.value.maybe_executed is False
+        _gate.set()
+        assert actorrpc.wait_all(held) == ["through"] * 5
+
+
+def _held(_: Tensor) -> str:
+    return hold()
+
+
+@row("idle workers poll")
+def test_idle_workers_wake_for_heartbeats_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with InProcessCluster(2, heartbeat=60.0) as cluster:
+        rpc.rpc_sync("worker1", max, (1, 2))
+        cluster.clock.advance(60.0)
+        woken: list[float] = []
+        doze = _time.doze
+
+        def counted(lock: threading.Lock, until: float, idle: bool = False) -> bool:
+            woken.append(until)
+            return doze(lock, until, idle)
+
+        monkeypatch.setattr(_time, "doze", counted)
+        cluster.clock.advance(3600.0)
+        monkeypatch.undo()
+    assert 10 < len(woken) < 1000  # 60 heartbeats of each; a look a second would be 7200
+
+
+@row("rpc_timeout=0, as in the tutorials")
+def test_no_time_out() -> None:
+    with InProcessCluster(2, rpc_timeout=0, heartbeat=60.0) as cluster:
+        held = rpc.rpc_async("worker1", hold)
+        cluster.clock.advance(3600.0)
+        assert not held.done()
+        _gate.set()
+        assert held.wait() == "through"
+
+
+@row("a second group in one process")
+def test_two_groups_one_after_the_other(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        with alone(tmp_path / str(number)):
+            rref = rpc.remote("w0", torch.ones, args=(2,))
+            assert rref.to_here().sum() == 2
+            del rref
+
+
+@pytest.mark.usefixtures("near")
+@pytest.mark.prints(PROFILER)
+@row("profiles: calls show in")
+@pytest.mark.parametrize(
+    "profile", [torch.profiler.profile, torch.autograd.profiler.profile, profiler_legacy.profile]
+)
+def test_calls_show_in_every_profiler(profile: Any) -> None:
+    with profile() as found:
+        rpc.rpc_sync("worker1", max, (1, 2))
+    listed = found.events() if hasattr(found, "events") else found.function_events
+    assert "rpc_sync#max(worker0 -> worker1)" in {event.name for event in listed}
+
+
+@row("who reaches the port may connect")
+@pytest.mark.prints("these bytes are not an actorrpc handshake")
+def test_a_stranger_is_not_unpickled() -> None:
+    class Opened:
+        def __reduce__(self) -> Any:
+            return note, ("opened",)
+
+    with tcp_agents(1) as [agent]:
+        stranger = knock(agent)
+        stranger.sendall(pickle.dumps(Opened()) * 100)
+        until_closed(stranger)
+        stranger.close()
+    assert not _called
+
+
+# -- what is better: gradients -------------------------------------------------------------------------------------
+
+
+@row("a worker dies in a pass")
+def test_a_pass_ends_where_a_worker_dies_and_gradients_are_what_they_were(action: type[Faulty]) -> None:
+    with InProcessCluster(3, autojump=True) as cluster:
+        layer = rpc.remote("worker2", Layer)
+        x = torch.ones(3, requires_grad=True)
+        with dist_autograd.context() as context:
+            loss = layer.rpc_sync().forward(rpc.rpc_sync("worker1", faulty, (x,))).sum()
+            action.action = lambda: (cluster.kill("worker1"), hold())
+            with pytest.raises(actorrpc.PeerDiedError, match="worker1"):
+                dist_autograd.backward(context, [loss])
+            assert dist_autograd.get_gradients(context) == {}
+            assert layer.rpc_sync().forward(torch.ones(3)).sum() == 3
+            _gate.set()
+        del layer
+
+
+@pytest.mark.usefixtures("near")
+@row("a worker dies in a pass")
+@row("an error in a node or a hook elsewhere")
+def test_the_error_of_a_node_is_its_own_and_the_pass_can_be_tried_again(action: type[Faulty]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with dist_autograd.context() as context:
+        loss = rpc.rpc_sync("worker1", faulty, (x,)).sum()
+        action.action = fail
+        with pytest.raises(Wrong) as caught:
+            dist_autograd.backward(context, [loss], retain_graph=True)
+        error: Any = caught.value
+        assert isinstance(error, actorrpc.RemoteError)
+        assert error.worker == "worker1"
+        assert "raise Wrong" in error.traceback
+        assert dist_autograd.get_gradients(context) == {}
+        action.action = None
+        dist_autograd.backward(context, [loss])
+        assert torch.equal(dist_autograd.get_gradients(context)[x], torch.full((3,), 2.0))
+
+
+@row("backward has no time-out")
+def test_a_pass_has_a_time_out(action: type[Faulty]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with InProcessCluster(2, autojump=True), dist_autograd.context() as context:
+        loss = rpc.rpc_sync("worker1", faulty, (x,)).sum()
+        action.action = hold
+        with pytest.raises(TimeoutError):
+            dist_autograd.backward(context, [loss], timeout=5.0)
+        assert dist_autograd.get_gradients(context) == {}
+        _gate.set()
+
+
+@row("backward has no time-out")
+def test_ctrl_c_ends_a_pass(action: type[Faulty]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with InProcessCluster(2, clock="real"), dist_autograd.context() as context:
+        loss = rpc.rpc_sync("worker1", faulty, (x,)).sum()
+        action.action = _interrupt_and_hold
+        with pytest.raises(KeyboardInterrupt):
+            dist_autograd.backward(context, [loss])
+        assert dist_autograd.get_gradients(context) == {}
+        _gate.set()
+
+
+def _hooked(x: Tensor, weight: Any) -> Tensor:
+    return x * weight.local_value()
+
+
+@pytest.mark.usefixtures("near")
+@row("hooks of leaves")
+def test_hooks_of_leaves_run_once_on_the_whole_gradient() -> None:
+    weight = rpc.remote("worker1", _with_hooks)
+    y = torch.ones(3, requires_grad=True)
+    with dist_autograd.context() as context:
+        for _ in range(3):  # three visits of one worker: the gradient is 1 + 1 + 1
+            y = rpc.rpc_sync("worker1", _hooked, (y, weight))
+        dist_autograd.backward(context, [y.sum()])
+    assert _called == [("tensor", 3.0), ("accumulated", 3.0)]
+
+
+def _with_hooks() -> Tensor:
+    weight = nn.Parameter(torch.ones(3))
+    weight.register_hook(lambda gradient: note(("tensor", float(gradient[0]))))
+    weight.register_post_accumulate_grad_hook(lambda each: note(("accumulated", float(each.grad[0]))))
+    return weight
+
+
+@pytest.mark.usefixtures("near")
+@row("roots are scalars")
+def test_roots_where_gradients_go_and_sums() -> None:
+    layer = rpc.remote("worker1", Layer)
+    x = torch.linspace(0.1, 0.7, 3, requires_grad=True)
+    found = []
+    for _ in range(3):
+        with dist_autograd.context() as context:
+            y = sum(layer.rpc_sync().forward(x * (n + 0.1)) ** 2 for n in range(5))
+            dist_autograd.backward(context, [y], gradient=torch.tensor([1.0, 2.0, 3.0]))
+            found.append(dist_autograd.get_gradients(context)[x])
+    assert all(torch.equal(each, found[0]) for each in found)
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [layer.rpc_sync().forward(x).sum()], accumulate="grad")
+        assert x not in dist_autograd.get_gradients(context)
+    assert torch.equal(x.grad, torch.ones(3))
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [(layer.rpc_sync().forward(x) ** 3).sum()], create_graph=True)
+        first = dist_autograd.get_gradients(context)[x]
+        dist_autograd.backward(context, [first.sum()])
+        second = dist_autograd.get_gradients(context)[x] - first
+    torch.testing.assert_close(second.detach(), 6 * x.detach())
+
+
+@row("a context whose origin has died")
+def test_a_context_goes_with_its_origin() -> None:
+    with InProcessCluster(3, autojump=True) as cluster:
+        counted = cluster["worker1"].run(contexts)
+        maker = threading.Thread(target=cluster["worker2"].run, args=(_makes_a_context, "worker1"))
+        maker.start()
+        maker.join()
+        assert len(counted) == 1
+        cluster.kill("worker2")
+        until(lambda: len(counted) == 0)
+
+
+def _makes_a_context(to: str) -> None:
+    dist_autograd.context().__enter__()
+    rpc.rpc_sync(to, torch.add, (torch.ones(3, requires_grad=True), 1))
+
+
+@pytest.mark.usefixtures("near")
+@row("DistributedOptimizer.step")
+def test_an_optimizer_does_what_optimizers_do() -> None:
+    remote = RemoteModule("worker1/cpu", nn.Linear, (2, 1))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [remote, nn.Linear(1, 1)], lr=0.1)
+    optimizer.add_param_group({"params": [rpc.remote("worker1", Layer)]})
+    scheduler = optimizer.lr_scheduler(torch.optim.lr_scheduler.StepLR, step_size=1)
+    scaler = DistributedGradScaler(init_scale=2.0)
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [scaler.scale(remote(torch.ones(1, 2)).sum())])
+        scaler.unscale_(optimizer, context)
+        norm = optimizer.clip_grad_norm_(context, 0.5)
+        assert norm.item() == pytest.approx(3**0.5)
+        optimizer.clip_grad_value_(context, 0.1)
+        assert scaler.step(optimizer, context)
+        optimizer.zero_grad(context)
+    scaler.update()
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.01)] * 2
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+# -- what needs processes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@row("large tensors on one host")
+def test_large_tensors_come_through_shared_memory() -> None:
+    rpc_group(_through_shared_memory, 2)
+
+
+def _through_shared_memory(rank: int, _: int) -> None:
+    if rank == 0:
+        assert {rpc.rpc_sync("worker1", _memory_of, (torch.zeros(1 << 18),)) for _ in range(3)} == {True}
+
+
+def _memory_of(x: Tensor) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(each, 16) for each in line.split()[0].split("-"))
+        if start <= x.data_ptr() < end:
+            return "memfd:" in line
+    return False
+
+
+_LATE = """
+import os
+from actorrpc import rpc
+
+rank = int(os.environ["RANK"])
+rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+if rank == 0:
+
+    def late(x):
+        return x + 1
+
+    print(rpc.rpc_sync("worker1", late, (1,)))
+rpc.shutdown()
+"""
+
+
+@pytest.mark.slow
+@row("functions must be importable")
+def test_what_one_rank_defines_late_travels(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_LATE)
+    codes, said = run_ranks(script, 2)
+    assert (codes, [out for out, _ in said]) == ([0, 0], ["2\n", ""]), said
+
+
+@pytest.mark.slow
+@row("hooks of leaves")
+@row("RemoteModule.forward and .remote_parameters")
+def test_ddp_around_a_model_with_a_remote_part(tmp_path: Path) -> None:
+    rpc_group(_ddp, 2, str(tmp_path))
+
+
+def _ddp(rank: int, size: int, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{folder}/ddp", rank=rank, world_size=size)
+    torch.manual_seed(0)
+    remote = RemoteModule("worker0/cpu", nn.Linear, (2, 1))
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), remote))
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [model(torch.full((1, 2), 1.0 + rank)).sum()])
+        found = dist_autograd.get_gradients(context)
+        gathered = [torch.empty(2) for _ in range(size)]
+        torch.distributed.all_gather(gathered, found[model.module[0].bias])
+        assert torch.equal(*gathered)
+    torch.distributed.destroy_process_group()
