@@ -661,3 +661,14 @@ def test_what_cannot_be_printed_is_refused_as_usual(value: Any) -> None:
                 (ConfigError, UnknownWorkerError, TypeError, ValueError), match=r"not|there is no"
             ):
                 refused()
+
+
+def test_faults_of_messages_are_refused() -> None:
+    """They are of a process: here they would be in force for nobody, or for the next group of it."""
+    with (
+        InProcessCluster(2),
+        pytest.raises(
+            RuntimeError, match=r"drop\('answer'\) is for a worker.*InProcessCluster, which has cut\(\)"
+        ),
+    ):
+        testing.drop("answer").start()
