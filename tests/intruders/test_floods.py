@@ -155,7 +155,7 @@ def _prove(agent: Agent, sock: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("act", _ACTS)
-@pytest.mark.parametrize("sources", [1, 200])
+@pytest.mark.parametrize("sources", [1, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.prints(
     "these bytes are not an actorrpc handshake",
     "'stranger' did not prove to worker 'a1' that it holds the group's key",

@@ -190,6 +190,7 @@ def test_insecure_has_to_be_said(tmp_path: Path) -> None:
         assert len(found["tcp"]) == 1
 
 
+@pytest.mark.slow
 def test_insecure_with_a_key_is_as_secure_as_without_the_word(tmp_path: Path) -> None:
     for found in _starts(tmp_path, env={"ACTORRPC_KEY": _KEY_TEXT}, insecure=True, bind="0.0.0.0"):
         assert not found["keyless"]

@@ -173,6 +173,7 @@ def _run(folder: Path, script: str, count: int) -> None:
         output.check(errors)
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_to_the_definitions_later(tmp_path: Path) -> None:
     _run(tmp_path, _COMES_LATER, 2)
 

@@ -84,6 +84,7 @@ def test_a_name_that_was_not_proved_is_refused(pair: list[Agent]) -> None:
     assert _works(pair)
 
 
+@pytest.mark.slow  # for as long as the main one may take
 def test_side_connections_need_a_main_one(pair: list[Agent]) -> None:
     for purpose in (1, 2):
         stranger = Stranger(pair[0], purpose=purpose, attach=random.Random(1).randbytes(16))

@@ -250,7 +250,7 @@ def test_the_calls_of_one_actor_keep_their_order_from_method_to_method(gate: Pat
     assert actorrpc.get(recorder.all.remote()) == ["first", "second"]
 
 
-@pytest.mark.parametrize("kind", [Caller, AsyncCaller])
+@pytest.mark.parametrize("kind", [Caller, pytest.param(AsyncCaller, marks=pytest.mark.slow)])
 def test_a_call_behind_one_that_waits_for_it_is_a_deadlock_and_said_so(kind: Any) -> None:
     """``inner`` runs while ``outer`` waits: what it calls comes after what ``outer`` has called, which needs its result."""
     recorder, caller = Recorder.remote(), kind.remote()
