@@ -117,7 +117,8 @@ def parse(text: object, what: str = "address", *, listen: bool = False) -> tuple
     except ConfigError as error:
         raise ConfigError(f"{what}={text!r} cannot be used: {error}. It must be {right}") from None
     if port is None and not listen:
-        raise ConfigError(f"{what}={text!r} has no port: it must be {right}")
+        hint = "; leave it out to start a cluster here" if what == "address" else ""
+        raise ConfigError(f"{what}={text!r} has no port: it must be {right}{hint}")
     return host, port or 0
 
 
