@@ -62,6 +62,12 @@ _STRUCK: Final = "was interrupted wherever it was"
 _set_async_exc: Final = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _IMPORT: Final = "<frozen importlib."  # the file of the frames of a running import
 _PACKAGE: Final = __name__.partition(".")[0] + "."
+# What makes a task of a coroutine that it was given or has made, and then runs it.
+_STARTS_LOOP: Final = frozenset(
+    each.__code__
+    for each in (asyncio.BaseEventLoop.run_until_complete, asyncio.Runner.run, asyncio.Runner.close)
+)
+_RUN_FOREVER: Final = asyncio.BaseEventLoop.run_forever.__code__
 
 
 class Interrupted(KeyboardInterrupt):
@@ -79,17 +85,22 @@ def _bears_interruption(frame: FrameType | None) -> bool:
     the interpreter prints what is raised there, and the method goes on. So does ``Thread.start``:
     CPython 3.11 gives the state of a new thread the id of the thread that makes it, until the new one runs. Meanwhile an
     exception that is set for this id goes to the new thread, as the first found, and that ends before its first line.
+    And so is asyncio where it has a coroutine in its hands that no task runs yet, as at the end of ``asyncio.run``: cut off
+    there, it would never be awaited, which the interpreter says on stderr.
     """
     while frame is not None and _module(frame).startswith("namedtuple_"):
         frame = frame.f_back  # its constructor is made by `collections`: it belongs to the code that calls it
     if frame is None or _module(frame).startswith(_PACKAGE):
         return False
+    runs = False  # a loop runs what it was given
     while frame is not None:
         code = frame.f_code
+        runs = runs or code is _RUN_FOREVER
         if (
             code is threading.Thread.start.__code__
             or code.co_name == "__del__"
             or code.co_filename.startswith(_IMPORT)
+            or (code in _STARTS_LOOP and not runs)
         ):
             return False
         frame = frame.f_back

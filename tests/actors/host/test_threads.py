@@ -312,3 +312,27 @@ def test_an_import_is_not_cut_in_two(tmp_path: Path, monkeypatch: pytest.MonkeyP
     importlib.import_module("half_made_by_a_test")
     sys.look()  # type: ignore[attr-defined]
     assert found == [False, True]
+
+
+def test_a_coroutine_that_no_task_runs_yet_is_not_left_behind() -> None:
+    """Where it is interrupted before that, the interpreter says that it was never awaited."""
+    found: list[tuple[str, bool]] = []
+
+    def look(where: str) -> None:
+        found.append((where, _bears_interruption(sys._getframe())))
+
+    def made(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
+        look("before")
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    async def runs() -> None:
+        look("within")
+
+    with asyncio.Runner() as runner:
+        runner.get_loop().set_task_factory(made)
+        runner.get_loop().run_until_complete(runs())
+        assert found == [("before", False), ("within", True)]
+        found.clear()
+    assert {where for where, bears in found if not bears} == {"before"}  # what ends a runner
+    look("behind")
+    assert found[-1] == ("behind", True)
