@@ -53,22 +53,12 @@ def _count() -> None:
         _arrived.update(_KINDS.get(frame.kind, "other") for frame in found)
         return found
 
-    def read(
-        self: frames.FrameReader, recv_into: Callable[[memoryview, int, int], int], how: int
-    ) -> list[frames.Frame]:
-        """Have all frames cut by the one way that is counted."""
-        (target,) = self.target()
-        self.count = recv_into(target, 0, how)
-        if not self.count:
-            raise EOFError
-        return self.fed(self.count)
-
     def counted_ask(self: Rendezvous, operation: str, *arguments: Any) -> Any:
         _asked["check" if operation == "check" else "other"] += 1
         return ask(self, operation, *arguments)
 
     frames.FrameReader.fed = counted_fed  # type: ignore[method-assign]
-    frames.FrameReader.read = read  # type: ignore[method-assign]
+    frames.FrameReader.straight = False  # all frames are cut by the one way that is counted
     Rendezvous._ask = counted_ask  # type: ignore[method-assign, assignment]
 
 

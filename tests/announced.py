@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["BETWEEN_STEPS", "ODD_TENSORS", "OUTSIDE_OF_A_CONTEXT", "PROFILER", "TORCH_RPC"]
+__all__ = ["BETWEEN_STEPS", "LAST_WORDS", "ODD_TENSORS", "OUTSIDE_OF_A_CONTEXT", "PROFILER", "TORCH_RPC"]
 
 # torch.distributed.rpc itself: a line and a traceback for each function that raises.
 TORCH_RPC: Final = (
@@ -18,6 +18,8 @@ PROFILER: Final = r"^USDT:.* profiler_(start|stop)$"
 OUTSIDE_OF_A_CONTEXT: Final = (
     r"a tensor that requires grad was sent outside of a distributed autograd context.*\(Said once\.\)$"
 )
+# What actors that die say in tests of deaths.
+LAST_WORDS: Final = r"^the last words( \[repeated \d+x across processes\])?$"
 # What torch says of the odd kinds of tensors, once in each process.
 ODD_TENSORS: Final = (
     "UserWarning: Sparse invariant checks are implicitly disabled",

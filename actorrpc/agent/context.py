@@ -19,7 +19,6 @@ __all__ = [
     "acting_worker",
     "add_several",
     "begin_acting",
-    "begin_several",
     "current_worker",
     "end_acting",
     "end_several",
@@ -81,10 +80,7 @@ class Worker:
         self.leaver: Any = None
 
 
-#: the worker that this process is; None where it is none, or has several
-sole: Worker | None = None
-_process: Worker | None = None  # where there are several: the first
-_several = False
+_process: Worker | None = None  # the worker that this process is; None where it is none, or has several
 _members: list[Worker] = []  # where there are several: those, in the order in which they were made
 _acting: ContextVar[tuple[Worker, ...]] = ContextVar("actorrpc_acting_worker", default=())
 
@@ -94,44 +90,40 @@ on_fork: list[Callable[[Worker], None]] = []
 
 def current_worker() -> Worker | None:
     """Return the worker that the calling thread acts for."""
-    return _process if not _several else acting_worker() or _process
+    return _process if not _members else acting_worker() or _members[0]
 
 
 def process_worker() -> Worker | None:
     """Return the worker that this process is; None where it is none, or has several."""
-    return sole
+    return _process
 
 
 def workers_here() -> tuple[Worker, ...]:
     """Return all workers that this process is."""
-    return tuple(_members) if _several else () if _process is None else (_process,)
+    return tuple(_members) if _process is None else (_process,)
 
 
 def set_worker(worker: Worker | None) -> None:
     """Name the worker that this process is, or say that it is none any more. Does nothing where it has several."""
-    global _process, sole
-    if not _several:
-        _process = sole = worker
+    global _process
+    if not _members:
+        _process = worker
 
 
 # -- several in one process ----------------------------------------------------------------------
 
 
-def begin_several(first: Worker) -> None:
-    """Have threads act for different workers, and for the first where they say nothing."""
-    global _process, _several, sole
-    _process, _several, sole = first, True, None
-
-
 def add_several(worker: Worker) -> None:
-    """Note a worker that this process is besides others, the first included."""
+    """Note a worker that this process is besides others. Threads act for different ones; for the first where they say nothing."""
+    global _process
+    _process = None
     _members.append(worker)
 
 
 def end_several() -> None:
-    """End what :func:`begin_several` began."""
-    global _process, _several, sole
-    _process, _several, sole = None, False, None
+    """End what the first :func:`add_several` began."""
+    global _process
+    _process = None
     _members.clear()
 
 

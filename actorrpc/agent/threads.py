@@ -232,7 +232,8 @@ class Pool:
             while not self.stopping:
                 if queue and not listening_for:
                     idle.discard(me)
-                    if len(self.threads) - len(idle) > self._width and self._is_full():
+                    running = len(self.threads) - len(idle)
+                    if running > self._width and self._is_full(running):
                         listening_for = _BLOCKED_S
                         idle.add(me)
                         self._starvation.poke()
@@ -277,11 +278,8 @@ class Pool:
             idle.discard(me)
             self._leave(me)
 
-    def _is_full(self) -> bool:
-        """Say whether so many threads run work that this one is only to listen; make room where they are blocked."""
-        running = len(self.threads) - len(self.idle)
-        if running <= self._width:
-            return False
+    def _is_full(self, running: int) -> bool:
+        """Say whether more threads run work than the width, or make room where these are blocked."""
         now = _time.now()
         if self.finished != self._full_finished:
             self._full_since, self._full_finished = now, self.finished

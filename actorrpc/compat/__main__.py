@@ -8,25 +8,16 @@ the program starts is like it.
 from __future__ import annotations
 
 import os
-import sys
 
-from actorrpc.compat.take_over import drop_in
+from actorrpc.compat.take_over import check_launch, drop_in, launch
 
 __all__ = ["main"]
 
 
 def main() -> None:
     """Replace this process by the program that the arguments name."""
-    if len(sys.argv) < 2:
-        sys.exit("usage: python -m actorrpc.compat (script.py | -m module) [arguments]")
-    if sys.flags.ignore_environment or sys.flags.no_site:
-        sys.exit(
-            "python -m actorrpc.compat does not work with -E, -I and -S: it passes on what is to be done by PYTHONPATH"
-        )
-    # Python's own options: what stands before `-m actorrpc.compat`.
-    options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) - 1]
-    os.environ.update(drop_in(os.environ))
-    os.execv(sys.executable, [sys.executable, *options, *sys.argv[1:]])
+    check_launch("actorrpc.compat")
+    launch(drop_in(os.environ))
 
 
 if __name__ == "__main__":

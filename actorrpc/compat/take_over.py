@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed
@@ -29,7 +29,17 @@ from actorrpc.compat.rpc.references import RRef
 from actorrpc.optim import DistributedOptimizer
 from actorrpc.rpc import rref as rrefs
 
-__all__ = ["VARIABLE", "drop_in", "install", "is_installed", "uninstall", "with_ray", "without_drop_in"]
+__all__ = [
+    "VARIABLE",
+    "check_launch",
+    "drop_in",
+    "install",
+    "is_installed",
+    "launch",
+    "uninstall",
+    "with_ray",
+    "without_drop_in",
+]
 
 VARIABLE: Final = "ACTORRPC_DROP_IN"
 _SITE: Final = str(Path(__file__).with_name("site"))
@@ -53,6 +63,30 @@ def with_ray(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to set for programs in which ``import ray`` is to mean :mod:`actorrpc.compat.ray`."""
     return {"ACTORRPC_RAY": "1", "PYTHONPATH": os.pathsep.join([_SITE, *_path(environment)])}
 
+
+# -- starting a program ----------------------------------------------------------------------------
+
+
+def check_launch(name: str) -> None:
+    """Exit with a line that says why, where the arguments of ``python -m name`` name no program or it could not be told."""
+    if len(sys.argv) < 2:
+        sys.exit(f"usage: python -m {name} (script.py | -m module) [arguments]")
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        sys.exit(
+            f"python -m {name} does not work with -E, -I and -S: it passes on what is to be done by PYTHONPATH"
+        )
+
+
+def launch(changes: Mapping[str, str]) -> NoReturn:
+    """Replace this process, ``python -m name program ...``, by the program, with these variables changed."""
+    # Python's own options: what stands before `-m name`.
+    options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) - 1]
+    os.environ.update(changes)
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *options, *sys.argv[1:]])
+
+
+# -- in a program that runs ------------------------------------------------------------------------
 
 _MISSING: Final = object()
 _LATE: Final = {

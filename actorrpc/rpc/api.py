@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from actorrpc import _time
 from actorrpc._exception_text import is_of_handler, say
-from actorrpc.agent import context
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.context import Worker, current_worker, on_fork, process_worker, set_worker, workers_here
 from actorrpc.agent.peers import Listener, Peer, state_of
@@ -466,7 +465,7 @@ def rpc_sync(
         there, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
         with calling("sync", func, there.agent, peer):
             return there.agent.ask(peer, func, args, kwargs, seconds)  # type: ignore[no-any-return]
-    worker = context.sole or current_worker()
+    worker = current_worker()
     if (
         worker is not None
         and worker.in_force
@@ -476,10 +475,7 @@ def rpc_sync(
         and callable(func)
     ):
         agent = worker.agent
-        peer = agent.peer_table.entries.get(to) if type(to) is str else None
-        if peer is None or peer.state != "alive":
-            peer = agent.peer(to)
-        return agent.ask(peer, func, args or (), {}, worker.timeout)  # type: ignore[no-any-return]
+        return agent.ask(agent.peer(to), func, args or (), {}, worker.timeout)  # type: ignore[no-any-return]
     worker, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
     return worker.agent.ask(peer, func, args, kwargs, seconds)  # type: ignore[no-any-return]
 

@@ -35,7 +35,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from actorrpc._exception_text import say
 from actorrpc.actors import startup as actors
-from actorrpc.agent.context import Worker, add_several, begin_acting, begin_several, end_acting, end_several
+from actorrpc.agent.context import Worker, add_several, begin_acting, end_acting, end_several
 from actorrpc.agent.peers import Peer
 from actorrpc.autograd import startup as autograd
 from actorrpc.config import Settings
@@ -288,8 +288,6 @@ class InProcessCluster:
         made = worker._worker = api.worker_of(
             group, self._timeout, f"{worker.name!r} of an in-process cluster"
         )
-        if worker.rank == 0:
-            begin_several(made)
         add_several(made)
         stack.callback(self._end, made)
         made.in_force = True

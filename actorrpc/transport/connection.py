@@ -338,7 +338,7 @@ class Connection(StateMachine):
         self._sort(self._reader.fed(count), frames)
 
     def _sort(self, found: list[Frame], frames: list[Frame]) -> None:
-        """Add those of the frames to ``frames`` that are to be delivered, and see to the others."""
+        """Add those of the frames to ``frames`` that are to be delivered, and act on the others."""
         reader = self._reader
         while True:
             for frame in found:

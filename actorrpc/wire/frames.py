@@ -159,6 +159,7 @@ class FrameReader:
     Attributes:
         count: how many bytes the last :meth:`read` has brought.
         more: see :meth:`fed`.
+        straight: whether :meth:`read` may cut a message by itself that comes alone; otherwise :meth:`fed` cuts every frame.
         sink: where a chunk goes that has begun and whose rest has not been read; ``None``: there is none.
     """
 
@@ -178,6 +179,7 @@ class FrameReader:
         "more",
         "sink",
     )
+    straight = True
 
     def __init__(
         self,
@@ -235,7 +237,7 @@ class FrameReader:
         """
         end, view = self._end, self._view
         count = self.count = recv_into(view[end:] if end else view, 0, how)
-        if count >= PREFIX_SIZE and not end:
+        if self.straight and count >= PREFIX_SIZE and not end:
             # Most reads bring one whole message and nothing else.
             length, extra, kind, flags, remaining, id, chain = PREFIX.unpack_from(view)
             if (

@@ -116,6 +116,7 @@ class SealedReader(FrameReader):
     """
 
     __slots__ = ("_checked", "_digest", "_over", "_seal")
+    straight = False  # each frame's seal is looked at
 
     def __init__(
         self,
@@ -146,14 +147,6 @@ class SealedReader(FrameReader):
             return [self._view[self._end :]] if self._end else self._whole
         self._start = self._end = 0
         return [sink[self._sink_got :], self._view[: _HEAD_SIZE + TAG_SIZE]]
-
-    def read(self, recv_into: Callable[[memoryview, int, int], int], how: int) -> list[Frame]:
-        """Do as :meth:`FrameReader.read` does."""
-        view = self._view[self._end :] if self._end else self._view
-        count = self.count = recv_into(view, 0, how)
-        if not count:
-            raise EOFError("end of file")
-        return self.fed(count)
 
     def fed(self, count: int) -> list[Frame]:
         """Record ``count`` new bytes and return the frames that are now whole, as :class:`FrameReader` does.

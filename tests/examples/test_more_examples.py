@@ -35,7 +35,7 @@ def run(directory: Path, name: str, *flags: str) -> list[str]:
 
 @contextlib.contextmanager
 def started(directory: Path, name: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    """Start an example, in a process group of its own, and see to it that it ends."""
+    """Start an example, in a process group of its own, which ends with the block."""
     process = subprocess.Popen(
         [sys.executable, "-u", str(kit.ROOT / "examples" / name), *flags],
         cwd=directory,

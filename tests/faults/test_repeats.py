@@ -66,7 +66,7 @@ class Repeater:
         self._kinds = kinds
         self._late = late
         self._kept: dict[FrameReader, list[Frame]] = {}
-        self._fed, self._read = FrameReader.fed, FrameReader.read
+        self._fed = FrameReader.fed
 
     def __enter__(self) -> Repeater:
         repeater, fed = self, self._fed
@@ -74,22 +74,13 @@ class Repeater:
         def twice(reader: FrameReader, count: int) -> list[Frame]:
             return repeater._double(reader, fed(reader, count))
 
-        def read(
-            reader: FrameReader, recv_into: Callable[[memoryview, int, int], int], how: int
-        ) -> list[Frame]:
-            (target,) = reader.target()
-            reader.count = recv_into(target, 0, how)
-            if not reader.count:
-                raise EOFError
-            return reader.fed(reader.count)
-
         FrameReader.fed = twice  # type: ignore[method-assign]
-        FrameReader.read = read  # type: ignore[method-assign]
+        FrameReader.straight = False
         return self
 
     def __exit__(self, *_: object) -> None:
         FrameReader.fed = self._fed  # type: ignore[method-assign]
-        FrameReader.read = self._read  # type: ignore[method-assign]
+        FrameReader.straight = True
 
     def _double(self, reader: FrameReader, found: list[Frame]) -> list[Frame]:
         made: list[Frame] = []

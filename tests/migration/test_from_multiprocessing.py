@@ -17,6 +17,7 @@ import torch
 import actorrpc
 from actorrpc import get, testing
 from tests.actors.e2e.kit import Gate, until
+from tests.announced import LAST_WORDS
 from tests.cluster.drive import script
 from tests.migration.rows import check, row
 
@@ -205,9 +206,7 @@ def _exits(_: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
-@pytest.mark.prints(
-    r"^the last words( \[repeated \d+x across processes\])?$"
-)  # in a later test, where they come late
+@pytest.mark.prints(LAST_WORDS)  # in a later test, where they come late
 class TestProcesses:
     """The rows that need processes of their own."""
 

@@ -24,7 +24,7 @@ from actorrpc import get
 from actorrpc.errors import SerializationError
 from actorrpc.testing import InProcessCluster
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
-from tests.announced import PROFILER
+from tests.announced import LAST_WORDS, PROFILER
 from tests.cluster.drive import script
 from tests.migration.rows import check, row
 
@@ -641,9 +641,7 @@ def _stream(given: int, gate: str) -> Iterator[int]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
-@pytest.mark.prints(
-    r"^the last words( \[repeated \d+x across processes\])?$"
-)  # in a later test, where they come late
+@pytest.mark.prints(LAST_WORDS)  # in a later test, where they come late
 class TestProcesses:
     @row("init() starts a head node")
     def test_processes_come_from_one_fork_server(self) -> None:

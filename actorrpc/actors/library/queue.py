@@ -276,7 +276,7 @@ class Queue(Generic[T]):
         self._received: deque[Ticket] = deque()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.maxsize, self.actor)
+        return _rebuild, (type(self), self.maxsize, self.actor)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -479,8 +479,8 @@ class Queue(Generic[T]):
         return f"<actorrpc.Queue(maxsize={self.maxsize}) in {self.actor!r}>"
 
 
-def _rebuild(maxsize: int, actor: Any) -> Queue[Any]:
-    queue: Queue[Any] = Queue.__new__(Queue)
+def _rebuild(kind: type[Queue[Any]], maxsize: int, actor: Any) -> Queue[Any]:
+    queue = kind.__new__(kind)
     queue.maxsize, queue.actor = maxsize, actor
     queue._begin()
     return queue

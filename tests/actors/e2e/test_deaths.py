@@ -14,10 +14,11 @@ from actorrpc import actors
 from actorrpc.errors import ActorDiedError, ActorUnavailableError
 from tests.actors.e2e.kit import alive, until
 from tests.actors.e2e.mortals import Fragile, Keeper, Parent, error_of
+from tests.announced import LAST_WORDS
 
 pytestmark = [
     pytest.mark.usefixtures("embedded"),
-    pytest.mark.prints(r"^the last words( \[repeated \d+x across processes\])?$"),
+    pytest.mark.prints(LAST_WORDS),
 ]
 
 

@@ -29,9 +29,6 @@ class Queue(actors.Queue[T], Generic[T]):
         options, _ = for_actors(actor_options or {}, Extras())
         super().__init__(maxsize, options)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.maxsize, self.actor)
-
     def _call(self, name: str, *args: Any) -> actors.ObjectRef[Any]:
         return super()._call(name, *[each._ours if isinstance(each, ObjectRef) else each for each in args])
 
@@ -51,10 +48,3 @@ class Queue(actors.Queue[T], Generic[T]):
 
     def __repr__(self) -> str:
         return f"<ray.util.queue.Queue(maxsize={self.maxsize}) in {self.actor!r}>"
-
-
-def _rebuild(maxsize: int, actor: Any) -> Queue[Any]:
-    queue: Queue[Any] = Queue.__new__(Queue)
-    queue.maxsize, queue.actor = maxsize, actor
-    queue._begin()
-    return queue

@@ -1,4 +1,4 @@
-"""Cancels what waits and what runs."""
+"""Cancels a call that waits and a call that runs."""
 
 import asyncio
 import time
