@@ -324,6 +324,8 @@ class CallQueue:
                 again = True
         number = future._number
         with self._lock:
+            # It is pending again, and may be ended by anybody who claims it: before it has a source that says so.
+            future._unclaimed = None
             self.flying.pop(number, None)
             if lost:
                 self._lost(template.epoch, number, template.label)
@@ -344,8 +346,9 @@ class CallQueue:
                 self._failing.append(awaiting)
                 if not self._asking or self._verdict is not None:
                     self.agent.submit(self._fail)
-            # From here on it is pending again, and may be ended by anybody who claims it.
-            future._unclaimed = None
+            source = future._source
+        if pending is not None and pending.unwanted and source is not None:
+            source.cancel()  # the thread that has cancelled it found neither the call nor what it is now
 
     def _hold_back(self) -> None:
         """Let new calls queue; the lock is held."""

@@ -270,13 +270,15 @@ class ResultFuture(Future[Any]):
         A coroutine that runs is cancelled, and may clean up for a while: the call is over when that is. Other calls are
         over at once.
         """
-        template, call = self._template, self._source
-        if template is None or template.method.kind != "async" or type(call) is not Call:
-            return Future.cancel(self)
         pending = self._pending
-        if pending is not None:  # it is not made again
+        if pending is not None:
+            # Before it is looked for: the thread that finds its actor dead may have it in its hands, where nobody can end it.
+            # That thread makes it pending again, and looks here afterwards.
             pending.tries = 0
             pending.unwanted = True
+        template, call = self._template, self._source
+        if template is None or template.method.kind != "async" or type(call) is not Call:
+            return Future.cancel(self) or (pending is not None and not self._done)
         return call.stop(GRACE_S + _MARGIN_S)
 
     def conclude(self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None) -> bool:

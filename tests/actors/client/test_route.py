@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from actorrpc.actors.client.pending_call import CallState, ResultFuture
+from actorrpc.actors.client.call_queue import CallQueue
+from actorrpc.actors.client.pending_call import CallState, PendingCall, ResultFuture
 from actorrpc.actors.client.route import Route
 from actorrpc.actors.spec.options import CallOptions
 from actorrpc.agent.context import set_worker
@@ -247,6 +248,47 @@ def test_a_waiting_call_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- deaths ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["before it is taken back", "as it is taken back", "after that"])
+def test_a_call_that_is_cancelled_as_its_actor_dies_is_not_made_again(
+    monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    world = World(monkeypatch, 12)
+    driver = world.workers[0]
+    route = world.create(driver, max_restarts=1, max_task_retries=1)
+    world.behaviour = lambda hosted, header, args: hosted.worker.die() or 0
+    future = world.call(driver, route, 1)
+    caught, rest = CallQueue.caught, PendingCall.rest
+    cancelled: list[bool] = []
+
+    def catching(queue: CallQueue, failed: ResultFuture, error: BaseException) -> bool:
+        if moment == "before it is taken back":
+            cancelled.append(failed.cancel())
+        monkeypatch.setattr(PendingCall, "rest", resting)
+        found = caught(queue, failed, error)
+        if moment == "after that":
+            cancelled.append(failed.cancel())
+        return found
+
+    def resting(pending: PendingCall) -> None:
+        rest(pending)
+        if moment == "as it is taken back":
+            assert pending.future is not None
+            cancelled.append(pending.future.cancel())
+
+    monkeypatch.setattr(CallQueue, "caught", catching)
+    world.settle()
+    assert cancelled == [True]
+    error = _outcome(future)
+    assert isinstance(error, CancelledError)
+    assert error.maybe_executed
+    assert [entry[3] for entry in world.log] == [1]
+    world.behaviour = lambda hosted, header, args: args[0]
+    assert route.pending == 0
+    later = world.call(driver, route, 2)
+    world.settle()
+    assert _outcome(later) == 2  # the queue goes on
 
 
 def test_the_error_says_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
