@@ -18,6 +18,7 @@ import math
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar, cast
 
@@ -83,9 +84,15 @@ class NestedRunner(Protocol):
 
 
 class _Waiting(threading.local):
-    """This thread's runner, if it belongs to an actor."""
+    """What this thread does besides, while it waits.
+
+    Attributes:
+        runner: the thread's runner, if it belongs to an actor.
+        posts: where it puts the posts (``agent/outbound.py``) that it reads itself, if it executes them; else others do.
+    """
 
     runner: NestedRunner | None = None
+    posts: deque[Any] | None = None
 
 
 WAITING = _Waiting()

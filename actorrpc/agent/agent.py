@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
+from types import FrameType
 from typing import Any, Final, NoReturn
 
 from actorrpc import _time
@@ -67,6 +68,16 @@ _GOODBYE_S: Final = 0.5  # how long goodbyes may take to be handed over, unless 
 _pack: Final = frames.PREFIX.pack
 _RETRY_S: Final = 1.0  # a notice that must arrive is sent again after this time, then 1.5 times that, ...
 _ATTEMPTS: Final = 20
+
+
+def _place(frame: FrameType | None) -> str:
+    """Say where a thread is: its innermost functions."""
+    found: list[str] = []
+    while frame is not None and len(found) < 3:
+        code = frame.f_code
+        found.append(f"{code.co_name} at {os.path.basename(code.co_filename)}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(found) or "at its end"
 
 
 class Agent:
@@ -163,15 +174,18 @@ class Agent:
 
     # -- calling -----------------------------------------------------------------------------------------
 
-    def encode(self, obj: Any, message: outbound.MessageContext, *, answer: bool = False) -> codec.Encoded:
+    def encode(
+        self, obj: Any, message: outbound.MessageContext, *, answer: bool = False
+    ) -> codec.Encoded | bytes:
         """Pack an object for the message's peer; an answer's tensors arrive where the peer's device map says."""
         peer = message.peer
-        return codec.encode(
+        return codec.encode_body(
             obj,
-            remote_main=peer.same_main,
-            known=peer.known,
-            device_map=peer.answer_map if answer else peer.device_map,
-            context=message,
+            peer.same_main,
+            peer.known,
+            peer.answer_map if answer else peer.device_map,
+            message,
+            bool(self.recorder.live) and not answer,
         )
 
     def call(
@@ -218,6 +232,7 @@ class Agent:
         if peer.state != "alive":
             peer.check_alive(f"cannot call {label}")
         message = outbound.MessageContext(peer)
+        message.held = ()
         header: Header | None = None
         encoded: codec.Encoded | bytes
         call: Call | None = None
@@ -234,10 +249,10 @@ class Agent:
                 peer.known,
                 peer.device_map,
                 message,
+                bool(self.recorder.live),
             )
             if self.recorder.live or (not isinstance(encoded, bytes) and encoded.grad):
-                tensors = () if isinstance(encoded, bytes) else encoded.tensors
-                header = recorded(self.recorder, header, tensors, peer)
+                header = recorded(self.recorder, header, encoded, peer)
             if message.sent:
                 header = self.announce(message, header)
             conn = peer.conn
@@ -247,7 +262,7 @@ class Agent:
                 self.flush()
                 peer.wait_for_room(deadline, f"the call of {label}")
             call = Call(self, peer, next(peer.ids), label, deadline, timeout, chain, future)
-            call.keep = keep
+            call.keep = (keep, message.held) if message.held else keep
             call.mail = mail
             if future is not None:
                 future._source = call
@@ -318,10 +333,9 @@ class Agent:
             self.scheduler.watch(call)
             if self.closed_down:
                 raise self._shut_down(call)
-            whole = outbound.Plain(encoded) if isinstance(encoded, bytes) else encoded
             if mail is not None and header is None:
                 header = mail.header
-            self.loop_back(frames.REQUEST, call.id, whole, header, call.deadline, call.chain, flags)
+            self.loop_back(frames.REQUEST, call.id, encoded, header, call.deadline, call.chain, flags)
             return
         conn = peer.conn
         if conn is None or conn.state is CLOSED:
@@ -351,7 +365,7 @@ class Agent:
             conn,
             frames.REQUEST,
             call.id,
-            outbound.Plain(encoded) if isinstance(encoded, bytes) else encoded,
+            encoded,
             remaining=remaining,
             chain=call.chain,
             header=header if header is not None or mail is None else mail.header,
@@ -381,7 +395,7 @@ class Agent:
         self,
         kind: int,
         id: int,
-        encoded: codec.Encoded | outbound.Plain,
+        encoded: codec.Encoded | bytes,
         header: Header | None,
         deadline: float,
         chain: int,
@@ -389,15 +403,20 @@ class Agent:
     ) -> None:
         """Deliver a message of this worker to itself. Memory is copied, as it would be on the way to another."""
         peer = self.self_peer
-        for digest, definition in encoded.definitions.items():
-            peer.definitions.add(digest, definition)
-            peer.sent_definition(digest, len(definition))
-        buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
+        buffers: list[memoryview] = []
+        if isinstance(encoded, bytes):
+            body = encoded
+        else:
+            body = encoded.body
+            for digest, definition in encoded.definitions.items():
+                peer.definitions.add(digest, definition)
+                peer.sent_definition(digest, len(definition))
+            buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
         extra = pack_header(header) if header else b""
         now = _time.now()
         if buffers:
             flags |= outbound.STREAM
-        frame = Frame(kind, flags, id, deadline - now, chain, extra, encoded.body, buffers or None)
+        frame = Frame(kind, flags, id, deadline - now, chain, extra, body, buffers or None)
         if flags & frames.MAIL:
             self.post.take(None, peer, frame)
         elif kind == frames.REQUEST:
@@ -581,8 +600,9 @@ class Agent:
         signals.uninstall(self._put_off)
         codec.restrict(-self.settings.data_only)
         if left:
-            names = ", ".join(thread.name for thread in left)
-            _log.warning("threads of %r are still in user code after shutdown: %s", self.name, names)
+            stacks = sys._current_frames()
+            where = ", ".join(f"{each.name} ({_place(stacks.get(each.ident or 0))})" for each in left)
+            _log.warning("threads of %r are still in user code after shutdown: %s", self.name, where)
 
     def dismiss(self, conns: Collection[Connection]) -> None:
         """End connections that have come into being while the agent is closed, with a goodbye."""

@@ -60,8 +60,8 @@ class Execution:
         path: the mailbox executions (of actors) that it descends from, outermost first; ``chain`` is the last of
             them where there is one.
         actor: whose mailbox it came through, or ``None`` for a plain call.
-        receipt: what the caller is to be told with the answer: which references have arrived.
         what: the function, or the name of the actor's method, for messages.
+        deferred: the function has returned: a future will be the answer.
     """
 
     __slots__ = (
@@ -69,12 +69,12 @@ class Execution:
         "cancelled",
         "chain",
         "deadline",
+        "deferred",
         "header",
         "id",
         "nested",
         "path",
         "peer",
-        "receipt",
         "what",
     )
 
@@ -88,8 +88,8 @@ class Execution:
         self.header: Header | None = None
         self.path: tuple[int, ...] = (chain,) if chain >> FRAME_BIT else ()
         self.actor: Any = None
-        self.receipt: bytes | None = None
         self.what: Any = None
+        self.deferred = False
 
     def cancel(self, stop: bool = False) -> None:
         """Record that the caller gave up, and give up the calls that this one waits for.
@@ -243,6 +243,8 @@ class Call:
             )
             if _interrupts.pending:
                 checkpoint()
+            if WAITING.posts:
+                agent.executor.run_posts(WAITING.posts)
             if self.done:
                 return True
             if bounded is not None and _time.now() >= bounded:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from actorrpc import _time
-from actorrpc._exception_text import cut_frames, is_a, let_frames_go, line_of, report, say
+from actorrpc._exception_text import cut_frames, is_a, is_of_handler, let_frames_go, line_of, report, say
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, FRAME_BIT, Execution
 from actorrpc.agent.hooks import Interceptor, answer_header, intercepted, recorded, riding
@@ -31,6 +32,7 @@ from actorrpc.errors import (
 )
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire.frames import CREDIT, FAILURE, POST, PREFIX, REPLY, Frame, pack_frame
 from actorrpc.wire.headers import Header, unpack_header
 
@@ -159,6 +161,45 @@ class Executor:
         if frames:
             agent.deliver(conn, frames, False)
 
+    def run_posts(self, posts: deque[tuple[Any, Frame, float]]) -> None:
+        """Execute posts on the thread that has read them as it waited.
+
+        Raises:
+            Exception: what a signal handler has raised.
+        """
+        while posts:
+            conn, frame, _ = posts.popleft()
+            peer = conn.peer
+            execution = Execution(peer, frame.id, INFINITE, frame.chain)
+            opened = self._open_post(conn, frame, execution)
+            if opened is None:
+                continue
+            function, args, kwargs = opened
+            token = CURRENT.set(execution)
+            try:
+                function(*args, **kwargs)
+            except BaseException as error:
+                if is_of_handler(error):
+                    raise
+                report(_log, error, "what %r has posted here failed", peer.name)
+            finally:
+                CURRENT.reset(token)
+
+    @uninterruptible
+    def _open_post(self, conn: Any, frame: Frame, execution: Execution) -> Any:
+        peer = execution.peer
+        if not peer.begun.first(frame.id):
+            _log.warning("request %d of %r came twice; it is executed once", frame.id, peer.name)
+            return None
+        try:
+            header = execution.header = unpack_header(frame.extra) if frame.extra else {}
+            if "path" in header:
+                execution.path = path_of(header, frame.chain)
+            return self.open(conn, frame, header, outbound.MessageContext(peer), execution)
+        except BaseException as error:
+            report(_log, error, "what %r has posted here failed", peer.name)
+            return None
+
     def _refuse_late(self, conn: Any, frame: Frame) -> None:
         name = self._agent.name
         error = RpcTimeoutError(
@@ -185,11 +226,11 @@ class Executor:
 
     def _call(self, conn: Any, frame: Frame, execution: Execution) -> tuple[Any, bool]:
         agent = self._agent
-        if not frame.flags and not frame.extra:
+        if not frame.flags & ~POST and not frame.extra:
             function, args, kwargs = outbound.open_plain(frame.body, execution.peer)
             execution.what = function
         else:
-            message = outbound.MessageContext(execution.peer, None if frame.flags & POST else execution)
+            message = outbound.MessageContext(execution.peer)
             header = execution.header = unpack_header(frame.extra) if frame.extra else {}
             if "path" in header:
                 execution.path = path_of(header, frame.chain)
@@ -242,6 +283,7 @@ class Executor:
             self.fail(conn, id, error, execution)
             running.pop(id, None)
 
+        execution.deferred = True
         self.when_done(future_of(value, function), conn, execution, answer, fail)
 
     def when_done(
@@ -290,7 +332,6 @@ class Executor:
             and conn is not None
             and not agent.interceptors
             and agent.gate is None
-            and execution.receipt is None
             and execution.peer.same_main is not None
         ):
             body = _dumps(value, 5)
@@ -301,16 +342,15 @@ class Executor:
             header = answer_header(agent.interceptors, execution) if agent.interceptors else None
             encoded = agent.encode(value, message, answer=True)
             if keep is not None:
-                kept = keep(value, encoded.nbytes)
+                kept = keep(value, len(encoded) if isinstance(encoded, bytes) else encoded.nbytes)
                 if kept is not value:
                     agent.roll_back(message)
                     message = outbound.MessageContext(execution.peer)
                     encoded = agent.encode(kept, message, answer=True)
-            if encoded.grad:
-                header = recorded(agent.recorder, header, encoded.tensors, execution.peer)
+            if not isinstance(encoded, bytes) and encoded.grad:
+                header = recorded(agent.recorder, header, encoded, execution.peer)
             if message.sent:
                 header = agent.announce(message, header)
-            header = _with_receipt(execution, header)
             if not self._send(conn, REPLY, id, encoded, header, execution, message):
                 agent.roll_back(message)
         except BaseException as error:
@@ -329,14 +369,14 @@ class Executor:
             where = f"{name}, actor {shown}" if shown else name
             data = exceptions.dump(error, worker=name, dumps=dumps, where=where)
             let_frames_go(error)
-            self._send(conn, FAILURE, id, outbound.Plain(data), _with_receipt(execution, None), execution)
+            self._send(conn, FAILURE, id, data, None, execution)
         except BaseException as failure:  # memory or descriptors have run out: then little may still be sent
             self._fail_shortly(conn, id, execution.peer.name, failure)
 
     def _fail_shortly(self, conn: Any, id: int, name: str, failure: BaseException) -> None:
         """End a call whose error cannot be packed: its caller would wait for ever."""
         if conn is None:
-            self._agent.loop_back(FAILURE, id, outbound.Plain(self._short), None, INFINITE, 0)
+            self._agent.loop_back(FAILURE, id, self._short, None, INFINITE, 0)
         else:
             conn.outbox.append(pack_frame(FAILURE, id, self._short))
         _log.error("an error cannot be sent to %r: %s", name, line_of(failure))
@@ -354,7 +394,7 @@ class Executor:
         try:
             dumps = codec.dumper(peer.same_main)
             data = exceptions.dump(error, worker=self._agent.name, dumps=dumps, executed=False)
-            self._send(conn, FAILURE, frame.id, outbound.Plain(data), None)
+            self._send(conn, FAILURE, frame.id, data, None)
         except MemoryError as failure:
             self._fail_shortly(conn, frame.id, peer.name, failure)
 
@@ -378,7 +418,7 @@ class Executor:
         conn: Any,
         kind: int,
         id: int,
-        encoded: codec.Encoded | outbound.Plain,
+        encoded: codec.Encoded | bytes,
         header: Header | None,
         execution: Execution | None = None,
         message: outbound.MessageContext | None = None,
@@ -392,22 +432,14 @@ class Executor:
             return True
         if conn.state is CLOSED:
             return False
+        if header is None and isinstance(encoded, bytes) and len(encoded) <= agent.settings.chunk:
+            conn.outbox.append(_pack(len(encoded), 0, kind, 0, INFINITE, id, 0) + encoded)
+            return True
         try:
             return outbound.send(agent, conn, kind, id, encoded, remaining=INFINITE, chain=0, header=header)
         except RpcError as error:
             if conn.state is CLOSED or kind == FAILURE:
                 return False
             data = exceptions.dump(error, worker=agent.name, dumps=codec.dumper(conn.peer.same_main))
-            header = {"receipt": header["receipt"]} if header and "receipt" in header else None
-            outbound.send(
-                agent, conn, FAILURE, id, outbound.Plain(data), remaining=INFINITE, chain=0, header=header
-            )
+            outbound.send(agent, conn, FAILURE, id, data, remaining=INFINITE, chain=0, header=None)
             return False
-
-
-def _with_receipt(execution: Execution, header: Header | None) -> Header | None:
-    """Return the header of an answer, with the receipt for the references that came with the call."""
-    receipt, execution.receipt = execution.receipt, None
-    if receipt is None:
-        return header
-    return {"receipt": receipt} if header is None else {**header, "receipt": receipt}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 if TYPE_CHECKING:
     from actorrpc.agent.calls import Call, Execution
     from actorrpc.agent.mail import MailHeader
-    from actorrpc.agent.outbound import MessageContext, Plain
+    from actorrpc.agent.outbound import MessageContext
     from actorrpc.agent.peers import Peer
     from actorrpc.serialization.codec import Encoded
     from actorrpc.wire.headers import Header
@@ -141,9 +141,11 @@ class NoRecorder:
         """Do nothing."""
 
 
-def recorded(recorder: Recorder, header: Header | None, tensors: Sequence[Any], peer: Peer) -> Header | None:
+def recorded(
+    recorder: Recorder, header: Header | None, encoded: Encoded | bytes, peer: Peer
+) -> Header | None:
     """Return the header of a message that has been packed, with the recorder's tag where it gives one."""
-    tag = recorder.sent(tensors, peer)
+    tag = recorder.sent(() if isinstance(encoded, bytes) else encoded.tensors, peer)
     if tag is not None:
         header = {} if header is None else header
         header["tag"] = tag
@@ -200,7 +202,7 @@ class MessageFilter(Protocol):
         peer: Peer,
         function: Any,
         args: tuple[Any, ...],
-        encoded: Encoded,
+        encoded: Encoded | bytes,
         header: Header | None,
         chain: int,
         message: MessageContext,
@@ -216,7 +218,7 @@ class MessageFilter(Protocol):
         conn: Any,
         kind: int,
         id: int,
-        encoded: Encoded | Plain,
+        encoded: Encoded | bytes,
         header: Header | None,
         execution: Execution | None,
         message: MessageContext | None,

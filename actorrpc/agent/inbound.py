@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, Final
 from actorrpc import _time
 from actorrpc._limits import explain_memory
 from actorrpc.agent import outbound
-from actorrpc.agent.calls import Execution
-from actorrpc.agent.hooks import RECEIPT
 from actorrpc.errors import LimitError, ProtocolError
+from actorrpc.futures import WAITING
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.connection_state import Goodbye
 from actorrpc.transport.signals import uninterruptible
@@ -34,7 +33,7 @@ from actorrpc.wire.headers import Header, unpack_header
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.calls import Call
-    from actorrpc.agent.peers import Cancellable, Peer
+    from actorrpc.agent.peers import Peer
     from actorrpc.transport.connection import Connection
 
 __all__ = ["KEPT", "DuplicateFilter", "Inbox"]
@@ -234,6 +233,9 @@ class Inbox:
                 if not arrived:
                     arrived = _time.now()
                 if kind == frames.REQUEST:
+                    if waiting and frame.flags & frames.POST and WAITING.posts is not None:
+                        WAITING.posts.append((conn, frame, arrived))
+                        continue
                     count += 1
                     requests += 1
                     pool.queue.append((conn, frame, arrived))
@@ -284,8 +286,6 @@ class Inbox:
         """Return the value that a reply carries, or raise its error. Called once per reply, by the thread that waits."""
         call.keep = None
         if frame.kind == frames.FAILURE:
-            if frame.extra:
-                self.arrived(outbound.MessageContext(call.peer), unpack_header(frame.extra))
             raise exceptions.load(frame.body, loads=codec.loads)
         if not frame.flags and not frame.extra and not self._agent.interceptors:
             return outbound.open_plain(frame.body, call.peer)
@@ -322,32 +322,17 @@ class Inbox:
         execution = peer.running.get(id)
         if execution is not None:
             # Cancelling nested calls completes futures, which may run callbacks: not under the read lock.
-            self._agent.pool.submit(partial(self._give_up, execution, stop))
+            self._agent.pool.submit(partial(execution.cancel, stop))
             return
         if len(peer.cancelled) > 1 << 17:
             peer.cancelled.clear()
         peer.cancelled[id] = None
 
-    def _receipt(self, peer: Peer, body: Any) -> None:
-        handler = self._agent.on_notice.get(RECEIPT)
-        if handler is None or not isinstance(body, bytes):
-            raise ProtocolError("a receipt that cannot be read")
-        handler(peer, body)
-
-    def _give_up(self, work: Cancellable, stop: bool) -> None:
-        work.cancel(stop)
-        # Only a plain call keeps the receipt for its answer, which may never come now; actors send theirs at once.
-        if isinstance(work, Execution) and work.receipt is not None:
-            receipt, work.receipt = work.receipt, None
-            self._agent.notify(work.peer, RECEIPT, receipt)
-
     def arrived(self, message: outbound.MessageContext, header: Header) -> None:
-        """Take up the references that a message carries, before it is opened, and the receipt for others."""
+        """Take up the references that a message carries, before it is opened."""
         forks = header.get("references")
         if isinstance(forks, bytes):
             self._agent.on_forks(message, forks)
-        if "receipt" in header:
-            self._receipt(message.peer, header["receipt"])
 
     def discard(self, conn: Connection | None, frame: Frame) -> None:
         """Give back what a message holds that will not be opened: shared memory and references."""
@@ -359,8 +344,6 @@ class Inbox:
                 forks = header.get("references")
                 if isinstance(forks, bytes):
                     self._agent.refuse_forks(peer, forks)
-                if "receipt" in header:
-                    self._receipt(peer, header["receipt"])
             except ProtocolError as error:
                 if conn is not None:
                     conn.close(error)

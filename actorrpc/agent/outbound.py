@@ -32,7 +32,6 @@ from actorrpc.wire.headers import Header, pack_header, unpack_header
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
-    from actorrpc.agent.calls import Execution
     from actorrpc.agent.peers import Peer
     from actorrpc.config import Settings
     from actorrpc.transport.connection import Connection
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Assembly",
     "MessageContext",
-    "Plain",
     "begin_stream",
     "discard",
     "open_body",
@@ -67,27 +65,16 @@ class MessageContext:
         sent: what was registered for the message while packing (forks of RRefs), to be rolled back if it is
             not sent.
         received: what has to be confirmed before user code may run with it.
-        execution: what the message asks for, if the sender gets an answer: its receipt may wait for that.
+        held: what the sender keeps alive until it has the answer; None where there will be none.
     """
 
-    __slots__ = ("execution", "peer", "received", "sent")
+    __slots__ = ("held", "peer", "received", "sent")
 
-    def __init__(self, peer: Peer, execution: Execution | None = None) -> None:
+    def __init__(self, peer: Peer) -> None:
         self.peer = peer
-        self.execution = execution
+        self.held: tuple[Any, ...] | None = None
         self.sent: list[Any] | None = None
         self.received: list[Any] | None = None
-
-
-class Plain:
-    """Something to send that is bytes already."""
-
-    __slots__ = ("body",)
-    spans = ()
-    definitions: dict[bytes, bytes] = {}  # noqa: RUF012 (never changed)
-
-    def __init__(self, body: bytes) -> None:
-        self.body = body
 
 
 class Assembly:
@@ -123,18 +110,17 @@ class Assembly:
         return self._left == 0
 
 
-def _check(encoded: codec.Encoded | Plain, settings: Settings) -> None:
-    """Check an encoded message against the limits.
+def _check(buffers: int, total: int, settings: Settings) -> None:
+    """Check a message against the limits.
 
     Raises:
         LimitError: too many or too large buffers; nothing has been sent.
     """
-    if len(encoded.spans) > settings.max_buffers:
+    if buffers > settings.max_buffers:
         raise LimitError(
-            f"a message with {len(encoded.spans)} tensors or buffers is over the limit of {settings.max_buffers}: "
+            f"a message with {buffers} tensors or buffers is over the limit of {settings.max_buffers}: "
             f"send fewer, or stack them"
         )
-    total = len(encoded.body) + sum(span.nbytes for span in encoded.spans)
     if total > settings.max_message:
         raise LimitError(f"a message of {total} bytes is over the limit of {settings.max_message}")
 
@@ -144,7 +130,7 @@ def send(
     conn: Connection,
     kind: int,
     id: int,
-    encoded: codec.Encoded | Plain,
+    encoded: codec.Encoded | bytes,
     *,
     remaining: float,
     chain: int,
@@ -157,8 +143,11 @@ def send(
 
     Returns whether it went out; False if it was cut short by the deadline or an interrupt.
     """
-    body, spans = encoded.body, encoded.spans
-    if encoded.definitions:
+    spans: Sequence[codec.TensorSpan] = ()
+    if isinstance(encoded, bytes):
+        body = encoded
+    else:
+        body, spans = encoded.body, encoded.spans
         peer = conn.peer
         for digest, definition in encoded.definitions.items():
             conn.outbox.append(pack_frame(frames.DEFINITION, body=digest + definition))
@@ -173,13 +162,14 @@ def send(
     if not spans and len(body) <= settings.chunk:
         put(body, flags, header)
         return True
-    _check(encoded, settings)
+    sizes = [span.nbytes for span in spans]
+    total = len(body) + sum(sizes)
+    _check(len(spans), total, settings)
     header = header.copy() if header else {}
-    total = len(body) + sum(span.nbytes for span in spans)
     if call is not None and total >= CHARGED:
         conn.peer.charge(call, total)
     if total < settings.lane_threshold:
-        header["sizes"] = [span.nbytes for span in spans]
+        header["sizes"] = sizes
         put(b"".join([body, *(bytes(span.view()) for span in spans)]), flags | INLINE, header)
         return True
     if conn.local and spans and len(body) <= settings.chunk:
@@ -191,7 +181,6 @@ def send(
             return True
     flags |= STREAM
     buffers = [(index, span.view()) for index, span in enumerate(spans)]
-    sizes = [span.nbytes for span in spans]
     if len(body) > settings.chunk:
         flags |= BODY
         buffers.append((len(buffers), memoryview(body)))
@@ -369,8 +358,8 @@ def post(
         header = {"path": current.path[:-1]}
     try:
         encoded = agent.encode((function, args, {}), message)
-        if record and (agent.recorder.live or encoded.grad):
-            header = recorded(agent.recorder, header, encoded.tensors, peer)
+        if record and (agent.recorder.live or (not isinstance(encoded, bytes) and encoded.grad)):
+            header = recorded(agent.recorder, header, encoded, peer)
         if message.sent:
             header = agent.announce(message, header)
         id, chain = next(peer.ids), 0 if current is None else current.chain

@@ -32,7 +32,7 @@ from actorrpc.errors import BackpressureError, PeerDiedError, UnknownWorkerError
 from actorrpc.serialization import codec
 from actorrpc.transport.failure_detector import FailureDetector
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
-from actorrpc.wire.identity import WorkerInfo, WorkerRecord
+from actorrpc.wire.identity import WorkerInfo, WorkerKey, WorkerRecord
 
 if TYPE_CHECKING:
     from actorrpc.transport.connection import Connection
@@ -135,6 +135,7 @@ class Peer:
         self.record = record
         self.name = record.name
         self.rank = record.rank
+        self.key = WorkerKey(record.rank, record.incarnation)
         self.info = WorkerInfo(record.name, record.rank)
         self.is_self = record.incarnation == own.incarnation
         self.same_host = record.host == own.host

@@ -85,17 +85,19 @@ class Coordinator:
         Raises:
             Exception: what ended the pass, or interrupted the wait. It has no effect then, anywhere.
         """
+        transport = self._participant.transport
+        outer = transport.attend(self._part)
         try:
             for futures in self._steps():
-                # Waiting for one alone reads its answer without the help of another thread; where gradients are to come
-                # as well, other threads had better read. What is raised there is looked at later; only what interrupts
-                # the wait is raised here.
-                comes_more = self._part.terms is not None and not self._part.finished
-                one = len(futures) == 1 and not comes_more
-                (futures[0] if one else _settled(futures)).exception()
+                # Waiting for one alone reads its answer, and the gradients that come before it, without the help of another
+                # thread. What is raised there is looked at later; only what interrupts the wait is raised here.
+                (futures[0] if len(futures) == 1 else _settled(futures)).exception()
+                transport.work_off()
         except BaseException as error:
             self._give_up(error)
             raise
+        finally:
+            transport.leave(outer)
 
     def _steps(self) -> Generator[list[Future[Any]], None, None]:
         """Run the pass; yields what is to be waited for: until all are complete, or one has failed."""

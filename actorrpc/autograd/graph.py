@@ -405,10 +405,11 @@ def add_to(total: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return total.add_(other)
 
 
-def accumulate(gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Add gradients to the ``.grad`` of leaves as a local backward pass does: in place where it would."""
-    with Borrowed(gradients) as grads:
-        for index, gradient in enumerate(gradients.values()):
+def accumulate(gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Add gradients to the ``.grad`` of leaves, each of which is there once, as a local backward pass does: in place where
+    it would."""
+    with Borrowed([leaf for leaf, _ in gradients]) as grads:
+        for index, (_, gradient) in enumerate(gradients):
             before = grads[index]
             grads[index] = gradient if before is None else add_to(before, gradient)
 
@@ -424,8 +425,8 @@ def run(
     *,
     retain_graph: bool,
     deadline: float | None = None,
-) -> tuple[list[Tensors], dict[torch.Tensor, torch.Tensor]]:
-    """Run the engine once; return what comes to received messages, and what is in the ``.grad`` of leaves after that.
+) -> tuple[list[Tensors], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Run the engine once; return what comes to received messages, and the leaves with what is in their ``.grad`` after that.
 
     Hooks of all kinds run. ``.grad`` itself is as it was when this returns. No two of the results share memory.
 
@@ -441,7 +442,7 @@ def run(
         Exception: what a node or a hook raised.
     """
     if not outputs:
-        return [[None] * count for _, count in receipts], {}
+        return [[None] * count for _, count in receipts], []
     boxes: list[Tensors] = []
     for node, _ in receipts:
         box: Tensors = []
@@ -451,7 +452,7 @@ def run(
     try:
         with Borrowed(leaves, deadline):
             _run(tuple(outputs), _placed(outputs, gradients), retain_graph, False, (), True, True)
-            found = [(leaf, leaf.grad) for leaf in leaves]
+            found = _taken_from(leaves)
     finally:
         _silence(before)
         for node, _ in receipts:
@@ -459,7 +460,7 @@ def run(
     for box, (_, count) in zip(boxes, receipts, strict=True):
         if not box:  # nothing has come to it
             box += [None] * count
-    return boxes, {leaf: _unshared(gradient) for leaf, gradient in found if gradient is not None}
+    return boxes, found
 
 
 # -- finishing leaves -------------------------------------------------------------------------------------------------
@@ -489,11 +490,22 @@ _feed: Final[Callable[..., torch.Tensor]] = _Feed.apply
 _one: Final = torch.ones(())
 
 
-def _users(gradient: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+_use_count: Final[Callable[[int], int]] = torch._C._storage_Use_Count
+_some: Final = torch.empty(1)
+_ALONE: Final = _use_count(_some.untyped_storage()._cdata)
 
 
-_ALONE: Final = _users(torch.empty(1))
+def _taken_from(leaves: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what is in the ``.grad`` of leaves, which is borrowed: as :func:`_unshared` gives it."""
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for leaf in leaves:
+        gradient = leaf.grad
+        if gradient is not None:
+            strided = gradient.layout is torch.strided
+            if strided and _use_count(gradient.untyped_storage()._cdata) > _ALONE:
+                gradient = gradient.clone()
+            found.append((leaf, gradient))
+    return found
 
 
 def _unshared(gradient: torch.Tensor) -> torch.Tensor:
@@ -502,7 +514,7 @@ def _unshared(gradient: torch.Tensor) -> torch.Tensor:
     The engine looks only whether the tensor is known elsewhere: views of one gradient (of a sum's operands, say) would
     become the ``.grad`` of several leaves.
     """
-    if gradient.layout is torch.strided and _users(gradient) > _ALONE:
+    if gradient.layout is torch.strided and _use_count(gradient.untyped_storage()._cdata) > _ALONE:
         return gradient.clone()
     return gradient
 
@@ -513,8 +525,8 @@ def finish(
     *,
     create_graph: bool = False,
     deadline: float | None = None,
-) -> dict[torch.Tensor, torch.Tensor]:
-    """Run the hooks of leaves on their whole gradients; return what is in ``.grad`` after that.
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Run the hooks of leaves on their whole gradients; return the leaves with what is in ``.grad`` after that.
 
     ``.grad`` itself is as it was when this returns. Leaves that do not require grad any more are left out, as are those
     whose gradient a hook has taken away. No two of the results share memory.
@@ -536,7 +548,7 @@ def finish(
         box[:] = [each for leaf, each in zip(leaves, box, strict=True) if leaf.requires_grad]
         leaves = [leaf for leaf in leaves if leaf.requires_grad]
     if not leaves:
-        return {}
+        return []
     before = _silence(False)
     try:
         if create_graph:
@@ -547,7 +559,7 @@ def finish(
         with Borrowed(leaves, deadline):
             root = _root(leaves, box)
             _run((root,), (_one,), False, False, (), True, True)
-            return {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
+            return [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
     finally:
         _silence(before)
 
@@ -559,9 +571,11 @@ def _root(leaves: Sequence[torch.Tensor], box: list[torch.Tensor]) -> torch.Tens
         return _feed(box, *leaves)
 
 
-def _finish_with_history(leaves: Sequence[torch.Tensor], box: list[torch.Tensor]) -> dict[torch.Tensor, Any]:
+def _finish_with_history(
+    leaves: Sequence[torch.Tensor], box: list[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     # Not into .grad: with a history, gradient and leaf would refer to each other.
     edges = tuple(get_gradient_edge(leaf) for leaf in leaves)
     results = _run(edges, tuple(box), True, True, edges, True, False)
     box.clear()
-    return {leaf: each for leaf, each in zip(leaves, results, strict=True) if each is not None}
+    return [(leaf, each) for leaf, each in zip(leaves, results, strict=True) if each is not None]

@@ -12,7 +12,7 @@ Nothing that a pass has found counts before its verdict: until then sums and res
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -209,7 +209,7 @@ class LocalPass:
         self._receipts: dict[Node, Receipt] = {}
         self._leaves: dict[Node, None] = {}
         self._sums: dict[Node, Sum] = {}
-        self._results: dict[torch.Tensor, torch.Tensor] = {}
+        self._results: list[tuple[torch.Tensor, torch.Tensor]] = []  # each leaf once
         self._whole: set[int] = set()  # strata whose leaves no other reaches: they finish them, too
 
     # -- beginning: on one thread, without the lock --------------------------------------------------------------
@@ -234,7 +234,6 @@ class LocalPass:
         where: dict[tuple[int, Contribution], int] = {}
         lacking: list[int] = []
         reaching: dict[int, Sequence[Node]] = {}
-        direct = False
         for index, stratum in enumerate(strata):
             count = 0
             for message, contributions in stratum.messages.items():
@@ -244,21 +243,16 @@ class LocalPass:
                     where[message, contribution] = index
             lacking.append(count)
             receipts, leaves = self._reached(stratum)
-            for node in (*receipts, *leaves):
+            for node in receipts:
                 self._expect(node, index)
             if leaves:
                 reaching[index] = leaves
-                # What is sent back to a leaf itself would be copied by the engine: a capture hands it on as it is.
-                ends = set(leaves)
-                if any(edge.node in ends for message in stratum.messages for edge in self._edges[message]):
-                    direct = True
-        if not direct and not terms.create_graph and (len(reaching) < 2 or not _grouped()):
-            reached = Counter(id(node.variable) for leaves in reaching.values() for node in leaves)
-            self._whole = {
-                index
-                for index, leaves in reaching.items()
-                if all(reached[id(node.variable)] == 1 for node in leaves)
-            }
+        if not terms.create_graph and (len(reaching) < 2 or not _grouped()):
+            self._whole = self._alone(strata, reaching)
+        for index, nodes in reaching.items():
+            if index not in self._whole:
+                for node in nodes:
+                    self._expect(node, index)
         retained: set[int] = set()
         if len(strata) > 1 and not (terms.retain_graph or terms.create_graph):
             retained = self._shared(strata)
@@ -269,6 +263,23 @@ class LocalPass:
             self._where = where
             self._lacking = lacking
             self._replay()
+
+    def _alone(self, strata: Sequence[Stratum], reaching: Mapping[int, Sequence[Node]]) -> set[int]:
+        """Return the strata whose leaves no other one reaches; none where a gradient is sent to a leaf itself.
+
+        That would be copied by the engine: a capture hands it on as it is.
+        """
+        reached: Counter[int] = Counter()
+        variables: dict[int, list[int]] = {}
+        for index, leaves in reaching.items():
+            ends = set(leaves)
+            for message in strata[index].messages:
+                for edge in self._edges[message]:
+                    if edge.node in ends:
+                        return set()
+            found = variables[index] = [id(node.variable) for node in leaves]
+            reached.update(found)
+        return {index for index, found in variables.items() if max(map(reached.__getitem__, found)) == 1}
 
     def _know(self, message: int) -> ReachableGraph:
         context = self.context
@@ -370,7 +381,7 @@ class LocalPass:
         for table in (self._arrived, self._where, self._edges, self._reaches, self._receipts, self._leaves):
             table.clear()
         self._sums.clear()
-        self._results = {}
+        self._results = []
 
     # -- by the thread that is busy, without the lock ------------------------------------------------------------
 
@@ -419,9 +430,9 @@ class LocalPass:
                     retain_graph=retain,
                     deadline=terms.deadline,
                 )
-            self._results.update(results)
+            self._results += results
             for node in leaves:
-                del self._leaves[node], self._sums[node]
+                del self._leaves[node]
             return found, ()
         with self.context.engine:
             found, of_leaves = graph.capture(
@@ -474,7 +485,7 @@ class LocalPass:
         if leaves:
             with self.context.engine:
                 finished = graph.finish(leaves, box, create_graph=terms.create_graph, deadline=terms.deadline)
-            self._results.update(finished)
+            self._results += finished
 
     # -- the verdict: on one thread, without the lock -------------------------------------------------------------
 
@@ -485,8 +496,7 @@ class LocalPass:
         if terms.accumulate == "grad":
             graph.accumulate(self._results)
         else:
-            for leaf, gradient in self._results.items():
-                self._deposit(leaf, gradient)
+            self._deposit()
         if not (terms.retain_graph or terms.create_graph):
             with context.lock:
                 for message in self._edges:
@@ -494,13 +504,18 @@ class LocalPass:
                         context.sends[message] = ()
                         context.reaches.pop(message, None)
 
-    def _deposit(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _deposit(self) -> None:
+        gradients = self.context.gradients
+        present: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with self.context.lock:
+            for leaf, gradient in self._results:
+                if gradients.setdefault(leaf, gradient) is not gradient:
+                    present.append((leaf, gradient))
+        for leaf, gradient in present:
+            self._add(leaf, gradient)
+
+    def _add(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         gradients, lock = self.context.gradients, self.context.lock
-        with lock:
-            known = len(gradients)
-            gradients.setdefault(leaf, gradient)
-            if len(gradients) > known:
-                return
         while True:
             before = gradients.get(leaf)
             # Not under the lock: it may be long.

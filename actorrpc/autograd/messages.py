@@ -5,7 +5,7 @@ Messages are named tuples because these are pickled in C: one of them crosses fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -146,3 +146,25 @@ class Transport(Protocol):
 
     def name(self, worker: WorkerKey) -> str:
         """Return what errors call a worker."""
+
+    def attend(self, part: Any) -> Any:
+        """Have gradients that this thread reads while it waits for this part of a pass worked off by itself.
+
+        Returns what :meth:`leave` is given.
+        """
+
+    def work_off(self) -> None:
+        """Work off what has been read and is left.
+
+        Raises:
+            Exception: what a signal handler has raised.
+        """
+
+    def leave(self, outer: Any) -> None:
+        """End what :meth:`attend` began."""
+
+    def attends_another(self, part: Any) -> bool:
+        """Say whether this thread waits for another part of a pass than this one."""
+
+    def later(self, run: Callable[[], object]) -> None:
+        """Run ``run()`` on another thread."""

@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -303,7 +304,10 @@ class Participant:
                 return
             part.arrive(sender, message.receipt, message.message, _taken(message.gradients))
         # The worker that waits for this worker's part is told what has gone wrong; the sender of a gradient has done its own.
-        self.advance(part)
+        if self.transport.attends_another(part):
+            self.transport.later(partial(self.advance, part))  # its hooks may wait for what this thread holds
+        else:
+            self.advance(part)
 
     def _run(self, context: Context, sender: WorkerKey, message: Run) -> Any:
         with context.lock:

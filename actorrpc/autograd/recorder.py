@@ -37,7 +37,6 @@ from actorrpc.autograd.graph import edge_of, receive
 from actorrpc.autograd.messages import Sink
 from actorrpc.errors import ProtocolError
 from actorrpc.rpc.refcount.messages import WorkerKey
-from actorrpc.rpc.refcount.runtime import References
 
 __all__ = ["GraphRecorder", "current_context", "enter", "hear", "leave", "tell"]
 
@@ -170,7 +169,7 @@ class GraphRecorder:
             return None
         to = None
         if peer is not None:
-            to = References.key_of(peer)
+            to = peer.key
             found.joined_by(to)
         indices = [index for index, each in enumerate(tensors) if each.requires_grad]
         if not indices or not torch.is_grad_enabled():
@@ -205,7 +204,7 @@ class GraphRecorder:
         if wanted:
             if source is None:
                 assert peer is not None
-                source = References.key_of(peer)
+                source = peer.key
                 hear(context, self._contexts.me, source, news)
             receipt = Receipt(source, message, self._contexts.new_receipt(), len(wanted))
             context.record_receipt(receive(wanted), receipt)
@@ -214,7 +213,7 @@ class GraphRecorder:
         """Note that what is kept in a context goes to a worker. See :class:`actorrpc.agent.hooks.Recorder`."""
         context: Context | None = self._contexts.find(tag[0])
         if context is not None:
-            context.joined_by(References.key_of(peer))
+            context.joined_by(peer.key)
 
 
 def _read(tag: Any, count: int) -> tuple[int, int, Sequence[int], WorkerKey | None, Sequence[Any]]:

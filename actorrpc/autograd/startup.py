@@ -15,7 +15,6 @@ from actorrpc.autograd.recorder import GraphRecorder
 from actorrpc.autograd.transport import NOTICE, AgentTransport, unpack_notice
 from actorrpc.errors import NotInitializedError
 from actorrpc.rpc import api
-from actorrpc.rpc.refcount.runtime import References
 
 __all__ = ["contexts", "participant", "start"]
 
@@ -57,12 +56,12 @@ def start(worker: Worker) -> Callable[[bool], None]:
     def noticed(peer: Peer, body: bytes) -> None:
         notice = unpack_notice(body)
         if part.may_wait(notice):
-            agent.submit(partial(part.hear, References.key_of(peer), notice))
+            agent.submit(partial(part.hear, peer.key, notice))
         else:
-            part.hear(References.key_of(peer), notice)
+            part.hear(peer.key, notice)
 
     def peer_ended(peer: Peer) -> None:
-        part.worker_died(References.key_of(peer))
+        part.worker_died(peer.key)
 
     def look() -> None:
         part.expire(lease)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgpack
 
@@ -26,11 +28,12 @@ from actorrpc.autograd.messages import (
     Verdict,
 )
 from actorrpc.errors import NotInitializedError, ProtocolError, RpcError
-from actorrpc.futures import Future
+from actorrpc.futures import WAITING, Future
 from actorrpc.rpc.refcount.messages import WorkerKey
 from actorrpc.rpc.refcount.runtime import References
 
 if TYPE_CHECKING:
+    from actorrpc.autograd.local_pass import LocalPass
     from actorrpc.autograd.participant import Participant
 
 __all__ = [
@@ -54,7 +57,7 @@ def serve(kind: int, *fields: Any) -> Any:
     participant: Participant | None = None if worker is None else worker.autograd
     if participant is None or execution is None:
         raise NotInitializedError("this worker has no distributed autograd: it has been shut down")
-    answer = participant.handle(References.key_of(execution.peer), message_of(kind, fields))
+    answer = participant.handle(execution.peer.key, message_of(kind, fields))
     return Later(answer) if isinstance(answer, Future) else answer
 
 
@@ -130,6 +133,14 @@ def unpack_notice(body: bytes) -> Notice:
     raise ProtocolError("a notice of distributed autograd makes no sense")
 
 
+class _Posts(deque[Any]):
+    """The posts that a thread has read while it waited for its part of a pass."""
+
+    def __init__(self, part: LocalPass) -> None:
+        super().__init__()
+        self.part = part
+
+
 class AgentTransport:
     """The way to the other workers, over an agent. Thread-safe."""
 
@@ -175,6 +186,34 @@ class AgentTransport:
             return self._peer(worker).name
         except RpcError:
             return f"worker {worker.rank}"
+
+    def attend(self, part: LocalPass) -> _Posts | None:
+        """See :class:`actorrpc.autograd.messages.Transport`."""
+        outer = WAITING.posts
+        WAITING.posts = _Posts(part)
+        return cast("_Posts | None", outer)
+
+    def work_off(self) -> None:
+        """See :class:`actorrpc.autograd.messages.Transport`."""
+        if WAITING.posts:
+            self._agent.executor.run_posts(WAITING.posts)
+
+    def leave(self, outer: _Posts | None) -> None:
+        """See :class:`actorrpc.autograd.messages.Transport`."""
+        left, WAITING.posts = WAITING.posts, outer
+        if left:
+            pool = self._agent.pool
+            pool.queue.extend(left)
+            pool.kick()
+
+    def attends_another(self, part: LocalPass) -> bool:
+        """See :class:`actorrpc.autograd.messages.Transport`."""
+        posts = WAITING.posts
+        return isinstance(posts, _Posts) and posts.part is not part
+
+    def later(self, run: Callable[[], object]) -> None:
+        """See :class:`actorrpc.autograd.messages.Transport`."""
+        self._agent.submit(run)
 
     def _peer(self, worker: WorkerKey) -> Peer:
         return self._agent.self_peer if worker == self.me else self._references.peer_of(worker)

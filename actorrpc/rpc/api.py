@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from actorrpc import _time
 from actorrpc._exception_text import is_of_handler, say
 from actorrpc.agent.agent import Agent
+from actorrpc.agent.calls import CURRENT, Execution
 from actorrpc.agent.context import Worker, current_worker, on_fork, process_worker, set_worker, workers_here
 from actorrpc.agent.peers import Listener, Peer, state_of
 from actorrpc.config import Settings
@@ -69,6 +70,9 @@ torchscript.register()
 _log = logging.getLogger("actorrpc")
 _JOIN_TIMEOUT = 300.0  # how long workers wait for each other at the rendezvous, in seconds
 _LATE_S = 0.5
+_ANSWERING_S = (
+    5.0  # how long a graceful shutdown waits for the functions that are being executed here to be answered
+)
 _SETTLE_S = 30.0  # how long shutdown waits for the last references, once every live worker has come to it
 
 
@@ -358,6 +362,7 @@ def _end_together(worker: Worker, until: float, let_go: Callable[[], None]) -> S
 
     group, references = worker.group, worker.references
     group.wait_for_all(0, left())
+    _answer_all(worker, min(until, _time.now() + _ANSWERING_S))
     # Nobody works any more.
     _end(worker, True)
     stop, worker.stop = worker.stop, None
@@ -373,6 +378,22 @@ def _end_together(worker: Worker, until: float, let_go: Callable[[], None]) -> S
     references.settle(min(until, _time.now() + _LATE_S))
     leaks: Sequence[object] = references.table.leaks()
     return leaks
+
+
+def _answer_all(worker: Worker, until: float) -> None:
+    """Wait until the functions that are being executed here are answered, but for the one that calls this.
+
+    The function that has told this worker to leave may just be about to return.
+    """
+    pause = 0.0005
+    mine = CURRENT.get()
+    while _time.now() < until and any(
+        isinstance(each, Execution) and each is not mine and not each.deferred
+        for peer in worker.agent.peers()
+        for each in list(peer.running.values())
+    ):
+        _time.sleep(pause)
+        pause = min(2 * pause, 0.02)
 
 
 @atexit.register

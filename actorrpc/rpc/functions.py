@@ -26,6 +26,7 @@ __all__ = ["Named", "allow", "async_execution", "exposed"]
 for _function in (group._arrive, rref._create, rref._fetch):
     exposed(_function)
 permit_maker(rref._rebuild)
+permit_maker(rref._rebuild_own)
 for _class in (RRefId, ForkId):
     allow(_class)
 

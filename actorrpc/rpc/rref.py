@@ -24,6 +24,7 @@ from actorrpc.agent.outbound import MessageContext
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import (
     NotInitializedError,
+    ProtocolError,
     RemoteError,
     RpcTimeoutError,
     RRefError,
@@ -126,9 +127,7 @@ def _create(
     references = runtime()
     execution = CURRENT.get()
     assert execution is not None
-    if fork_id is not None and not references.table.creation_arrived(
-        rref_id, fork_id, references.key_of(execution.peer)
-    ):
+    if fork_id is not None and not references.table.creation_arrived(rref_id, fork_id, execution.peer.key):
         return None
     try:
         value = function(*args, **kwargs)
@@ -206,6 +205,14 @@ def _rebuild(index: int) -> Any:
     if not isinstance(message, MessageContext) or message.received is None:
         raise RRefError("an RRef can only be unpickled by RPC")
     return message.received[1 + index]
+
+
+def _rebuild_own(created_on: int, local_id: int, incarnation: str) -> Any:
+    """Stand for an RRef in a call to its owner, whose caller holds it until the call is answered."""
+    if not (type(created_on) is type(local_id) is int and type(incarnation) is str):
+        raise ProtocolError("an RRef in a call to its owner cannot be read")
+    references = runtime()
+    return references._wrap(references, references.table.handle_on(RRefId(created_on, local_id, incarnation)))
 
 
 # -- what users hold --------------------------------------------------------------------------------
@@ -433,6 +440,9 @@ class RRef(Generic[T]):
 def reduce(rref: RRef[Any]) -> tuple[Any, ...]:
     """Return how to pickle an RRef in the message that is being packed: a fork goes with it.
 
+    A call to the owner goes without: the caller holds the RRef until it has the answer, and so until the owner has opened
+    the call. Where the caller's time is over before, the call may find the value gone.
+
     Raises:
         RRefError: no message is being packed, or the reference is of no use any more.
     """
@@ -442,8 +452,12 @@ def reduce(rref: RRef[Any]) -> tuple[Any, ...]:
     if not isinstance(message, MessageContext):
         return rref.__reduce__()  # type: ignore[no-any-return]
     rref._check()
-    references = rref._references
-    fork: ForkData = references.table.fork(rref._handle, references.key_of(message.peer))
+    references, handle = rref._references, rref._handle
+    to = message.peer.key
+    if message.held is not None and handle.owner == to:
+        message.held = (*message.held, rref)
+        return _rebuild_own, tuple(handle.rref_id)
+    fork: ForkData = references.table.fork(handle, to)
     if message.sent is None:
         message.sent = []
     message.sent.append(fork)

@@ -43,7 +43,15 @@ from actorrpc.serialization.by_value import (
     refuse,
 )
 from actorrpc.serialization.diagnostics import describe, path_to
-from actorrpc.serialization.tensors import ENTRY, INLINE_BYTES, Outgoing, TensorSpan, arrive, message
+from actorrpc.serialization.tensors import (
+    ENTRY,
+    INLINE_BYTES,
+    Outgoing,
+    SharedStorageError,
+    TensorSpan,
+    arrive,
+    message,
+)
 
 __all__ = [
     "HOLE",
@@ -156,6 +164,8 @@ _MAX_BUFFERS: Final = 10_000
 _STOP: Final = 0x2E
 _MAGIC: Final = 1  # the last byte of a body with a table; a bare pickle ends with a full stop
 _DATA: Final = 2  # the same, of one that is no pickle
+_EMBEDDED: Final = 3  # the last byte of a pickle with small tensors and nothing outside of it
+_WITH_TENSORS: Final = bytes([_EMBEDDED])
 _NOTHING: Final[Mapping[bytes, bytes]] = MappingProxyType({})
 
 
@@ -168,6 +178,8 @@ class Encoded:
             message is written: a sender that returns to the caller before that copies it first.
         definitions: hash -> definition of what the peer does not know yet; for its store, before it decodes.
         context: what :func:`encode` was given.
+        tensors: the plain tensors of the message, in the order in which :func:`decode` lists them.
+        grad: whether one of the plain tensors requires grad.
     """
 
     __slots__ = (
@@ -176,10 +188,14 @@ class Encoded:
         "context",
         "definitions",
         "device_map",
+        "embedded",
+        "embeds",
+        "grad",
         "inline",
         "outgoing",
         "reduced",
         "spans",
+        "tensors",
     )
 
     def __init__(self, context: object, device_map: Mapping[str, str] | None, inline: bool) -> None:
@@ -187,22 +203,22 @@ class Encoded:
         self.spans: Sequence[TensorSpan] = ()
         self.definitions = _NOTHING
         self.context = context
+        self.tensors: list[Any] = []
+        self.grad = False
         # -- only while encoding
         self.device_map = device_map
         self.inline = inline
+        self.embeds = not inline and (device_map is None or "cpu" not in device_map)
+        self.embedded: set[int] = set()  # the storages whose bytes are in the pickle
         self.outgoing: Outgoing | None = None
         self.buffers: list[memoryview] | None = None
         self.reduced: dict[int, tuple[object, Any]] | None = None
 
-    @property
-    def tensors(self) -> Sequence[Any]:
-        """The plain tensors of the message, in the order in which :func:`decode` lists them."""
-        return () if self.outgoing is None else self.outgoing.tensors
-
-    @property
-    def grad(self) -> bool:
-        """Whether one of the plain tensors requires grad."""
-        return self.outgoing is not None and self.outgoing.grad
+    def start_over(self) -> None:
+        """Forget what was noted of tensors and buffers: the object is encoded once more, with all tensors in the table."""
+        self.tensors, self.grad = [], False
+        self.embeds, self.embedded = False, set()
+        self.outgoing = self.buffers = None
 
     @property
     def nbytes(self) -> int:
@@ -336,8 +352,12 @@ def encode_body(
     known: Container[bytes],
     device_map: Mapping[str, str] | None,
     context: object,
+    listed: bool = True,
 ) -> bytes | Encoded:
-    """Do as :func:`encode` does, and return the mere body where there is nothing else. For the path of every call."""
+    """Do as :func:`encode` does, and return the mere body where there is nothing else. For the path of every call.
+
+    ``listed``: small tensors are something else, also where none of them requires grad.
+    """
     pickler, encoded = message.pickler, message.spare
     if (
         pickler is None
@@ -348,11 +368,11 @@ def encode_body(
         return encode(obj, remote_main=remote_main, known=known, device_map=device_map, context=context)
     if _by_value_modules:
         pickler.__class__ = _WatchingPickler
-    if encoded is None:
+    if encoded is None or device_map:
         encoded = Encoded(context, device_map, False)
     else:
         message.spare = None
-        encoded.context, encoded.device_map = context, device_map
+        encoded.context = context
     message.encoding = encoded
     message.pickler = None
     chunks: list[Any] = pickler.chunks
@@ -373,7 +393,11 @@ def encode_body(
             if encoded.outgoing is None and encoded.buffers is None and encoded.reduced is None:
                 chunks.clear()
                 message.pickler = pickler
-                message.spare = encoded
+                if encoded.tensors:
+                    encoded.body = body = body + _WITH_TENSORS
+                    return encoded if listed or encoded.grad else body
+                if not device_map:
+                    message.spare = encoded
                 encoded.context = None
                 return body
     return _finish(obj, encoded, pickler, None, remote_main, known, _MAX_BUFFERS)
@@ -389,6 +413,9 @@ def _finish(
     max_buffers: int,
 ) -> Encoded:
     """Go on after the fast attempt: ``error`` has stopped it, or what ``pickler`` wrote is no mere body."""
+    if isinstance(error, SharedStorageError):
+        encoded.start_over()
+        return _encode(obj, encoded, remote_main, known, max_buffers)
     outer = message.encoding
     message.encoding = encoded
     named: dict[bytes, bytes] | None = None
@@ -453,6 +480,7 @@ def _encode(
     message.encoding = encoded
     try:
         if remote_main is None:
+            encoded.embeds = False
             encoded.body = _with_table(data_only.dumps(obj, _own), [], encoded, {}, max_buffers, _DATA)
             encoded.reduced = None
             return encoded
@@ -490,6 +518,8 @@ def _close_body(
         body = _with_table(body, chunks, encoded, named or {}, max_buffers)
         if named:
             encoded.definitions = {key: data for key, data in named.items() if key not in known}
+    elif encoded.tensors:
+        body += _WITH_TENSORS
     encoded.body = body
 
 
@@ -505,7 +535,7 @@ def _encode_by_value(
     if error is not None and is_of_handler(error):
         raise error
     if not isinstance(error, (RpcError, RecursionError)):
-        encoded.outgoing = encoded.buffers = None
+        encoded.start_over()
         sink = _Sink()
         try:
             ByValuePickler(
@@ -538,7 +568,7 @@ def _unpicklable_part(obj: object, encoded: Encoded, remote_main: bool) -> str:
     table = ChainMap(foreign, _by_value_table)
 
     def passes(part: object) -> bool:
-        probe.outgoing = probe.buffers = None
+        probe.start_over()
         try:
             pickler = ByValuePickler(_Nowhere, table, remote_main=remote_main, buffer_callback=_take_buffer)
             pickler.dump(part)
@@ -668,6 +698,11 @@ def decode(
         if _restricted and body[-1] != _DATA:
             _refuse_pickle(body)
         if body[-1] == _STOP and not buffers:
+            return loads_here(body)
+        if body[-1] == _EMBEDDED and not buffers:
+            if torch.is_inference_mode_enabled():  # as in _decode_table
+                with torch.inference_mode(False):
+                    return loads_here(body)
             return loads_here(body)
         if len(buffers) > max_buffers:
             raise ProtocolError(f"a message of {len(buffers)} buffers: the limit is {max_buffers}")

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "ENTRY",
     "INLINE_BYTES",
     "Outgoing",
+    "SharedStorageError",
     "TensorSpan",
     "arrive",
     "message",
@@ -32,7 +34,7 @@ __all__ = [
     "tensor_reducers",
 ]
 
-INLINE_BYTES: Final = 4096  # storages up to this size ride in the body: a copy is cheaper than a section
+INLINE_BYTES: Final = 4096  # tensors up to this size ride in the body: a copy is cheaper than a section
 _WASTE: Final = 64 << 10  # so many unused bytes may travel for a lone tensor's strides to stay as they are
 _ALIGN: Final = 16  # ranges start on a multiple of the widest element, so that any dtype fits on them
 
@@ -134,6 +136,11 @@ _IN_BODY: Final = 1
 _COMPACT: Final = 2  # the bytes are the one tensor's elements in order; its strides are meaningless
 _PLACED: Final = 4  # goes to a device: its name is in the list of names
 
+
+class SharedStorageError(Exception):
+    """Two tensors of a message share memory, and one of them is in the pickle: all are to be in the table."""
+
+
 # A storage of a message, as a list (an object costs a third of a microsecond): the range [low, high) of it
 # that is used, in bytes, and by whom.
 _STORAGE, _LOW, _HIGH, _USED, _LONE, _DEVICE = range(6)
@@ -142,31 +149,34 @@ _STORAGE, _LOW, _HIGH, _USED, _LONE, _DEVICE = range(6)
 class Outgoing:
     """The storages of one message while it is encoded.
 
+    Args:
+        device_map: device here -> device there.
+        embedded: the storages whose bytes are in the pickle already.
+
     Attributes:
-        tensors: the plain tensors of the message, in the order in which the receiver rebuilds them.
-        grad: one of them requires grad.
         cpu: the receiver's device for what is on the CPU; empty where it stays there.
     """
 
-    __slots__ = ("_by_storage", "_device_map", "cpu", "grad", "pieces", "tensors")
+    __slots__ = ("_device_map", "_embedded", "by_storage", "cpu", "pieces")
 
-    def __init__(self, device_map: Mapping[str, str] | None) -> None:
-        self._by_storage: dict[int, int] = {}
+    def __init__(self, device_map: Mapping[str, str] | None, embedded: Container[int] = ()) -> None:
+        self.by_storage: dict[int, int] = {}
         self._device_map = device_map
+        self._embedded = embedded
         cpu = device_map.get("cpu", "") if device_map else ""
         self.cpu = "" if cpu == "cpu" else cpu
         self.pieces: list[list[Any]] = []
-        self.tensors: list[torch.Tensor] = []
-        self.grad = False
 
     def touch(self, t: torch.Tensor, low: int, high: int, used: int, off_cpu: int) -> int:
         """Note that ``t`` uses [low, high) of its storage; return the storage's number."""
         storage = t.untyped_storage()
         key = storage._cdata  # the storage is kept by its piece, so the number stays its own
-        index = self._by_storage.get(key)
+        index = self.by_storage.get(key)
         if index is None:
+            if key in self._embedded:
+                raise SharedStorageError
             device = self.target(t.device) if off_cpu else self.cpu
-            index = self._by_storage[key] = len(self.pieces)
+            index = self.by_storage[key] = len(self.pieces)
             # Once two tensors share the storage, the geometry has to stay: no lone tensor any more.
             self.pieces.append([storage, low, high, used, t, device])
         else:
@@ -182,12 +192,14 @@ class Outgoing:
         """Note that the whole storage travels; return its number."""
         key = storage._cdata
         size = storage.nbytes()
-        index = self._by_storage.get(key)
+        index = self.by_storage.get(key)
         if index is None:
+            if key in self._embedded:
+                raise SharedStorageError
             kind = storage.device.type
             if kind == "meta":
                 raise SerializationError("a storage on the meta device has no bytes to send")
-            index = self._by_storage[key] = len(self.pieces)
+            index = self.by_storage[key] = len(self.pieces)
             device = self.target(storage.device) if kind != "cpu" else self.cpu
             self.pieces.append([storage, 0, size, size, None, device])
         else:
@@ -292,7 +304,7 @@ def _outgoing() -> Outgoing:
     encoding = message.encoding
     out: Outgoing | None = encoding.outgoing
     if out is None:
-        out = encoding.outgoing = Outgoing(encoding.device_map)
+        out = encoding.outgoing = Outgoing(encoding.device_map, encoding.embedded)
     return out
 
 
@@ -319,7 +331,7 @@ def _describe(out: Outgoing, t: torch.Tensor, flags: int) -> tuple[Any, ...]:
     code = _CODES[t.dtype] | flags & ~_OFF_CPU
     if t.requires_grad:
         code |= _GRAD
-        out.grad = True
+        message.encoding.grad = True
     return (index, code, offset, *t.shape, *stride)
 
 
@@ -340,17 +352,38 @@ def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
     flags = _PLAIN.get(keys)
     if flags is None:
         flags = _classify(t, keys)
-    out = _outgoing()
-    out.tensors.append(t)
+    encoding = message.encoding
+    encoding.tensors.append(t)
     rebuild: tuple[Any, ...]
-    if flags >= 0:
-        rebuild = (tensor, _describe(out, t, flags))
+    if flags == 0 and encoding.embeds and 0 < t.nbytes <= INLINE_BYTES and t.is_contiguous():
+        rebuild = _embed(encoding, t)
+    elif flags >= 0:
+        rebuild = (tensor, _describe(_outgoing(), t, flags))
     else:
-        rebuild = _reduce_special(out, t)
+        rebuild = _reduce_special(_outgoing(), t)
     attributes = t.__dict__
     if attributes:
         return (*rebuild[:2], attributes, None, None, set_attributes)
     return rebuild
+
+
+def _embed(encoding: Any, t: torch.Tensor) -> tuple[Any, ...]:
+    """Reduce a small tensor to its bytes: most messages with a tensor need no table then."""
+    storage = t.untyped_storage()
+    key = storage._cdata  # the storage is kept by its tensor, which the message keeps
+    if key in encoding.embedded:
+        raise SharedStorageError
+    out, size = encoding.outgoing, t.nbytes
+    if (
+        out is not None and key in out.by_storage
+    ) or t.storage_offset() * t.itemsize + size > storage.nbytes():
+        return tensor, _describe(_outgoing(), t, 0)
+    encoding.embedded.add(key)
+    code = _CODES[t.dtype]
+    if t.requires_grad:
+        code |= _GRAD
+        encoding.grad = True
+    return embedded, (bytearray(_memory_view(t.data_ptr(), size, _READ)), code, *t.shape)
 
 
 def _reduce_special(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
@@ -360,7 +393,7 @@ def _reduce_special(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
     if not t.is_nested and any(getattr(t, "names", ())):
         raise SerializationError("a tensor with named dimensions cannot be sent: drop its names first")
     grad = t.requires_grad
-    out.grad = out.grad or grad
+    message.encoding.grad |= grad
     bare = t.detach()
     layout = t.layout
     if layout is torch.sparse_coo:
@@ -393,7 +426,7 @@ def _reduce_parameter(p: torch.nn.Parameter) -> tuple[Any, ...]:
         flags = _classify(p, keys)
     rebuild: tuple[Any, ...]
     if flags >= 0:
-        out.tensors.append(p)
+        message.encoding.tensors.append(p)
         rebuild = (parameter, (p.requires_grad, *_describe(out, p, flags)))
     else:
         # The data travels as a tensor of its own, which pickle has to keep alive: hence in the arguments.
@@ -557,6 +590,23 @@ def _arrives(t: torch.Tensor) -> torch.Tensor:
 def tensor(index: int | str, code: int, offset: int, *geometry: int) -> torch.Tensor:
     """Rebuild a strided tensor (wire format)."""
     t = _build(index, code, offset, *geometry)
+    if code & _GRAD:
+        t.requires_grad_(True)
+    tensors = message.decoding.tensors
+    if tensors is not None:
+        tensors.append(t)
+    return t
+
+
+def embedded(data: bytearray, code: int, *shape: int) -> torch.Tensor:
+    """Rebuild a small tensor whose elements lie in the pickle, in order (wire format)."""
+    dtype = _dtype(code & 0xFF)
+    count, left = divmod(len(data), dtype.itemsize)
+    if type(data) is not bytearray or left or (shape and min(shape) <= 0) or math.prod(shape) != count:
+        raise ProtocolError(f"a tensor of sizes {shape} in {len(data)} bytes")
+    t = torch.frombuffer(data, dtype=dtype)
+    if len(shape) != 1:
+        t.resize_(shape)  # in place: the result is no view, as no tensor that arrives should be
     if code & _GRAD:
         t.requires_grad_(True)
     tensors = message.decoding.tensors

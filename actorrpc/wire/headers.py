@@ -22,7 +22,6 @@ class Header(TypedDict, total=False):
     stream: int  # the number under which its buffers come in chunks
     placement: bytes  # where in shared memory its buffers are (shared_memory.Placement)
     references: Any  # the references that it carries, as the protocol of reference counts packs them
-    receipt: bytes  # of an answer: which references of the call have arrived
     tag: Any  # the recorder's, of the tensors that it carries (hooks.Recorder)
     profile: list[Any]  # of a call: the profiled call's number and name, and the settings of what collects
 

@@ -15,7 +15,7 @@ import re
 import secrets
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -27,6 +27,7 @@ __all__ = [
     "FIRST_VISITOR",
     "MAX_NAME",
     "WorkerInfo",
+    "WorkerKey",
     "WorkerRecord",
     "check_name",
     "host_identity",
@@ -49,6 +50,13 @@ _MAX_RECORD = 256 << 10  # device maps name every worker that they are for
 _MAX_ADDRESSES = 64
 # Only used where the kernel does not say which boot this is: then no other process is "on this host".
 _UNKNOWN_BOOT = secrets.token_hex(16)
+
+
+class WorkerKey(NamedTuple):
+    """One life of one worker: a worker that restarts is another one."""
+
+    rank: int
+    incarnation: str
 
 
 def check_name(name: object) -> str:

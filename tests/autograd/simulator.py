@@ -88,7 +88,7 @@ class Worker:
         self.contexts = Contexts(key)
         self.recorder = GraphRecorder(self.contexts)
         self.participant = Participant(self.contexts, self)
-        self.peer: Any = SimpleNamespace(rank=key.rank, record=SimpleNamespace(incarnation=key.incarnation))
+        self.peer: Any = SimpleNamespace(key=key)
         self.alive = True
         self.asks: dict[Future[Any], WorkerKey] = {}
 
@@ -106,6 +106,21 @@ class Worker:
 
     def name(self, worker: WorkerKey) -> str:
         return f"worker{worker.rank}"
+
+    def attend(self, part: Any) -> None:
+        """The simulator delivers; no thread reads."""
+
+    def work_off(self) -> None:
+        """Nothing is left: no thread reads."""
+
+    def leave(self, outer: Any) -> None:
+        """No thread reads."""
+
+    def attends_another(self, part: Any) -> bool:
+        return False
+
+    def later(self, run: Callable[[], object]) -> None:
+        raise AssertionError("no thread waits here")
 
 
 class Network:

@@ -59,7 +59,7 @@ def _capture(
 def _finish(gradients: dict[Tensor, Tensor], **options: Any) -> dict[Tensor, Tensor]:
     leaves, box = list(gradients), list(gradients.values())
     gradients.clear()
-    found = graph.finish(leaves, box, **options)
+    found = dict(graph.finish(leaves, box, **options))
     assert not box
     return found
 
@@ -370,19 +370,19 @@ def test_gradients_that_nobody_else_knows_are_not_copied() -> None:
     places = [one.data_ptr(), other.data_ptr()]
     box = [one, other]
     del one, other
-    found = graph.finish([a, b], box)
+    found = dict(graph.finish([a, b], box))
     assert [found[a].data_ptr(), found[b].data_ptr()] == places
 
 
 def test_gradients_that_others_know_are_copied() -> None:
     a = _leaf(3)
     mine = torch.ones(3, dtype=torch.float64)
-    found = graph.finish([a], [mine])
+    found = dict(graph.finish([a], [mine]))
     assert found[a].data_ptr() != mine.data_ptr()
     # Alone in its memory, however large that is.
-    found = graph.finish([a], [torch.ones(5, dtype=torch.float64)[1:4]])
+    found = dict(graph.finish([a], [torch.ones(5, dtype=torch.float64)[1:4]]))
     assert found[a].is_contiguous()
-    found = graph.finish([a], [mine.view(3)])
+    found = dict(graph.finish([a], [mine.view(3)]))
     assert found[a].data_ptr() != mine.data_ptr()
 
 
@@ -427,7 +427,7 @@ def test_sparse_gradients_stay_sparse() -> None:
     total = graph.add(one, other)
     assert total.is_sparse
     want = total.to_dense()
-    found = graph.finish([weight], [total])
+    found = dict(graph.finish([weight], [total]))
     assert found[weight].is_sparse
     assert torch.equal(found[weight].to_dense(), want)
     assert float(want[1, 0]) == 4
@@ -438,7 +438,7 @@ def test_leaves_that_changed_meanwhile() -> None:
     frozen.requires_grad_(False)
     found = _finish({frozen: torch.ones(3, dtype=torch.float64), a: torch.ones(3, dtype=torch.float64)})
     assert list(found) == [a]
-    assert graph.finish([frozen], [torch.ones(3)]) == {}
+    assert graph.finish([frozen], [torch.ones(3)]) == []
     moved.detach_().requires_grad_()
     torch.add(moved, 1, out=None)
     view = moved.clone()
@@ -451,7 +451,7 @@ def test_finishing_does_not_depend_on_the_mode_of_the_caller() -> None:
         a = _leaf(3)
         gradient = torch.ones(3, dtype=torch.float64)
         with mode():
-            found = graph.finish([a], [gradient])
+            found = dict(graph.finish([a], [gradient]))
         assert torch.equal(found[a], gradient)
 
 
@@ -528,7 +528,7 @@ def test_accumulating_is_in_place_where_torch_does_it_in_place() -> None:
     a.grad = kept = torch.ones(3, dtype=torch.float64)
     c.grad = _sparse(1)
     new = torch.full((3,), 2.0, dtype=torch.float64)
-    graph.accumulate({a: new, b: new.clone(), c: new.clone()})
+    graph.accumulate([(a, new), (b, new.clone()), (c, new.clone())])
     assert a.grad is kept
     assert torch.equal(kept, new + 1)
     assert torch.equal(b.grad, new)  # type: ignore[arg-type]
@@ -561,13 +561,14 @@ def _run(
     """Walk and run, as a stratum does whose leaves no other reaches."""
     edges, receipts = _edges(*outputs), receipts or {}
     reach = graph.reach(edges, receipts)
-    return graph.run(
+    found, results = graph.run(
         edges,
         gradients or [torch.ones_like(each) for each in outputs],
         [(node, receipts[node].outputs) for node in reach.receipts],
         [node.variable for node in reach.leaves],
         **{"retain_graph": False, **options},
     )
+    return found, dict(results)
 
 
 def test_a_run_does_what_captures_and_finishing_do() -> None:
@@ -619,7 +620,7 @@ def test_a_run_that_fails_leaves_everything_as_it_was() -> None:
 def test_a_run_without_any_gradient_executes_nothing() -> None:
     _, receipts = _received(1, 3)
     node = next(iter(receipts))
-    assert graph.run([], [], [(node, 1)], [_leaf(2)], retain_graph=False) == ([[None]], {})
+    assert graph.run([], [], [(node, 1)], [_leaf(2)], retain_graph=False) == ([[None]], [])
 
 
 @pytest.mark.parametrize(

@@ -569,7 +569,9 @@ def test_ctrl_c_gives_a_pass_up() -> None:
     origin = group.worker(0)
 
     class Interrupted(Future[Any]):
-        def add_done_callback(self, callback: Any) -> None:  # the origin is about to wait
+        def exception(
+            self, timeout: float | None = None
+        ) -> BaseException | None:  # the origin is about to wait
             group.network.settle()
             raise KeyboardInterrupt
 

@@ -77,6 +77,35 @@ def test_a_worker_in_shutdown_serves_the_others() -> None:
     rpc_group(_serve_in_shutdown, 3)
 
 
+def _leave_as_asked() -> str:
+    """Have this worker leave, and return only when it is about to."""
+    _open("leave")
+    return _hold("is leaving")
+
+
+def _is_asked_to_leave(rank: int, _: int, store: str) -> None:
+    options = rpc.RpcBackendOptions(init_method=f"file://{store}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=None, rpc_backend_options=options)
+    if rank:
+        group = rpc.api.group()  # type: ignore[attr-defined]
+        wait_for_all = group.wait_for_all
+
+        def waiting(stage: int, timeout: float) -> None:
+            wait_for_all(stage, timeout)
+            if not stage:
+                _open("is leaving")
+
+        group.wait_for_all = waiting
+        _hold("leave")
+    else:
+        assert rpc.rpc_sync("worker1", _leave_as_asked) == "is leaving"
+    rpc.shutdown()
+
+
+def test_the_function_that_has_a_worker_leave_is_answered(tmp_path: Path) -> None:
+    run_group(_is_asked_to_leave, 2, str(tmp_path / "store"))
+
+
 def _states(rank: int, world_size: int, store: str) -> None:
     # shutdown before init_rpc does nothing; after it, nothing works, and init_rpc does again.
     rpc.shutdown()

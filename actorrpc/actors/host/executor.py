@@ -181,7 +181,6 @@ class ActorExecutor:
             raise CancelledError(f"{self.label(entry)} was given up", maybe_executed=False)
         if frame.flags == MAIL and "references" not in entry.header and "tag" not in entry.header:
             return outbound.open_plain(frame.body, entry.peer)
-        # The receipt for its references waits for no answer: others than its execution may give that.
         message = outbound.MessageContext(entry.peer)
         execution = entry.execution or Execution(entry.peer, frame.id, entry.deadline, frame.chain)
         try:

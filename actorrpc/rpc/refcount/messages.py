@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgpack
 
 from actorrpc.errors import ProtocolError, RRefError
+from actorrpc.wire.identity import WorkerKey
 
 __all__ = [
     "BATCH",
@@ -42,13 +43,6 @@ _MAX_NUMBER: Final = 1 << 62
 
 
 # -- words ---------------------------------------------------------------------------------------
-
-
-class WorkerKey(NamedTuple):
-    """One life of one worker: a worker that restarts is another one."""
-
-    rank: int
-    incarnation: str
 
 
 class RRefId(NamedTuple):

@@ -118,6 +118,17 @@ class RRefTable:
             self._values.entries[rref_id] = Owned(rref_id, created=True, outcome=Outcome(value), handles=1)
             return Handle(rref_id, None, self.me)
 
+    def handle_on(self, rref_id: RRefId) -> Handle:
+        """Return one more handle on a value of this worker, for a message whose sender holds one until it is answered.
+
+        Raises:
+            ShutdownError: after :meth:`close`.
+        """
+        with self._lock:
+            self._open()
+            self._values.hold(rref_id)
+            return Handle(rref_id, None, self.me)
+
     @uninterruptible
     def create_user(self, owner: WorkerKey) -> Handle:
         """Start a remote creation, which ends with :meth:`confirmed` or :meth:`creation_failed`.

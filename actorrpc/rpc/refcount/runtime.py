@@ -25,7 +25,6 @@ from actorrpc.agent.peers import Peer
 from actorrpc.errors import PeerDiedError, ProtocolError, RemoteError, RpcError, RpcTimeoutError, RRefError
 from actorrpc.futures import Future
 from actorrpc.rpc.refcount.messages import (
-    ChildAccept,
     Message,
     RRefId,
     UserDelete,
@@ -131,13 +130,8 @@ class References:
             )
         return peer
 
-    @staticmethod
-    def key_of(peer: Peer) -> WorkerKey:
-        """Return the protocol's name of a peer."""
-        return WorkerKey(peer.rank, peer.record.incarnation)
-
     def _noticed(self, peer: Peer, body: bytes) -> None:
-        self.carry_out(self.table.handle(self.key_of(peer), unpack_message(body)))
+        self.carry_out(self.table.handle(peer.key, unpack_message(body)))
 
     def _give_up(self, handle: Handle, error: BaseException) -> None:
         """Tell the owner that a creation has failed: others wait there for what will never be made, unless it runs."""
@@ -157,11 +151,11 @@ class References:
             raise ProtocolError("a failed creation that names nothing")
         rref_id, fork_id = message.items[0]
         error = exceptions.load(packed, loads=codec.loads)
-        self.carry_out(self.table.creation_given_up(rref_id, fork_id, self.key_of(peer), error))
+        self.carry_out(self.table.creation_given_up(rref_id, fork_id, peer.key, error))
 
     def _peer_ended(self, peer: Peer) -> None:
         error = peer.died("an RRef", maybe_executed=True)
-        self.carry_out(self.table.worker_died(self.key_of(peer), error))
+        self.carry_out(self.table.worker_died(peer.key, error))
 
     # -- in messages ---------------------------------------------------------------------------------
 
@@ -171,22 +165,12 @@ class References:
             self.carry_out(self.table.rollback(sent))
 
     def _forks_arrived(self, context: MessageContext, packed: bytes) -> None:
-        received = self.table.receive(unpack_forks(packed), self.key_of(context.peer))
+        received = self.table.receive(unpack_forks(packed), context.peer.key)
         context.received = [received.pending, *(self._wrap(self, handle) for handle in received.handles)]
-        effects = received.effects
-        if context.execution is not None and effects.messages:
-            # That the sender's part is done may wait for the answer, which is on its way soon in most cases.
-            sender = self.key_of(context.peer)
-            for each in effects.messages:
-                to, message = each
-                if type(message) is ChildAccept and to == sender:
-                    effects.messages.remove(each)
-                    context.execution.receipt = pack_message(message)
-                    break
-        self.carry_out(effects)
+        self.carry_out(received.effects)
 
     def _refuse(self, peer: Peer, packed: bytes) -> None:
-        self.carry_out(self.table.refuse(unpack_forks(packed), self.key_of(peer)))
+        self.carry_out(self.table.refuse(unpack_forks(packed), peer.key))
 
     def _confirm(self, received: list[Any], execution: Execution) -> None:
         """Wait until the owners know all RRefs that a call brought: user code may run only then."""
@@ -289,7 +273,7 @@ class References:
 
         Ctrl-C comes where this waits, or when it is over: an RRef that is half made would never go away.
         """
-        handle = self.table.create_user(self.key_of(peer))
+        handle = self.table.create_user(peer.key)
         future: Future[None] = Future()
         rref = self._wrap(self, handle)
         rref._creation = future

@@ -294,16 +294,20 @@ class ValueTable:
             step.release(entry.outcome)
         self.entries.pop(entry.rref_id, None)
 
-    def take(self, data: ForkData, from_: WorkerKey, step: Effects) -> None:
-        """Add a local handle for a fork that came home."""
-        entry = self.entries.get(data.rref_id)
+    def hold(self, rref_id: RRefId) -> None:
+        """Add a local handle."""
+        entry = self.entries.get(rref_id)
         if entry is None:
-            gone = self.gone(data.rref_id)
-            entry = self.expect(data.rref_id)
+            gone = self.gone(rref_id)
+            entry = self.expect(rref_id)
             if gone:
                 entry.created = True
-                entry.outcome = Outcome(error=released(data.rref_id))
+                entry.outcome = Outcome(error=released(rref_id))
         entry.handles += 1
+
+    def take(self, data: ForkData, from_: WorkerKey, step: Effects) -> None:
+        """Add a local handle for a fork that came home."""
+        self.hold(data.rref_id)
         if from_ == self._me:
             self.remove(data.rref_id, data.fork_id, self._me, step)
 

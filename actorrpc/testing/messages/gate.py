@@ -52,7 +52,7 @@ def copied(encoded: Any) -> Any:
     """Have a packed message keep copies of the memory that goes with it: the caller may change that soon."""
     if not isinstance(encoded, bytes) and encoded.spans:
         encoded.spans = [TensorSpan.of(bytearray(span.view())) for span in encoded.spans]
-        encoded.outgoing = None
+        encoded.outgoing, encoded.tensors = None, []
     return encoded
 
 
@@ -390,8 +390,8 @@ class FaultGate:
         fault: Fault,
     ) -> HeldMessage:
         self._expect(call)
-        whole = outbound.Plain(encoded) if isinstance(encoded, bytes) else copied(encoded)
-        size = len(whole.body) + sum(span.nbytes for span in whole.spans)
+        whole = copied(encoded)
+        size = len(whole) if isinstance(whole, bytes) else whole.nbytes
         if size >= outbound.CHARGED:
             call.peer.charge(call, size)
         left = call.deadline - self._agent.clock.now() if fault.bounded else _INFINITE
@@ -571,14 +571,10 @@ class FaultGate:
             self._room(peer).put(HeldMessage(fault, send, discard), fault.seconds)
             return False
         discard()
-        receipt = None if header is None else header.get("receipt")
         if fault.at_once or execution is None or execution.deadline == _INFINITE:
             error = _loss("the answer of a call", peer, fault)
             data = exceptions.dump(error, worker=agent.name, dumps=codec.dumper(peer.same_main))
-            rest: Header | None = None if receipt is None else {"receipt": receipt}
-            self._send_answer(conn, frames.FAILURE, id, outbound.Plain(data), rest, _nothing)
-        elif receipt is not None:
-            agent.notify(peer, RECEIPT, receipt)  # that is no part of the answer, and rides on it
+            self._send_answer(conn, frames.FAILURE, id, data, None, _nothing)
         return False
 
     def _send_answer(

@@ -1,4 +1,4 @@
-"""That RRefs have arrived is said with the answer of the call that brought them, or by itself where none comes soon."""
+"""RRefs in calls to their owner go without messages of their own; calls to others leave nothing behind either."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ def _with_answers(rank: int, _: int) -> None:
     assert RECEIPT not in rpc.rpc_sync("worker1", said)
 
 
-def test_the_answer_says_that_rrefs_have_arrived() -> None:
+def test_nothing_is_under_way_when_the_owner_has_answered() -> None:
     rpc_group(_with_answers, 2)
 
 
 def _without_answers(rank: int, _: int) -> None:
     if rank:
         return
-    rref = rpc.remote("worker1", str, ("here",))
+    rref = rpc.remote("worker2", str, ("here",))
     assert rref.to_here() == "here"
     with pytest.raises(errors.RpcTimeoutError):
         rpc.rpc_sync("worker1", gated, (rref,), timeout=0.5)
@@ -111,8 +111,67 @@ def _without_answers(rank: int, _: int) -> None:
     rpc.rpc_sync("worker1", open_gate)
 
 
-def test_where_no_answer_is_wanted_any_more_it_is_said_at_once() -> None:
-    rpc_group(_without_answers, 2)
+def test_a_call_that_is_given_up_keeps_nothing_of_a_third_worker() -> None:
+    rpc_group(_without_answers, 3)
+
+
+_events: list[str] = []
+
+
+class Mortal:
+    """Says when it is gone."""
+
+    def __del__(self) -> None:
+        _events.append("gone")
+
+
+def gone() -> int:
+    return len(_events)
+
+
+def gated_value(rref: Any) -> str:
+    assert _gate.wait(60)
+    return type(rref.local_value()).__name__
+
+
+def holders() -> tuple[int, int]:
+    """Return how many RRefs of others, and how many holders of its own, this worker knows of."""
+    found = api.references().table.debug_info()
+    return found["num_users"], found["num_forks"]
+
+
+def _to_the_owner(rank: int, _: int) -> None:
+    if rank:
+        return
+    rref = rpc.remote("worker1", Mortal)
+    assert rpc.rpc_sync("worker1", value, (rref, 1)) == 1  # its creation may still be under way
+    while not rref.confirmed_by_owner():
+        threading.Event().wait(0.005)
+    before = rpc.rpc_sync("worker1", holders)
+    assert before == (0, 1)
+    listen()
+    rpc.rpc_sync("worker1", listen)
+    for _ in range(3):
+        assert rpc.rpc_sync("worker1", value, (rref, 1)) == 1
+    assert rpc.rpc_sync("worker1", value, ({"in": [rref]}, 2)) == 2
+    assert rpc.rpc_sync("worker1", holders) == before
+    assert waiting_for() == 0
+    assert not said()
+    assert RECEIPT not in rpc.rpc_sync("worker1", said)
+    # The last RRef goes while the call is under way that carries it.
+    future = rpc.rpc_async("worker1", gated_value, (rref,))
+    del rref
+    api.references().collect()
+    assert rpc.rpc_sync("worker1", gone) == 0
+    rpc.rpc_sync("worker1", open_gate)
+    assert future.wait() == "Mortal"
+    del future
+    while not rpc.rpc_sync("worker1", gone):
+        threading.Event().wait(0.01)
+
+
+def test_an_rref_goes_to_its_owner_without_a_message_of_its_own() -> None:
+    rpc_group(_to_the_owner, 2)
 
 
 @rpc.functions.async_execution
@@ -128,5 +187,5 @@ def _async_execution(rank: int, _: int) -> None:
     assert waiting_for() == 0
 
 
-def test_answers_of_async_execution_functions_say_it_too() -> None:
+def test_so_it_is_with_async_execution_functions() -> None:
     rpc_group(_async_execution, 2)
