@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from actorrpc.errors import LimitError, ProtocolError, SerializationError
 from actorrpc.serialization import tensors as tensors_module
-from actorrpc.serialization.codec import DefinitionStore, decode, encode
+from actorrpc.serialization.codec import DefinitionStore, decode, encode, encode_body
 from actorrpc.serialization.tensors import TensorSpan
 
 
@@ -153,6 +153,59 @@ def test_small_tensors_own_their_memory() -> None:
     body.extend(b"not held any more")
     t += 1
     assert t.tolist() == [2.0] * 4
+
+
+def test_small_tensors_are_in_the_pickle() -> None:
+    t = torch.arange(6.0).view(2, 3)
+    body = encode_body((len, (t,), {}), True, (), None, None, False)
+    assert isinstance(body, bytes)  # as of a call without tensors
+    _, (found,), _ = decode(body, (), definitions=None)
+    same(t, found)
+    assert found._base is None
+    assert not found._is_view()
+    listed = encode_body(t, True, (), None, None)
+    assert not isinstance(listed, bytes)
+    assert listed.tensors[0] is t
+    grown = encode_body(t.clone().requires_grad_(), True, (), None, None, False)
+    assert not isinstance(grown, bytes)
+    assert grown.grad
+    with torch.inference_mode():
+        assert not decode(body, (), definitions=None)[1][0].is_inference()
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_small_tensors_that_share_memory_share_it_on_arrival(large: bool, first: bool) -> None:
+    base = torch.zeros(5000 if large else 10)
+    parts = [base[2:5], base] if first else [base, base[2:5]]
+    lonely = torch.ones(3)
+    found = trip([lonely, *parts])
+    found[1].fill_(7)
+    assert found[2].count_nonzero() == 3 if first else found[2].tolist() == [7.0] * 3
+    assert found[0].tolist() == [1.0] * 3
+    storage = torch.arange(4.0)
+    twin, untyped = trip([storage, storage.untyped_storage()])
+    assert twin.untyped_storage().data_ptr() == untyped.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "shape"),
+    [
+        (bytearray(12), 99, (3,)),
+        (bytearray(12), -1, (3,)),
+        (bytearray(11), 6, (3,)),
+        (bytearray(12), 6, (4,)),
+        (bytearray(12), 6, (-3, -1)),
+        (bytearray(12), 6, (3, 0)),
+        (bytearray(), 6, (0,)),
+        (bytearray(12), 6, ()),
+        (bytes(12), 6, (3,)),
+        (bytearray(16), tensors_module._QUANTISED, (16,)),
+    ],
+)
+def test_bytes_that_are_no_small_tensor(data: Any, code: int, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ProtocolError):
+        tensors_module.embedded(data, code, *shape)
 
 
 def test_large_tensors_are_built_on_the_buffers() -> None:
