@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar, cast
+from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -406,7 +406,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         if self._devices:
             # torch's half has noted, at completion, what the current streams still had to do: those here wait for it.
             _base_wait(self)
-        return cast(T, self._value)
+        return self._value  # type: ignore[no-any-return]
 
     def acknowledge(self) -> None:
         """Note that its failure, if it has failed, is known: it is not reported as one that nobody looked at."""

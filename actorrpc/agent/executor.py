@@ -20,7 +20,7 @@ from actorrpc import _time
 from actorrpc._exception_text import cut_frames, is_a, is_of_handler, let_frames_go, line_of, report, say
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, FRAME_BIT, Execution
-from actorrpc.agent.hooks import Interceptor, answer_header, intercepted, recorded, riding
+from actorrpc.agent.hooks import RIDERS, Interceptor, answer_header, intercepted, recorded, riding
 from actorrpc.errors import (
     CancelledError,
     DeadlockError,
@@ -237,7 +237,7 @@ class Executor:
             function, args, kwargs = self.open(conn, frame, header, message, execution)
             execution.what = function
         interceptors: Sequence[Interceptor] = agent.interceptors
-        if execution.header:
+        if execution.header and not RIDERS.keys().isdisjoint(execution.header):
             interceptors = riding(interceptors, execution.header)
         if interceptors:
             if execution.header is None:

@@ -153,15 +153,18 @@ def send(
             conn.outbox.append(pack_frame(frames.DEFINITION, body=digest + definition))
             peer.sent_definition(digest, len(definition))
 
-    def put(body: bytes, flags: int, header: Header | None) -> None:
+    settings = agent.settings
+    if not spans and len(body) <= settings.chunk:
         extra = pack_header(header) if header else b""
         frame = pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=extra)
         _post(conn, frame, call)
-
-    settings = agent.settings
-    if not spans and len(body) <= settings.chunk:
-        put(body, flags, header)
         return True
+
+    def put(body: bytes, flags: int, header: Header) -> None:
+        extra = pack_header(header)
+        frame = pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=extra)
+        _post(conn, frame, call)
+
     sizes = [span.nbytes for span in spans]
     total = len(body) + sum(sizes)
     _check(len(spans), total, settings)

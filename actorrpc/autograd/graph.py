@@ -52,9 +52,11 @@ __all__ = [
 
 _SLICE_S: Final = 0.1  # of a wait: signal handlers that were put off come after it
 
-# Guards ``_taken`` only; held for microseconds. Re-entrant: the collector may run under it.
-_changed = threading.Condition(threading.RLock())
+# Guards what follows; held for microseconds. Re-entrant: the collector may run under it.
+_lock = threading.RLock()
+_changed = threading.Condition(_lock)
 _taken: set[int] = set()  # ids of tensors, which those that have taken them hold
+_waiting: list[Borrowed] = []
 
 
 class Borrowed:
@@ -90,7 +92,7 @@ class Borrowed:
 
     def _take(self) -> bool:
         """Take the leaves; False: a signal handler is to run first."""
-        with _changed:
+        with _lock:
             while not self._ids.isdisjoint(_taken):
                 left = _SLICE_S if self._deadline is None else self._deadline - _time.now()
                 if left <= 0:
@@ -100,7 +102,11 @@ class Borrowed:
                     )
                 if pending_here():
                     return False
-                _changed.wait(min(_time.patience(left), _SLICE_S))
+                _waiting.append(self)
+                try:
+                    _changed.wait(min(_time.patience(left), _SLICE_S))
+                finally:
+                    _waiting.remove(self)
             _taken.update(self._ids)
         return True
 
@@ -110,9 +116,10 @@ class Borrowed:
             for leaf, grad in zip(self._leaves, self._before, strict=True):
                 leaf.grad = grad
         finally:
-            with _changed:
+            with _lock:
                 _taken.difference_update(self._ids)
-                _changed.notify_all()
+                if _waiting:
+                    _changed.notify_all()
 
 
 class RecvFunction(torch.autograd.Function):
@@ -275,13 +282,9 @@ _put: Final[Callable[[str, bool], None]] = torch._C._stash_obj_in_tls
 _remove: Final[Callable[[str], None] | None] = getattr(torch._C, "_remove_obj_from_tls", None)
 
 
-def _hushed() -> bool:
-    return _has(_SILENCE) and _get(_SILENCE)
-
-
 def _silence(on: bool) -> bool:
     """Have them be silent from now on, or not; say whether they were."""
-    before = _hushed()
+    before = _has(_SILENCE) and _get(_SILENCE)
     if before != on:
         if on or _remove is None:
             _put(_SILENCE, on)
@@ -300,7 +303,7 @@ class _Hook:
         self.hook = hook
 
     def __call__(self, gradient: torch.Tensor) -> Any:
-        if _hushed():
+        if _has(_SILENCE) and _get(_SILENCE):
             return None
         return self.hook(gradient)
 

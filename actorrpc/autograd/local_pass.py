@@ -206,6 +206,7 @@ class LocalPass:
         # Used only by the thread that begins the part, and then by the one that is busy.
         self._edges: dict[int, tuple[GradientEdge, ...]] = {}
         self._reaches: dict[int, ReachableGraph] = {}
+        self._ways: list[ReachableGraph] = []  # of each stratum
         self._receipts: dict[Node, Receipt] = {}
         self._leaves: dict[Node, None] = {}
         self._sums: dict[Node, Sum] = {}
@@ -242,7 +243,8 @@ class LocalPass:
                 for contribution in contributions:
                     where[message, contribution] = index
             lacking.append(count)
-            receipts, leaves = self._reached(stratum)
+            receipts, leaves = reached = self._reached(stratum)
+            self._ways.append(reached)
             for node in receipts:
                 self._expect(node, index)
             if leaves:
@@ -381,7 +383,7 @@ class LocalPass:
         for table in (self._arrived, self._where, self._edges, self._reaches, self._receipts, self._leaves):
             table.clear()
         self._sums.clear()
-        self._results = []
+        self._ways, self._results = [], []
 
     # -- by the thread that is busy, without the lock ------------------------------------------------------------
 
@@ -397,8 +399,7 @@ class LocalPass:
         """
         terms = self.terms
         assert terms is not None
-        stratum = self._strata[index]
-        nodes, leaves = self._reached(stratum)
+        nodes, leaves = self._ways[index]
         of_receipts, of_leaves = self._engine(index, nodes, leaves)
         for node, gradient in of_leaves:
             self._sums[node].add(index, [gradient])

@@ -27,9 +27,11 @@ ROOTS: Final = 0
 
 def unknown(answers: Mapping[Send, Sequence[Sink]], sinks: Sequence[Sink]) -> list[Send]:
     """Return the messages that ``sinks`` lead to and nobody has been asked about: each once, in order."""
-    return [
-        send for send in dict.fromkeys((sink.worker, sink.message) for sink in sinks) if send not in answers
-    ]
+    found: dict[Send, None] = {}
+    for worker, message, _ in sinks:
+        if (worker, message) not in answers:
+            found[worker, message] = None
+    return list(found)
 
 
 def levels(answers: Mapping[Send, Sequence[Sink]]) -> dict[Send, int]:
@@ -41,14 +43,17 @@ def levels(answers: Mapping[Send, Sequence[Sink]]) -> dict[Send, int]:
     Raises:
         RpcError: a receipt is of a message that is not in ``answers``, or messages lead to each other in a circle.
     """
-    following = {
-        send: dict.fromkeys((sink.worker, sink.message) for sink in sinks) for send, sinks in answers.items()
-    }
+    following: dict[Send, dict[Send, None]] = {}
     before = dict.fromkeys(answers, 0)
-    for send, sends in following.items():
-        for each in sends:
+    for send, sinks in answers.items():
+        sends = following[send] = {}
+        for worker, message, _ in sinks:
+            each = worker, message
+            if each in sends:
+                continue
             if each not in before:
                 raise RpcError(f"{_name(send)} leads to {_name(each)}, which nobody was asked about")
+            sends[each] = None
             before[each] += 1
     found = {send: 0 for send, count in before.items() if count == 0}
     ready = list(found)

@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 NOTICE: Final = "autograd"
+_WHOLE: Final = frozenset({int, bool})
 _GRADIENT, _RUN, _DISCOVER, _SETTLE = range(4)  # kinds of messages on the wire
 
 
@@ -125,7 +126,7 @@ def unpack_notice(body: bytes) -> Notice:
         fields = msgpack.unpackb(body)
     except Exception as error:
         raise ProtocolError(f"a notice of distributed autograd cannot be read: {error!r}") from error
-    if isinstance(fields, list) and all(isinstance(each, int) for each in fields):
+    if isinstance(fields, list) and _WHOLE.issuperset(map(type, fields)):
         if len(fields) == 1:
             return Release(fields[0])
         if len(fields) == 3:

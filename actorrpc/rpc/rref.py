@@ -165,6 +165,14 @@ def _keep_error(references: References, rref_id: RRefId, error: BaseException) -
     references.carry_out(references.table.set_error(rref_id, error))
 
 
+def _value_of(references: References, rref_id: RRefId) -> Any:
+    """Return an owned value; waits while it is being made."""
+    known = references.table.known_outcome(rref_id)
+    if known is not None and known.error is None:
+        return known.value
+    return _wait_outcome(references, rref_id).wait()
+
+
 def _fetch(rref_id: RRefId) -> Any:
     references = runtime()
     future = _wait_outcome(references, rref_id)
@@ -176,7 +184,7 @@ def _fetch(rref_id: RRefId) -> Any:
 def _invoke(rref_id: RRefId, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of an owned value, once it is there."""
     references = runtime()
-    return _call_method(_wait_outcome(references, rref_id).wait(), name, args, kwargs)
+    return _call_method(_value_of(references, rref_id), name, args, kwargs)
 
 
 def _call_method(value: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -294,8 +302,8 @@ class RRef(Generic[T]):
                 f"RRef not owned locally: cannot call local_value() on a non-owner reference {self!r} "
                 f"(rref_id={self._handle.rref_id}); it lives on {self.owner_name()!r}, use to_here()"
             )
-        future: Future[T] = _wait_outcome(self._references, self._handle.rref_id)
-        return future.wait()
+        value: T = _value_of(self._references, self._handle.rref_id)
+        return value
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """Fetch a copy of the value; on the owner, return the value itself. Waits while it is being made.

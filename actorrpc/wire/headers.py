@@ -43,6 +43,7 @@ class Header(TypedDict, total=False):
     unresolved: bool  # arguments are still to be fetched by the receiver
 
 
+_TEXT: Final = frozenset({str})
 pack_header: Final = msgpack.packb
 
 
@@ -56,6 +57,6 @@ def unpack_header(extra: bytes) -> Header:
         header = msgpack.unpackb(extra)
     except Exception as error:
         raise ProtocolError(f"the header of a message cannot be read: {error!r}") from error
-    if not isinstance(header, dict) or not all(isinstance(key, str) for key in header):
+    if type(header) is not dict or not _TEXT.issuperset(map(type, header)):
         raise ProtocolError("the header of a message is not a map with text keys")
     return header  # type: ignore[return-value]

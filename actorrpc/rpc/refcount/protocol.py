@@ -252,6 +252,11 @@ class RRefTable:
                 raise released(rref_id)
             return entry.outcome
 
+    def known_outcome(self, rref_id: RRefId) -> Outcome | None:
+        """Give the outcome of an RRef that is here and has one. Takes no lock: an outcome never changes."""
+        entry = self._values.entries.get(rref_id)
+        return None if entry is None else entry.outcome
+
     @uninterruptible
     def fetch(self, rref_id: RRefId, waiter: Callable[[Outcome], object]) -> Outcome | None:
         """Give what :meth:`outcome` would, or keep ``waiter`` until there is an outcome.
