@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from actorrpc import _time
@@ -28,6 +30,8 @@ __all__ = ["state"]
 _TIMEOUT_S: Final = 1.0
 _SHARE: Final = 0.6  # of the time, for the first answers: what is left is for their further pages
 _SOON_S: Final = 0.2  # then it is looked whether there are processes that cannot answer
+_DUMP_S: Final = 0.25  # of the time is kept for the stacks of processes that do not answer
+_AT_ONCE: Final = 16
 _PAGES: Final = 100
 
 
@@ -113,7 +117,10 @@ class _Inquiry:
             return merge(self.pages)
         if self._agent.record.host == self.record.host:
             state, reason = processes.why_silent(self.record.pid)
-            return Silent(state, reason, processes.figures(self.record.pid))
+            silent = Silent(state, reason, processes.figures(self.record.pid))
+            if state == "busy" and "threads" in self._parts:
+                silent.dump(self.record.pid, time.monotonic() + _DUMP_S)
+            return silent
         peer = self._agent.adopt(self.record)
         if peer.state != "alive":
             return Silent(peer.state, peer.cause or "it has left the group")
@@ -154,11 +161,18 @@ def state(timeout: float = _TIMEOUT_S, *, stacks: bool = False) -> GroupState:
     worker.agent.flush()
     try:
         _wait(asked.values(), min(until, begun + _SOON_S))
-        _wait([each for each in asked.values() if not each.is_idle], until)
+        _wait([each for each in asked.values() if not each.is_idle], until - _DUMP_S if stacks else until)
     finally:
         for each in asked.values():
             each.give_up()
-    return assemble([(each.record, each.found()) for each in asked.values()], _time.now() - begun)
+    late = [each for each in asked.values() if not each.pages] if stacks else []
+    if len(late) > 1:  # stacks may have to be dumped: of all at once
+        with ThreadPoolExecutor(min(len(late), _AT_ONCE), "actorrpc-observe") as pool:
+            dumped = dict(zip(map(id, late), pool.map(_Inquiry.found, late), strict=True))
+    else:
+        dumped = {}
+    answers = [(each.record, dumped.get(id(each)) or each.found()) for each in asked.values()]
+    return assemble(answers, _time.now() - begun)
 
 
 def _wait(inquiries: Iterable[_Inquiry], until: float) -> None:

@@ -1,10 +1,11 @@
-"""One picture of a group, made of the answers of its workers and of what the kernel says of those that do not answer. No I/O."""
+"""One picture of a group, made of the answers of its workers and of what the kernel says of those that do not answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+from actorrpc.observe import dumps
 from actorrpc.observe.model import GroupState, ObservedActor, ObservedWorker, made_of
 from actorrpc.wire.identity import WorkerRecord
 
@@ -17,6 +18,7 @@ class Silent:
     Attributes:
         state, reason: as in :class:`~actorrpc.observe.ObservedWorker`.
         figures: what the kernel says of its process.
+        threads: its stacks, where a signal handler has dumped them.
     """
 
     __slots__ = ("figures", "reason", "state", "threads")
@@ -26,6 +28,14 @@ class Silent:
         self.reason = reason
         self.figures = figures or {}
         self.threads: list[dict[str, Any]] = []
+
+    def dump(self, pid: int, until: float) -> None:
+        """Have the process, which is busy, dump its stacks; see :mod:`actorrpc.observe.dumps`."""
+        found = dumps.take(pid, until)
+        if isinstance(found, str):
+            self.reason = f"{self.reason}; {found}"
+        else:
+            self.threads = found
 
 
 def worker_of(record: WorkerRecord, found: dict[str, Any] | Silent) -> ObservedWorker:

@@ -30,6 +30,7 @@ from actorrpc.wire.keys import Key
 __all__ = ["FoundGroup", "GroupLook", "at_address", "find_groups", "look"]
 
 _AT_ONCE: Final = 64
+_DUMP_S: Final = 0.25  # of the time is kept for stacks that are dumped by a signal
 _SOON_S: Final = 0.2  # a driver that is well has answered by then
 _SCHEME: Final = "tcp://"
 _SOCKET: Final = re.compile(r"\d+-(\d+)-\d+-[0-9a-f]{8}\.sock", re.ASCII)
@@ -175,14 +176,20 @@ def _ask(
     target: Target, parts: list[str], begin: dict[str, int] | None, until: float
 ) -> dict[str, Any] | Silent:
     """Ask one worker; never raises."""
+    with_stacks = "threads" in parts
+    # Those that cannot answer are to dump their stacks within the same time.
+    patience = until - _DUMP_S if with_stacks and target.local_pid else until
     try:
-        visit = Visit(target, until)
+        visit = Visit(target, patience)
         try:
-            return visit.ask(parts, until, begin)
+            return visit.ask(parts, patience, begin)
         finally:
             visit.close()
     except (OSError, RpcError, ValueError) as error:
-        return _silence(target, error)
+        silent = _silence(target, error)
+        if with_stacks and silent.state == "busy":
+            silent.dump(target.local_pid, until)
+        return silent
 
 
 def _silence(target: Target, error: BaseException) -> Silent:

@@ -20,7 +20,7 @@ from actorrpc.agent.peers import Peer
 from actorrpc.errors import ConfigError
 from actorrpc.futures import Future
 from actorrpc.group.rendezvous import Rendezvous
-from actorrpc.observe import collect
+from actorrpc.observe import collect, dumps
 from actorrpc.observe.protocol import ANSWER, ASK, pack, unpack
 from actorrpc.rpc import api
 from actorrpc.wire import keys
@@ -98,10 +98,13 @@ def start(worker: Worker) -> Callable[[bool], None]:
     agent.inbox.prompt |= {ASK, ANSWER}
     agent.on_peer_end.append(partial(_visitor_left, worker))
     path = _write(worker)
+    # Several workers in one process have no stacks of their own.
+    unprepare = dumps.prepare(agent.settings.dump_signal if process_worker() is worker else 0)
 
     def end(_graceful: bool) -> None:
         if path:
             keys.remove_file(path)
+        unprepare()
         worker.observer = None
 
     return end

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import json
 import os
 import signal
+import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ import pytest
 
 import actorrpc
 from actorrpc.agent.context import current_worker
-from actorrpc.observe import ObservedActor, collect
+from actorrpc.observe import ObservedActor, collect, dumps
 from actorrpc.observe.protocol import ANSWER, ASK, pack, unpack
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 
@@ -40,6 +44,14 @@ class Busy:
 
     def numbers(self) -> Any:
         yield from range(1000)
+
+    def hold_the_interpreter(self, path: str) -> int:
+        """Wait at a gate in C code that does not release the interpreter's lock."""
+        return int(ctypes.PyDLL(None).open(path.encode(), os.O_RDONLY | os.O_CLOEXEC))
+
+    def take_away(self, number: int) -> int:
+        faulthandler.unregister(number)
+        return os.getpid()
 
     def pid(self) -> int:
         return os.getpid()
@@ -175,6 +187,48 @@ def test_a_stopped_process_is_named_and_the_others_answer() -> None:
     finally:
         os.kill(pid, signal.SIGCONT)
     assert actorrpc.get(actor.pid.remote()) == pid
+
+
+@pytest.mark.usefixtures("embedded")
+def test_a_process_that_holds_the_interpreter_dumps_its_stacks(gate: Path) -> None:
+    actor = Busy.remote()
+    pid = actorrpc.get(actor.pid.remote())
+    call = actor.hold_the_interpreter.remote(str(gate))
+    until(lambda: _is_busy(pid))
+    for _ in range(2):  # one dump behind the other
+        state = actorrpc.state(0.5, stacks=True)
+        worker = next(each for each in state.workers if each.pid == pid)
+        assert (worker.state, worker.dumped) == ("busy", True)
+        functions = [each.frames[-1].function for each in worker.threads]
+        assert "hold_the_interpreter" in functions
+        assert len(functions) > 3
+    open_gate(gate)
+    assert actorrpc.get(call) >= 0
+
+
+def _is_busy(pid: int) -> bool:
+    return any(each.pid == pid and each.state == "busy" for each in actorrpc.state(0.1).workers)
+
+
+@pytest.mark.usefixtures("embedded")
+def test_no_process_is_sent_a_signal_that_would_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda fd, number: sent.append(number))
+    with subprocess.Popen(["sleep", "60"]) as other:
+        assert (
+            dumps.take(other.pid, time.monotonic() + 1)
+            == "it has nothing into which its stacks could be dumped"
+        )
+        other.kill()
+    assert "gone" in dumps.take(other.pid, time.monotonic() + 1)
+    # Of one whose handler the program has taken away.
+    actor = Busy.remote()
+    number = signal.SIGRTMIN + 7
+    pid = actorrpc.get(actor.take_away.remote(number))
+    found = dumps.take(pid, time.monotonic() + 1)
+    assert isinstance(found, str)
+    assert "the program has taken that away" in found
+    assert sent == []
 
 
 @pytest.mark.usefixtures("embedded")
