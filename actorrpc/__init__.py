@@ -6,6 +6,7 @@ What a user needs most is here; :mod:`actorrpc.rpc` mirrors ``torch.distributed.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 
 from actorrpc.errors import PlatformError
@@ -15,90 +16,104 @@ if sys.platform != "linux":
 if sys.version_info < (3, 11):  # noqa: UP036 (for those who install it in spite of its metadata)
     raise PlatformError(f"actorrpc needs Python 3.11 or later; this is {sys.version.split()[0]}")
 
-# torch leaves so many objects that a collection of them all, which is about due then, takes as long as importing this package.
-_collects = gc.isenabled()
-gc.disable()
-try:
-    from actorrpc import actors, autograd, cluster, errors, nn, optim, rpc, testing
-    from actorrpc.actors import (
-        Actor,
-        ActorClass,
-        ActorGroup,
-        ActorHandle,
-        ActorPool,
-        Collective,
-        GetTimeoutError,
-        ObjectRef,
-        ObjectRefGenerator,
-        Queue,
-        RemoteFunction,
-        Supervision,
-        as_completed,
-        call,
-        cancel,
-        collective,
-        collective_group,
-        current_actor,
-        current_rank,
-        exit_actor,
-        get,
-        get_actor,
-        get_runtime_context,
-        is_alive,
-        kill,
-        list_actors,
-        method,
-        monitor,
-        put,
-        ready,
-        remote,
-        spawn,
-        supervise,
-        wait,
-    )
-    from actorrpc.cluster import drain, init, scale
-    from actorrpc.errors import (
-        ActorDiedError,
-        ActorError,
-        ActorUnavailableError,
-        CancelledError,
-        CollectiveError,
-        DeadlockError,
-        NameTakenError,
-        PeerDiedError,
-        PendingCallsLimitExceeded,
-        PlacementError,
-        RefusedError,
-        RemoteError,
-        RpcError,
-        RpcTimeoutError,
-        SupervisionError,
-        UnknownActorError,
-    )
-    from actorrpc.futures import Future, collect_all, wait_all
-    from actorrpc.nn import RemoteModule
-    from actorrpc.optim import DistributedOptimizer
-    from actorrpc.rpc import (
-        BackendType,
-        RpcBackendOptions,
-        RRef,
-        TensorPipeRpcBackendOptions,
-        WorkerInfo,
-        WorkerState,
-        functions,
-        get_rpc_timeout,
-        get_worker_info,
-        init_rpc,
-        is_initialized,
-        on_member_change,
-        rpc_async,
-        rpc_sync,
-        shutdown,
-        workers,
-    )
-finally:
-    if _collects:
-        gc.enable()
+
+def _is_command() -> bool:
+    """Whether this process is the command line, ``actorrpc`` or ``python -m actorrpc``, and nobody's program.
+
+    It looks at workers from outside, for which it needs neither torch nor what follows here, and is there ten times as soon.
+    """
+    arguments = getattr(sys, "argv", None) or [""]
+    if arguments[0] == "-m":  # until Python has found the module, which is this package's
+        return bool(sys.orig_argv[-len(arguments)].removeprefix("-m") == "actorrpc")
+    return bool(os.path.basename(arguments[0]) == "actorrpc")
+
+
+if not _is_command():
+    # torch leaves so many objects that a collection of them all, which is about due then, takes as long as this import.
+    _collects = gc.isenabled()
+    gc.disable()
+    try:
+        from actorrpc import actors, autograd, cluster, errors, nn, optim, rpc, testing
+        from actorrpc.actors import (
+            Actor,
+            ActorClass,
+            ActorGroup,
+            ActorHandle,
+            ActorPool,
+            Collective,
+            GetTimeoutError,
+            ObjectRef,
+            ObjectRefGenerator,
+            Queue,
+            RemoteFunction,
+            Supervision,
+            as_completed,
+            call,
+            cancel,
+            collective,
+            collective_group,
+            current_actor,
+            current_rank,
+            exit_actor,
+            get,
+            get_actor,
+            get_runtime_context,
+            is_alive,
+            kill,
+            list_actors,
+            method,
+            monitor,
+            put,
+            ready,
+            remote,
+            spawn,
+            supervise,
+            wait,
+        )
+        from actorrpc.cluster import available_resources, cluster_resources, drain, init, nodes, scale
+        from actorrpc.errors import (
+            ActorDiedError,
+            ActorError,
+            ActorUnavailableError,
+            CancelledError,
+            CollectiveError,
+            DeadlockError,
+            NameTakenError,
+            PeerDiedError,
+            PendingCallsLimitExceeded,
+            PlacementError,
+            RefusedError,
+            RemoteError,
+            RpcError,
+            RpcTimeoutError,
+            SupervisionError,
+            UnknownActorError,
+        )
+        from actorrpc.futures import Future, collect_all, wait_all
+        from actorrpc.nn import RemoteModule
+        from actorrpc.observe.api import state
+        from actorrpc.optim import DistributedOptimizer
+        from actorrpc.rpc import (
+            BackendType,
+            RpcBackendOptions,
+            RRef,
+            TensorPipeRpcBackendOptions,
+            WorkerInfo,
+            WorkerState,
+            functions,
+            get_rpc_timeout,
+            get_worker_info,
+            init_rpc,
+            is_initialized,
+            on_member_change,
+            rpc_async,
+            rpc_sync,
+            shutdown,
+            workers,
+        )
+    finally:
+        if _collects:
+            gc.enable()
 
 __version__ = "0.2.0"
 
@@ -144,9 +159,11 @@ __all__ = [
     "actors",
     "as_completed",
     "autograd",
+    "available_resources",
     "call",
     "cancel",
     "cluster",
+    "cluster_resources",
     "collect_all",
     "collective",
     "collective_group",
@@ -170,6 +187,7 @@ __all__ = [
     "method",
     "monitor",
     "nn",
+    "nodes",
     "on_member_change",
     "optim",
     "put",
@@ -181,6 +199,7 @@ __all__ = [
     "scale",
     "shutdown",
     "spawn",
+    "state",
     "supervise",
     "testing",
     "wait",

@@ -81,7 +81,6 @@ def test_every_public_module_is_among_them() -> None:
     assert set(_reference().PUBLIC) == public - {
         "actorrpc.config",
         "actorrpc.futures",
-        "actorrpc.observe",
     }
 
 

@@ -284,6 +284,11 @@ class Connector:
         self._dialling: set[socket.socket] = set()  # each is put in and taken out in one step
         self.resumption = Resumption(agent, self)
 
+    @property
+    def key(self) -> Key | None:
+        """The group's key; None where it has none."""
+        return Key.revealed(self._key) if self._key else None
+
     # -- those who come in -----------------------------------------------------------------------------
 
     def _admit(self, pending: PendingConnection, answer: bytes) -> None:

@@ -40,6 +40,7 @@ class Worker:
         actors: its actor layer.
         cluster: the cluster of which it is the driver.
         leaver: ends its process when the driver says so.
+        observer: asks the other workers how they are, and answers them.
         timeout: the default time-out of its calls, in seconds; 0 means none.
         what: what it is, in words for messages.
         namespace: where its actors look for names, if they say none.
@@ -58,6 +59,7 @@ class Worker:
         "in_force",
         "leaver",
         "namespace",
+        "observer",
         "references",
         "stop",
         "timeout",
@@ -78,6 +80,7 @@ class Worker:
         self.actors: Any = None
         self.cluster: Any = None
         self.leaver: Any = None
+        self.observer: Any = None
 
 
 _process: Worker | None = None  # the worker that this process is; None where it is none, or has several

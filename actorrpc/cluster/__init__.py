@@ -5,5 +5,18 @@
 
 from actorrpc.cluster.api import ClusterContext, drain, init, scale
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, LaunchRequest, Node
+from actorrpc.cluster.resources import available_resources, cluster_resources, nodes
 
-__all__ = ["ClusterContext", "Engine", "LaunchRequest", "LaunchedEngine", "Node", "drain", "init", "scale"]
+__all__ = [
+    "ClusterContext",
+    "Engine",
+    "LaunchRequest",
+    "LaunchedEngine",
+    "Node",
+    "available_resources",
+    "cluster_resources",
+    "drain",
+    "init",
+    "nodes",
+    "scale",
+]

@@ -1,8 +1,9 @@
 """:func:`init`: this process becomes the driver of a cluster, or joins one; :func:`scale` and :func:`drain` it.
 
-By default that is the embedded local cluster: no daemon, no port, and no file but the workers' sockets in the private
-runtime directory. The driver is worker 0; others are forked for actors as they are needed (``provisioners/local.py``), and end
-with the driver, however that ends. With ``listen=`` others may join from anywhere; with ``engine=`` something else starts them.
+By default that is the embedded local cluster: no daemon, no port, and no files but, in the private runtime directory, the
+workers' sockets and one by which this user's tools find the cluster. The driver is worker 0; others are forked for actors as
+they are needed (``provisioners/local.py``), and end with the driver, however that ends. With ``listen=`` others may join from
+anywhere; with ``engine=`` something else starts them.
 
 Nothing here holds a lock while it waits; all waits are bounded by the caller's time-out and can be interrupted.
 """

@@ -3,9 +3,10 @@
 One thread, ``actorrpc-logs``, reads all pipes. Each line is shown as ``(Counter pid=123) line``; a process may change what
 stands for ``Counter``, by what it writes itself (:class:`Labels`). A line that another
 process has shown within the last second is counted instead, and shown once more with ``[repeated 7x across
-processes]``. The last lines that each process wrote to its standard error are kept for its death report.
+processes]``. The last lines that each process wrote to its standard error are kept for its death report, and the last ones of all
+in a :class:`History`.
 
-Other threads only put things into ``_orders`` (a deque, whose operations are atomic) and ring. So this module has no
+Other threads only put things into ``_orders`` (a deque, whose operations are atomic) and ring. So nothing but the history has a
 lock, and nothing here ever waits for a terminal that is stopped but the thread itself.
 """
 
@@ -23,13 +24,17 @@ from typing import Any, Final
 from actorrpc._limits import start_thread
 from actorrpc.transport import fd_limits
 
-__all__ = ["Labels", "Logs", "Output", "pipes"]
+__all__ = ["History", "Labels", "Logs", "Output", "pipes"]
 
 _LABEL: Final = b"\x1eactorrpc label:"  # followed by the new label, up to the end of the line
 _TAIL: Final = 20  # lines of standard error that are kept of each process
 _TAIL_LINE: Final = 500
 _LINE: Final = 16 << 10  # bytes of one line that are shown
 _READ: Final = 1 << 16
+HISTORY_BYTES: Final = 8 << 20
+"""So much of what processes have printed is kept, all of them together."""
+
+_LINE_COST: Final = 100  # what a line takes besides its text
 _WINDOW_S: Final = 1.0  # equal lines of several processes within this time are folded
 _FOLDS: Final = 2_000  # lines that are remembered for that
 _REST_S: Final = (
@@ -158,6 +163,73 @@ class _Fold:
         self.last = pid
 
 
+class History:
+    """The last lines of all processes, those that have ended too, for who wants to read them later. Thread-safe.
+
+    All of them together have ``HISTORY_BYTES`` at most. Where there is no room left, the process that has the most lines loses
+    its oldest ones: one that prints a lot does not push out what the others have said. ``_lock`` guards everything here; it is a
+    leaf.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lines: dict[int, deque[tuple[int, float, str, bool, str]]] = {}  # by the number of the process
+        self._sizes: dict[int, int] = {}
+        self._size = 0
+        self._next = 1
+
+    def add(self, pid: int, is_error: bool, lines: list[tuple[str, str]]) -> None:
+        """Keep lines, each behind its label."""
+        now = time.time()
+        with self._lock:
+            kept = self._lines.setdefault(pid, deque())
+            size = 0
+            for label, line in lines:
+                kept.append((self._next, now, label, is_error, line))
+                self._next += 1
+                size += len(line) + _LINE_COST
+            self._sizes[pid] = self._sizes.get(pid, 0) + size
+            self._size += size
+            while self._size > HISTORY_BYTES:
+                self._drop()
+
+    def _drop(self) -> None:
+        """Let go of a part of what the largest has. Under the lock."""
+        pid = max(self._sizes, key=self._sizes.__getitem__)
+        kept, goal = self._lines[pid], self._sizes[pid] - max(1, HISTORY_BYTES // 64)
+        while kept and self._sizes[pid] > goal:
+            freed = len(kept.popleft()[4]) + _LINE_COST
+            self._sizes[pid] -= freed
+            self._size -= freed
+        if not kept:
+            del self._lines[pid], self._sizes[pid]
+
+    def since(self, number: int, most: int, nbytes: int) -> tuple[list[list[Any]], int, bool]:
+        """Return lines from a number on, in order: ``[number, time, pid, label, is_error, text]``.
+
+        Args:
+            number: of the first one; those that have gone since are left out.
+            most: lines at most, and ``nbytes`` about.
+
+        Returns:
+            The lines, the number of the one that follows them, and whether it is there.
+        """
+        with self._lock:
+            found: list[Any] = sorted(
+                [at, when, pid, label, is_error, text]
+                for pid, lines in self._lines.items()
+                for at, when, label, is_error, text in lines
+                if at >= number
+            )
+            following = max(number, self._next)
+        size = 0
+        for place, line in enumerate(found):
+            size += len(line[5]) + _LINE_COST
+            if place and (place >= most or size > nbytes):
+                return found[:place], found[place][0], True
+        return found, following, False
+
+
 class Logs:
     """Shows what processes print. Thread-safe.
 
@@ -167,6 +239,7 @@ class Logs:
 
     def __init__(self, show: bool = True) -> None:
         self._show = show
+        self.history = History()
         self._orders: deque[Callable[[], None]] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
@@ -313,6 +386,8 @@ class Logs:
 
     def _write(self, pipe: _Pipe, lines: list[tuple[str, str]]) -> None:
         output = pipe.output
+        if lines:
+            self.history.add(output.pid, pipe.is_error, lines)
         if pipe.is_error:
             output.tail.extend(line[:_TAIL_LINE] for _, line in lines)
         if not self._show or not lines:

@@ -84,6 +84,11 @@ class Rendezvous:
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
             self._prefix = f"fixed/{world_size}/{restarts}/"
 
+    @property
+    def key_is_given(self) -> bool:
+        """Whether this worker was given the group's key, which has not been made for it."""
+        return self._own_key is not None
+
     def enter(self, record: WorkerRecord) -> WorkerRecord:
         """Join a dynamic group without asking who else is in it; return the record that is in force, with its rank.
 

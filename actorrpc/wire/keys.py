@@ -26,12 +26,16 @@ __all__ = [
     "Key",
     "boot_id",
     "check_private_file",
+    "create_group_file",
     "create_key_file",
     "file_digest",
     "find_key",
+    "group_files",
+    "group_path",
     "is_stale",
     "link_key_file",
     "process_start",
+    "read_group_file",
     "read_key_file",
     "remove_file",
     "runtime_directory",
@@ -43,7 +47,9 @@ MAX_SOCKET_PATH: Final = 100  # the kernel takes 107 bytes; some are left for wh
 _MIN_TEXT: Final = 16
 _MAX_FILE: Final = 64 << 10
 _RAW: Final = 32
-_FILE_NAME: Final = re.compile(r"(\d+)-(\d+)-(\d+)-([0-9a-f]{16}\.key|[0-9a-f]{8}\.sock)", re.ASCII)
+_SOCKET: Final = ".sock"
+_GROUP: Final = ".group"
+_FILE_NAME: Final = re.compile(r"(\d+)-(\d+)-(\d+)-([0-9a-f]{16}\.key|[0-9a-f]{8}\.(?:sock|group))", re.ASCII)
 
 
 class Key:
@@ -74,6 +80,20 @@ class Key:
                 "make one with: python -c 'import secrets; print(secrets.token_hex(32))'"
             )
         return cls(secret)
+
+    @classmethod
+    def revealed(cls, secret: bytes) -> Key:
+        """Make the key that :meth:`reveal` has returned.
+
+        Raises:
+            ConfigError: these are not 32 bytes.
+        """
+        if not isinstance(secret, bytes) or len(secret) != _RAW:
+            del secret
+            raise ConfigError(f"what a key reveals has {_RAW} bytes")
+        made = cls.__new__(cls)
+        made._secret = secret
+        return made
 
     def reveal(self) -> bytes:
         """Return the 32 bytes. Never log, print or send them."""
@@ -263,6 +283,80 @@ def link_key_file(path: str) -> str | None:
     except OSError:
         return None
     return own
+
+
+# -- groups that can be looked into ----------------------------------------------------------------
+
+
+def group_path(socket: str | None) -> str:
+    """Return where the group file of a worker lies: beside its Unix socket, where it has one."""
+    if socket is not None and socket.endswith(_SOCKET):
+        return socket.removesuffix(_SOCKET) + _GROUP
+    return os.path.join(runtime_directory(), _new_name(secrets.token_hex(4) + _GROUP))
+
+
+def create_group_file(path: str, key: bytes, about: bytes) -> None:
+    """Write a file by which this user's tools find a group of this host, and may look into it.
+
+    Args:
+        path: as :func:`group_path` has given it.
+        key: what the group's key reveals; empty where those who look have to be given the key.
+        about: who the worker is that writes it.
+
+    Raises:
+        ConfigError: the directory cannot be used, or its disk is full; no file is left.
+    """
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            with open(fd, "wb", buffering=0) as file:
+                os.fchmod(fd, 0o600)
+                file.write(bytes([len(key)]) + key + about)
+        except BaseException:
+            remove_file(path)
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot write {path!r}: {error.strerror}") from error
+
+
+def group_files() -> list[tuple[int, str]]:
+    """Return the group files of this user's processes on this host that live: their process ids and paths, the oldest first."""
+    found: dict[str, tuple[int, int]] = {}
+    for folder in {runtime_directory(), _default_directory()}:
+        if not _is_ours(folder):
+            continue
+        for name in os.listdir(folder):
+            match = _FILE_NAME.fullmatch(name)
+            if match is not None and name.endswith(_GROUP) and not is_stale(name):
+                found[os.path.join(folder, name)] = int(match[3]), int(match[2])
+    return [(pid, path) for path, (_, pid) in sorted(found.items(), key=lambda each: (each[1], each[0]))]
+
+
+def read_group_file(path: str) -> tuple[Key | None, bytes] | None:
+    """Read what :func:`create_group_file` wrote: the key, if it is there, and who the worker is; None where the file is gone.
+
+    Raises:
+        AuthenticationError: it is not ours alone, or is damaged.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise AuthenticationError(f"cannot read the group file {path!r}: {error.strerror}") from error
+    try:
+        problem = _unfit(os.fstat(fd))
+        data = b"" if problem else os.read(fd, _MAX_FILE)
+    finally:
+        os.close(fd)
+    if problem:
+        raise AuthenticationError(f"the group file {path!r} {problem}")
+    if not data:
+        return None  # it is being written
+    if data[0] not in (0, _RAW):
+        raise AuthenticationError(f"the group file {path!r} is damaged")
+    about = data[1 + data[0] :]
+    return (Key.revealed(data[1 : 1 + _RAW]) if data[0] else None), about
 
 
 def is_stale(path: str) -> bool:

@@ -36,6 +36,7 @@ PUBLIC = (
     "actorrpc.autograd",
     "actorrpc.optim",
     "actorrpc.nn",
+    "actorrpc.observe",
     "actorrpc.testing",
     "actorrpc.compat",
     "actorrpc",

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,6 +56,7 @@ _MOST_HOPS: Final = 64
 _BRANCHES: Final = 4  # of the calls that one waits for at a time, so many are followed
 _AGAIN_S: Final = 0.5  # what is on its way may undo a circle: it counts when it is seen twice, so far apart
 _MIB: Final = 1 << 20
+_KEPT: Final = 20  # errors of circles that were found here
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,12 @@ class DeadlockDetector:
         self._tick = Tick(runtime.agent.clock, _LOOK_S, self._look)
         self._pauses: set[int] = set()  # of streams, when we looked last
         self._seen: dict[object, list[Call | Stall]] = {}  # who waited, and for what, when we looked last
+        #: the circles that were broken here last: when, by ``_time.now()``, and what the error said
+        self.found: deque[tuple[float, str]] = deque(maxlen=_KEPT)
+
+    def note(self, error: DeadlockError) -> None:
+        """Remember a circle that is broken now."""
+        self.found.append((_time.now(), str(error)))
 
     def poke(self) -> None:
         """Have the detector look soon: an actor for which calls wait waits itself."""
@@ -489,12 +497,14 @@ def _end_stream(producer: Producer, probe: Probe) -> None:
 
 
 def _error(hosted: HostedActor, what: str, trail: tuple[str, ...]) -> DeadlockError:
-    return DeadlockError(
+    error = DeadlockError(
         f"{what}: {' -> '.join(trail)} wait for each other in a circle. Take the stream's items before "
         "you wait for the actor, close the stream, give it a larger backpressure=, or the actor max_concurrency > 1",
         maybe_executed=what.startswith("the stream"),
         worker=hosted.agent.name,
     )
+    hosted.runtime.registry.deadlocks.note(error)
+    return error
 
 
 def _verdict(hosted: HostedActor, entry: Envelope, probe: Probe, behind: Envelope | None = None) -> None:
@@ -524,6 +534,7 @@ def _verdict(hosted: HostedActor, entry: Envelope, probe: Probe, behind: Envelop
         maybe_executed=entry.execution is not None,
         worker=hosted.agent.name,
     )
+    hosted.runtime.registry.deadlocks.note(error)
     if on_loop and behind is None:
         hosted.deadlocked(entry, error)
     else:

@@ -172,7 +172,9 @@ class LoopThread:
                 self._hosted.mailbox.reentrant and self._hosted.is_plain(each) and each.execution is None
             ):
                 # A plain method still has its arguments to get.
-                self._hosted.deadlocked(each, self._circle(each))
+                error = self._circle(each)
+                self._hosted.runtime.registry.deadlocks.note(error)
+                self._hosted.deadlocked(each, error)
 
     def _next(self) -> Envelope | None:
         if not self._hosted.mailbox.reentrant:

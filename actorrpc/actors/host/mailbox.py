@@ -33,6 +33,7 @@ __all__ = ["TAKEN", "Entry", "GroupQueue", "Mailbox", "ThreadSlot", "Wakeups"]
 NEW: Final = "new"  # in a queue
 TAKEN: Final = "taken"  # handed out
 OVER: Final = "over"  # cancelled, or finished
+_LOOKED_AT: Final = 1000
 
 
 class ThreadSlot(Protocol):
@@ -277,6 +278,21 @@ class GroupQueue:
         """Return the entries that wait here, in order."""
         everything = itertools.chain(self._fresh, self._heap, *self._held.values(), self._parked)
         return sorted(entry for entry in everything if entry.state is NEW and entry.slot is None)
+
+    def oldest(self) -> Entry | None:
+        """Return the entry that came first of those that wait here; of very many out of order, of some of them."""
+        fresh = next((entry for entry in self._fresh if entry.state is NEW and entry.slot is None), None)
+        others = itertools.chain(self._heap, *self._held.values(), self._parked)
+        waiting = (
+            entry
+            for entry in itertools.islice(others, _LOOKED_AT)
+            if entry.state is NEW and entry.slot is None
+        )
+        return min(
+            (entry for entry in (fresh, *waiting) if entry is not None),
+            key=lambda entry: entry.number,
+            default=None,
+        )
 
     def drain(self) -> list[Entry]:
         """Take everything out, in order."""
@@ -564,6 +580,12 @@ class Mailbox:
             queues = [*self.queues.values(), *self.async_lanes.values()]
             nested = sum(len(slot.work) for slot in set(self._running.values()) if slot is not None)
             return sum(queue.waiting for queue in queues) + nested, sum(queue.running for queue in queues)
+
+    def glance(self) -> list[tuple[GroupQueue, int, int, Entry | None]]:
+        """Return, for each queue: how many entries wait, how many run, and the one that has waited longest."""
+        with self._lock:
+            queues = [*self.queues.values(), *self.async_lanes.values()]
+            return [(queue, queue.waiting, queue.running, queue.oldest()) for queue in queues]
 
     def close_if_idle(self) -> bool:
         """Take no more if nothing waits or runs; say whether that is so. One step: nothing can come in between."""

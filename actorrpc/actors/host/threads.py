@@ -218,6 +218,11 @@ class ActorThread:
             frame = caller
         return None, None
 
+    @property
+    def entered(self) -> list[Entry]:
+        """The calls that run here, the innermost last. Any thread may look."""
+        return list(self._entered)
+
     def runs(self, execution: int) -> bool:
         """Whether an execution is under way here."""
         return self._hosted.mailbox.slot_of(execution) is self

@@ -480,6 +480,10 @@ class Streams:
         """Return those whose generators pause, in mailboxes."""
         return [each for each in list(self._producers.values()) if each.pause and each.entry is not None]
 
+    def all(self) -> list[Producer]:
+        """Return the producing ends of all streams of this process."""
+        return list(self._producers.values())
+
     def new_number(self) -> int:
         """Return a number that names one thing in this group."""
         return next(self._numbers)

@@ -11,6 +11,7 @@ steps are atomic.
 
 from __future__ import annotations
 
+import itertools
 import random
 import secrets
 import threading
@@ -598,6 +599,12 @@ class Supervisor:
         """Return what there is to say of this supervisor's actors, dead ones behind."""
         with self.lock:
             return [each.row(self._agent.name) for each in (*self._actors.values(), *self._dead.values())]
+
+    def latest(self, dead: int) -> list[ActorState]:
+        """Return what :meth:`states` does, but of those that are dead the last ones only: so many."""
+        with self.lock:
+            ended = itertools.islice(reversed(self._dead.values()), dead)
+            return [each.row(self._agent.name) for each in (*self._actors.values(), *ended)]
 
     def close(self, graceful: bool = True, patience: float = _END_S) -> None:
         """End all actors at once; waits at most 5 s for them, or ``patience``; a quarter of one if not ``graceful``."""

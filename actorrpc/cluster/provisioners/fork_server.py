@@ -249,7 +249,10 @@ class _Server:
             else:
                 time.sleep(0.001)
         if self._hello is not None:
-            keys.remove_file(self._hello["socket"])
+            socket = self._hello["socket"]
+            keys.remove_file(socket)
+            if socket:
+                keys.remove_file(keys.group_path(socket))
         with contextlib.suppress(Exception):
             keys.sweep()
         os._exit(0)

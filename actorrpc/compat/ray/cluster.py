@@ -1,31 +1,30 @@
-"""``ray.init``, ``shutdown``, and what a cluster has: ``nodes``, ``cluster_resources``, ``available_resources``.
-
-The books are those of the driver, which other processes ask. Processors are shared, and not booked: what is shown as taken is
-what the actors that live now have asked for.
-"""
+"""``ray.init``, ``shutdown``, and what a cluster has: ``nodes``, ``cluster_resources``, ``available_resources``."""
 
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import os
 import platform
-import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Final, ParamSpec, TypeVar
-
-import psutil
+from typing import Any, Final
 
 from actorrpc import cluster
 from actorrpc._exception_text import say
-from actorrpc.actors.context import runtime
-from actorrpc.actors.spec.class_info import TASKS
 from actorrpc.agent.context import current_worker
-from actorrpc.cluster import driver_rpc
 from actorrpc.cluster.join import own_address
+from actorrpc.cluster.resources import (
+    available_resources,
+    cluster_resources,
+    host_of,
+    hosts,
+    node_id,
+    nodes,
+    on_driver,
+    totals,
+)
 from actorrpc.compat.ray import runtime_env as environments
 from actorrpc.errors import ConfigError
 from actorrpc.rpc import api
@@ -51,9 +50,6 @@ __all__ = [
 VERSION: Final = "2.51.0"
 """The version of Ray whose names and keywords these are."""
 
-P = ParamSpec("P")
-R = TypeVar("R")
-_ASK_S: Final = 30.0
 _END_S: Final = (
     2.0  # how long actors that are busy may go on when the program shuts down: Ray ends them at once
 )
@@ -238,130 +234,6 @@ def is_initialized() -> bool:
     return api.is_initialized()
 
 
-# -- what there is --------------------------------------------------------------------------------------------------
-
-
 def number() -> int:
     """Return what tells the cluster in force from others in this process."""
     return id(current_worker())
-
-
-def on_driver(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function on the driver, which has the books."""
-    agent = runtime(start=True).agent
-    if agent.record.rank == 0:
-        return function(*args, **kwargs)
-    found: R = agent.ask(agent.peer(0), function, args, dict(kwargs), _ASK_S)
-    return found
-
-
-def _id_of(names: list[str]) -> str:
-    return hashlib.sha224("/".join(names).encode()).hexdigest()
-
-
-def _book() -> list[dict[str, Any]]:
-    """Return the machines of the cluster: their names, what they have, and what of it is free. On the driver."""
-    running = driver_rpc.current()
-    if running is None:  # a group
-        total = {"CPU": float(os.cpu_count() or 1)}
-        return [{"names": [socket.gethostname()], "total": total, "free": dict(total), "labels": {}}]
-    taken: dict[str, float] = {}
-    if running.engine.name == "local":
-        for spec in running.engine.specs():  # type: ignore[attr-defined]
-            if spec.label == TASKS:  # they stay when their tasks are over
-                continue
-            for name, amount in (("CPU", spec.num_cpus), ("GPU", spec.num_gpus)):
-                taken[name] = taken.get(name, 0.0) + float(amount or 0.0)
-    found = []
-    for holder in running.resources():
-        total = {name: float(amount) for name, amount in holder.totals.items() if amount or name == "CPU"}
-        free = {name: max(0.0, holder.free(name)) for name in total}
-        if holder.starts:
-            for name, amount in taken.items():
-                if name in free:
-                    free[name] = max(0.0, total[name] - amount)
-        names = sorted(holder.hosts) + ([holder.name] if holder.name else [])
-        found.append({"names": names, "total": total, "free": free, "labels": dict(holder.labels)})
-    return found
-
-
-def _machines() -> list[dict[str, Any]]:
-    return on_driver(_book)
-
-
-def nodes() -> list[dict[str, Any]]:
-    """Return a list of dicts, one for each machine or worker that takes actors."""
-    here = socket.gethostname()
-    found = []
-    for each in _machines():
-        address = own_address() if here in each["names"] else each["names"][0]
-        found.append(
-            {
-                "NodeID": _id_of(each["names"]),
-                "Alive": True,
-                "alive": True,
-                "NodeManagerAddress": address,
-                "NodeManagerHostname": each["names"][0],
-                "NodeName": address,
-                "Resources": {**each["total"], f"node:{address}": 1.0},
-                "Labels": each["labels"],
-            }
-        )
-    return found
-
-
-def _sum(parts: list[dict[str, float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for part in parts:
-        for name, amount in part.items():
-            found[name] = found.get(name, 0.0) + amount
-    return found
-
-
-def cluster_resources() -> dict[str, float]:
-    """Return what all machines have, by name."""
-    found = _sum([each["total"] for each in _machines()])
-    found["memory"] = float(psutil.virtual_memory().total)
-    found[f"node:{own_address()}"] = 1.0
-    return found
-
-
-def available_resources() -> dict[str, float]:
-    """Return what is free of that: not taken by actors. What nothing is left of is not there."""
-    found = {name: amount for name, amount in _sum([each["free"] for each in _machines()]).items() if amount}
-    found["memory"] = float(psutil.virtual_memory().available)
-    found[f"node:{own_address()}"] = 1.0
-    return found
-
-
-def totals() -> list[dict[str, float]]:
-    """Return what each machine has."""
-    return [each["total"] for each in _machines()]
-
-
-def hosts() -> list[str]:
-    """Return a name of each machine."""
-    return [each["names"][0] for each in _machines()]
-
-
-def host_of(wanted: str) -> str | None:
-    """Return a name of the machine that has that node id; None if there is none."""
-    for each in _machines():
-        if _id_of(each["names"]) == wanted:
-            return str(each["names"][0])
-    return None
-
-
-def node_id() -> str:
-    """Return the id of the node that this process is on."""
-    machines = _machines()
-    here = socket.gethostname()
-    own = current_worker()
-    name = "" if own is None else own.agent.name
-    for each in machines:
-        if name in each["names"]:
-            return _id_of(each["names"])
-    for each in machines:
-        if here in each["names"]:
-            return _id_of(each["names"])
-    return _id_of(machines[0]["names"]) if machines else _id_of([here])

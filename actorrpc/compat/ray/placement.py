@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from actorrpc import actors
 from actorrpc._exception_text import say
+from actorrpc.cluster import resources
 from actorrpc.compat.ray import cluster
 from actorrpc.compat.ray.exceptions import ActorPlacementGroupRemoved, GetTimeoutError
 from actorrpc.compat.ray.object_ref import ObjectRef, get
@@ -215,7 +216,7 @@ def _create(group: PlacementGroup) -> None:
     kept.ready.acknowledge()
     with _lock:
         _of_this_cluster()[group.id.text] = kept
-    machines = cluster._machines()
+    machines = resources.machines()
     whole = {each["names"][0]: each["total"] for each in machines}
     if _assign(group.bundle_specs, group.strategy, whole) is None:
         kept.state = "INFEASIBLE"
@@ -301,7 +302,7 @@ def _remove(group_id: str) -> None:
             actors.kill(member)
         except RpcError:  # it is gone
             pass
-    _place_all({each["names"][0]: each["total"] for each in cluster._machines()})
+    _place_all({each["names"][0]: each["total"] for each in resources.machines()})
 
 
 def _find(name: str, group_id: str) -> PlacementGroup | None:
@@ -315,7 +316,7 @@ def _find(name: str, group_id: str) -> PlacementGroup | None:
 
 
 def _rows() -> dict[str, dict[str, Any]]:
-    ids = {each["names"][0]: cluster._id_of(each["names"]) for each in cluster._machines()}
+    ids = {each["names"][0]: resources.id_of(each["names"]) for each in resources.machines()}
     with _lock:
         return {
             kept.group.id.text: {

@@ -448,3 +448,22 @@ def test_a_station_that_has_looked_by_itself_is_not_woken_for_others() -> None:
         assert first not in todo.wake
         assert bool(todo.wake) != bool(todo.start)
         mailbox.take(queue, second if todo.wake else object())
+
+
+def test_a_glance_shows_the_one_that_has_waited_longest() -> None:
+    mailbox = Mailbox({"": 1, "io": 1})
+    queue = mailbox.queues[""]
+    first, blocked, urgent = Entry("a"), Entry("b", ready=False), Entry("c", priority=5)
+    for entry in (first, blocked, urgent):
+        mailbox.put(entry, queue)
+
+    def seen() -> list[tuple[str, int, int, Entry | None]]:
+        return [(each.name, waiting, running, oldest) for each, waiting, running, oldest in mailbox.glance()]
+
+    assert seen() == [("", 3, 0, first), ("io", 0, 0, None)]
+    assert mailbox.take(queue)[0] is urgent
+    assert seen()[0] == ("", 2, 1, first)
+    mailbox.done(queue)
+    assert mailbox.take(queue)[0] is first
+    assert mailbox.take(queue)[0] is None  # the other waits for its arguments
+    assert seen()[0] == ("", 1, 1, blocked)

@@ -404,6 +404,8 @@ def test_the_dead_are_remembered_but_not_for_ever(monkeypatch: pytest.MonkeyPatc
         route.kill()
         world.settle()
     assert len(driver.runtime.supervisor.states()) == 2
+    assert len(driver.runtime.supervisor.latest(1)) == 1
+    assert driver.runtime.supervisor.latest(1)[0] == driver.runtime.supervisor.states()[-1]
     told = [str(route.watch().value()) for route in routes]
     assert "does not know it any more" in told[0]
     assert "it was killed with kill()" in told[2]

@@ -1,0 +1,8 @@
+"""The command line: ``actorrpc status``, ``stack``, ``describe``, ``logs``, ``doctor``, ``top``, ``run`` and ``worker``.
+
+Nothing here imports torch: a command is there at once, also beside a job that keeps all processors busy.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,356 @@
+"""The commands and their arguments: :func:`main`.
+
+Exit status: 0, all is well, or what was asked for has been shown; 1, something is wrong, and was said; 2, there is no such group,
+worker or actor, or the arguments cannot be used. No command changes anything in a job or runs code of its users, and none waits
+behind the calls of its actors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NoReturn
+
+from actorrpc.cli import doctor, logs, views
+from actorrpc.errors import ConfigError, RpcError
+from actorrpc.observe.outside import FoundGroup, GroupLook, at_address, find_groups, look
+
+__all__ = ["main"]
+
+_PARTS: Final = ["process", "actors", "supervised"]
+_FOUND: Final = 0
+_WRONG: Final = 1
+_NOTHING: Final = 2
+
+
+class _NotThereError(RpcError):
+    """What was named is not there."""
+
+
+class _CommandParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(_NOTHING, f"{self.prog}: {message} (actorrpc --help)\n")
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 < found < 1e6:
+        raise argparse.ArgumentTypeError(f"a number of seconds above 0, not {text!r}")
+    return found
+
+
+def _parser() -> _CommandParser:
+    parser = _CommandParser(
+        prog="actorrpc",
+        description="Look into groups that run, and start programs. Without --connect: groups of this user, on this host.",
+        epilog="Exit status: 0, all is well; 1, something is wrong; 2, there is no such thing. --json is for programs.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser
+    )
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str, cost: str) -> _CommandParser:
+        made: _CommandParser = commands.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}. {cost}", allow_abbrev=False
+        )
+        made.set_defaults(run=run)
+        where = made.add_argument_group("which group")
+        where.add_argument(
+            "--connect",
+            metavar="ADDRESS",
+            help="that of the worker at tcp://HOST:PORT, or at the Unix socket of this path; the key is in ACTORRPC_KEY or "
+            "ACTORRPC_KEY_FILE",
+        )
+        where.add_argument(
+            "--pid", type=int, default=0, help="that of the process with this number, on this host"
+        )
+        made.add_argument(
+            "--timeout",
+            type=_seconds,
+            default=1.0,
+            metavar="S",
+            help="how long all workers together may take (default 1)",
+        )
+        made.add_argument("--json", action="store_true", help="print it as JSON")
+        return made
+
+    once = "Costs each worker about a millisecond."
+    command("status", _status, "workers, actors by class and state, and what is wrong, in words", once)
+    stack = command(
+        "stack",
+        _stack,
+        "where all threads of all workers are, equal stacks as one",
+        "Costs each worker some milliseconds, in which it runs nothing else.",
+    )
+    stack.add_argument(
+        "whom",
+        nargs="?",
+        metavar="ACTOR|WORKER",
+        help="only these: see describe; or a worker's name, rank or pid",
+    )
+    stack.add_argument(
+        "--all", action="store_true", help="also the threads of the library that wait for work"
+    )
+    describe = command("describe", _describe, "all that is known of an actor", once)
+    describe.add_argument(
+        "actor", metavar="ACTOR", help="its name, its title, its class, or a part of its id"
+    )
+    logs_parser = command(
+        "logs",
+        _logs,
+        "what the processes of a cluster have printed, those that have ended too: the last 8 MiB of all",
+        "Costs its driver some milliseconds.",
+    )
+    logs_parser.add_argument("whom", nargs="?", metavar="WORKER|PID", help="only what this one has printed")
+    logs_parser.add_argument(
+        "-f", "--follow", action="store_true", help="go on with what is printed from now on"
+    )
+    logs_parser.add_argument(
+        "--grep", metavar="RE", help="only lines in which this regular expression is found"
+    )
+    logs_parser.add_argument(
+        "-n", "--lines", type=int, default=0, metavar="N", help="only the last N lines; then what follows"
+    )
+    command(
+        "doctor",
+        _doctor,
+        "check key, files, limits and versions, and that each worker can be reached; each fault with its remedy",
+        once,
+    )
+    top = command("top", _top, "tables of workers and actors, again and again", f"{once} Each time.")
+    top.add_argument(
+        "--interval", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (default 2)"
+    )
+    top.add_argument("--count", type=int, default=0, metavar="N", help="end after N looks")
+    top.add_argument("--actors", type=int, default=20, metavar="N", help="show N actors (default 20)")
+
+    run = commands.add_parser(
+        "run",
+        help="run a program of torch's RPC, or of Ray's, on actorrpc",
+        description="Run an unchanged program on actorrpc, in the place of this process: "
+        "actorrpc run [--ray] (script.py | -m module) [arguments].",
+        allow_abbrev=False,
+    )
+    run.add_argument(
+        "--ray",
+        action="store_true",
+        help="`import ray` means actorrpc.compat.ray; else torch.distributed.rpc is ours",
+    )
+    run.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="...", help="script.py or -m module, and its arguments"
+    )
+    run.set_defaults(run=_run)
+    worker = commands.add_parser(
+        "worker",
+        help="add this machine to a cluster that runs",
+        description="Add this machine to a cluster that runs, as python -m actorrpc.worker does.",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    worker.add_argument("arguments", nargs=argparse.REMAINDER)
+    worker.set_defaults(run=_worker)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["worker"]:  # its options are its own, and --help is
+        return _become("actorrpc.worker", given[1:])
+    found = _parser().parse_args(given)
+    try:
+        return int(found.run(found))
+    except (RpcError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # head(1) has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return _FOUND
+        sys.stderr.write(f"actorrpc {found.command}: {error}\n")
+        return _NOTHING
+    except KeyboardInterrupt:
+        return 130
+
+
+def _print(lines: Sequence[str]) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
+
+
+def _print_json(value: Any) -> None:
+    _print([json.dumps(value, indent=1)])
+
+
+# -- groups ------------------------------------------------------------------------------------------------------
+
+
+def _groups(found: argparse.Namespace) -> list[FoundGroup]:
+    """Return the groups that are meant.
+
+    Raises:
+        _NotThereError: there is none.
+    """
+    if found.connect:
+        return [at_address(found.connect)]
+    groups = find_groups(found.pid)
+    if not groups:
+        which = f"process {found.pid} is in none" if found.pid else "none of this user runs"
+        raise _NotThereError(
+            f"there is no group to look into: {which} on this host, in this container. --connect tcp://HOST:PORT looks into one "
+            "elsewhere; ACTORRPC_RUNTIME_DIR must be that of the job"
+        )
+    closed = [each for each in groups if each.is_closed]
+    if len(closed) == len(groups):
+        raise _NotThereError(
+            f"the group of process {closed[0].pids[0]} was given a key, which this process has not: set ACTORRPC_KEY or "
+            "ACTORRPC_KEY_FILE to it"
+        )
+    return [each for each in groups if not each.is_closed]
+
+
+def _looks(found: argparse.Namespace, parts: list[str]) -> list[GroupLook]:
+    """Look into all groups that are meant; one that was found by several of its workers is looked into once."""
+    seen: set[str] = set()
+    looks = []
+    for group in _groups(found):
+        names = {each.record.incarnation for each in group.targets if each.record is not None}
+        if names and names <= seen:
+            continue
+        made = look(group, parts, found.timeout)
+        seen |= made.answers.keys()
+        if made.answers:
+            looks.append(made)
+    if not looks:
+        raise _NotThereError("no group has answered, and none of its processes is there any more")
+    return looks
+
+
+# -- commands ----------------------------------------------------------------------------------------------------
+
+
+def _status(found: argparse.Namespace) -> int:
+    pictures = [views.Picture.of(each) for each in _looks(found, _PARTS)]
+    wrong = any(picture.is_wrong for picture in pictures)
+    if found.json:
+        _print_json({"wrong": wrong, "groups": [each.as_dict() for each in pictures]})
+    else:
+        _print(views.separated(each.status_lines() for each in pictures))
+    return _WRONG if wrong else _FOUND
+
+
+def _stack(found: argparse.Namespace) -> int:
+    pictures = [views.Picture.of(each) for each in _looks(found, [*_PARTS, "threads"])]
+    if found.whom is not None:
+        pictures = [each for picture in pictures if (each := picture.only(found.whom)) is not None]
+        if not pictures:
+            raise _NotThereError(
+                f"there is no actor and no worker {found.whom!r}; actorrpc status lists them"
+            )
+    if found.json:
+        _print_json({"groups": [each.stacks_dict() for each in pictures]})
+    else:
+        _print(views.separated(each.stack_lines(found.all or found.whom is not None) for each in pictures))
+    silent = any(each.state != "alive" for picture in pictures for each in picture.state.workers)
+    return _WRONG if silent else _FOUND
+
+
+def _describe(found: argparse.Namespace) -> int:
+    matches = []
+    for each in _looks(found, [*_PARTS, "threads"]):
+        picture = views.Picture.of(each)
+        matches += [(picture, actor) for actor in picture.actors_named(found.actor)]
+    if not matches:
+        raise _NotThereError(f"there is no actor {found.actor!r}; actorrpc status lists them")
+    if found.json:
+        _print_json({"actors": [picture.actor_dict(actor) for picture, actor in matches]})
+    else:
+        _print(views.separated(picture.actor_lines(actor) for picture, actor in matches))
+    return _FOUND
+
+
+def _logs(found: argparse.Namespace) -> int:
+    try:
+        wanted = logs.Wanted.of(found.whom, found.grep, found.lines)
+    except ConfigError as error:
+        raise _NotThereError(str(error)) from error
+    reader = logs.Reader(_groups(found), wanted, found.timeout)
+    reader.begin(_print_json_line if found.json else _print_line)
+    if not found.follow:
+        reader.end()
+        return _FOUND
+    reader.follow()
+    return _FOUND
+
+
+def _print_line(line: logs.Line) -> None:
+    sys.stdout.write(f"({line.label} pid={line.pid}) {line.text}\n")
+    sys.stdout.flush()
+
+
+def _print_json_line(line: logs.Line) -> None:
+    sys.stdout.write(json.dumps(line.as_dict()) + "\n")
+    sys.stdout.flush()
+
+
+def _doctor(found: argparse.Namespace) -> int:
+    checks = doctor.here()
+    try:
+        groups = _groups(found)
+    except RpcError as error:
+        checks.append(doctor.no_group(str(error)))
+    else:
+        for group in groups:
+            checks += doctor.of_group(look(group, ["process"], found.timeout))
+    wrong = any(each.wrong for each in checks)
+    if found.json:
+        _print_json({"wrong": wrong, "checks": [doctor.as_dict(each) for each in checks]})
+    else:
+        _print(doctor.lines(checks))
+    return _WRONG if wrong else _FOUND
+
+
+def _top(found: argparse.Namespace) -> int:
+    terminal = sys.stdout.isatty() and not found.json
+    looked = 0
+    before: list[views.Picture] = []
+    while True:
+        begun = time.monotonic()
+        pictures = [views.Picture.of(each) for each in _looks(found, _PARTS)]
+        if found.json:
+            rows = [each.as_dict() for each in pictures]
+            _print([json.dumps({"groups": rows})])
+        else:
+            text = views.separated(each.top_lines(found.actors, before) for each in pictures)
+            if terminal:
+                sys.stdout.write("\x1b[H\x1b[2J")
+            _print(text if terminal or not looked else ["", *text])
+        before = pictures
+        looked += 1
+        if found.count and looked >= found.count:
+            return _FOUND
+        time.sleep(max(0.0, found.interval - (time.monotonic() - begun)))
+
+
+def _run(found: argparse.Namespace) -> int:
+    if not found.program:
+        raise _NotThereError("say what to run: actorrpc run [--ray] (script.py | -m module) [arguments]")
+    return _become("actorrpc.compat.ray" if found.ray else "actorrpc.compat", found.program)
+
+
+def _worker(found: argparse.Namespace) -> int:
+    return _become("actorrpc.worker", found.arguments)
+
+
+def _become(module: str, arguments: Sequence[str]) -> int:
+    """Replace this process by ``python -m module``, with Python's own options."""
+    options = []
+    if sys.argv and os.path.basename(sys.argv[0]) == "__main__.py":
+        options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) - 1]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *options, "-m", module, *arguments])

@@ -1,0 +1,169 @@
+"""``actorrpc doctor``: what is checked on this host, and of the groups that run; each fault with its remedy."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import stat
+from collections.abc import Sequence
+from typing import Any, Final
+
+from actorrpc import __version__
+from actorrpc.cli.text import amount, count, span
+from actorrpc.errors import ConfigError
+from actorrpc.observe.findings import findings
+from actorrpc.observe.model import Finding
+from actorrpc.observe.outside import GroupLook, settings_here
+from actorrpc.transport.tls import Tls
+from actorrpc.wire import keys
+
+__all__ = ["as_dict", "here", "lines", "no_group", "of_group"]
+
+_FEW: Final = 4096  # descriptors
+_LITTLE: Final = 64 << 20  # bytes of shared memory
+_PACKAGES: Final = ("torch", "cloudpickle", "msgpack", "psutil")
+
+
+def _good(kind: str, what: str) -> Finding:
+    return Finding(kind=kind, wrong=False, what=what)
+
+
+def _fault(kind: str, what: str, remedy: str) -> Finding:
+    return Finding(kind=kind, wrong=True, what=what, remedy=remedy)
+
+
+def here() -> list[Finding]:
+    """Check this host, and what this process would run with."""
+    return [_versions(), _key(), _directory(), _settings(), _descriptors(), _shared_memory()]
+
+
+def _versions() -> Finding:
+    found, missing = [], []
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    what = f"actorrpc {__version__}, Python {platform.python_version()}, {', '.join(found)}"
+    if missing:
+        return _fault(
+            "versions", f"{what}; not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}"
+        )
+    return _good("versions", what)
+
+
+def _key() -> Finding:
+    try:
+        given = keys.find_key()
+    except ConfigError as error:
+        return _fault("key", str(error), "unset the variable, or make the file yours alone (chmod 600)")
+    if given is None:
+        return _good(
+            "key",
+            "none is given: groups of this host make their own; several hosts need ACTORRPC_KEY or ACTORRPC_KEY_FILE",
+        )
+    by = "ACTORRPC_KEY_FILE" if os.environ.get("ACTORRPC_KEY_FILE") else "ACTORRPC_KEY"
+    return _good("key", f"one is given by {by}")
+
+
+def _directory() -> Finding:
+    try:
+        path = keys.runtime_directory()
+    except ConfigError as error:
+        return _fault(
+            "directory", str(error), "set ACTORRPC_RUNTIME_DIR, or repair owner and mode (chmod 700)"
+        )
+    wrong = []
+    stale = 0
+    for name in os.listdir(path):
+        stale += keys.is_stale(name)
+        found = os.lstat(os.path.join(path, name))
+        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            wrong.append(f"{name} (mode {stat.S_IMODE(found.st_mode):04o}, user {found.st_uid})")
+    if wrong:
+        return _fault(
+            "directory",
+            f"files in {path} are open to others: {', '.join(wrong[:5])}",
+            "remove them, or chmod 600",
+        )
+    left = (
+        f"; {count(stale, 'file')} of processes that have ended, which the next worker removes"
+        if stale
+        else ""
+    )
+    return _good("directory", f"{path} is this user's alone{left}")
+
+
+def _settings() -> Finding:
+    try:
+        settings = settings_here()
+        tls = Tls.load(settings)
+    except ConfigError as error:
+        return _fault("settings", str(error), "correct the variable, or unset it")
+    return _good(
+        "settings", f"variables can be used; TLS is {'on' if tls is not None else 'off'} (ACTORRPC_TLS_CERT)"
+    )
+
+
+def _descriptors() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    what = f"a process may have {soft} descriptors (hard limit {hard})"
+    if 0 <= hard < _FEW:
+        return _fault(
+            "descriptors",
+            what,
+            "raise the hard limit: LimitNOFILE= of the service, --ulimit nofile= of the container",
+        )
+    return _good("descriptors", what)
+
+
+def _shared_memory() -> Finding:
+    try:
+        # The library lends memfds, which are in no file system: what is limited is memory. DataLoader and others use /dev/shm.
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        return _fault(
+            "shared memory",
+            f"/dev/shm cannot be used: {error}",
+            "mount a tmpfs there: DataLoader workers need it",
+        )
+    what = f"/dev/shm has {amount(usage.free)} free of {amount(usage.total)}; actorrpc's own segments are outside of it"
+    if usage.free < _LITTLE:
+        return _fault("shared memory", what, "give it more (docker run --shm-size=), or remove files there")
+    return _good("shared memory", what)
+
+
+def no_group(text: str) -> Finding:
+    """Return what is said where there is no group that could be checked."""
+    return _good("group", f"no group was checked: {text}")
+
+
+def of_group(look: GroupLook) -> list[Finding]:
+    """Check a group that was looked into."""
+    state = look.state
+    title = f"{look.group.what}" + (f" (pid {look.group.pids[0]})" if look.group.pids else "")
+    reached = [each for each in state.workers if each.state == "alive"]
+    what = f"{title}: {len(reached)} of {count(len(state.workers), 'worker')} answered in {span(look.took)}"
+    checks = [Finding(kind="reachability", wrong=len(reached) < len(state.workers), what=what)]
+    if not state.workers:
+        checks = [_fault("reachability", f"{title}: nobody has answered", "see whether its processes live")]
+    return [*checks, *findings(state)]
+
+
+def lines(checks: Sequence[Finding]) -> list[str]:
+    """Return what ``doctor`` prints."""
+    found = []
+    for each in checks:
+        found.append(f"{'WRONG' if each.wrong else 'ok   '} {each.kind}: {each.what}")
+        if each.remedy:
+            found.append(f"      -> {each.remedy}")
+    wrong = sum(each.wrong for each in checks)
+    return [*found, "", count(wrong, "fault") if wrong else "No faults."]
+
+
+def as_dict(check: Finding) -> dict[str, Any]:
+    """Return a check as JSON has it."""
+    return {"kind": check.kind, "wrong": check.wrong, "what": check.what, "remedy": check.remedy}

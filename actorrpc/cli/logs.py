@@ -1,0 +1,165 @@
+"""``actorrpc logs``: what the processes of clusters have printed, as their drivers keep it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from actorrpc.errors import ConfigError, RpcError
+from actorrpc.observe.outside import FoundGroup
+from actorrpc.observe.visitor import Target, Visit
+
+__all__ = ["Line", "Reader", "Wanted"]
+
+_AGAIN_S: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line that a process has printed.
+
+    Attributes:
+        number: grows with each line of its cluster; ``when``: seconds since 1970.
+        pid, label: of whom it is.
+        is_error: it was written to standard error.
+    """
+
+    number: int
+    when: float
+    pid: int
+    label: str
+    is_error: bool
+    text: str
+
+    @classmethod
+    def of(cls, row: Any) -> Line | None:
+        """Return what a driver has sent as a line; None where it makes no sense."""
+        kinds = (int, float, int, str, bool, str)
+        if isinstance(row, list) and len(row) == len(kinds) and all(map(isinstance, row, kinds)):
+            return cls(*row)
+        return None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {
+            "time": self.when,
+            "pid": self.pid,
+            "label": self.label,
+            "stream": "stderr" if self.is_error else "stdout",
+            "text": self.text,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which lines are wanted.
+
+    Attributes:
+        whom: a process id, a label, or a worker's name, whose label is what stands before its number.
+        last: so many of those that are there; 0: all.
+    """
+
+    whom: str | None
+    pattern: re.Pattern[str] | None
+    last: int
+
+    @classmethod
+    def of(cls, whom: str | None, grep: str | None, last: int) -> Wanted:
+        """Return what arguments mean.
+
+        Raises:
+            ConfigError: there is no such regular expression.
+        """
+        try:
+            pattern = None if grep is None else re.compile(grep)
+        except re.error as error:
+            raise ConfigError(f"--grep {grep!r} is no regular expression: {error}") from error
+        return cls(whom, pattern, max(0, last))
+
+    def has(self, line: Line, pids: dict[int, str]) -> bool:
+        """Say whether a line is wanted; ``pids``: the names of the workers that live."""
+        if self.whom is not None and self.whom not in (str(line.pid), line.label, pids.get(line.pid)):
+            return False
+        return self.pattern is None or self.pattern.search(line.text) is not None
+
+
+class Reader:
+    """Reads the logs of groups.
+
+    Raises:
+        RpcError: none of them keeps any.
+    """
+
+    def __init__(self, groups: list[FoundGroup], wanted: Wanted, timeout: float) -> None:
+        self._wanted = wanted
+        self._timeout = timeout
+        self._show: Callable[[Line], None] = lambda line: None
+        self._visits: list[tuple[Visit, int]] = []
+        problem: RpcError | OSError | None = None
+        for group in groups:
+            for target in group.targets:
+                try:
+                    visit = Visit(target, time.monotonic() + timeout)
+                except (OSError, RpcError) as error:
+                    problem = error
+                    continue
+                self._visits.append((visit, 1))
+                break
+        if not self._visits:
+            raise RpcError(f"no driver has answered: {problem}")
+
+    def begin(self, show: Callable[[Line], None]) -> None:
+        """Show what there is.
+
+        Raises:
+            RpcError: nobody keeps logs: the groups have no driver that starts processes.
+        """
+        self._show = show
+        found = self._read()
+        if found is None:
+            raise RpcError(
+                "no logs are kept: the workers were started by init_rpc(), a launcher or by hand, and what they print goes where "
+                "their launcher has it"
+            )
+        kept: deque[Line] = deque(found, maxlen=self._wanted.last or None)
+        for line in kept:
+            show(line)
+
+    def follow(self) -> None:
+        """Show what is printed from now on, until the drivers have ended."""
+        while self._visits:
+            time.sleep(_AGAIN_S)
+            for line in self._read() or ():
+                self._show(line)
+
+    def _read(self) -> list[Line] | None:
+        """Return what has come since the last time, in order; None where nobody keeps logs."""
+        lines: list[Line] = []
+        keeps = False
+        for place in reversed(range(len(self._visits))):
+            visit, number = self._visits[place]
+            try:
+                found = visit.ask(["logs", "members"], time.monotonic() + self._timeout, {"logs": number})
+            except (OSError, RpcError):
+                visit.close()
+                del self._visits[place]
+                continue
+            rows, end = found.get("logs"), found.get("log_end")
+            if not isinstance(rows, list):
+                continue
+            keeps = True
+            pids = Target.names_by_pid(found)
+            parsed = [line for line in map(Line.of, rows) if line is not None]
+            lines += [line for line in parsed if self._wanted.has(line, pids)]
+            following = parsed[-1].number + 1 if parsed else end
+            self._visits[place] = visit, following if isinstance(following, int) else number
+        return sorted(lines, key=lambda line: (line.when, line.number)) if keeps else None
+
+    def end(self) -> None:
+        """Hang up."""
+        while self._visits:
+            self._visits.pop()[0].close()

@@ -1,0 +1,165 @@
+"""Texts of the command line: tables, amounts and stacks, as people read them. No I/O."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from actorrpc.observe.model import ObservedActor, ObservedCall, ObservedWorker, StackFrame, ThreadStack
+
+__all__ = ["Fold", "amount", "count", "folded", "span", "stack_lines", "table"]
+
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+_PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_FORKED: Final = os.path.join(
+    "provisioners", "fork_server.py"
+)  # the main thread of a process waits for its end
+_SHOWN: Final = 12  # threads that are named of those that stand at one place
+
+
+def amount(nbytes: float) -> str:
+    """Return a size in words."""
+    for unit in _UNITS:
+        if nbytes < 1024 or unit == _UNITS[-1]:
+            break
+        nbytes /= 1024
+    return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
+
+
+def span(seconds: float) -> str:
+    """Return a time in words."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, _ = divmod(int(seconds), 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def count(number: int, what: str) -> str:
+    """Return a number of things."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a table; numbers stand on the right."""
+    cells = [[str(each) for each in row] for row in rows]
+    raw = [list(row) for row in cells]
+    widths = [max([len(head[i]), *(len(row[i]) for row in raw)]) for i in range(len(head))]
+    right = [bool(raw) and all(_is_number(row[i]) for row in raw) for i in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        parts = [
+            cell.rjust(width) if on_right else cell.ljust(width)
+            for cell, width, on_right in zip(row, widths, right, strict=True)
+        ]
+        return "  ".join(parts).rstrip()
+
+    return [line(head), *(line(row) for row in raw)]
+
+
+def _is_number(cell: str) -> bool:
+    return not cell or cell[0].isdigit() or cell == "-"
+
+
+# -- stacks ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Threads that stand at the same place.
+
+    Attributes:
+        frames: their stack, the innermost last.
+        where: the worker and the thread, of each.
+        calls: the calls that run on them, with their actors.
+    """
+
+    frames: tuple[StackFrame, ...]
+    where: tuple[tuple[ObservedWorker, ThreadStack], ...]
+    calls: tuple[tuple[ObservedActor, ObservedCall, ObservedWorker], ...]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether nothing but this library, and what it waits with, is on the stack: threads that do nothing."""
+        return all(map(_is_ours, self.frames)) or any(each.file.endswith(_FORKED) for each in self.frames)
+
+    @property
+    def told(self) -> tuple[StackFrame, ...]:
+        """The frames without those outside of the user's code, of the library that calls it."""
+        users = [place for place, each in enumerate(self.frames) if not _is_ours(each)]
+        return self.frames[users[0] :] if users else self.frames
+
+
+def _is_ours(frame: StackFrame) -> bool:
+    """Whether a line is of this library, or of Python's threads."""
+    return frame.file.startswith((_PACKAGE, "<frozen")) or os.path.basename(frame.file) == "threading.py"
+
+
+def folded(workers: Sequence[ObservedWorker], actors: Sequence[ObservedActor]) -> list[Fold]:
+    """Return all stacks, equal ones as one: those that run calls first, then the most common; idle ones of the library last."""
+    calls: dict[tuple[str, int], list[tuple[ObservedActor, ObservedCall]]] = {}
+    for actor in actors:
+        for call in actor.running:
+            if call.thread:
+                calls.setdefault((actor.worker, call.thread), []).append((actor, call))
+    groups: dict[tuple[StackFrame, ...], list[tuple[ObservedWorker, ThreadStack]]] = {}
+    for worker in workers:
+        for thread in worker.threads:
+            groups.setdefault(thread.frames, []).append((worker, thread))
+    found = []
+    for frames, where in groups.items():
+        running = [
+            (actor, call, worker)
+            for worker, thread in where
+            for actor, call in calls.get((worker.name, thread.ident), ())
+        ]
+        found.append(Fold(frames, tuple(where), tuple(running)))
+    return sorted(found, key=lambda each: (each.is_ours, not each.calls, -len(each.where)))
+
+
+def stack_lines(fold: Fold, workers: int, threads: int) -> list[str]:
+    """Return the lines that say who stands where."""
+    names = list(dict.fromkeys(worker.name for worker, _ in fold.where))
+    who = [
+        f"{thread.name or 'a thread'} of {worker.name}" if len(names) > 1 else thread.name or "a thread"
+        for worker, thread in fold.where
+    ]
+    shown = ", ".join(who[:_SHOWN]) + (f" and {len(who) - _SHOWN} more" if len(who) > _SHOWN else "")
+    if len(names) == 1:
+        shown = f"worker {names[0]}: {shown}"
+    head = f"{len(fold.where)} of {threads} threads" if len(fold.where) > 1 else "1 thread"
+    if len(names) > 1:
+        head += f", on {len(names)} of {workers} workers"
+    lines = [f"{head} ({shown})"]
+    for actor, call, worker in fold.calls[:_SHOWN]:
+        lines.append(
+            f"  runs {say_call(actor.title, call)}" + (f", on {worker.name}" if len(names) > 1 else "")
+        )
+    if len(fold.calls) > _SHOWN:
+        lines.append(f"  runs {len(fold.calls) - _SHOWN} calls more")
+    width = max((len(each.function) for each in fold.told), default=0)
+    lines += [
+        f"    {each.function.ljust(min(width, 50))}  {_short(each.file)}:{each.line}"
+        for each in reversed(fold.told)
+    ]
+    return lines
+
+
+def say_call(title: str, call: ObservedCall) -> str:
+    """Say what runs, for whom, since when, and what it waits for."""
+    text = f"{title}.{call.method}() for {call.caller!r}, {span(call.since)} old"
+    if call.left is not None:
+        text += f", {span(call.left)} left" if call.left >= 0 else f", {span(-call.left)} over its time"
+    if call.waits_for:
+        text += f"; waits for {' and '.join(call.waits_for)}"
+    return text
+
+
+def _short(file: str) -> str:
+    return "actorrpc/" + file.removeprefix(_PACKAGE) if file.startswith(_PACKAGE) else file

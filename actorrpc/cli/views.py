@@ -1,0 +1,340 @@
+"""What the commands show of a group: as lines of text, and as what JSON has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from actorrpc.cli.text import amount, count, folded, say_call, span, stack_lines, table
+from actorrpc.observe.findings import findings
+from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWorker, plain
+from actorrpc.observe.outside import FoundGroup, GroupLook
+
+__all__ = ["Picture", "separated"]
+
+_STATES: Final = ("PENDING_CREATION", "ALIVE", "RESTARTING", "ENDING", "DEAD", "UNKNOWN")
+_LEAST: Final = 4  # characters of an id that name an actor
+_ROWS: Final = 64  # workers, and classes of actors, that status shows
+
+
+def separated(parts: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of several texts with an empty line between them."""
+    lines: list[str] = []
+    for part in parts:
+        lines += ["", *part] if lines else part
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What was seen of a group, and what there is to say of it."""
+
+    group: FoundGroup
+    state: GroupState
+    findings: tuple[Finding, ...]
+
+    @classmethod
+    def of(cls, look: GroupLook) -> Picture:
+        """Return the picture that a look has given."""
+        state = look.state
+        return cls(look.group, state, tuple(findings(state)))
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether something is."""
+        return any(each.wrong for each in self.findings)
+
+    @property
+    def _head(self) -> dict[str, Any]:
+        return {"what": self.group.what, "program": self.group.program, "pids": self.group.pids}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON has it, without stacks."""
+        return {**self._head, **self.state.as_dict(), "findings": [plain(each) for each in self.findings]}
+
+    # -- status --------------------------------------------------------------------------------------------------
+
+    def _title(self) -> str:
+        parts = [count(len(self.state.workers), "worker")]
+        alive = sum(each.state not in ("DEAD", "UNKNOWN") for each in self.state.actors)
+        parts.append(count(alive, "actor"))
+        program = f" ({self.group.program})" if self.group.program else ""
+        pid = f", pid {self.group.pids[0]}" if self.group.pids else ""
+        return f"{self.group.what}{program}{pid}: {', '.join(parts)}; asked in {span(self.state.took)}"
+
+    def status_lines(self) -> list[str]:
+        """Return what ``status`` prints."""
+        lines = [self._title(), "", *self._worker_lines()]
+        if self.state.actors:
+            lines += ["", *self._class_lines()]
+        wrong = [each for each in self.findings if each.wrong]
+        notes = [each for each in self.findings if not each.wrong]
+        lines += ["", "Wrong:" if wrong else "Nothing is wrong."]
+        for each in wrong:
+            lines += _said(each)
+        if notes:
+            lines += ["", "To know:"]
+            for each in notes:
+                lines += _said(each)
+        return lines
+
+    def _worker_lines(self) -> list[str]:
+        actors = Counter(each.worker for each in self.state.actors if each.worker)
+        rows = [
+            (
+                worker.rank if worker.rank >= 0 else "",
+                worker.name,
+                worker.state,
+                worker.pid or "",
+                worker.host,
+                span(worker.age) if worker.age else "",
+                span(worker.cpu) if worker.age else "",
+                amount(worker.memory) if worker.memory else "",
+                worker.descriptors or "",
+                worker.thread_count or "",
+                actors.get(worker.name, 0),
+            )
+            for worker in self.state.workers
+        ]
+        # Those that are not well are shown in any case.
+        if len(rows) > _ROWS:
+            rows = sorted(rows, key=lambda row: row[2] == "alive")[:_ROWS]
+        head = ("rank", "worker", "state", "pid", "host", "age", "cpu", "memory", "fds", "threads", "actors")
+        lines = table(head, rows)
+        if len(self.state.workers) > _ROWS:
+            lines.append(f"... and {len(self.state.workers) - _ROWS} more workers, all alive")
+        return lines
+
+    def _class_lines(self) -> list[str]:
+        classes: dict[str, list[ObservedActor]] = {}
+        for actor in self.state.actors:
+            classes.setdefault(actor.class_name, []).append(actor)
+        used = [state for state in _STATES if any(each.state == state for each in self.state.actors)]
+        rows = []
+        for name, actors in sorted(classes.items(), key=lambda each: (-len(each[1]), each[0])):
+            states = Counter(each.state for each in actors)
+            oldest = max(each.oldest for each in actors)
+            rows.append(
+                (
+                    name,
+                    *(states.get(state, 0) for state in used),
+                    sum(each.waiting for each in actors),
+                    sum(len(each.running) for each in actors),
+                    span(oldest) if oldest else "-",
+                )
+            )
+        head = (
+            "class",
+            *(each.lower().replace("pending_creation", "pending") for each in used),
+            "waiting",
+            "running",
+            "oldest",
+        )
+        lines = table(head, rows[:_ROWS])
+        return [*lines, f"... and {len(rows) - _ROWS} more classes"] if len(rows) > _ROWS else lines
+
+    # -- stacks --------------------------------------------------------------------------------------------------
+
+    def only(self, whom: str) -> Picture | None:
+        """Return the picture of the workers, or of the actors, that are meant; None where there are none."""
+        workers = [each for each in self.state.workers if whom in (each.name, str(each.rank), str(each.pid))]
+        if workers:
+            return replace(self, state=replace(self.state, workers=tuple(workers)))
+        actors = self.actors_named(whom)
+        if not actors:
+            return None
+        wanted = {(each.worker, call.thread) for each in actors for call in each.running}
+        names = {each.worker for each in actors}
+        cut = []
+        for worker in self.state.workers:
+            if worker.name in names:
+                threads = [
+                    each
+                    for each in worker.threads
+                    if worker.dumped or (worker.name, each.ident) in wanted or self._is_of(each.name, actors)
+                ]
+                cut.append(replace(worker, threads=tuple(threads)))
+        return replace(self, state=replace(self.state, workers=tuple(cut), actors=tuple(actors)))
+
+    @staticmethod
+    def _is_of(thread: str, actors: Sequence[ObservedActor]) -> bool:
+        return any(each.title in thread for each in actors)
+
+    def stacks_dict(self) -> dict[str, Any]:
+        """Return what ``stack --json`` prints."""
+        kept = ("name", "rank", "pid", "state", "reason", "dumped", "threads")
+        workers = [plain(each) for each in self.state.workers]
+        running = [
+            {"actor": each.title, "actor_id": each.actor_id, "worker": each.worker, **plain(call)}
+            for each in self.state.actors
+            for call in each.running
+        ]
+        return {
+            **self._head,
+            "workers": [{name: each[name] for name in kept} for each in workers],
+            "running": running,
+        }
+
+    def stack_lines(self, with_idle: bool) -> list[str]:
+        """Return what ``stack`` prints."""
+        workers = self.state.workers
+        folds = folded(workers, self.state.actors)
+        threads = sum(len(each.threads) for each in workers)
+        lines = [f"{self.group.what}: {count(threads, 'thread')} of {count(len(workers), 'worker')}"]
+        for worker in workers:
+            if worker.state != "alive":
+                dump = "; its stacks were dumped by a signal" if worker.dumped else ""
+                lines.append(
+                    f"worker {worker.name} (pid {worker.pid}) is {worker.state}: {worker.reason}{dump}"
+                )
+        shown = [each for each in folds if with_idle or each.calls or not each.is_ours]
+        for fold in shown:
+            lines += ["", *stack_lines(fold, len(workers), threads)]
+        awaiting = [(each, call) for each in self.state.actors for call in each.running if not call.thread]
+        if awaiting:
+            lines += ["", f"{count(len(awaiting), 'coroutine')} on no thread:"]
+            lines += [f"  {say_call(actor.title, call)}" for actor, call in awaiting[:50]]
+        idle = sum(len(each.where) for each in folds if each not in shown)
+        if idle:
+            lines += [
+                "",
+                f"{count(idle, 'thread')} of the library that wait for work: actorrpc stack --all shows them",
+            ]
+        return lines
+
+    # -- one actor -----------------------------------------------------------------------------------------------
+
+    def actors_named(self, text: str) -> list[ObservedActor]:
+        """Return the actors that a name, a title, a part of an id or, of those that live, a class means."""
+        actors = self.state.actors
+        exact = [each for each in actors if text in (each.name, each.title, each.actor_id)]
+        if exact:
+            return exact
+        part = text.lower()
+        if len(part) >= _LEAST:
+            found = [
+                each for each in actors if each.actor_id.startswith(part) or each.actor_id.endswith(part)
+            ]
+            if found:
+                return found
+        return [each for each in actors if each.class_name == text and each.state != "DEAD"]
+
+    def actor_dict(self, actor: ObservedActor) -> dict[str, Any]:
+        """Return what ``describe --json`` prints of an actor."""
+        return {**plain(actor), "waiting_for_it": self._who_waits(actor)}
+
+    def _who_waits(self, actor: ObservedActor) -> list[str]:
+        """Return the calls that wait for one of an actor, in words."""
+        wanted = f"the call of {actor.class_name}."
+        found = []
+        for each in self.state.actors:
+            for call in each.running:
+                if any(
+                    text.startswith(wanted) and text.endswith(f" on {actor.worker!r}")
+                    for text in call.waits_for
+                ):
+                    found.append(f"{each.title}.{call.method}() on {each.worker!r}")
+        return found
+
+    def actor_lines(self, actor: ObservedActor) -> list[str]:
+        """Return what ``describe`` prints of an actor."""
+        rows = [
+            ("id", actor.actor_id),
+            ("class", actor.class_name),
+            ("name", f"{actor.name} (namespace {actor.namespace!r})" if actor.name else "-"),
+            ("state", actor.state + (", detached" if actor.detached else "")),
+            ("worker", f"{actor.worker} (pid {actor.pid})" if actor.worker else "-"),
+            ("looked after by", actor.supervisor or "-"),
+            ("restarts", str(actor.restarts)),
+        ]
+        if actor.death_cause:
+            rows.append(("died" if actor.state == "DEAD" else "died last", actor.death_cause))
+        if actor.answered:
+            rows += [("age", span(actor.age)), ("calls done", str(actor.calls_done))]
+        elif actor.worker:
+            rows.append(("mailbox", "its worker has not answered"))
+        width = max(len(name) for name, _ in rows)
+        lines = [actor.title, *(f"  {name.ljust(width)}  {text}" for name, text in rows)]
+        for box in actor.mailbox:
+            if box.is_async and not (box.waiting or box.running):
+                continue
+            kind = " of coroutines" if box.is_async else ""
+            name = f"mailbox{kind}" + (f" of group {box.group!r}" if box.group else "")
+            text = f"{box.waiting} waiting, {box.running} of {box.limit} running"
+            if box.waiting:
+                text += f"; the first, {box.next}(), for {span(box.oldest)}"
+            lines.append(f"  {name}: {text}")
+        lines += [f"  runs {say_call(actor.title, call)}" for call in actor.running]
+        lines += [f"  awaited by {each}" for each in self._who_waits(actor)]
+        found = self.only(actor.actor_id) if actor.running else None
+        if found is not None:
+            threads = sum(len(each.threads) for each in found.state.workers)
+            for fold in folded(found.state.workers, (actor,)):
+                lines += ["", *stack_lines(fold, len(found.state.workers), threads)]
+        return lines
+
+    # -- top -----------------------------------------------------------------------------------------------------
+
+    def top_lines(self, most: int, before: Sequence[Picture]) -> list[str]:
+        """Return what ``top`` prints; ``before``: what was seen the last time."""
+        old_workers = {each.pid: each for picture in before for each in picture.state.workers}
+        old_actors = {each.actor_id: each for picture in before for each in picture.state.actors}
+        lines = [self._title(), ""]
+        rows: list[tuple[object, ...]] = []
+        for worker in self.state.workers[:_ROWS]:
+            rows.append(
+                (
+                    worker.name,
+                    worker.state,
+                    _share(worker, old_workers.get(worker.pid)),
+                    amount(worker.memory) if worker.memory else "",
+                    worker.descriptors or "",
+                    worker.thread_count or "",
+                    worker.outgoing_count,
+                    worker.pool.get("queued", 0),
+                )
+            )
+        lines += table(("worker", "state", "cpu %", "memory", "fds", "threads", "calls out", "queued"), rows)
+        living = [each for each in self.state.actors if each.state != "DEAD"]
+        living.sort(key=lambda each: (-each.waiting, -each.oldest, -len(each.running), each.actor_id))
+        rows = []
+        for actor in living[:most]:
+            then = old_actors.get(actor.actor_id)
+            done = actor.calls_done - then.calls_done if then is not None else 0
+            passed = actor.age - then.age if then is not None else 0.0
+            rows.append(
+                (
+                    actor.title,
+                    actor.worker,
+                    actor.state.lower(),
+                    actor.waiting,
+                    span(actor.oldest) if actor.waiting else "-",
+                    f"{done / passed:.0f}" if passed > 0 and done >= 0 else "-",
+                    ", ".join(f"{call.method}() {span(call.since)}" for call in actor.running[:2]) or "-",
+                )
+            )
+        if rows:
+            head = ("actor", "worker", "state", "waiting", "oldest", "calls/s", "runs")
+            lines += ["", *table(head, rows)]
+            if len(living) > most:
+                lines.append(f"... and {len(living) - most} more actors")
+        for each in self.findings:
+            if each.wrong:
+                lines += ["", *_said(each)]
+        return lines
+
+
+def _share(worker: ObservedWorker, before: ObservedWorker | None) -> str:
+    """Return how much of a processor a worker has used since it was seen last, in percent."""
+    if before is None or worker.age <= before.age:
+        return "-"
+    return f"{100 * (worker.cpu - before.cpu) / (worker.age - before.age):.0f}"
+
+
+def _said(finding: Finding) -> list[str]:
+    lines = [f"* {finding.what}".replace("\n", "\n  ")]
+    if finding.remedy:
+        lines.append(f"  -> {finding.remedy}")
+    return lines

@@ -1,0 +1,182 @@
+"""What the machines of a cluster have, and what of it is free.
+
+The books are those of the driver, which other processes ask. Processors are shared, and not booked: what is shown as taken is
+what the actors that live now have asked for. Names and keys are Ray's. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Callable
+from typing import Any, Final, ParamSpec, TypeVar
+
+import psutil
+
+from actorrpc.actors.context import runtime
+from actorrpc.actors.spec.class_info import TASKS
+from actorrpc.agent.context import current_worker
+from actorrpc.cluster import driver_rpc
+from actorrpc.cluster.driver import Cluster
+from actorrpc.cluster.join import own_address
+
+__all__ = [
+    "available_resources",
+    "book",
+    "cluster_resources",
+    "host_of",
+    "hosts",
+    "id_of",
+    "machines",
+    "node_id",
+    "nodes",
+    "on_driver",
+    "totals",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_ASK_S: Final = 30.0
+
+
+def on_driver(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function on the driver, which has the books."""
+    agent = runtime(start=True).agent
+    if agent.record.rank == 0:
+        return function(*args, **kwargs)
+    found: R = agent.ask(agent.peer(0), function, args, dict(kwargs), _ASK_S)
+    return found
+
+
+def id_of(names: list[str]) -> str:
+    """Return the node id of a machine of these names."""
+    return hashlib.sha224("/".join(names).encode()).hexdigest()
+
+
+def _book() -> list[dict[str, Any]]:
+    """Return the machines of the cluster, or of a group that has no driver: then this one. On rank 0."""
+    running = driver_rpc.current()
+    if running is None:
+        total = {"CPU": float(os.cpu_count() or 1)}
+        return [{"names": [socket.gethostname()], "total": total, "free": dict(total), "labels": {}}]
+    return book(running)
+
+
+def book(running: Cluster) -> list[dict[str, Any]]:
+    """Return the machines of a cluster: their names, what they have, and what of it is free. On the driver."""
+    taken: dict[str, float] = {}
+    if running.engine.name == "local":
+        for spec in running.engine.specs():  # type: ignore[attr-defined]
+            if spec.label == TASKS:  # they stay when their tasks are over
+                continue
+            for name, amount in (("CPU", spec.num_cpus), ("GPU", spec.num_gpus)):
+                taken[name] = taken.get(name, 0.0) + float(amount or 0.0)
+    found = []
+    for holder in running.resources():
+        total = {name: float(amount) for name, amount in holder.totals.items() if amount or name == "CPU"}
+        free = {name: max(0.0, holder.free(name)) for name in total}
+        if holder.starts:
+            for name, amount in taken.items():
+                if name in free:
+                    free[name] = max(0.0, total[name] - amount)
+        names = sorted(holder.hosts) + ([holder.name] if holder.name else [])
+        found.append({"names": names, "total": total, "free": free, "labels": dict(holder.labels)})
+    return found
+
+
+def machines() -> list[dict[str, Any]]:
+    """Return the machines of the cluster as the driver has them in its book: names, totals, what is free, labels."""
+    return on_driver(_book)
+
+
+def nodes() -> list[dict[str, Any]]:
+    """Return a list of dicts, one for each machine or worker that takes actors, with the keys that Ray's have.
+
+    ``"NodeID"``, ``"Alive"``, ``"NodeManagerAddress"``, ``"NodeManagerHostname"``, ``"Resources"`` (amounts by name: ``"CPU"``,
+    ``"GPU"`` and those that were named) and ``"Labels"``. Of an :func:`actorrpc.init_rpc` group, that is the machine of rank 0.
+    Other processes ask the driver, and wait at most 30 s. Starts the embedded cluster where nothing runs. Thread-safe.
+
+    Raises:
+        PeerDiedError, RpcTimeoutError: the driver cannot be asked.
+    """
+    here = socket.gethostname()
+    found = []
+    for each in machines():
+        address = own_address() if here in each["names"] else each["names"][0]
+        found.append(
+            {
+                "NodeID": id_of(each["names"]),
+                "Alive": True,
+                "alive": True,
+                "NodeManagerAddress": address,
+                "NodeManagerHostname": each["names"][0],
+                "NodeName": address,
+                "Resources": {**each["total"], f"node:{address}": 1.0},
+                "Labels": each["labels"],
+            }
+        )
+    return found
+
+
+def _sum(parts: list[dict[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in parts:
+        for name, amount in part.items():
+            found[name] = found.get(name, 0.0) + amount
+    return found
+
+
+def cluster_resources() -> dict[str, float]:
+    """Return what all machines have, by name: ``"CPU"``, ``"GPU"``, and those that were named.
+
+    ``"memory"`` is bytes of this machine. Waits and raises as :func:`nodes`. Thread-safe.
+    """
+    found = _sum([each["total"] for each in machines()])
+    found["memory"] = float(psutil.virtual_memory().total)
+    found[f"node:{own_address()}"] = 1.0
+    return found
+
+
+def available_resources() -> dict[str, float]:
+    """Return what is free of :func:`cluster_resources`: not taken by actors. What nothing is left of is not there.
+
+    Waits and raises as :func:`nodes`. Thread-safe.
+    """
+    found = {name: amount for name, amount in _sum([each["free"] for each in machines()]).items() if amount}
+    found["memory"] = float(psutil.virtual_memory().available)
+    found[f"node:{own_address()}"] = 1.0
+    return found
+
+
+def totals() -> list[dict[str, float]]:
+    """Return what each machine has."""
+    return [each["total"] for each in machines()]
+
+
+def hosts() -> list[str]:
+    """Return a name of each machine."""
+    return [each["names"][0] for each in machines()]
+
+
+def host_of(wanted: str) -> str | None:
+    """Return a name of the machine that has that node id; None if there is none."""
+    for each in machines():
+        if id_of(each["names"]) == wanted:
+            return str(each["names"][0])
+    return None
+
+
+def node_id() -> str:
+    """Return the id of the node that this process is on."""
+    found = machines()
+    here = socket.gethostname()
+    own = current_worker()
+    name = "" if own is None else own.agent.name
+    for each in found:
+        if name in each["names"]:
+            return id_of(each["names"])
+    for each in found:
+        if here in each["names"]:
+            return id_of(each["names"])
+    return id_of(found[0]["names"]) if found else id_of([here])

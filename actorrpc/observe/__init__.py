@@ -1,0 +1,36 @@
+"""Looking into a group: how each worker is, what its actors do, who waits for whom, and where its threads stand.
+
+:func:`actorrpc.state` asks all workers at once and returns a :class:`GroupState`; ``python -m actorrpc status`` and its other
+commands do the same from outside. Every process answers from the thread that reads its connections: behind no mailbox, and
+without running code of users. One that does not answer is named, with the reason.
+"""
+
+from __future__ import annotations
+
+from actorrpc.observe.model import (
+    Finding,
+    GroupState,
+    MailboxState,
+    ObservedActor,
+    ObservedCall,
+    ObservedConnection,
+    ObservedStream,
+    ObservedWorker,
+    OutgoingCall,
+    StackFrame,
+    ThreadStack,
+)
+
+__all__ = [
+    "Finding",
+    "GroupState",
+    "MailboxState",
+    "ObservedActor",
+    "ObservedCall",
+    "ObservedConnection",
+    "ObservedStream",
+    "ObservedWorker",
+    "OutgoingCall",
+    "StackFrame",
+    "ThreadStack",
+]

@@ -1,0 +1,223 @@
+""":func:`state`: how all workers of this process's group are, and what their actors do."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from actorrpc import _time
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.context import Worker, current_worker
+from actorrpc.agent.peers import Peer
+from actorrpc.errors import NotInitializedError, RpcError
+from actorrpc.futures import Future
+from actorrpc.group.rendezvous import Rendezvous
+from actorrpc.observe import processes
+from actorrpc.observe.assemble import Silent, assemble
+from actorrpc.observe.model import GroupState
+from actorrpc.observe.protocol import merge
+from actorrpc.observe.startup import Observer
+from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.failure_detector import process_state
+from actorrpc.validation import wait_limit
+from actorrpc.wire.identity import WorkerRecord
+
+__all__ = ["state"]
+
+_TIMEOUT_S: Final = 1.0
+_SHARE: Final = 0.6  # of the time, for the first answers: what is left is for their further pages
+_SOON_S: Final = 0.2  # then it is looked whether there are processes that cannot answer
+_DUMP_S: Final = 0.25  # of the time is kept for the stacks of processes that do not answer
+_AT_ONCE: Final = 16
+_PAGES: Final = 100
+
+
+class _Inquiry:
+    """The questions to one worker, page after page."""
+
+    def __init__(self, observer: Observer, agent: Agent, record: WorkerRecord, parts: list[str]) -> None:
+        self.record = record
+        self.pages: list[dict[str, Any]] = []
+        self.ended = ""  # why it is over, where that is not the last page
+        self.done: Future[None] = Future()
+        self.done.label = f"what {record.name!r} says of itself"
+        self._observer = observer
+        self._agent = agent
+        self._parts = parts
+        self._asked: Future[dict[str, Any]] | None = None
+
+    def begin(self, until: float) -> None:
+        """Ask; returns at once."""
+        try:
+            peer = self._agent.adopt(self.record) if not self._is_own else self._agent.self_peer
+        except RpcError as error:
+            self._over(str(error))
+            return
+        if peer.state != "alive":
+            self._over(f"{peer.state}: {peer.cause}" if peer.cause else peer.state)
+            return
+        conn = peer.conn
+        if peer.is_self or (conn is not None and conn.state is not CLOSED):
+            self._ask(peer, self._parts, {})
+        else:
+            self._agent.submit(functools.partial(self._connect, peer, until))
+
+    @property
+    def _is_own(self) -> bool:
+        return self.record.incarnation == self._agent.record.incarnation
+
+    def _connect(self, peer: Peer, until: float) -> None:
+        try:
+            self._agent.connector.connect(peer, until, "to look at it")
+        except (RpcError, OSError) as error:
+            self._over(str(error))
+            return
+        self._ask(peer, self._parts, {})
+
+    def _ask(self, peer: Peer, parts: list[str], begin: dict[str, int]) -> None:
+        asked = self._asked = self._observer.ask(peer, {"what": parts, "from": begin})
+        asked.add_done_callback(functools.partial(self._heard, peer))
+
+    def _heard(self, peer: Peer, asked: Future[dict[str, Any]]) -> None:
+        if asked._error is not None:
+            self._over(str(asked._error))
+            return
+        found = asked.value()
+        self.pages.append(found)
+        following = found.get("next")
+        if isinstance(following, dict) and following and len(self.pages) < _PAGES:
+            begin = {part: at for part, at in following.items() if part in self._parts and type(at) is int}
+            if begin:
+                self._ask(peer, list(begin), begin)
+                return
+        self._over("")
+
+    def _over(self, why: str) -> None:
+        self.ended = why
+        if self.done._claim():
+            self.done._finish(None, None, self._agent.submit)
+
+    def give_up(self) -> None:
+        """Wait no more."""
+        if self._asked is not None:
+            self._observer.forget(self._asked)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no answer to be waited for: its process is stopped, or gone."""
+        here = self._agent.record.host == self.record.host
+        return not self.done.done() and here and process_state(self.record.pid) != "running"
+
+    def found(self) -> dict[str, Any] | Silent:
+        """Return what it has said, or why it has not."""
+        if self.pages:
+            return merge(self.pages)
+        if self._agent.record.host == self.record.host:
+            state, reason = processes.why_silent(self.record.pid)
+            silent = Silent(state, reason, processes.figures(self.record.pid))
+            if state == "busy" and "threads" in self._parts:
+                silent.dump(self.record.pid, time.monotonic() + _DUMP_S)
+            return silent
+        peer = self._agent.adopt(self.record)
+        if peer.state != "alive":
+            return Silent(peer.state, peer.cause or "it has left the group")
+        return Silent("silent", self.ended or "it has not answered in time, and runs on another host")
+
+
+def state(timeout: float = _TIMEOUT_S, *, stacks: bool = False) -> GroupState:
+    """Return how all workers of the group are, and what their actors do: see :class:`~actorrpc.observe.GroupState`.
+
+    All workers are asked at once. Each answers from the thread that reads its connections, behind no mailbox, and no code of
+    users runs for it. One that does not answer in time is named with the reason: stopped, dead, busy in C code, or silent.
+
+    Args:
+        timeout: for all of it, in seconds.
+        stacks: also ask for the stacks of all threads.
+
+    Raises:
+        NotInitializedError: this process is in no group.
+        ConfigError: the timeout is no number of seconds.
+
+    Thread-safe. It waits for the timeout at most; where workers may join without a driver (a dynamic ``init_rpc`` group), also
+    for the store that knows who is there.
+    """
+    begun = _time.now()
+    until = begun + wait_limit(timeout)
+    worker = current_worker()
+    if worker is None or worker.observer is None:
+        raise NotInitializedError(
+            "state() looks at a group, and this process is in none: call actorrpc.init() or init_rpc() first"
+        )
+    worker.agent.check_process()
+    parts = ["process", "actors", "supervised", *(["threads"] if stacks else [])]
+    asked: dict[str, _Inquiry] = {}
+    first = begun + _SHARE * (until - begun)
+    for record in _members(worker, first):
+        asked[record.incarnation] = made = _Inquiry(worker.observer, worker.agent, record, parts)
+        made.begin(until)
+    worker.agent.flush()
+    try:
+        _wait(asked.values(), min(until, begun + _SOON_S))
+        _wait([each for each in asked.values() if not each.is_idle], until - _DUMP_S if stacks else until)
+    finally:
+        for each in asked.values():
+            each.give_up()
+    late = [each for each in asked.values() if not each.pages] if stacks else []
+    if len(late) > 1:  # stacks may have to be dumped: of all at once
+        with ThreadPoolExecutor(min(len(late), _AT_ONCE), "actorrpc-observe") as pool:
+            dumped = dict(zip(map(id, late), pool.map(_Inquiry.found, late), strict=True))
+    else:
+        dumped = {}
+    answers = [(each.record, dumped.get(id(each)) or each.found()) for each in asked.values()]
+    return assemble(answers, _time.now() - begun)
+
+
+def _wait(inquiries: Iterable[_Inquiry], until: float) -> None:
+    for each in inquiries:
+        try:
+            each.done.wait(max(0.0, until - _time.now()))
+        except RpcError:
+            continue
+
+
+def _members(worker: Worker, until: float) -> list[WorkerRecord]:
+    """Return the workers of the group, those that this one knows of where nobody says who is there."""
+    agent = worker.agent
+    known = {each.record.incarnation: each.record for each in (agent.self_peer, *agent.peers())}
+    rows = [each for each in known.values() if not each.is_visitor and _is_alive(agent, each)]
+    if agent.record.rank != 0 and not isinstance(worker.group.membership, Rendezvous):
+        driver = next((each for each in rows if each.rank == 0), None)
+        told = [] if driver is None else _told(worker, driver, until)
+    else:
+        try:
+            told = agent.members()
+        except RpcError:
+            told = []
+    return list({each.incarnation: each for each in (*rows, *told)}.values())
+
+
+def _is_alive(agent: Agent, record: WorkerRecord) -> bool:
+    return record.incarnation == agent.record.incarnation or agent.adopt(record).state == "alive"
+
+
+def _told(worker: Worker, driver: WorkerRecord, until: float) -> list[WorkerRecord]:
+    """Ask rank 0 who is in the group; nobody where it does not say."""
+    inquiry = _Inquiry(worker.observer, worker.agent, driver, ["members"])
+    inquiry.begin(until)
+    try:
+        inquiry.done.wait(max(0.0, until - _time.now()))
+    except RpcError:
+        pass
+    finally:
+        inquiry.give_up()
+    found = inquiry.pages[0].get("members") if inquiry.pages else None
+    records = []
+    for packed in found if isinstance(found, list) else []:
+        try:
+            records.append(WorkerRecord.from_bytes(packed))
+        except RpcError:
+            continue
+    return records

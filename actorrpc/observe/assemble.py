@@ -1,0 +1,104 @@
+"""One picture of a group, made of the answers of its workers and of what the kernel says of those that do not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from actorrpc.observe import dumps
+from actorrpc.observe.model import GroupState, ObservedActor, ObservedWorker, made_of
+from actorrpc.wire.identity import WorkerRecord
+
+__all__ = ["Silent", "assemble", "worker_of"]
+
+
+class Silent:
+    """A worker that has not answered.
+
+    Attributes:
+        state, reason: as in :class:`~actorrpc.observe.ObservedWorker`.
+        figures: what the kernel says of its process.
+        threads: its stacks, where a signal handler has dumped them.
+    """
+
+    __slots__ = ("figures", "reason", "state", "threads")
+
+    def __init__(self, state: str, reason: str, figures: dict[str, Any] | None = None) -> None:
+        self.state = state
+        self.reason = reason
+        self.figures = figures or {}
+        self.threads: list[dict[str, Any]] = []
+
+    def dump(self, pid: int, until: float) -> None:
+        """Have the process, which is busy, dump its stacks; see :mod:`actorrpc.observe.dumps`."""
+        found = dumps.take(pid, until)
+        if isinstance(found, str):
+            self.reason = f"{self.reason}; {found}"
+        else:
+            self.threads = found
+
+
+def worker_of(record: WorkerRecord, found: dict[str, Any] | Silent) -> ObservedWorker:
+    """Return how a worker is."""
+    row: dict[str, Any]
+    if isinstance(found, Silent):
+        row = {
+            **found.figures,
+            "state": found.state,
+            "reason": found.reason,
+            "host": record.tcp[0][0] if record.tcp else "",
+            "threads": found.threads,
+            "dumped": bool(found.threads),
+        }
+    else:
+        process = found.get("process")
+        row = {**(process if isinstance(process, dict) else {}), "threads": found.get("threads", ())}
+        if "error" in found:
+            row |= {"state": "alive", "reason": f"it could not say how it is: {found['error']}"}
+    return made_of(ObservedWorker, {**row, "name": record.name, "rank": record.rank, "pid": record.pid})
+
+
+def assemble(
+    answers: Iterable[tuple[WorkerRecord, dict[str, Any] | Silent]], took: float = 0.0
+) -> GroupState:
+    """Return the picture of the whole group."""
+    answers = sorted(answers, key=lambda each: (each[0].rank, each[0].name))
+    hosted: dict[str, dict[str, Any]] = {}
+    known: dict[str, dict[str, Any]] = {}
+    for record, found in answers:
+        if isinstance(found, Silent):
+            continue
+        for row in _rows(found, "actors"):
+            hosted[str(row.get("instance"))] = {
+                **row,
+                "worker": record.name,
+                "pid": record.pid,
+                "answered": True,
+            }
+        for row in _rows(found, "supervised"):
+            known[str(row.get("actor_id"))] = row
+    actors: dict[str, ObservedActor] = {}
+    for actor_id, row in known.items():
+        life = hosted.pop(str(row.get("instance")), {})
+        told = {name: life[name] for name in _OF_ITS_WORKER if name in life}
+        title = life.get("title") or _title(row)
+        actors[actor_id] = made_of(ObservedActor, {**row, **told, "title": title})
+    for life in hosted.values():  # those who look after them have not answered
+        row = {**life, "state": "ALIVE" if life.get("state") == "alive" else "UNKNOWN"}
+        actors.setdefault(str(life.get("actor_id")), made_of(ObservedActor, row))
+    workers = tuple(worker_of(record, found) for record, found in answers)
+    return GroupState(workers=workers, actors=tuple(actors[each] for each in sorted(actors)), took=took)
+
+
+_OF_ITS_WORKER = ("age", "answered", "calls_done", "mailbox", "pid", "running", "worker")
+
+
+def _rows(found: dict[str, Any], part: str) -> list[dict[str, Any]]:
+    rows = found.get(part)
+    return [each for each in rows if isinstance(each, dict)] if isinstance(rows, list) else []
+
+
+def _title(row: dict[str, Any]) -> str:
+    """Return how messages name an actor."""
+    name, kind = row.get("name"), row.get("class_name")
+    return f"{kind}({name!r})" if name else f"{kind}#{str(row.get('actor_id'))[-4:]}"

@@ -1,0 +1,394 @@
+"""What a worker says of itself when it is asked: gathered from its tables, as plain values, in pages.
+
+Runs on the thread that reads the connection of the one who asks. It looks at objects of this package only: no ``repr``, no
+property and no method of a user's object is called. Nothing waits but for locks that are leaves and are held for microseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
+from typing import Any, Final
+
+from actorrpc import _time
+from actorrpc.actors.host.actor import HostedActor
+from actorrpc.actors.host.envelope import Envelope
+from actorrpc.actors.spec.class_info import TASKS
+from actorrpc.actors.streams.producer import Producer
+from actorrpc.actors.streams.stalls import Stall, awaited_by
+from actorrpc.agent.calls import Call, Execution
+from actorrpc.agent.context import Worker
+from actorrpc.agent.peers import Peer, state_of
+from actorrpc.cluster import resources
+from actorrpc.observe import processes
+from actorrpc.observe.protocol import PARTS
+from actorrpc.transport.connection_state import CLOSED
+
+__all__ = ["answer", "member_records"]
+
+INFINITE: Final = float("inf")
+_ACTORS: Final = 500  # in one answer, as what follows
+_SUPERVISED: Final = 1000
+_THREADS: Final = 200
+_LINES: Final = 2000
+_FRAMES: Final = 100  # of one stack
+_CALLS: Final = 100  # of one worker, or one actor
+_CONNECTIONS: Final = 1000
+_STREAMS: Final = 50
+_DEAD: Final = 1000  # actors of one supervisor
+_TEXT: Final = 2000  # characters of one text
+_BYTES: Final = 512 << 10  # of lines in one answer, about
+
+
+def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer of a worker to a question."""
+    what = asked.get("what")
+    parts = (
+        {each for each in what if isinstance(each, str)} & PARTS if isinstance(what, list) else {"process"}
+    )
+    begin = asked.get("from")
+    first = begin if isinstance(begin, dict) else {}
+    agent = worker.agent
+    found: dict[str, Any] = {
+        "id": asked["id"],
+        "name": agent.name,
+        "rank": agent.record.rank,
+        "incarnation": agent.record.incarnation,
+        "pid": agent.pid,
+    }
+    following: dict[str, int] = {}
+    for part, gather, most in _PAGED:
+        if part in parts:
+            at = first.get(part, 0)
+            at = at if type(at) is int and at >= 0 else 0
+            rows = gather(worker)
+            found[part] = [make() for make in itertools.islice(rows, at, at + most)]
+            if len(rows) > at + most:
+                following[part] = at + most
+    if "process" in parts:
+        found["process"] = _process(worker)
+    if "members" in parts:
+        found["members"] = member_records(worker)
+    if "resources" in parts and worker.cluster is not None:
+        found["resources"] = resources.book(worker.cluster)
+    if (
+        "logs" in parts
+        and (logs := getattr(getattr(worker.cluster, "engine", None), "logs", None)) is not None
+    ):
+        at = first.get("logs", 0)
+        lines, after, more = logs.history.since(at if type(at) is int else 0, _LINES, _BYTES)
+        found["logs"] = lines
+        found["log_end"] = after
+        if more:
+            following["logs"] = after
+    if following:
+        found["next"] = following
+    return found
+
+
+def member_records(worker: Worker) -> list[bytes]:
+    """Return the records of the group's workers, packed: all of them where this one knows, else those that it knows of."""
+    agent = worker.agent
+    if worker.cluster is not None:
+        return [each.to_bytes() for each in worker.cluster.directory.members()]
+    if worker.group is not None and worker.group.is_fixed:
+        return [each.to_bytes() for each in agent.members()]
+    peers = {each.record.incarnation: each for each in (agent.self_peer, *agent.peers())}
+    return [
+        each.record.to_bytes()
+        for each in peers.values()
+        if each.state == "alive" and not each.record.is_visitor
+    ]
+
+
+# -- the process -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _host() -> str:
+    return socket.gethostname()
+
+
+def _process(worker: Worker) -> dict[str, Any]:
+    agent, now = worker.agent, _time.now()
+    peers = [each for each in (agent.self_peer, *agent.peers()) if not each.record.is_visitor]
+    peers = list({id(each): each for each in peers}.values())
+    others = [each for each in peers if not each.is_self]
+    outgoing = [call for peer in peers for call in list(peer.pending.values())]
+    running = [each for peer in agent.peers() for each in list(peer.running.values())]
+    plain = [each for each in running if isinstance(each, Execution)]
+    buffers = agent.buffers.stats()
+    found: dict[str, Any] = {
+        **processes.figures(),
+        "host": _host(),
+        "what": worker.what,
+        "pool": {
+            "threads": len(agent.pool.threads),
+            "listening": len(agent.pool.idle),
+            "queued": len(agent.pool.queue),
+        },
+        "connections": [_connection(each, now) for each in others[:_CONNECTIONS]],
+        "calls": [_plain_call(each, now) for each in plain[:_CALLS]],
+        "outgoing": [_outgoing(each, now) for each in outgoing[:_CALLS]],
+        "outgoing_count": len(outgoing),
+        "memory_pool": {"used": buffers.lent_bytes, "kept": buffers.free_bytes},
+    }
+    if worker.references is not None:
+        counts = worker.references.table.pending_counts()
+        found["references"] = {
+            "held": counts.users,
+            "owned": counts.owners,
+            "promised": len(worker.references.promised),
+        }
+    if worker.autograd is not None:
+        contexts = list(worker.autograd.contexts.live.values())
+        found["autograd"] = {"contexts": len(contexts), "passes": sum(len(each.passes) for each in contexts)}
+    if worker.actors is not None:
+        producers = sorted(worker.actors.streams.all(), key=lambda each: not each.pause)
+        found["streams"] = [_stream(each) for each in producers[:_STREAMS]]
+        found["stream_count"] = len(producers)
+        found["deadlocks"] = [text[:_TEXT] for _, text in list(worker.actors.registry.deadlocks.found)]
+        found["tasks"] = sum(
+            hosted.counts()[1] for hosted in worker.actors.registry.all() if _is_of_tasks(hosted)
+        )
+    return found
+
+
+def _connection(peer: Peer, now: float) -> dict[str, Any]:
+    conns = [each for each in list(peer.conns) if each.state is not CLOSED]
+    heard = max([each.heard for each in conns] + [peer.failure_detector.heard])
+    lenders = [each.lender for each in conns if each.lender is not None]
+    stats = [each.stats() for each in lenders]
+    return {
+        "worker": peer.name,
+        "state": state_of(peer),
+        "sockets": len(conns),
+        "local": any(each.local for each in conns),
+        "silent": max(0.0, now - heard) if heard > 0 else -1.0,
+        "calls_out": len(peer.pending),
+        "calls_in": len(peer.running),
+        "unread": peer.charged,
+        "lent": sum(each.lent_bytes for each in stats),
+        "placed": sum(each.placed_bytes for each in stats),
+    }
+
+
+def _left(deadline: float, now: float) -> float | None:
+    return None if deadline == INFINITE else deadline - now
+
+
+def _outgoing(call: Call, now: float) -> dict[str, Any]:
+    return {"label": _text(call.label), "worker": call.peer.name, "left": _left(call.deadline, now)}
+
+
+def _text(value: object) -> str:
+    """Return a text that was made before; anything else is somebody's object, and not looked at."""
+    return value[:_TEXT] if type(value) is str else "?"
+
+
+_WAITERS: Final = (asyncio.Future, asyncio.Task, asyncio.tasks._GatheringFuture)  # type: ignore[attr-defined]
+_FUNCTIONS: Final = (FunctionType, BuiltinFunctionType)
+
+
+def _name_of(function: object) -> str:
+    """Return the name of a function, without asking an object of the user's."""
+    while type(function) is functools.partial:
+        function = function.func
+    if type(function) is MethodType:
+        function = function.__func__
+    if type(function) is str:
+        return _text(function)
+    if type(function) in _FUNCTIONS:
+        return _text(function.__qualname__)  # type: ignore[attr-defined]
+    kind = function if type(function) is type else type(function)
+    return _text(type.__dict__["__qualname__"].__get__(kind))
+
+
+def _plain_call(execution: Execution, now: float) -> dict[str, Any]:
+    nested = [each for each in list(execution.nested or ()) if not each.done]
+    return {
+        "method": _name_of(execution.what),
+        "caller": execution.peer.name,
+        "left": _left(execution.deadline, now),
+        "execution": f"{execution.chain:016x}",
+        "chain": [f"{each:016x}" for each in execution.path[:-1]],
+        "waits_for": [_say_awaited(each) for each in nested[:10]],
+    }
+
+
+def _stream(producer: Producer) -> dict[str, Any]:
+    items, size = producer.ahead
+    entry = producer.entry
+    in_mailbox = isinstance(entry, Envelope) and entry.hosted is not None
+    return {
+        "method": _text(entry.header.get("method")) if in_mailbox else "",
+        "actor": entry.hosted.title if in_mailbox else "",
+        "consumer": producer.peer.name if producer.peer is not None else "",
+        "items": items,
+        "bytes": size,
+        "limit": producer.limit,
+        "pauses": bool(producer.pause),
+    }
+
+
+# -- actors ------------------------------------------------------------------------------------------------------
+
+
+def _is_of_tasks(hosted: HostedActor) -> bool:
+    return hosted.spec is not None and hosted.spec.info.name == TASKS
+
+
+def _hosted(worker: Worker) -> list[Callable[[], dict[str, Any]]]:
+    if worker.actors is None:
+        return []
+    now = _time.now()
+    actors = sorted(worker.actors.registry.all(), key=lambda each: each.id)
+    return [
+        functools.partial(_actor, hosted, now)
+        for hosted in actors
+        if hosted.spec is not None and not _is_of_tasks(hosted)
+    ]
+
+
+def _actor(hosted: HostedActor, now: float) -> dict[str, Any]:
+    spec = hosted.spec
+    assert spec is not None
+    running = list(itertools.islice(_running(hosted, now), _CALLS))
+    mailbox = []
+    for queue, waiting, under_way, oldest in hosted.mailbox.glance():
+        row = {
+            "group": queue.name,
+            "is_async": queue.is_async,
+            "waiting": waiting,
+            "running": under_way,
+            "limit": queue.limit,
+        }
+        if isinstance(oldest, Envelope):
+            row["oldest"] = max(0.0, now - oldest.arrived)
+            row["next"] = _text(oldest.header.get("method", "__init__"))
+        mailbox.append(row)
+    return {
+        "actor_id": f"{spec.actor_id:016x}",
+        "instance": f"{hosted.id:016x}",
+        "title": hosted.title,
+        "class_name": spec.info.name,
+        "name": spec.card.name,
+        "namespace": spec.card.namespace,
+        "state": hosted.state,
+        "supervisor": spec.card.supervisor_name,
+        "detached": spec.options.lifetime == "detached",
+        "age": now - hosted.begun,
+        "calls_done": max(0, hosted.calls - sum(each["method"] != "__init__" for each in running)),
+        "mailbox": mailbox,
+        "running": running,
+    }
+
+
+def _running(hosted: HostedActor, now: float) -> Iterable[dict[str, Any]]:
+    for runner in list(hosted.threads):
+        entries = [each for each in runner.entered if isinstance(each, Envelope)]
+        for entry in entries:
+            waits_for = runner.waits_for if entry is entries[-1] else []
+            yield _call(entry, now, runner.ident, waits_for)
+    for loop in list(hosted.loops.values()):
+        runner_of_loop = loop.runner
+        held = runner_of_loop.running
+        for entry in list(runner_of_loop.entries.values()):
+            if entry is held:
+                yield _call(entry, now, runner_of_loop.ident, runner_of_loop.waits_for)
+            else:
+                awaits = [] if entry.task is None else _awaited_by(entry.task)
+                on_thread = entry is runner_of_loop.plain
+                yield _call(entry, now, runner_of_loop.ident if on_thread else 0, awaits)
+
+
+def _awaited_by(task: asyncio.Task[Any]) -> list[Call | Stall]:
+    """Return what a coroutine awaits; of a future of somebody's own making, methods would be called."""
+    known = type(task) is asyncio.Task and type(getattr(task, "_fut_waiter", None)) in _WAITERS
+    return awaited_by(task) if known else []
+
+
+def _call(entry: Envelope, now: float, thread: int, waits_for: list[Call | Stall]) -> dict[str, Any]:
+    execution = entry.execution
+    return {
+        "method": _text(entry.header.get("method", "__init__")),
+        "caller": entry.peer.name,
+        "since": max(0.0, now - entry.arrived),
+        "left": _left(entry.deadline, now),
+        "execution": "" if execution is None else f"{execution.chain:016x}",
+        "chain": [f"{each:016x}" for each in entry.path],
+        "thread": thread,
+        "waits_for": [_say_awaited(each) for each in waits_for[:10]],
+    }
+
+
+def _say_awaited(what: Call | Stall) -> str:
+    if isinstance(what, Call):
+        return f"the call of {_text(what.label)} on {what.peer.name!r}"
+    if isinstance(what, Producer):
+        items, size = what.ahead
+        consumer = what.peer.name if what.peer is not None else "its consumer"
+        return f"{consumer!r} to take some of {items} items ({size / (1 << 20):.1f} MiB) of its stream"
+    return "the next item of a stream"
+
+
+def _supervised(worker: Worker) -> list[Callable[[], dict[str, Any]]]:
+    if worker.actors is None:
+        return []
+    rows = worker.actors.supervisor.latest(_DEAD)
+    return [
+        functools.partial(
+            dict,
+            actor_id=f"{row.actor_id:016x}",
+            instance=f"{row.instance_id:016x}",
+            class_name=row.class_name,
+            name=row.name,
+            namespace=row.namespace,
+            state=row.state,
+            worker=row.worker,
+            pid=row.pid,
+            restarts=row.restarts,
+            death_cause=row.death_cause[:_TEXT],
+            detached=row.detached,
+            supervisor=row.supervisor,
+        )
+        for row in rows
+        if row.class_name != TASKS
+    ]
+
+
+# -- stacks ------------------------------------------------------------------------------------------------------
+
+
+def _stacks(_worker: Worker) -> list[Callable[[], dict[str, Any]]]:
+    names = {each.ident: each.name for each in threading.enumerate()}
+    own = threading.get_ident()
+    frames = sorted(sys._current_frames().items())
+    return [
+        functools.partial(_stack, ident, names.get(ident, ""), frame)
+        for ident, frame in frames
+        if ident != own
+    ]
+
+
+def _stack(ident: int, name: str, frame: FrameType | None) -> dict[str, Any]:
+    found: list[dict[str, Any]] = []
+    while frame is not None and len(found) < _FRAMES:
+        code = frame.f_code
+        found.append({"function": code.co_qualname, "file": code.co_filename, "line": frame.f_lineno or 0})
+        frame = frame.f_back
+    found.reverse()
+    return {"ident": ident, "name": _text(name), "frames": found}
+
+
+_PAGED: Final[tuple[tuple[str, Callable[[Worker], list[Callable[[], dict[str, Any]]]], int], ...]] = (
+    ("actors", _hosted, _ACTORS),
+    ("supervised", _supervised, _SUPERVISED),
+    ("threads", _stacks, _THREADS),
+)

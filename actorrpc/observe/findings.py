@@ -1,0 +1,175 @@
+"""What is wrong with a group, in words, as far as one look at it tells. No I/O."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWorker
+
+__all__ = ["findings"]
+
+_LONG_S: Final = 10.0  # a call that has waited longer than this for its turn is said
+_MANY: Final = 100  # calls that wait for one actor are said
+_NEAR: Final = 0.8  # of the descriptors
+# How actors die that were meant to.
+_WANTED: Final = (
+    "its last handle is gone",
+    "it was killed with kill()",
+    "exit_actor() was called",
+    "has shut down",
+    "which looked after it",
+)
+_SHOWN: Final = 20
+
+
+def findings(state: GroupState) -> list[Finding]:
+    """Return what there is to say, faults first."""
+    found: list[Finding] = []
+    for worker in state.workers:
+        found += _of_worker(worker, state)
+    found += _suspects(state)
+    for worker in state.workers:
+        for text in worker.deadlocks[-3:]:
+            found.append(
+                Finding(
+                    kind="deadlock", wrong=True, what=f"worker {worker.name!r} has broken a deadlock: {text}"
+                )
+            )
+    dead = [actor for actor in state.actors if actor.state == "DEAD" and not _is_wanted(actor)]
+    found += [_of_dead(actor) for actor in dead[:_SHOWN]]
+    if len(dead) > _SHOWN:
+        found.append(Finding(kind="actor", wrong=True, what=f"{len(dead) - _SHOWN} more actors are dead"))
+    for actor in state.actors:
+        found += _of_actor(actor)
+    for worker in state.workers:
+        found += [
+            Finding(
+                kind="stream",
+                wrong=False,
+                what=f"the stream of {each.actor}.{each.method}() on {worker.name!r} pauses: {each.consumer!r} has not taken "
+                f"{each.items} items ({each.bytes / (1 << 20):.1f} MiB)",
+                remedy=f"see what {each.consumer!r} does; backpressure= bounds how far ahead a generator runs",
+            )
+            for each in worker.streams
+            if each.pauses
+        ][:_SHOWN]
+    return sorted(found, key=lambda each: not each.wrong)
+
+
+_REMEDIES: Final = {
+    "stopped": "kill -CONT {pid} lets it go on",
+    "busy": "actorrpc stack {name} shows where it is",
+    "dead": "its actors are made again where max_restarts says so",
+    "silent": "look at the network between the hosts, and at its machine",
+}
+
+
+def _of_worker(worker: ObservedWorker, state: GroupState) -> list[Finding]:
+    found = []
+    who = f"worker {worker.name!r} (pid {worker.pid})"
+    if worker.state not in ("alive", "left"):
+        actors = [each.title for each in state.actors if each.worker == worker.name and each.state != "DEAD"]
+        hit = f"; on it: {', '.join(actors[:5])}{' ...' if len(actors) > 5 else ''}" if actors else ""
+        remedy = _REMEDIES.get(worker.state, "").format(pid=worker.pid, name=worker.name)
+        found.append(
+            Finding(
+                kind="worker",
+                wrong=True,
+                what=f"{who} is {worker.state}: {worker.reason}{hit}",
+                remedy=remedy,
+            )
+        )
+    if worker.descriptor_limit and worker.descriptors > _NEAR * worker.descriptor_limit:
+        found.append(
+            Finding(
+                kind="descriptors",
+                wrong=True,
+                what=f"{who} has {worker.descriptors} descriptors open, and may have {worker.descriptor_limit}",
+                remedy="raise the limit (ulimit -n), or close files and connections",
+            )
+        )
+    if worker.pool.get("queued", 0) > 1 and not worker.pool.get("listening", 1):
+        found.append(
+            Finding(
+                kind="threads",
+                wrong=True,
+                what=f"all {worker.pool.get('threads', 0)} threads of the pool of {who} are busy, and {worker.pool['queued']} "
+                "tasks wait",
+                remedy=f"actorrpc stack {worker.name} shows what they do; max_threads= allows more",
+            )
+        )
+    found += [
+        Finding(
+            kind="deadline",
+            wrong=True,
+            what=f"{call.method}() on {worker.name!r}, called by {call.caller!r}, is {-call.left:.1f} s over its time "
+            "and still runs",
+        )
+        for call in worker.calls
+        if call.left is not None and call.left < -1.0
+    ][:_SHOWN]
+    return found
+
+
+def _suspects(state: GroupState) -> list[Finding]:
+    found = []
+    silent = {each.name for each in state.workers if each.state != "alive"}
+    for worker in state.workers:
+        for each in worker.connections:
+            if each.state == "suspect" and each.worker not in silent:
+                found.append(
+                    Finding(
+                        kind="suspect",
+                        wrong=True,
+                        what=f"worker {worker.name!r} has heard nothing of {each.worker!r} for {each.silent:.1f} s, though that "
+                        "answers here",
+                        remedy="look at the network between the two",
+                    )
+                )
+    return found[:_SHOWN]
+
+
+def _is_wanted(actor: ObservedActor) -> bool:
+    return any(text in actor.death_cause for text in _WANTED)
+
+
+def _of_dead(actor: ObservedActor) -> Finding:
+    return Finding(kind="actor", wrong=True, what=actor.death_cause or f"{actor.title} is dead")
+
+
+def _of_actor(actor: ObservedActor) -> list[Finding]:
+    found = []
+    if actor.state == "RESTARTING":
+        found.append(
+            Finding(
+                kind="actor",
+                wrong=True,
+                what=f"{actor.title} is being restarted (for the {actor.restarts}. time): {actor.death_cause}",
+            )
+        )
+    if actor.oldest >= _LONG_S or actor.waiting >= _MANY:
+        runs = ", ".join(
+            f"{call.method}() for {call.since:.1f} s"
+            + (f", which waits for {' and '.join(call.waits_for[:2])}" if call.waits_for else "")
+            for call in actor.running[:3]
+        )
+        found.append(
+            Finding(
+                kind="mailbox",
+                wrong=True,
+                what=f"{actor.waiting} calls wait for {actor.title} on {actor.worker!r}, the first for {actor.oldest:.1f} s; "
+                + (f"it runs {runs}" if runs else "it runs nothing"),
+                remedy=f"actorrpc stack {actor.actor_id[-4:]} shows where it is; max_concurrency= lets more run at a time",
+            )
+        )
+    found += [
+        Finding(
+            kind="deadline",
+            wrong=True,
+            what=f"{actor.title}.{call.method}() on {actor.worker!r} is {-call.left:.1f} s over its time and still runs",
+            remedy="options(timeout=, interrupt=True) interrupts such a call",
+        )
+        for call in actor.running
+        if call.left is not None and call.left < -1.0
+    ][:_SHOWN]
+    return found

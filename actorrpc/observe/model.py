@@ -1,0 +1,386 @@
+"""What can be seen of a group: the classes of :func:`actorrpc.state`, and how they are made of what workers answer.
+
+Workers answer with plain values (what msgpack and JSON have); :func:`made_of` makes objects of them and takes nothing for
+granted: what is missing or of a wrong type has its default. All classes are immutable. Times are seconds, sizes are bytes.
+This module imports neither torch nor anything that runs workers: the command line uses it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+__all__ = [
+    "Finding",
+    "GroupState",
+    "MailboxState",
+    "ObservedActor",
+    "ObservedCall",
+    "ObservedConnection",
+    "ObservedStream",
+    "ObservedWorker",
+    "OutgoingCall",
+    "StackFrame",
+    "ThreadStack",
+    "made_of",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackFrame:
+    """One line of a stack.
+
+    Attributes:
+        function: its name, with its class.
+        file: the path of the source file, as Python has it.
+        line: the number of the line that runs, from 1.
+    """
+
+    function: str = ""
+    file: str = ""
+    line: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadStack:
+    """A thread, and what it does.
+
+    Attributes:
+        name: as ``threading`` has it.
+        ident: Python's number for it; 0 where only the dump of a signal handler tells of it.
+        frames: what it runs, the innermost last; at most 100.
+    """
+
+    name: str = ""
+    ident: int = 0
+    frames: tuple[StackFrame, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedConnection:
+    """A worker's connection to another one, or what is left of it.
+
+    Attributes:
+        worker: the name of the other one.
+        state: how this worker finds the other: ``"alive"``, ``"suspect"``, ``"dead"`` or ``"left"``.
+        sockets: how many connections there are; 0: there is none at present.
+        local: it is a Unix socket, on one host.
+        silent: seconds since anything came from it; -1 where nothing has.
+        calls_out: calls made to it that are not over.
+        calls_in: calls of its that are not over here.
+        unread: bytes of large calls that it has not taken up yet.
+        lent: bytes of shared memory that are lent to it, and ``placed`` bytes that have gone that way so far.
+    """
+
+    worker: str = ""
+    state: str = ""
+    sockets: int = 0
+    local: bool = False
+    silent: float = -1.0
+    calls_out: int = 0
+    calls_in: int = 0
+    unread: int = 0
+    lent: int = 0
+    placed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutgoingCall:
+    """A call that a worker has made and that is not over.
+
+    Attributes:
+        label: what is called.
+        worker: where.
+        left: seconds until its time is over; None where it has no bound.
+    """
+
+    label: str = ""
+    worker: str = ""
+    left: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedCall:
+    """A call that runs.
+
+    Attributes:
+        method: of the actor; of a plain call, the name of the function.
+        caller: the name of the worker that has made it.
+        since: seconds since it came here: what it has waited for its turn counts.
+        left: seconds until its time is over, less than 0 if it is over; None where it has no bound.
+        execution: names this execution in the group.
+        chain: the executions that it descends from, the outermost first.
+        thread: the number of its thread; 0 where it is a coroutine that awaits something.
+        waits_for: what it waits for, in words; empty where it does not wait for calls or streams, or nobody knows.
+    """
+
+    method: str = ""
+    caller: str = ""
+    since: float = 0.0
+    left: float | None = None
+    execution: str = ""
+    chain: tuple[str, ...] = ()
+    thread: int = 0
+    waits_for: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MailboxState:
+    """The mailbox of one concurrency group of an actor.
+
+    Attributes:
+        group: its name; empty for the default one.
+        is_async: it is for coroutines: those of a group and its plain methods have one each.
+        waiting: calls that wait for their turn.
+        running: calls that run.
+        limit: how many may run at a time.
+        oldest: seconds that the one which came first has waited; 0 where none waits.
+        next: its method.
+    """
+
+    group: str = ""
+    is_async: bool = False
+    waiting: int = 0
+    running: int = 0
+    limit: int = 1
+    oldest: float = 0.0
+    next: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedStream:
+    """A stream that is produced on a worker.
+
+    Attributes:
+        method: of the generator; empty where that is not known.
+        actor: the title of its actor.
+        consumer: the name of the worker that takes the items.
+        items, bytes: how much was produced and not taken.
+        limit: of items; 0 where only their bytes are bounded.
+        pauses: the generator waits until its consumer takes some.
+    """
+
+    method: str = ""
+    actor: str = ""
+    consumer: str = ""
+    items: int = 0
+    bytes: int = 0
+    limit: int = 0
+    pauses: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedWorker:
+    """A worker of the group.
+
+    Attributes:
+        name, rank, pid: who it is.
+        host: the name of its machine; where it does not answer, what is known of that.
+        what: what it is in the group, in words.
+        state: ``"alive"``: it has answered; ``"stopped"``: a signal or a debugger has stopped its process; ``"dead"``: that
+            is gone; ``"busy"``: its process runs and does not answer: code in C holds the interpreter's lock, or it gets no
+            processor; ``"silent"``: it does not answer, and its host is another one; ``"left"``: it has left the group.
+        reason: why it is not alive, in words; empty if it is.
+        age: seconds since its process was started; ``cpu`` seconds of processor time that it has used.
+        memory: bytes of it that are in memory (RSS).
+        descriptors, descriptor_limit: open ones, and how many there may be.
+        thread_count: threads of the process.
+        pool: threads of its pool that there are, that listen, and what is queued for them.
+        connections: to other workers.
+        calls: plain calls (no actor's) that run here.
+        outgoing: calls that it waits for, some of them; ``outgoing_count`` of all.
+        references: RRefs held and owned, in numbers.
+        memory_pool: bytes of the buffers that are in use and kept.
+        streams: those produced here, the ones that pause first; ``stream_count`` of all.
+        autograd: contexts and passes of distributed autograd, in numbers.
+        deadlocks: circles of calls that were broken here, the last ones: what their errors say.
+        tasks: calls of remote functions that run in it.
+        threads: its stacks, where they were asked for.
+        dumped: the stacks were written by a signal handler, as it does not answer.
+    """
+
+    name: str = ""
+    rank: int = -1
+    pid: int = 0
+    host: str = ""
+    what: str = ""
+    state: str = "alive"
+    reason: str = ""
+    age: float = 0.0
+    cpu: float = 0.0
+    memory: int = 0
+    descriptors: int = 0
+    descriptor_limit: int = 0
+    thread_count: int = 0
+    pool: dict[str, int] = field(default_factory=dict)
+    connections: tuple[ObservedConnection, ...] = ()
+    calls: tuple[ObservedCall, ...] = ()
+    outgoing: tuple[OutgoingCall, ...] = ()
+    outgoing_count: int = 0
+    references: dict[str, int] = field(default_factory=dict)
+    memory_pool: dict[str, int] = field(default_factory=dict)
+    streams: tuple[ObservedStream, ...] = ()
+    stream_count: int = 0
+    autograd: dict[str, int] = field(default_factory=dict)
+    deadlocks: tuple[str, ...] = ()
+    tasks: int = 0
+    threads: tuple[ThreadStack, ...] = ()
+    dumped: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedActor:
+    """An actor of the group.
+
+    Attributes:
+        actor_id: 16 hexadecimal digits, for ever, as ``get_runtime_context().get_actor_id()`` gives them.
+        title: how messages name it.
+        class_name, name, namespace: of what class it is, and what it was called.
+        state: ``"PENDING_CREATION"``, ``"ALIVE"``, ``"RESTARTING"``, ``"ENDING"`` (its last handle is gone and its last calls
+            run), ``"DEAD"``, or ``"UNKNOWN"``: it lives, and who looks after it does not answer.
+        worker, pid: where it lives; empty and 0 where it does not.
+        supervisor: the worker that looks after it.
+        restarts: how often it has been made again.
+        death_cause: why it is dead, or how it died last; empty if it has not.
+        detached: it does not end with its creator.
+        answered: the worker where it lives has answered: what follows is known.
+        age: seconds since this incarnation was begun.
+        calls_done: calls of methods that were begun and do not run any more, in this incarnation.
+        mailbox: its queues, one for each concurrency group.
+        running: the calls that run, at most 100.
+    """
+
+    actor_id: str = ""
+    title: str = ""
+    class_name: str = ""
+    name: str | None = None
+    namespace: str = ""
+    state: str = "UNKNOWN"
+    worker: str = ""
+    pid: int = 0
+    supervisor: str = ""
+    restarts: int = 0
+    death_cause: str = ""
+    detached: bool = False
+    answered: bool = False
+    age: float = 0.0
+    calls_done: int = 0
+    mailbox: tuple[MailboxState, ...] = ()
+    running: tuple[ObservedCall, ...] = ()
+
+    @property
+    def waiting(self) -> int:
+        """How many calls wait for their turn."""
+        return sum(each.waiting for each in self.mailbox)
+
+    @property
+    def oldest(self) -> float:
+        """How long the call that came first has waited for its turn, in seconds; 0 where none waits."""
+        return max((each.oldest for each in self.mailbox), default=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something about a group that a reader wants to know, in words.
+
+    Attributes:
+        kind: one word for programs: ``"worker"``, ``"actor"``, ``"deadlock"``, ``"mailbox"``, ``"deadline"``, ``"stream"``,
+            ``"descriptors"``, ``"threads"``, ``"suspect"``, or what a check of ``actorrpc doctor`` is about.
+        wrong: it is a fault; otherwise it may be as it was meant.
+        what: it, in one sentence.
+        remedy: what can be done; may be empty.
+    """
+
+    kind: str
+    wrong: bool
+    what: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupState:
+    """What :func:`actorrpc.state` returns.
+
+    Attributes:
+        workers: by rank.
+        actors: in the order of their ids, those that died lately among them (1000 for each worker that looks after actors).
+        took: seconds that all of it took.
+    """
+
+    workers: tuple[ObservedWorker, ...] = ()
+    actors: tuple[ObservedActor, ...] = ()
+    took: float = 0.0
+
+    def worker(self, name: str) -> ObservedWorker | None:
+        """Return the worker of a name; None where there is none."""
+        return next((each for each in self.workers if each.name == name), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as what JSON has: dicts, lists, texts, numbers, booleans and None."""
+        return typing.cast("dict[str, Any]", plain(self))
+
+
+def plain(value: Any) -> Any:
+    """Return objects of this module as what JSON has."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    return value
+
+
+# -- of what workers answer ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _types_of(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+_WRONG: Final = object()
+
+
+def made_of(kind: type[T], row: Any) -> T:
+    """Return an object of a class of this module, made of a dict of plain values that another process has sent."""
+    found: dict[str, Any] = {}
+    if isinstance(row, dict):
+        for name, wanted in _types_of(typing.cast(Any, kind)).items():
+            if name in row:
+                value = _value(wanted, row[name])
+                if value is not _WRONG:
+                    found[name] = value
+    return kind(**found)
+
+
+def _value(wanted: Any, value: Any) -> Any:
+    """Return a value as a field wants it, or ``_WRONG``."""
+    origin = typing.get_origin(wanted)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        wanted = next(each for each in typing.get_args(wanted) if each is not type(None))
+        origin = typing.get_origin(wanted)
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            return _WRONG
+        part = typing.get_args(wanted)[0]
+        return tuple(each for each in (_value(part, one) for one in value) if each is not _WRONG)
+    if origin is dict:
+        if not isinstance(value, dict):
+            return _WRONG
+        part = typing.get_args(wanted)[1]
+        rows = {key: _value(part, each) for key, each in value.items() if isinstance(key, str)}
+        return {key: each for key, each in rows.items() if each is not _WRONG}
+    if dataclasses.is_dataclass(wanted):
+        return made_of(typing.cast("type[Any]", wanted), value)
+    if wanted is float and type(value) is int:
+        return float(value)
+    return value if type(value) is wanted else _WRONG

@@ -1,0 +1,315 @@
+"""Looking into groups from outside: which groups of this user there are on this host, and what all of their workers say.
+
+Groups are found by the files that their drivers (or, where there are none, their workers) write into the private directory. All
+workers are asked at once, each over a connection of its own, those first that the files name, then those that these know of. One
+that does not answer in time is named, with what the kernel says of its process. Without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgpack
+
+from actorrpc.config import Settings, host_and_port
+from actorrpc.errors import AuthenticationError, ConfigError, RpcError
+from actorrpc.observe import processes
+from actorrpc.observe.assemble import Silent, assemble
+from actorrpc.observe.model import GroupState
+from actorrpc.observe.visitor import Target, Visit
+from actorrpc.wire import keys
+from actorrpc.wire.identity import WorkerRecord, host_identity, new_incarnation
+from actorrpc.wire.keys import Key
+
+__all__ = ["FoundGroup", "GroupLook", "at_address", "find_groups", "look"]
+
+_AT_ONCE: Final = 64
+_DUMP_S: Final = 0.25  # of the time is kept for stacks that are dumped by a signal
+_SOON_S: Final = 0.2  # a driver that is well has answered by then
+_SCHEME: Final = "tcp://"
+_SOCKET: Final = re.compile(r"\d+-(\d+)-\d+-[0-9a-f]{8}\.sock", re.ASCII)
+
+Answer = tuple[WorkerRecord, "dict[str, Any] | Silent"]
+
+
+@dataclass(slots=True, kw_only=True)
+class FoundGroup:
+    """A group that can be looked into, or could be with its key.
+
+    Attributes:
+        what: what the one is that was found, in words; ``program`` is what it runs.
+        pids: the processes that have said that they belong to it.
+        key: its key; None where it has none, or where it was given one that is not known here.
+        is_closed: it has a key, which is not known here.
+        targets: whom to ask first.
+    """
+
+    what: str = ""
+    program: str = ""
+    pids: list[int] = field(default_factory=list)
+    key: Key | None = None
+    is_closed: bool = False
+    targets: list[Target] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class GroupLook:
+    """What was seen of a group.
+
+    Attributes:
+        answers: of each worker, by what names one run of it.
+        took: seconds.
+    """
+
+    group: FoundGroup
+    answers: dict[str, Answer]
+    took: float
+
+    @property
+    def state(self) -> GroupState:
+        """The picture of the group."""
+        return assemble(self.answers.values(), self.took)
+
+
+def settings_here() -> Settings:
+    """Return the settings of this process's environment, of which certificates and seals count.
+
+    Raises:
+        ConfigError: a variable cannot be used.
+    """
+    return Settings.from_environment()
+
+
+def find_groups(pid: int = 0) -> list[FoundGroup]:
+    """Return this user's groups on this host, those that were started first in front.
+
+    Args:
+        pid: only that of this process; 0: all.
+
+    Raises:
+        ConfigError: the private directory, or the key that was given, cannot be used.
+    """
+    given, settings = keys.find_key(), settings_here()
+    found: dict[bytes, FoundGroup] = {}
+    for owner, path in keys.group_files():
+        try:
+            read = keys.read_group_file(path)
+            if read is None:
+                continue
+            made, about = read
+            facts = msgpack.unpackb(about)
+            record = WorkerRecord.from_bytes(facts["record"])
+            keyless = facts["keyless"] is True
+        except (AuthenticationError, RpcError, ValueError, TypeError, KeyError, msgpack.UnpackException):
+            continue
+        key = made or (None if keyless else given)
+        # A key that was made is one group's. One that was given may be that of several.
+        name = made.reveal() if made is not None else path.encode()
+        group = found.setdefault(
+            name,
+            FoundGroup(
+                what=str(facts.get("what", "")),
+                program=str(facts.get("program", "")),
+                key=key,
+                is_closed=key is None and not keyless,
+            ),
+        )
+        group.pids.append(owner)
+        group.targets.append(Target.of(record, key, settings))
+    groups = list(found.values())
+    if pid:
+        groups = [
+            each
+            for each in groups
+            if pid in each.pids or any(pid in processes.descendants(one) for one in each.pids)
+        ]
+    return groups
+
+
+def at_address(text: str) -> FoundGroup:
+    """Return the group of the worker that listens at an address: ``tcp://host:port``, or the path of a Unix socket.
+
+    The key is the given one, or that of a group of this user that has the address.
+
+    Raises:
+        ConfigError: it is no such address.
+        AuthenticationError: there is no key.
+    """
+    address: str | tuple[str, int]
+    if text.startswith("/"):
+        address = text
+    else:
+        host, port = host_and_port(text.removeprefix(_SCHEME))
+        if port is None:
+            raise ConfigError(
+                f"--connect {text}: an address is tcp://HOST:PORT, or the path of a Unix socket"
+            )
+        address = (host, port)
+    settings = settings_here()
+    key = keys.find_key()
+    if key is None:
+        for group in find_groups():
+            for target in group.targets:
+                record = target.record
+                ports = [port for _, port in record.tcp] if record is not None else []
+                if address in target.addresses or (not isinstance(address, str) and address[1] in ports):
+                    key = group.key
+    if key is None and not settings.insecure:
+        raise AuthenticationError(
+            f"there is no key for {text}: set ACTORRPC_KEY, or ACTORRPC_KEY_FILE to a file that only you can read, to the "
+            "key of its group"
+        )
+    target = Target(record=None, addresses=[address], key=key, settings=settings)
+    return FoundGroup(what=f"the group of {text}", key=key, targets=[target])
+
+
+# -- looking -----------------------------------------------------------------------------------------------------
+
+
+def _ask(
+    target: Target, parts: list[str], begin: dict[str, int] | None, until: float
+) -> dict[str, Any] | Silent:
+    """Ask one worker; never raises."""
+    with_stacks = "threads" in parts
+    # Those that cannot answer are to dump their stacks within the same time.
+    patience = until - _DUMP_S if with_stacks and target.local_pid else until
+    try:
+        visit = Visit(target, patience)
+        try:
+            return visit.ask(parts, patience, begin)
+        finally:
+            visit.close()
+    except (OSError, RpcError, ValueError) as error:
+        silent = _silence(target, error)
+        if with_stacks and silent.state == "busy":
+            silent.dump(target.local_pid, until)
+        return silent
+
+
+def _silence(target: Target, error: BaseException) -> Silent:
+    pid = target.local_pid
+    if isinstance(error, AuthenticationError):
+        return Silent("silent", str(error))
+    if pid:
+        state, reason = processes.why_silent(pid)
+        if state == "busy" and not isinstance(error, TimeoutError):
+            state, reason = "silent", f"its process runs, and cannot be reached: {error}"
+        return Silent(state, reason, processes.figures(pid))
+    return Silent("silent", str(error) or type(error).__name__)
+
+
+def look(
+    group: FoundGroup,
+    parts: list[str],
+    timeout: float,
+    *,
+    begin: dict[str, int] | None = None,
+    everybody: bool = True,
+) -> GroupLook:
+    """Ask all workers of a group.
+
+    Args:
+        parts: what of; see :mod:`actorrpc.observe.protocol`.
+        timeout: for all of it, in seconds.
+        begin: where to begin with the parts that come in pages.
+        everybody: also those that the first ones know of; otherwise only them.
+    """
+    begun = time.monotonic()
+    until = begun + timeout
+    wanted = [*parts, "members"] if everybody else parts
+    answers: dict[str, Answer] = {}
+    asked: set[str] = set()
+    descended: set[str] = (
+        set()
+    )  # of the drivers that have not answered at once, whose children were looked for
+    with ThreadPoolExecutor(_AT_ONCE, "observe") as pool:
+        running: dict[Future[dict[str, Any] | Silent], Target] = {}
+
+        def ask(target: Target) -> None:
+            name = target.record.incarnation if target.record is not None else repr(target.addresses)
+            if name not in asked:
+                asked.add(name)
+                running[pool.submit(_ask, target, wanted, begin, until)] = target
+
+        def descend(target: Target) -> None:
+            """Ask the children of a driver: it does not say who is there."""
+            record = target.record
+            if everybody and record is not None and record.rank == 0 and target.local_pid:
+                if record.incarnation not in descended:
+                    descended.add(record.incarnation)
+                    for each in _children(target):
+                        ask(each)
+
+        for target in group.targets:
+            ask(target)
+        while running:
+            done, late = wait(running, _SOON_S, FIRST_COMPLETED)
+            if time.monotonic() - begun >= _SOON_S:
+                for future in late:
+                    descend(running[future])
+            for future in done:
+                target, found = running.pop(future), future.result()
+                record = target.record or _record_of(target, found)
+                if record is None:
+                    continue
+                known = answers.get(record.incarnation)
+                if known is None or isinstance(known[1], Silent):
+                    answers[record.incarnation] = record, found
+                asked.add(record.incarnation)
+                if isinstance(found, Silent):
+                    descend(target)
+                elif everybody:
+                    for member in _members(found):
+                        ask(Target.of(member, group.key, target.settings))
+    return GroupLook(group, answers, time.monotonic() - begun)
+
+
+def _members(found: dict[str, Any]) -> Iterable[WorkerRecord]:
+    rows = found.get("members")
+    for packed in rows if isinstance(rows, list) else []:
+        try:
+            yield WorkerRecord.from_bytes(packed)
+        except (RpcError, TypeError):
+            continue
+
+
+def _record_of(target: Target, found: dict[str, Any] | Silent) -> WorkerRecord | None:
+    """Return a record of a worker that was found by its address."""
+    if isinstance(found, Silent):
+        if target.record is None and isinstance(target.addresses[0], str):
+            return None
+        return WorkerRecord(name="unknown", rank=-1, incarnation=new_incarnation(), host="unknown")
+    address = target.addresses[0]
+    try:
+        return WorkerRecord(
+            name=found["name"],
+            rank=found["rank"],
+            incarnation=found["incarnation"],
+            host=host_identity() if isinstance(address, str) else "unknown",
+            unix_path=address if isinstance(address, str) else None,
+            tcp=() if isinstance(address, str) else (address,),
+            pid=found["pid"],
+        )
+    except (KeyError, TypeError, ConfigError):
+        return None
+
+
+def _children(target: Target) -> list[Target]:
+    """Return the workers that descend from a process which does not answer, by their sockets."""
+    record = target.record
+    if record is None or record.unix_path is None:
+        return []
+    folder, family = os.path.dirname(record.unix_path), processes.descendants(record.pid)
+    found = []
+    for name in sorted(os.listdir(folder)):
+        match = _SOCKET.fullmatch(name)
+        if match is not None and int(match[1]) in family and not keys.is_stale(name):
+            path = os.path.join(folder, name)
+            found.append(Target(record=None, addresses=[path], key=target.key, settings=target.settings))
+    return found

@@ -1,0 +1,62 @@
+"""The question that every process of a group answers, and the answer: two notices with plain values, packed by msgpack.
+
+A question names the parts that are wanted (:data:`PARTS`) and, for those that come in pages, where to begin. An answer has
+at most one page of each, and says under ``"next"`` where the next one begins. Nothing of either is ever unpickled. No I/O.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgpack
+
+from actorrpc.errors import ProtocolError
+
+__all__ = ["ANSWER", "ASK", "PARTS", "merge", "pack", "unpack"]
+
+ASK: Final = "observe"
+ANSWER: Final = "observed"
+
+#: ``process``: the process and its connections; ``actors``: those that live there; ``supervised``: the table of those that it
+#: looks after; ``threads``: stacks; ``members``: the records of the group's workers, as far as it knows them without asking;
+#: ``logs``: what the processes that it has started have printed; ``resources``: what the cluster has, where it is its driver
+PARTS: Final = frozenset({"process", "actors", "supervised", "threads", "members", "logs", "resources"})
+
+PAGED: Final = ("actors", "supervised", "threads", "logs")
+_MOST: Final = 4 << 20
+
+
+def pack(value: dict[str, Any]) -> bytes:
+    """Pack a question or an answer."""
+    packed: bytes = msgpack.packb(value, unicode_errors="replace")
+    return packed
+
+
+def unpack(body: bytes) -> dict[str, Any]:
+    """Unpack one.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    try:
+        if len(body) > _MOST:
+            raise ValueError("too long")
+        found = msgpack.unpackb(body, strict_map_key=False, unicode_errors="replace")
+        if not isinstance(found, dict) or type(found.get("id")) is not int:
+            raise ValueError("not a map with a number")
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(
+            f"a question about this worker, or its answer, cannot be read: {error}"
+        ) from error
+    return found
+
+
+def merge(pages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the answers to the questions for one page after the other as one."""
+    whole = dict(pages[0])
+    for page in pages[1:]:
+        for part in PAGED:
+            if isinstance(page.get(part), list) and isinstance(whole.get(part), list):
+                whole[part] = [*whole[part], *page[part]]
+        whole["next"] = page.get("next")
+    return whole

@@ -1,0 +1,158 @@
+"""Wiring: has a worker answer questions about itself from when it joins its group, and ask them; ends that when it leaves.
+
+A worker that is found from outside also writes a group file into the private directory of its user: the driver of a cluster, and
+each worker of a group without one. With it, this user's tools find the group, and its key where that was made for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgpack
+
+from actorrpc.agent.context import Worker, process_worker
+from actorrpc.agent.peers import Peer
+from actorrpc.errors import ConfigError
+from actorrpc.futures import Future
+from actorrpc.group.rendezvous import Rendezvous
+from actorrpc.observe import collect, dumps
+from actorrpc.observe.protocol import ANSWER, ASK, pack, unpack
+from actorrpc.rpc import api
+from actorrpc.wire import keys
+from actorrpc.wire.keys import Key
+
+__all__ = ["Observer", "start"]
+
+_log = logging.getLogger("actorrpc.observe")
+
+
+class Observer:
+    """One worker's part: it answers, and asks. Thread-safe: its dict is used by single, atomic steps."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, tuple[Peer, Future[dict[str, Any]]]] = {}
+
+    def ask(self, peer: Peer, question: dict[str, Any]) -> Future[dict[str, Any]]:
+        """Ask a worker to which there is a connection; the future completes with its answer, if that comes.
+
+        Does not wait. The caller calls :meth:`forget` when it waits no more.
+        """
+        future: Future[dict[str, Any]] = Future()
+        future.label = f"what {peer.name!r} says of itself"
+        future.add_done_callback(Future.acknowledge)
+        number = next(self._numbers)
+        future.number = number  # type: ignore[attr-defined]
+        self._asked[number] = peer, future
+        self._worker.agent.notify(peer, ASK, pack({**question, "id": number}))
+        return future
+
+    def forget(self, future: Future[dict[str, Any]]) -> None:
+        """Wait for an answer no more."""
+        self._asked.pop(getattr(future, "number", 0), None)
+
+    # -- handlers of notices: on the thread that reads ----------------------------------------------------------
+
+    def answered(self, peer: Peer, body: bytes) -> None:
+        """Take an answer."""
+        found = unpack(body)
+        asked = self._asked.get(found["id"])
+        if asked is None or asked[0] is not peer:
+            return  # nobody waits for it any more
+        del self._asked[found["id"]]
+        if asked[1]._claim():
+            asked[1]._finish(found, None, self._worker.agent.submit)
+
+    def asked(self, peer: Peer, body: bytes) -> None:
+        """Answer a question."""
+        question = unpack(body)
+        what = question.get("what")
+        if isinstance(what, list) and "logs" in what:  # there may be many
+            self._worker.agent.submit(partial(self._answer, peer, question))
+        else:
+            self._answer(peer, question)
+
+    def _answer(self, peer: Peer, question: dict[str, Any]) -> None:
+        try:
+            found = collect.answer(self._worker, question)
+        except Exception as error:
+            if self._worker.agent.closed_down:
+                return
+            _log.exception("a question of %r about this worker could not be answered", peer.name)
+            found = {"id": question["id"], "error": f"{type(error).__name__}: {error}"[:1000]}
+        self._worker.agent.notify(peer, ANSWER, pack(found))
+
+
+def start(worker: Worker) -> Callable[[bool], None]:
+    """Have a worker answer and ask; returns what ends that."""
+    agent = worker.agent
+    made = worker.observer = Observer(worker)
+    agent.on_notice[ASK] = made.asked
+    agent.on_notice[ANSWER] = made.answered
+    agent.inbox.prompt |= {ASK, ANSWER}
+    agent.on_peer_end.append(partial(_visitor_left, worker))
+    path = _write(worker)
+    # Several workers in one process have no stacks of their own.
+    unprepare = dumps.prepare(agent.settings.dump_signal if process_worker() is worker else 0)
+
+    def end(_graceful: bool) -> None:
+        if path:
+            keys.remove_file(path)
+        unprepare()
+        worker.observer = None
+
+    return end
+
+
+def _visitor_left(worker: Worker, peer: Peer) -> None:
+    """Forget one that has only looked in."""
+    if peer.record.is_visitor:
+        worker.agent.peer_table.forget(peer)
+
+
+def _write(worker: Worker) -> str:
+    """Write the group file, where this worker is to have one; return its path."""
+    agent, membership = worker.agent, worker.group.membership
+    in_cluster = not isinstance(membership, Rendezvous)
+    if process_worker() is not worker or (in_cluster and agent.record.rank != 0):
+        return ""
+    path = keys.group_path(agent.record.unix_path)
+    key = agent.connector.key
+    revealed = b"" if key is None or _is_given(key, membership) else key.reveal()
+    about = {
+        "record": agent.record.to_bytes(),
+        "what": worker.what,
+        "keyless": key is None,
+        "program": _program(),
+    }
+    try:
+        keys.create_group_file(path, revealed, msgpack.packb(about))
+    except ConfigError as error:
+        _log.info("this group is not found by this user's tools: %s", error)
+        return ""
+    return path
+
+
+def _program() -> str:
+    """Return what this process runs, as its user has started it; without arguments, which may be secrets."""
+    return sys.argv[0][:1000] if sys.argv else ""
+
+
+def _is_given(key: Key, membership: Any) -> bool:
+    """Say whether the key was given, and is not to be written anywhere."""
+    if isinstance(membership, Rendezvous) and membership.key_is_given:
+        return True
+    try:
+        given = keys.find_key()
+    except ConfigError:
+        return True
+    return given == key
+
+
+api.on_start.append(start)

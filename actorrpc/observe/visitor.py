@@ -1,0 +1,281 @@
+"""A visitor: asks workers how they are, from a process that is in no group. Without torch, and without an agent.
+
+It dials a worker as its peers do, proves the key in the same handshake, says under a rank of visitors who it is, and sends the
+notice that asks. To the worker it is no member: nobody is told of it, and its goodbye leaves nothing behind. One thread at a time
+uses one visit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import ssl
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from actorrpc.config import Settings
+from actorrpc.errors import ProtocolError, RpcError
+from actorrpc.observe.protocol import ANSWER, ASK, merge, pack, unpack
+from actorrpc.transport.tls import Stream, Tls, explain
+from actorrpc.wire import frames
+from actorrpc.wire.frames import Frame, FrameReader, pack_frame
+from actorrpc.wire.handshake import Dialler
+from actorrpc.wire.headers import pack_header, unpack_header
+from actorrpc.wire.identity import FIRST_VISITOR, WorkerRecord, host_identity, new_incarnation
+from actorrpc.wire.integrity import SealedReader, Seals
+from actorrpc.wire.keys import Key
+
+__all__ = ["Target", "Visit"]
+
+_SLICE_S: Final = 0.1  # how often it is looked whether the process that is waited for has stopped
+_MAX_FRAME: Final = 16 << 20
+_PAGES: Final = 200
+_SAY_EVERY: Final = 1 << 20
+
+
+@dataclass(slots=True, kw_only=True)
+class Target:
+    """A worker to be visited.
+
+    Attributes:
+        record: who it is; None where only its address is known.
+        addresses: where it listens: paths of Unix sockets, or ``(host, port)``.
+        key: the group's; None where it has none.
+        settings: for TLS and seals.
+    """
+
+    record: WorkerRecord | None
+    addresses: list[str | tuple[str, int]]
+    key: Key | None
+    settings: Settings = field(default_factory=Settings)
+
+    @classmethod
+    def of(cls, record: WorkerRecord, key: Key | None, settings: Settings) -> Target:
+        """Return the target that a record describes."""
+        addresses: list[str | tuple[str, int]] = list(record.tcp)
+        if record.unix_path and record.host == host_identity():
+            addresses = [record.unix_path]
+        return cls(record=record, addresses=addresses, key=key, settings=settings)
+
+    @staticmethod
+    def names_by_pid(found: dict[str, Any]) -> dict[int, str]:
+        """Return the names of the workers that an answer has as members, by their process ids."""
+        names: dict[int, str] = {}
+        rows = found.get("members")
+        for packed in rows if isinstance(rows, list) else []:
+            with contextlib.suppress(RpcError, TypeError):
+                record = WorkerRecord.from_bytes(packed)
+                names[record.pid] = record.name
+        return names
+
+    @property
+    def local_pid(self) -> int:
+        """The process id of a worker of this host; 0 for others."""
+        record = self.record
+        return record.pid if record is not None and record.host == host_identity() else 0
+
+
+class Visit:
+    """A connection to one worker.
+
+    Args:
+        target: whom to visit.
+        until: when it is to be there at latest, on the monotonic clock.
+
+    Raises:
+        OSError: there is no connection (TimeoutError: not in time).
+        AuthenticationError, VersionError, ProtocolError: the handshake has failed.
+    """
+
+    def __init__(self, target: Target, until: float) -> None:
+        self._numbers = 0
+        self._received = self._said = 0
+        self._target = target
+        if not target.addresses:
+            raise OSError("it listens on no address that this process can reach")
+        problem: OSError | None = None
+        for address in target.addresses:
+            try:
+                self._sock, result = self._connect(address, until)
+                break
+            except OSError as error:
+                if isinstance(error, RpcError):
+                    raise
+                problem = error
+        else:
+            assert problem is not None
+            raise problem
+        self.name = result.peer_name
+        self.incarnation = result.peer_incarnation
+        seals = Seals.of(result.key, dialled=True) if result.sealed else None
+        self._seal = None if seals is None else seals.outgoing
+        self._reader: FrameReader = (
+            FrameReader(max_frame=_MAX_FRAME, max_chunk=_MAX_FRAME)
+            if seals is None
+            else SealedReader(seals.incoming, max_frame=_MAX_FRAME, max_chunk=_MAX_FRAME)
+        )
+        self._fresh = bool(result.leftover)
+        if result.leftover:
+            self._reader.put(result.leftover)
+            self._received = len(result.leftover)
+        own = WorkerRecord(
+            name=self._own,
+            rank=FIRST_VISITOR + secrets.randbits(29),
+            incarnation=self._incarnation,
+            host=f"visitor-{secrets.token_hex(8)}",
+            pid=os.getpid(),
+        )
+        self._send(pack_frame(frames.INTRO, body=own.to_bytes()))
+
+    def _connect(self, address: str | tuple[str, int], until: float) -> tuple[Stream, Any]:
+        """Connect and shake hands; return the socket, and what the handshake has established."""
+        target = self._target
+        self._own, self._incarnation = f"visitor-{secrets.token_hex(6)}", new_incarnation()
+        unix = isinstance(address, str)
+        tls = None if unix else Tls.load(target.settings)
+        sock: Stream
+        if isinstance(address, str):
+            plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            try:
+                plain.settimeout(_left(until))
+                plain.connect(address)
+            except BaseException:
+                plain.close()
+                raise
+        else:
+            plain = socket.create_connection(address, _left(until))
+        sock = plain
+        try:
+            if tls is not None:
+                sock = tls.dial(plain, until)
+            record = target.record
+            dialler = Dialler(
+                name=self._own,
+                incarnation=self._incarnation,
+                key=b"" if target.key is None else target.key.reveal(),
+                peer_name=None if record is None else record.name,
+                peer_incarnation=None if record is None else record.incarnation,
+                insecure=target.key is None,
+                binding=getattr(sock, "binding", b""),
+                seals=target.settings.frame_integrity and tls is None and not unix,
+            )
+            data = dialler.start()
+            while True:
+                if data:
+                    sock.settimeout(_left(until))
+                    sock.sendall(data)
+                if dialler.done:
+                    return sock, dialler.result
+                self._wait(sock, until)
+                sock.settimeout(_left(until))
+                received = sock.recv(4096)
+                if not received:
+                    raise ConnectionResetError("it closed the connection during the handshake")
+                data = dialler.feed(received)
+        except ssl.SSLError as error:
+            sock.close()
+            raise explain(error, f"the worker at {address}") from error
+        except BaseException:
+            sock.close()
+            raise
+
+    def _wait(self, sock: Stream, until: float) -> None:
+        """Wait for bytes; give up where the process is stopped, or gone.
+
+        Raises:
+            TimeoutError: none came in time, or none can come.
+        """
+        pid = self._target.local_pid
+        poller = select.poll()
+        poller.register(sock.fileno(), select.POLLIN)
+        while not poller.poll(1000 * min(_SLICE_S, _left(until))):
+            if time.monotonic() >= until or (pid and _cannot_answer(pid)):
+                raise TimeoutError("it has not answered in time")
+
+    def _send(self, frame: bytes) -> None:
+        self._sock.settimeout(1.0)
+        self._sock.sendall(frame if self._seal is None else self._seal.sealed(frame))
+
+    # -- asking ------------------------------------------------------------------------------------------------
+
+    def ask(self, parts: list[str], until: float, begin: dict[str, int] | None = None) -> dict[str, Any]:
+        """Return what the worker says of itself: all pages of the parts that are asked for.
+
+        Raises:
+            OSError: the connection has ended (TimeoutError: no answer in time).
+            ProtocolError: what has come makes no sense.
+        """
+        pages: list[dict[str, Any]] = []
+        wanted, at = parts, begin or {}
+        while True:
+            found = self._ask(wanted, at, until)
+            pages.append(found)
+            following = found.get("next")
+            at = {}
+            if isinstance(following, dict):
+                at = {
+                    part: place for part, place in following.items() if part in parts and type(place) is int
+                }
+            if not at or len(pages) >= _PAGES:
+                return merge(pages)
+            wanted = list(at)
+
+    def _ask(self, parts: list[str], begin: dict[str, int], until: float) -> dict[str, Any]:
+        self._numbers += 1
+        question = pack({"id": self._numbers, "what": parts, "from": begin})
+        self._send(pack_frame(frames.NOTICE, body=question, extra=pack_header({"notice": ASK})))
+        while True:
+            for frame in self._frames(until):
+                if frame.kind == frames.NOTICE and unpack_header(frame.extra).get("notice") == ANSWER:
+                    found = unpack(frame.body)
+                    if found["id"] == self._numbers:
+                        return found
+
+    def _frames(self, until: float) -> list[Frame]:
+        """Return what has come, after what is to be answered at once."""
+        while True:
+            if self._fresh:
+                self._fresh = False
+                found = self._reader.fed(0)
+            else:
+                self._wait(self._sock, until)
+                try:
+                    found = self._reader.read(self._sock.recv_into, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    continue
+                except EOFError as error:
+                    raise ConnectionResetError("the worker has closed the connection") from error
+                self._received += self._reader.count
+            for frame in found:
+                if frame.kind == frames.PING:
+                    self._send(pack_frame(frames.PONG, frame.id))
+                elif frame.kind == frames.GOODBYE:
+                    raise ConnectionResetError("the worker has left")
+            if self._received - self._said >= _SAY_EVERY:
+                self._said = self._received
+                self._send(pack_frame(frames.ACK, self._received))
+            if found:
+                return found
+
+    def close(self) -> None:
+        """Say goodbye, and hang up. Idempotent."""
+        with contextlib.suppress(OSError, ProtocolError):
+            self._send(pack_frame(frames.GOODBYE))
+        with contextlib.suppress(OSError):
+            self._sock.close()
+
+
+def _left(until: float) -> float:
+    return max(0.001, until - time.monotonic())
+
+
+def _cannot_answer(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t", b"Z", b"X", b"x")
+    except (OSError, IndexError):
+        return True

@@ -1,0 +1,426 @@
+"""What the commands print, as text and as JSON, of a cluster that runs: figures that vary are written in capitals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc.cli import doctor
+from actorrpc.cli.commands import main
+from actorrpc.cli.text import amount, span, table
+from actorrpc.observe import Finding
+from tests.actors.e2e.kit import open_gate, pass_gate, until
+
+pytestmark = [pytest.mark.limit(60)]
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+@actorrpc.remote
+class Store:
+    def __init__(self) -> None:
+        print("a store is made", flush=True)
+
+    def pass_gate(self, path: str) -> str:
+        return pass_gate(path)
+
+
+@actorrpc.remote
+class Reader:
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def read(self, path: str) -> str:
+        return str(actorrpc.get(self.store.pass_gate.remote(path)))
+
+    def wait(self) -> None:
+        pass
+
+
+def _rows() -> dict[str, actorrpc.observe.ObservedActor]:
+    return {each.class_name: each for each in actorrpc.state(30).actors}
+
+
+@pytest.fixture(scope="module")
+def _job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cluster in which a reader waits for a store that is busy in C code, and a call waits for the reader."""
+    gate = tmp_path_factory.mktemp("gate") / "gate"
+    os.mkfifo(gate)
+    with actorrpc.init(num_cpus=4, log_to_driver=False):
+        store = Store.options(name="store").remote()
+        actorrpc.get(actorrpc.ready(store))  # its worker has the first number
+        reader = Reader.options(name="reader").remote(store)
+        calls = [reader.read.remote(str(gate)), reader.wait.remote()]
+        until(lambda: _rows()["Store"].running and _rows()["Reader"].running[0].waits_for)
+        yield
+        open_gate(gate)
+        actorrpc.get(calls)
+
+
+@pytest.fixture
+def job(_job: None, request: pytest.FixtureRequest) -> None:
+    """That, for a test."""
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = main([arguments[0], "--pid", str(os.getpid()), "--timeout", "30", *arguments[1:]])
+    found = capsys.readouterr()
+    assert found.err == ""
+    return status, found.out
+
+
+_VARIES = (
+    (r"\b\d+ min\b|\b\d+ h \d\d min|\b\d+ d \d+ h|\b\d+(\.\d)? m?s\b", "TIME"),
+    (r"\b\d+(\.\d)? [KMGT]?i?B\b", "SIZE"),
+    (r"\bpid \d+", "pid PID"),
+    (r"\(\S*/\S*(pytest|py\.test|__main__\.py)\S*\)", "(PROGRAM)"),
+    (r"\b[0-9a-f]{16}\b", "ID"),
+    (rf"{re.escape(str(_ROOT))}/", ""),
+    (r"\.py:\d+", ".py:LINE"),
+)
+
+
+def _normal(text: str) -> str:
+    for pattern, word in _VARIES:
+        text = re.sub(pattern, word, text)
+    return re.sub(r" +", " ", text)
+
+
+def _golden(text: str) -> str:
+    return re.sub(r" +", " ", text.lstrip("\n"))
+
+
+def _columns(text: str) -> str:
+    """Give numbers in tables one word: how wide they are varies."""
+    return re.sub(r"(?m)^(\s*\d+ \S+ \w+) .*$", r"\1 FIGURES", text)
+
+
+@pytest.mark.usefixtures("job")
+def test_status(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = _run(capsys, "status")
+    assert status == 0
+    assert _columns(_normal(text)) == _golden("""
+the driver of an embedded cluster (PROGRAM), pid PID: 3 workers, 2 actors; asked in TIME
+
+rank worker state pid host age cpu memory fds threads actors
+ 0 driver alive FIGURES
+ 1 Store-1 alive FIGURES
+ 2 Reader-2 alive FIGURES
+
+class alive waiting running oldest
+Reader 1 1 1 TIME
+Store 1 0 1 -
+
+Nothing is wrong.
+""")
+
+
+def _shape(value: Any) -> Any:
+    """Return JSON with its keys, and of values their types."""
+    if isinstance(value, dict):
+        return {key: _shape(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_shape(value[0])] if value else []
+    return type(value).__name__
+
+
+@pytest.mark.usefixtures("job")
+def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = _run(capsys, "status", "--json")
+    found = json.loads(text)
+    assert (status, found["wrong"]) == (0, False)
+    (group,) = found["groups"]
+    assert sorted(group) == ["actors", "findings", "pids", "program", "took", "what", "workers"]
+    assert [each["name"] for each in group["workers"]] == ["driver", "Store-1", "Reader-2"]
+    reader = next(each for each in group["actors"] if each["class_name"] == "Reader")
+    assert _shape(reader) == {
+        "actor_id": "str",
+        "title": "str",
+        "class_name": "str",
+        "name": "str",
+        "namespace": "str",
+        "state": "str",
+        "worker": "str",
+        "pid": "int",
+        "supervisor": "str",
+        "restarts": "int",
+        "death_cause": "str",
+        "detached": "bool",
+        "answered": "bool",
+        "age": "float",
+        "calls_done": "int",
+        "mailbox": [
+            {
+                "group": "str",
+                "is_async": "bool",
+                "waiting": "int",
+                "running": "int",
+                "limit": "int",
+                "oldest": "float",
+                "next": "str",
+            }
+        ],
+        "running": [
+            {
+                "method": "str",
+                "caller": "str",
+                "since": "float",
+                "left": "NoneType",
+                "execution": "str",
+                "chain": [],
+                "thread": "int",
+                "waits_for": ["str"],
+            }
+        ],
+    }
+
+
+@pytest.mark.usefixtures("job")
+def test_stack(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = _run(capsys, "stack", "store")
+    assert status == 0
+    assert _normal(text) == _golden("""
+the driver of an embedded cluster: 1 thread of 1 worker
+
+1 thread (worker Store-1: actorrpc-actor-TITLE)
+ runs Store('store').pass_gate() for 'Reader-2', TIME old
+ pass_gate tests/actors/e2e/kit.py:LINE
+ Store.pass_gate tests/cli/test_commands.py:LINE
+""").replace("TITLE", re.findall(r"actorrpc-actor-(\w+)", text)[0])
+    _, everything = _run(capsys, "stack")
+    assert "waits for the call of Store.pass_gate on 'Store-1'" in everything
+    assert "threads of the library that wait for work" in everything
+    assert "epoll" not in everything
+    _, idle = _run(capsys, "stack", "--all")
+    assert "Pool._loop" in idle
+    _, worker = _run(capsys, "stack", "Reader-2")
+    assert "Reader.read" in worker
+    assert "Store.pass_gate tests" not in _normal(worker)
+
+
+@pytest.mark.usefixtures("job")
+def test_stack_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = _run(capsys, "stack", "--json")
+    (group,) = json.loads(text)["groups"]
+    worker = next(each for each in group["workers"] if each["name"] == "Store-1")
+    assert sorted(worker) == ["dumped", "name", "pid", "rank", "reason", "state", "threads"]
+    assert _shape(worker["threads"][0]["frames"][0]) == {"function": "str", "file": "str", "line": "int"}
+    running_there = {each["worker"]: each["method"] for each in group["running"]}
+    assert running_there == {"Store-1": "pass_gate", "Reader-2": "read"}
+
+
+@pytest.mark.usefixtures("job")
+def test_describe(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = _run(capsys, "describe", "reader")
+    assert status == 0
+    assert _normal(text).partition("\n\n")[0] + "\n" == _golden("""
+Reader('reader')
+ id ID
+ class Reader
+ name reader (namespace '')
+ state ALIVE
+ worker Reader-2 (pid PID)
+ looked after by driver
+ restarts 0
+ age TIME
+ calls done 0
+ mailbox: 1 waiting, 1 of 1 running; the first, wait(), for TIME
+ runs Reader('reader').read() for 'driver', TIME old; waits for the call of Store.pass_gate on 'Store-1'
+""")
+    _, text = _run(capsys, "describe", "--json", "Store")
+    (store,) = json.loads(text)["actors"]
+    assert store["waiting_for_it"] == ["Reader('reader').read() on 'Reader-2'"]
+    # By title and by parts of its id, too.
+    for name in (store["title"], store["actor_id"], store["actor_id"][-6:]):
+        assert json.loads(_run(capsys, "describe", "--json", name)[1])["actors"][0]["title"] == store["title"]
+
+
+@pytest.mark.usefixtures("job")
+def test_logs(capsys: pytest.CaptureFixture[str]) -> None:
+    until(lambda: "a store is made" in _run(capsys, "logs")[1])
+    status, text = _run(capsys, "logs", "--grep", "is m[a]de", "-n", "1")
+    assert (status, _normal(text)) == (
+        0,
+        "(Store pid=" + text.partition("pid=")[2].partition(")")[0] + ") a store is made\n",
+    )
+    _, text = _run(capsys, "logs", "--json", "Store-1")
+    line = json.loads(text.splitlines()[0])
+    assert _shape(line) == {"time": "float", "pid": "int", "label": "str", "stream": "str", "text": "str"}
+    assert (line["text"], line["stream"]) == ("a store is made", "stdout")
+    assert _run(capsys, "logs", "Reader-2") == (0, "")
+
+
+@pytest.mark.usefixtures("job")
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = _run(capsys, "doctor")
+    assert status == 0, text
+    kinds = re.findall(r"(?m)^(?:ok|WRONG) +([a-z ]+):", text)
+    assert kinds == [
+        "versions",
+        "key",
+        "directory",
+        "settings",
+        "descriptors",
+        "shared memory",
+        "reachability",
+    ]
+    assert "3 of 3 workers answered" in text
+    assert text.endswith("\nNo faults.\n")
+    checks = json.loads(_run(capsys, "doctor", "--json")[1])["checks"]
+    assert [each["kind"] for each in checks] == kinds
+
+
+@pytest.mark.usefixtures("job")
+def test_top(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = _run(capsys, "top", "--count", "2", "--interval", "0.001")
+    assert status == 0
+    looks = _normal(text).split("\n\nthe driver of")
+    assert len(looks) == 2
+    assert re.search(r"(?m)^Reader\('reader'\) Reader-2 alive 1 TIME 0 read\(\) TIME$", looks[1])
+    _, text = _run(capsys, "top", "--count", "1", "--json")
+    assert len(json.loads(text)["groups"][0]["workers"]) == 3
+
+
+# -- without a group, and arguments that cannot be used --------------------------------------------------------------
+
+
+@pytest.fixture
+def _nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", str(tmp_path / "run"))
+
+
+@pytest.mark.usefixtures("_nowhere")
+@pytest.mark.parametrize("command", [["status"], ["stack"], ["describe", "x"], ["logs"], ["top"]])
+def test_where_no_group_runs_that_is_said(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 2
+    assert re.fullmatch(
+        rf"actorrpc {command[0]}: there is no group to look into: .*\n", capsys.readouterr().err
+    )
+
+
+@pytest.mark.usefixtures("_nowhere")
+def test_doctor_needs_no_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    assert "no group was checked" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["nonsense"], ["status", "--timeout", "0"], ["describe"], ["top", "--interval", "soon"]]
+)
+def test_arguments_that_cannot_be_used(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("actorrpc")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--connect", "nowhere"], ["--connect", "tcp://127.0.0.1"], ["--connect", "tcp://127.0.0.1:7"]],
+)
+@pytest.mark.usefixtures("_nowhere")
+def test_an_address_that_cannot_be_used(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["status", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("actorrpc status: ")
+
+
+@pytest.mark.usefixtures("job")
+def test_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("stack", "describe"):
+        assert main([command, "--pid", str(os.getpid()), "nobody"]) == 2
+        assert "'nobody'; actorrpc status lists them" in capsys.readouterr().err
+    assert main(["logs", "--pid", str(os.getpid()), "--grep", "("]) == 2
+    assert "no regular expression" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("job")
+def test_a_worker_by_its_socket(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = actorrpc.agent.context.current_worker().agent.record.unix_path  # type: ignore[attr-defined]
+    assert main(["status", "--connect", path, "--timeout", "30"]) == 0
+    assert "3 workers, 2 actors" in capsys.readouterr().out
+
+
+# -- the process -----------------------------------------------------------------------------------------------------
+
+
+def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(_ROOT)}
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_command_line_does_not_import_torch() -> None:
+    ran = _python("-X", "importtime", "-m", "actorrpc", "--help")
+    assert ran.returncode == 0
+    modules = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
+    assert "actorrpc.observe.visitor" in modules
+    assert not {"torch", "numpy", "actorrpc.agent.agent"} & modules
+    assert all(
+        name in ran.stdout
+        for name in ("status", "stack", "describe", "logs", "doctor", "top", "run", "worker")
+    )
+
+
+@pytest.mark.slow
+def test_programs_are_started(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys, torch.distributed.rpc as rpc; print(rpc.__name__, sys.argv[1:])")
+    ran = _python("-m", "actorrpc", "run", str(script), "--flag", "x")
+    assert (ran.stdout, ran.returncode) == ("actorrpc.compat.rpc ['--flag', 'x']\n", 0), ran.stderr
+    script.write_text("import ray; print(ray.__name__)")
+    assert _python("-m", "actorrpc", "run", "--ray", str(script)).stdout == "actorrpc.compat.ray\n"
+    ran = _python("-m", "actorrpc", "worker", "--help")
+    assert "python -m actorrpc.worker" in ran.stdout
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 << 20, "200 MiB"), (5 << 40, "5.0 TiB")],
+)
+def test_sizes(nbytes: int, text: str) -> None:
+    assert amount(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0004, "0 ms"),
+        (0.25, "250 ms"),
+        (0.9999, "1.0 s"),
+        (119, "119.0 s"),
+        (600, "10 min"),
+        (7500, "2 h 05 min"),
+        (2e5, "2 d 7 h"),
+    ],
+)
+def test_times(seconds: float, text: str) -> None:
+    assert span(seconds) == text
+
+
+def test_tables() -> None:
+    assert table(("name", "n"), [("a", 5), ("bcdef", 12)]) == ["name    n", "a       5", "bcdef  12"]
+    assert table(("name", "n"), []) == ["name  n"]
+
+
+def test_faults_have_remedies() -> None:
+    checks = [
+        Finding(kind="key", wrong=True, what="none", remedy="make one"),
+        Finding(kind="b", wrong=False, what="c"),
+    ]
+    assert doctor.lines(checks) == ["WRONG key: none", "      -> make one", "ok    b: c", "", "1 fault"]

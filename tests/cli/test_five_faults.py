@@ -1,0 +1,151 @@
+"""As a new user would: a program in which five things go wrong at once, and what the commands say of it, with no option given."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.actors.e2e.kit import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.limit(120)]
+_ROOT = Path(__file__).resolve().parents[2]
+
+_PROGRAM = """
+import ctypes, os, signal, sys, threading
+import actorrpc
+
+@actorrpc.remote
+class Left:
+    def meet(self, right):
+        return actorrpc.get(right.meet_again.remote(actorrpc.current_actor()))
+
+    def end(self):
+        return 1
+
+@actorrpc.remote(reentrant=False)
+class Right:
+    def meet_again(self, left):
+        return actorrpc.get(left.end.remote())
+
+@actorrpc.remote
+class Stuck:
+    def in_c(self, path):
+        ctypes.PyDLL(None).open(path.encode(), os.O_RDONLY)
+
+@actorrpc.remote
+class Worker:
+    def pid(self):
+        return os.getpid()
+
+@actorrpc.remote
+class Source:
+    def numbers(self):
+        yield from range(10_000)
+
+if __name__ == "__main__":
+    # The one that is stopped is not taken for dead while the tests look at it.
+    actorrpc.init(num_cpus=8, log_to_driver=False, heartbeat=60.0)
+    left, right = Left.options(reentrant=False).remote(), Right.remote()
+    stuck, stopped, dead, source = Stuck.remote(), Worker.remote(), Worker.remote(), Source.remote()
+    actorrpc.get([actorrpc.ready(each) for each in (left, right, stuck, stopped, dead, source)])
+    circle = left.meet.remote(right)
+    in_c = stuck.in_c.remote(sys.argv[1])
+    stream = source.numbers.options(backpressure=8).remote()
+    print(actorrpc.get(next(stream)))
+    os.kill(actorrpc.get(stopped.pid.remote()), signal.SIGSTOP)
+    os.kill(actorrpc.get(dead.pid.remote()), signal.SIGKILL)
+    try:
+        actorrpc.get(circle)
+    except actorrpc.DeadlockError:
+        pass
+    print("all of it has happened", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The variables of a shell beside which the program runs, until the end of the module."""
+    folder = tmp_path_factory.mktemp("five")
+    run = folder / "run"
+    run.mkdir(mode=0o700)
+    gate = folder / "gate"
+    os.mkfifo(gate)
+    program = folder / "program.py"
+    program.write_text(textwrap.dedent(_PROGRAM))
+    found = os.environ | {"PYTHONPATH": str(_ROOT), "ACTORRPC_RUNTIME_DIR": str(run)}
+    with subprocess.Popen(
+        [sys.executable, str(program), str(gate)],
+        env=found,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            while "all of it" not in (line := process.stdout.readline()):
+                assert line, "the program has ended"
+            yield found
+        finally:
+            process.kill()
+
+
+def _actorrpc(environment: dict[str, str], *arguments: str) -> tuple[int, str]:
+    ran = subprocess.run(
+        [sys.executable, "-m", "actorrpc", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.stderr == ""
+    return ran.returncode, ran.stdout
+
+
+def test_status_names_each(environment: dict[str, str]) -> None:
+    status, text = _actorrpc(environment, "status")
+    assert status == 1
+    wrong, _, notes = text.partition("To know:")
+    assert re.search(r"\* worker 'Worker-\d' \(pid \d+\) is stopped: .*SIGSTOP", wrong)
+    assert re.search(
+        r"\* worker 'Stuck-\d' \(pid \d+\) is busy: .*code in C holds the GIL.*; on it: Stuck#", wrong
+    )
+    assert re.search(
+        r"\* worker '(Left|Right)-\d' has broken a deadlock: .* wait for each other in a circle", wrong
+    )
+    assert re.search(r"\* Worker#\w+ is dead .*SIGKILL", wrong)
+    assert re.search(
+        r"\* the stream of Source#\w+\.numbers\(\) on 'Source-\d' pauses: 'driver' has not taken 8 items",
+        notes,
+    )
+    found = json.loads(_actorrpc(environment, "status", "--json")[1])
+    kinds = {each["kind"] for each in found["groups"][0]["findings"]}
+    assert kinds >= {"worker", "deadlock", "actor", "stream"}
+
+
+def test_stack_says_where_they_are(environment: dict[str, str]) -> None:
+    status, text = _actorrpc(environment, "stack")
+    assert status == 1
+    assert re.search(r"worker Worker-\d \(pid \d+\) is stopped", text)
+    assert re.search(r"worker Stuck-\d \(pid \d+\) is busy: .*its stacks were dumped by a signal", text)
+    assert re.search(r"(?m)^    in_c  .*program\.py:\d+$", text)
+    assert "runs Source#" in text
+    assert re.search(r"numbers\(\) for 'driver', .* old; waits for 'driver' to take some of 8 items", text)
+
+
+def test_the_dead_one_can_be_described(environment: dict[str, str]) -> None:
+    until(lambda: "SIGKILL" in _actorrpc(environment, "status")[1])
+    found = json.loads(_actorrpc(environment, "status", "--json")[1])
+    dead = next(each for each in found["groups"][0]["actors"] if each["state"] == "DEAD")
+    _, text = _actorrpc(environment, "describe", dead["actor_id"])
+    assert re.search(r"died +Worker#\w+ is dead", text)

@@ -1,0 +1,149 @@
+"""What workers answer is made into objects, whatever they answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from actorrpc.errors import ProtocolError
+from actorrpc.observe import (
+    Finding,
+    GroupState,
+    MailboxState,
+    ObservedActor,
+    ObservedCall,
+    ObservedConnection,
+    ObservedStream,
+    ObservedWorker,
+)
+from actorrpc.observe.assemble import Silent, assemble
+from actorrpc.observe.findings import findings
+from actorrpc.observe.model import made_of, plain
+from actorrpc.observe.protocol import merge, pack, unpack
+from actorrpc.wire.identity import WorkerRecord, new_incarnation
+
+
+def test_an_object_is_what_was_sent() -> None:
+    made = ObservedWorker(
+        name="a", rank=3, pool={"threads": 2}, connections=(ObservedConnection(worker="b", silent=0.5),)
+    )
+    assert made_of(ObservedWorker, json.loads(json.dumps(plain(made)))) == made
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        None,
+        [],
+        {"name": 3, "rank": "x", "connections": "no list", "pool": [1]},
+        {"connections": [None, 3, {"worker": b"bytes", "sockets": True}]},
+        {"threads": [{"frames": [{"line": "one"}]}], "unknown": 1},
+    ],
+)
+def test_nonsense_becomes_defaults(row: Any) -> None:
+    made = made_of(ObservedWorker, row)
+    for each in dataclasses.fields(ObservedWorker):
+        assert type(getattr(made, each.name)) is type(getattr(ObservedWorker(), each.name))
+
+
+def test_an_actor_sums_its_mailboxes() -> None:
+    actor = ObservedActor(
+        mailbox=(MailboxState(waiting=2, oldest=1.0), MailboxState(group="io", waiting=1, oldest=3.0))
+    )
+    assert (actor.waiting, actor.oldest) == (3, 3.0)
+    assert (ObservedActor().waiting, ObservedActor().oldest) == (0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", pack({"id": 1})[:-1], pack({"what": []}), pack({"id": "1"}), b"\x91\x01"]
+)
+def test_what_is_no_question_is_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        unpack(body)
+
+
+def test_pages_become_one_answer() -> None:
+    pages: list[dict[str, Any]] = [
+        {"id": 1, "actors": [1], "process": {"cpu": 1.0}, "next": {"actors": 1}},
+        {"id": 2, "actors": [2]},
+    ]
+    assert merge(pages) == {"id": 1, "actors": [1, 2], "process": {"cpu": 1.0}, "next": None}
+
+
+# -- one picture -------------------------------------------------------------------------------------------------
+
+
+def _record(name: str, rank: int) -> WorkerRecord:
+    return WorkerRecord(name=name, rank=rank, incarnation=new_incarnation(), host="h", pid=100 + rank)
+
+
+_DRIVER, _WORKER = _record("driver", 0), _record("w", 1)
+
+
+def _answers(worker: Any) -> list[tuple[WorkerRecord, Any]]:
+    row = {
+        "actor_id": "0a",
+        "instance": "0b",
+        "class_name": "C",
+        "state": "ALIVE",
+        "worker": "w",
+        "restarts": 2,
+    }
+    return [(_WORKER, worker), (_DRIVER, {"supervised": [row], "actors": []})]
+
+
+def test_both_sides_of_an_actor_become_one() -> None:
+    life = {"actor_id": "0a", "instance": "0b", "title": "C#000a", "state": "alive", "calls_done": 7}
+    state = assemble(_answers({"actors": [life]}))
+    (actor,) = state.actors
+    assert [each.name for each in state.workers] == ["driver", "w"]
+    assert (actor.title, actor.state, actor.restarts, actor.calls_done) == ("C#000a", "ALIVE", 2, 7)
+    assert (actor.worker, actor.pid, actor.answered) == ("w", 101, True)
+
+
+def test_an_actor_whose_worker_is_silent_is_known_all_the_same() -> None:
+    state = assemble(_answers(Silent("stopped", "by a signal")))
+    (actor,) = state.actors
+    assert (actor.title, actor.state, actor.answered) == ("C#0a", "ALIVE", False)
+    assert state.workers[1].state == "stopped"
+
+
+def test_an_actor_whose_supervisor_is_silent_is_known_all_the_same() -> None:
+    life = {"actor_id": "0a", "instance": "0b", "title": "C#000a", "class_name": "C", "state": "alive"}
+    state = assemble([(_DRIVER, Silent("busy", "C")), (_WORKER, {"actors": [life]})])
+    assert [(each.title, each.state) for each in state.actors] == [("C#000a", "ALIVE")]
+
+
+def _kinds(*, workers: tuple[ObservedWorker, ...] = (), actors: tuple[ObservedActor, ...] = ()) -> list[Any]:
+    return [(each.kind, each.wrong) for each in findings(GroupState(workers=workers, actors=actors))]
+
+
+def test_what_is_wrong_is_said() -> None:
+    assert _kinds(workers=(ObservedWorker(name="a"),), actors=(ObservedActor(state="ALIVE"),)) == []
+    assert _kinds(workers=(ObservedWorker(state="stopped"),)) == [("worker", True)]
+    assert _kinds(workers=(ObservedWorker(descriptors=95, descriptor_limit=100),)) == [("descriptors", True)]
+    assert _kinds(workers=(ObservedWorker(deadlocks=("a circle",)),)) == [("deadlock", True)]
+    assert _kinds(workers=(ObservedWorker(pool={"threads": 4, "listening": 0, "queued": 9}),)) == [
+        ("threads", True)
+    ]
+    assert _kinds(workers=(ObservedWorker(calls=(ObservedCall(left=-5.0),)),)) == [("deadline", True)]
+    suspect = ObservedConnection(worker="b", state="suspect")
+    alive = ObservedWorker(name="b")
+    assert _kinds(workers=(ObservedWorker(name="a", connections=(suspect,)), alive)) == [("suspect", True)]
+    paused = ObservedStream(pauses=True)
+    assert _kinds(workers=(ObservedWorker(streams=(paused, ObservedStream())),)) == [("stream", False)]
+    assert _kinds(actors=(ObservedActor(state="RESTARTING"),)) == [("actor", True)]
+    assert _kinds(actors=(ObservedActor(mailbox=(MailboxState(waiting=1, oldest=20.0),)),)) == [
+        ("mailbox", True)
+    ]
+    assert _kinds(actors=(ObservedActor(running=(ObservedCall(left=-5.0),)),)) == [("deadline", True)]
+
+
+def test_deaths_that_were_meant_are_not_faults() -> None:
+    meant = ObservedActor(state="DEAD", death_cause="C#0a is dead: its last handle is gone")
+    crashed = ObservedActor(state="DEAD", death_cause="C#0b is dead: the process was ended by SIGKILL")
+    found = findings(GroupState(actors=(meant, crashed)))
+    assert found == [Finding(kind="actor", wrong=True, what=crashed.death_cause)]

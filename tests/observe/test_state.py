@@ -1,0 +1,296 @@
+"""``actorrpc.state()`` and what stands behind it, in a cluster that runs."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc.agent.context import current_worker
+from actorrpc.observe import ObservedActor, collect, dumps
+from actorrpc.observe.protocol import ANSWER, ASK, pack, unpack
+from tests.actors.e2e.kit import open_gate, pass_gate, until
+
+pytestmark = [pytest.mark.limit(60)]
+
+
+@actorrpc.remote
+class Busy:
+    def __init__(self, other: Any = None) -> None:
+        self.other = other
+
+    def __repr__(self) -> str:
+        raise RuntimeError("nobody may ask for this")
+
+    @property
+    def trap(self) -> int:
+        raise RuntimeError("nobody may ask for this")
+
+    def pass_gate(self, path: str) -> str:
+        return pass_gate(path)
+
+    def ask(self, path: str) -> str:
+        return str(actorrpc.get(self.other.pass_gate.remote(path)))
+
+    def numbers(self) -> Any:
+        yield from range(1000)
+
+    def hold_the_interpreter(self, path: str) -> int:
+        """Wait at a gate in C code that does not release the interpreter's lock."""
+        return int(ctypes.PyDLL(None).open(path.encode(), os.O_RDONLY | os.O_CLOEXEC))
+
+    def take_away(self, number: int) -> int:
+        faulthandler.unregister(number)
+        return os.getpid()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+@actorrpc.remote
+class Async:
+    async def wait_for(self, other: Any, path: str) -> str:
+        return str(await other.pass_gate.remote(path))
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    return path
+
+
+def _seen(actor: Any) -> ObservedActor:
+    wanted = f"{actor.actor_id:016x}"
+    return next(each for each in actorrpc.state(30).actors if each.actor_id == wanted)
+
+
+@pytest.mark.usefixtures("embedded")
+def test_calls_and_mailboxes_are_seen(gate: Path) -> None:
+    inner = Busy.remote()
+    outer = Busy.options(name="outer").remote(inner)
+    calls = [outer.ask.remote(str(gate)), outer.pid.remote(), outer.pid.remote()]
+    until(lambda: _seen(inner).running and any(each.waits_for for each in _seen(outer).running))
+    until(lambda: _seen(outer).waiting == 2)
+    seen, below = _seen(outer), _seen(inner)
+    assert (seen.state, seen.class_name, seen.name, seen.supervisor) == ("ALIVE", "Busy", "outer", "driver")
+    assert (seen.waiting, seen.mailbox[0].next, seen.calls_done) == (2, "pid", 0)
+    (call,), (inner_call,) = seen.running, below.running
+    assert (call.method, call.caller, call.left) == ("ask", "driver", None)
+    assert call.waits_for == (f"the call of Busy.pass_gate on {below.worker!r}",)
+    # The call that was made in the other's is found by its chain.
+    assert (inner_call.method, inner_call.caller) == ("pass_gate", seen.worker)
+    assert call.execution in inner_call.chain
+    open_gate(gate)
+    assert actorrpc.get(calls)[0] == "go"
+    until(lambda: _seen(outer).calls_done == 3)
+
+
+@pytest.mark.usefixtures("embedded")
+def test_coroutines_are_seen(gate: Path) -> None:
+    inner, outer = Busy.remote(), Async.remote()
+    call = outer.wait_for.remote(inner, str(gate))
+    until(lambda: _seen(outer).running and _seen(outer).running[0].waits_for)
+    (seen,) = _seen(outer).running
+    assert (seen.method, seen.thread) == ("wait_for", 0)
+    assert seen.waits_for[0].startswith("the call of Busy.pass_gate on ")
+    open_gate(gate)
+    actorrpc.get(call)
+
+
+@pytest.mark.usefixtures("embedded")
+def test_stacks_say_where_a_method_is(gate: Path) -> None:
+    actor = Busy.remote()
+    call = actor.pass_gate.remote(str(gate))
+
+    def innermost() -> tuple[str, str]:
+        state = actorrpc.state(30, stacks=True)
+        seen = next(each for each in state.actors if each.actor_id == f"{actor.actor_id:016x}")
+        worker = state.worker(seen.worker)
+        threads = {each.thread for each in seen.running}
+        stacks = [each for each in worker.threads if each.ident in threads] if worker is not None else []
+        return next(((each.frames[-1].function, each.frames[-1].file) for each in stacks), ("", ""))
+
+    until(lambda: innermost() == ("pass_gate", pass_gate.__code__.co_filename))
+    open_gate(gate)
+    actorrpc.get(call)
+
+
+@pytest.mark.usefixtures("embedded")
+def test_a_stream_that_pauses_is_seen() -> None:
+    actor = Busy.remote()
+    stream = actor.numbers.options(backpressure=3).remote()
+    assert actorrpc.get(next(stream)) == 0
+
+    def paused() -> list[Any]:
+        return [each for worker in actorrpc.state(30).workers for each in worker.streams if each.pauses]
+
+    until(paused)
+    (seen,) = paused()
+    assert (seen.method, seen.consumer, seen.limit, seen.items) == ("numbers", "driver", 3, 3)
+    stream.close()
+
+
+@pytest.mark.usefixtures("embedded")
+def test_a_process_is_seen() -> None:
+    actor = Busy.remote()
+    pid = actorrpc.get(actor.pid.remote())
+    state = actorrpc.state(30)
+    worker = next(each for each in state.workers if each.pid == pid)
+    assert worker.state == "alive"
+    assert worker.memory > 1 << 20
+    assert 0 < worker.descriptors < worker.descriptor_limit
+    assert worker.thread_count > 1
+    assert worker.age > 0
+    assert [each.worker for each in worker.connections] == ["driver"]
+    assert state.workers[0].rank == 0
+    json.dumps(state.as_dict())
+    assert {each.name for each in state.workers} == {
+        each.name for each in actorrpc.workers() if each.state == "alive"
+    }
+
+
+@pytest.mark.usefixtures("embedded")
+def test_an_actor_can_look_around() -> None:
+    seen = actorrpc.get(_looks_around.remote())
+    assert "driver" in seen
+
+
+@actorrpc.remote
+def _looks_around() -> list[str]:
+    return [each.name for each in actorrpc.state(30).workers]
+
+
+@pytest.mark.usefixtures("embedded")
+def test_a_stopped_process_is_named_and_the_others_answer() -> None:
+    actor = Busy.remote()
+    pid = actorrpc.get(actor.pid.remote())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        state = actorrpc.state(10)
+        worker = next(each for each in state.workers if each.pid == pid)
+        assert (worker.state, "SIGSTOP" in worker.reason) == ("stopped", True)
+        assert worker.memory > 1 << 20
+        assert all(each.state == "alive" for each in state.workers if each.pid != pid)
+        (seen,) = [each for each in state.actors if each.pid == pid]
+        assert (seen.state, seen.answered) == ("ALIVE", False)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert actorrpc.get(actor.pid.remote()) == pid
+
+
+@pytest.mark.usefixtures("embedded")
+def test_a_process_that_holds_the_interpreter_dumps_its_stacks(gate: Path) -> None:
+    actor = Busy.remote()
+    pid = actorrpc.get(actor.pid.remote())
+    call = actor.hold_the_interpreter.remote(str(gate))
+    until(lambda: _is_busy(pid))
+    for _ in range(2):  # one dump behind the other
+        state = actorrpc.state(0.5, stacks=True)
+        worker = next(each for each in state.workers if each.pid == pid)
+        assert (worker.state, worker.dumped) == ("busy", True)
+        functions = [each.frames[-1].function for each in worker.threads]
+        assert "hold_the_interpreter" in functions
+        assert len(functions) > 3
+    open_gate(gate)
+    assert actorrpc.get(call) >= 0
+
+
+def _is_busy(pid: int) -> bool:
+    return any(each.pid == pid and each.state == "busy" for each in actorrpc.state(0.1).workers)
+
+
+@pytest.mark.usefixtures("embedded")
+def test_no_process_is_sent_a_signal_that_would_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda fd, number: sent.append(number))
+    with subprocess.Popen(["sleep", "60"]) as other:
+        assert (
+            dumps.take(other.pid, time.monotonic() + 1)
+            == "it has nothing into which its stacks could be dumped"
+        )
+        other.kill()
+    assert "gone" in dumps.take(other.pid, time.monotonic() + 1)
+    # Of one whose handler the program has taken away.
+    actor = Busy.remote()
+    number = signal.SIGRTMIN + 7
+    pid = actorrpc.get(actor.take_away.remote(number))
+    found = dumps.take(pid, time.monotonic() + 1)
+    assert isinstance(found, str)
+    assert "the program has taken that away" in found
+    assert sent == []
+
+
+@pytest.mark.usefixtures("embedded")
+def test_deaths_are_remembered() -> None:
+    actor = Busy.remote()
+    os.kill(actorrpc.get(actor.pid.remote()), signal.SIGKILL)
+    until(lambda: _seen(actor).state == "DEAD")
+    assert "SIGKILL" in _seen(actor).death_cause
+
+
+@pytest.mark.usefixtures("embedded")
+def test_an_answer_comes_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collect, "_PAGED", tuple((part, gather, 1) for part, gather, _ in collect._PAGED))
+    barrier = threading.Event()
+    threads = [threading.Thread(target=barrier.wait, name=f"waits {n}") for n in range(3)]
+    for each in threads:
+        each.start()
+    try:
+        state = actorrpc.state(30, stacks=True)
+    finally:
+        barrier.set()
+        for each in threads:
+            each.join()
+    names = {each.name for each in state.workers[0].threads}
+    assert {"MainThread", "waits 0", "waits 1", "waits 2"} <= names
+
+
+@pytest.mark.usefixtures("embedded")
+def test_a_question_that_makes_no_sense_gets_something_that_does() -> None:
+    worker = current_worker()
+    assert worker is not None
+    for what in (None, "process", [3, "nonsense"], ["actors"]):
+        question = unpack(pack({"id": 7, "what": what, "from": {"actors": -1, "threads": "x"}}))
+        found = unpack(pack(collect.answer(worker, question)))
+        assert (found["id"], found["name"]) == (7, "driver")
+
+
+@pytest.mark.usefixtures("embedded")
+def test_nobody_waits_for_one_that_answers_late() -> None:
+    worker = current_worker()
+    assert worker is not None
+    observer = worker.observer
+    future = observer.ask(worker.agent.self_peer, {"what": ["process"]})
+    assert future.wait(30)["name"] == "driver"
+    assert not observer._asked
+    agent = worker.agent
+    agent.on_notice[ANSWER](agent.self_peer, pack({"id": 1 << 40}))  # nobody has asked, and nothing happens
+    handler = agent.on_notice.pop(ASK)
+    try:
+        silent = observer.ask(agent.self_peer, {"what": ["process"]})
+        observer.forget(silent)
+        assert not observer._asked
+    finally:
+        agent.on_notice[ASK] = handler
+
+
+@pytest.mark.usefixtures("embedded")
+def test_what_the_machines_have() -> None:
+    (node,) = actorrpc.nodes()
+    total, free = actorrpc.cluster_resources(), actorrpc.available_resources()
+    assert node["Alive"]
+    assert node["Resources"]["CPU"] == total["CPU"]
+    actor = Busy.options(num_cpus=1).remote()
+    actorrpc.get(actorrpc.ready(actor))
+    assert actorrpc.available_resources().get("CPU", 0.0) <= free["CPU"]

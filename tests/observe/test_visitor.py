@@ -1,0 +1,176 @@
+"""Visits from outside: over which ways, with which keys, and what they leave behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc import rpc
+from actorrpc.agent.context import current_worker
+from actorrpc.cli.commands import main
+from actorrpc.errors import AuthenticationError
+from actorrpc.observe import outside, visitor
+from actorrpc.observe.assemble import Silent
+from actorrpc.observe.outside import FoundGroup, at_address, find_groups, look
+from actorrpc.observe.visitor import Target, Visit
+from actorrpc.transport import session
+from actorrpc.wire.keys import Key
+from tests import certificates
+from tests.actors.e2e.kit import until
+from tests.ports import free_port
+
+_KEY = "a key of more than sixteen characters"
+
+
+@pytest.fixture(params=["plain", "sealed", "tls"])
+def address(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where a worker listens on TCP, whose key, and certificates, are in the environment."""
+    if certificates.OVER_TLS and request.param != "tls":
+        pytest.skip("all is over TLS")
+    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    settings: dict[str, Any] = {"transport": "tcp", "frame_integrity": request.param == "sealed"}
+    if request.param == "tls":
+        for name, value in certificates.files().environment.items():
+            monkeypatch.setenv(name, value)
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", **settings)
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        host, port = _agent().record.tcp[0]
+        yield f"tcp://{host}:{port}"
+    finally:
+        rpc.shutdown()
+
+
+@pytest.fixture
+def worker() -> Iterator[FoundGroup]:
+    """A worker with a key of its own, as it is found."""
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        (group,) = find_groups(os.getpid())
+        yield group
+    finally:
+        rpc.shutdown()
+
+
+def _agent() -> Any:
+    worker = current_worker()
+    assert worker is not None
+    return worker.agent
+
+
+def test_a_worker_is_looked_into_over_tcp(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--connect", address, "--timeout", "30"]) == 0
+    assert "1 worker, 0 actors" in capsys.readouterr().out
+
+
+def test_a_long_visit_over_tcp(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker keeps what it has sent until it hears that it has come, and sends no more than a limit before."""
+    monkeypatch.setattr(session, "_LIMIT", 256 << 10)
+    monkeypatch.setattr(visitor, "_SAY_EVERY", 64 << 10)
+    (target,) = at_address(address).targets
+    limit = time.monotonic() + 50
+    visit = Visit(target, limit)
+    try:
+        while visit._received < 1 << 20:
+            assert visit.ask(["process", "threads", "members"], limit)["name"] == "alone"
+    finally:
+        visit.close()
+
+
+def test_a_visit_leaves_nothing_behind(worker: FoundGroup, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    agent = _agent()
+    told: list[Any] = []
+    remove = rpc.on_member_change(lambda *change: told.append(change))
+    for _ in range(3):
+        assert look(worker, ["process"], 30.0).state.workers[0].state == "alive"
+    until(lambda: not agent.connector.connections())
+    until(lambda: not agent.peers() or all(each.is_self for each in agent.peers()))
+    remove()
+    assert told == []
+    assert [each.name for each in rpc.workers()] == ["alone"]
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+@pytest.mark.prints("did not prove to worker 'alone'", "more connections were refused")
+def test_a_wrong_key_is_refused(worker: FoundGroup) -> None:
+    (target,) = worker.targets
+    target.key = Key.from_text(_KEY)
+    with pytest.raises(AuthenticationError):
+        Visit(target, time.monotonic() + 30)
+    (answer,) = look(FoundGroup(targets=[target], key=target.key), ["process"], 30.0).answers.values()
+    assert isinstance(answer[1], Silent)
+    assert answer[1].state == "silent"
+
+
+def test_without_the_key_that_was_given_there_is_nothing_to_see(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        assert main(["status", "--pid", str(os.getpid()), "--timeout", "30"]) == 0
+        assert "1 worker, 0 actors" in capsys.readouterr().out
+        monkeypatch.delenv("ACTORRPC_KEY")
+        assert main(["status", "--pid", str(os.getpid())]) == 2
+        error = capsys.readouterr().err
+        assert "was given a key, which this process has not: set ACTORRPC_KEY" in error
+        assert _KEY not in error
+    finally:
+        rpc.shutdown()
+
+
+def test_a_process_that_is_gone_is_named(worker: FoundGroup, tmp_path: Path) -> None:
+    (target,) = worker.targets
+    nobody = Target(
+        record=target.record,
+        addresses=[str(tmp_path / "nobody.sock")],
+        key=target.key,
+        settings=target.settings,
+    )
+    (answer,) = look(FoundGroup(targets=[nobody], key=target.key), ["process"], 30.0).answers.values()
+    assert isinstance(answer[1], Silent)
+    assert (answer[1].state, "cannot be reached" in answer[1].reason) == ("silent", True)
+
+
+@pytest.mark.slow
+def test_workers_of_a_driver_that_does_not_answer_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are its children: their sockets lie beside its own."""
+
+    @actorrpc.remote
+    class Idle:
+        pass
+
+    with actorrpc.init(num_cpus=2):
+        actor = Idle.remote()
+        actorrpc.get(actorrpc.ready(actor))
+        (group,) = find_groups(os.getpid())
+        target = group.targets[0]
+        monkeypatch.setattr(outside, "_SOON_S", 0.0)
+        asked = outside._ask
+
+        def ask(to: Target, *arguments: Any) -> Any:
+            if to is target:
+                return Silent("busy", "C")
+            found = asked(to, *arguments)
+            return {**found, "members": []} if isinstance(found, dict) else found
+
+        monkeypatch.setattr(outside, "_ask", ask)
+        state = look(group, ["process", "actors"], 30.0).state
+        assert [(each.name, each.state) for each in state.workers] == [
+            ("driver", "busy"),
+            ("Idle-1", "alive"),
+        ]
+        assert [(each.class_name, each.worker, each.state) for each in state.actors] == [
+            ("Idle", "Idle-1", "ALIVE")
+        ]
+        del actor
