@@ -152,7 +152,8 @@ class Executor:
             return
         if agent.pool.queue and len(conn.outbox) < agent.settings.cork_frames:
             # More work of the batch is waiting: its answers leave together, or with the cork.
-            agent.cork(conn)
+            if conn.outbox:
+                agent.cork(conn)
             return
         if agent.pool.queue:
             conn.flush(True)

@@ -15,7 +15,7 @@ import contextlib
 import ctypes
 import math
 import threading
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -367,23 +367,33 @@ def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
     return rebuild
 
 
+def _packed(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, as torch makes them."""
+    strides = [1]
+    for n in shape[:0:-1]:
+        strides.append(strides[-1] * n)
+    return tuple(reversed(strides)) if shape else ()
+
+
 def _embed(encoding: Any, t: torch.Tensor) -> tuple[Any, ...]:
     """Reduce a small tensor to its bytes: most messages with a tensor need no table then."""
     storage = t.untyped_storage()
     key = storage._cdata  # the storage is kept by its tensor, which the message keeps
     if key in encoding.embedded:
         raise SharedStorageError
-    out, size = encoding.outgoing, t.nbytes
+    out, size, shape = encoding.outgoing, t.nbytes, t.shape
     if (
-        out is not None and key in out.by_storage
-    ) or t.storage_offset() * t.itemsize + size > storage.nbytes():
+        (out is not None and key in out.by_storage)
+        or t.storage_offset() * t.itemsize + size > storage.nbytes()
+        or (1 in shape and t.stride() != _packed(shape))  # any step will do where there is one element
+    ):
         return tensor, _describe(_outgoing(), t, 0)
     encoding.embedded.add(key)
     code = _CODES[t.dtype]
     if t.requires_grad:
         code |= _GRAD
         encoding.grad = True
-    return embedded, (bytearray(_memory_view(t.data_ptr(), size, _READ)), code, *t.shape)
+    return embedded, (bytearray(_memory_view(t.data_ptr(), size, _READ)), code, *shape)
 
 
 def _reduce_special(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
@@ -544,10 +554,7 @@ def _build(index: int | str, code: int, offset: int, *geometry: int) -> torch.Te
     size = dtype.itemsize
     start = offset * size - low
     if kind & _COMPACT:
-        start, packed = 0, [1]
-        for n in shape[:0:-1]:
-            packed.append(packed[-1] * n)
-        stride = tuple(packed[rank - 1 :: -1]) if rank else ()
+        start, stride = 0, _packed(shape)
     if len(stride) != rank:
         raise ProtocolError(f"a tensor of {rank} sizes and {len(stride)} strides")
     last = 0

@@ -81,7 +81,7 @@ _VARIES = (
     (r"\b\d+ min\b|\b\d+ h \d\d min|\b\d+ d \d+ h|\b\d+(\.\d)? m?s\b", "TIME"),
     (r"\b\d+(\.\d)? [KMGT]?i?B\b", "SIZE"),
     (r"\bpid \d+", "pid PID"),
-    (r"\(\S*/\S*(pytest|py\.test|__main__\.py)\S*\)", "(PROGRAM)"),
+    (re.escape(f"({sys.argv[0]})"), "(PROGRAM)"),
     (r"\b[0-9a-f]{16}\b", "ID"),
     (rf"{re.escape(str(_ROOT))}/", ""),
     (r"\.py:\d+", ".py:LINE"),

@@ -19,6 +19,7 @@ import torch
 from actorrpc import rpc
 from actorrpc.errors import NotInitializedError, RpcTimeoutError, ShutdownError
 from actorrpc.wire import keys
+from tests.actors.e2e.kit import open_gate, pass_gate
 from tests.layers import rest_is_slow
 from tests.output import check
 from tests.ranks import rpc_group, run_group
@@ -83,7 +84,7 @@ def _leave_as_asked() -> str:
     return _hold("is leaving")
 
 
-def _is_asked_to_leave(rank: int, _: int, store: str) -> None:
+def _is_asked_to_leave(rank: int, _: int, store: str, gate: str) -> None:
     options = rpc.RpcBackendOptions(init_method=f"file://{store}")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=None, rpc_backend_options=options)
     if rank:
@@ -96,14 +97,17 @@ def _is_asked_to_leave(rank: int, _: int, store: str) -> None:
                 _open("is leaving")
 
         group.wait_for_all = waiting
+        open_gate(Path(gate))
         _hold("leave")
     else:
+        pass_gate(Path(gate))
         assert rpc.rpc_sync("worker1", _leave_as_asked) == "is leaving"
     rpc.shutdown()
 
 
 def test_the_function_that_has_a_worker_leave_is_answered(tmp_path: Path) -> None:
-    run_group(_is_asked_to_leave, 2, str(tmp_path / "store"))
+    os.mkfifo(tmp_path / "gate")
+    run_group(_is_asked_to_leave, 2, str(tmp_path / "store"), str(tmp_path / "gate"))
 
 
 def _states(rank: int, world_size: int, store: str) -> None:

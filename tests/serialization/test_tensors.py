@@ -157,6 +157,7 @@ def test_small_tensors_own_their_memory() -> None:
 
 def test_small_tensors_are_in_the_pickle() -> None:
     t = torch.arange(6.0).view(2, 3)
+    encode(None)  # from here on this thread has a pickler to spare
     body = encode_body((len, (t,), {}), True, (), None, None, False)
     assert isinstance(body, bytes)  # as of a call without tensors
     _, (found,), _ = decode(body, (), definitions=None)
