@@ -18,6 +18,7 @@ from actorrpc.cli import doctor
 from actorrpc.cli.commands import main
 from actorrpc.cli.text import amount, span, table
 from actorrpc.observe import Finding
+from actorrpc.wire import keys
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 
 pytestmark = [pytest.mark.limit(60)]
@@ -295,6 +296,7 @@ def test_top(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.fixture
 def _nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr(keys, "_default_directory", lambda: str(tmp_path / "default"))
 
 
 @pytest.mark.usefixtures("_nowhere")

@@ -242,7 +242,7 @@ def test_deaths_are_remembered() -> None:
 
 @pytest.mark.usefixtures("embedded")
 def test_an_answer_comes_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "_PAGED", tuple((part, gather, 1) for part, gather, _ in collect._PAGED))
+    monkeypatch.setattr(collect, "_PAGED", tuple((part, page, 1) for part, page, _ in collect._PAGED))
     barrier = threading.Event()
     threads = [threading.Thread(target=barrier.wait, name=f"waits {n}") for n in range(3)]
     for each in threads:
