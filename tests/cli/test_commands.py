@@ -51,7 +51,7 @@ def _rows() -> dict[str, actorrpc.observe.ObservedActor]:
 
 
 @pytest.fixture(scope="module")
-def _job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A cluster in which a reader waits for a store that is busy in C code, and a call waits for the reader."""
     gate = tmp_path_factory.mktemp("gate") / "gate"
     os.mkfifo(gate)
@@ -64,11 +64,6 @@ def _job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
         open_gate(gate)
         actorrpc.get(calls)
-
-
-@pytest.fixture
-def job(_job: None, request: pytest.FixtureRequest) -> None:
-    """That, for a test."""
 
 
 def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
