@@ -75,9 +75,9 @@ def _parser() -> _CommandParser:
         made.add_argument(
             "--timeout",
             type=_seconds,
-            default=1.0,
+            default=0.8,
             metavar="S",
-            help="how long all workers together may take (default 1)",
+            help="how long all workers together may take (default 0.8)",
         )
         made.add_argument("--json", action="store_true", help="print it as JSON")
         return made
