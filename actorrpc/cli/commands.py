@@ -75,20 +75,20 @@ def _parser() -> _CommandParser:
         made.add_argument(
             "--timeout",
             type=_seconds,
-            default=1.0,
+            default=0.8,
             metavar="S",
-            help="how long all workers together may take (default 1)",
+            help="how long all workers together may take (default 0.8)",
         )
         made.add_argument("--json", action="store_true", help="print it as JSON")
         return made
 
-    once = "Costs each worker about a millisecond."
+    once = "Costs each worker less than a millisecond."
     command("status", _status, "workers, actors by class and state, and what is wrong, in words", once)
     stack = command(
         "stack",
         _stack,
         "where all threads of all workers are, equal stacks as one",
-        "Costs each worker some milliseconds, in which it runs nothing else.",
+        "Costs each worker a millisecond or two, in which it runs nothing else.",
     )
     stack.add_argument(
         "whom",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
+import re
 import resource
 import shutil
 import stat
+import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ __all__ = ["as_dict", "here", "lines", "no_group", "of_group"]
 
 _FEW: Final = 4096  # descriptors
 _LITTLE: Final = 64 << 20  # bytes of shared memory
+_DISTRIBUTION: Final = re.compile(r"([A-Za-z0-9_.]+)-([0-9][^-]*)\.(?:dist|egg)-info")
 _PACKAGES: Final = ("torch", "cloudpickle", "msgpack", "psutil")
 
 
@@ -40,13 +42,23 @@ def here() -> list[Finding]:
     return [_versions(), _key(), _directory(), _settings(), _descriptors(), _shared_memory()]
 
 
-def _versions() -> Finding:
-    found, missing = [], []
-    for name in _PACKAGES:
+def _installed() -> dict[str, str]:
+    """Return the versions of the packages that are installed, by name. importlib.metadata says it, and takes long to import."""
+    found: dict[str, str] = {}
+    for folder in sys.path:
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
+            names = os.listdir(folder or ".")
+        except OSError:
+            continue
+        for match in filter(None, map(_DISTRIBUTION.fullmatch, names)):
+            found.setdefault(match[1].lower(), match[2])
+    return found
+
+
+def _versions() -> Finding:
+    installed = _installed()
+    found = [f"{name} {installed[name]}" for name in _PACKAGES if name in installed]
+    missing = [name for name in _PACKAGES if name not in installed]
     what = f"actorrpc {__version__}, Python {platform.python_version()}, {', '.join(found)}"
     if missing:
         return _fault(

@@ -25,10 +25,14 @@ _ASK_S: Final = 30.0
 
 
 class RemoteDirectory:
-    """Who is in the cluster, as the driver says. Thread-safe: its dict is used by single, atomic steps."""
+    """Who is in the cluster, as the driver says. Thread-safe: its dict is used by single, atomic steps.
+
+    Attributes:
+        driver: the driver's record.
+    """
 
     def __init__(self, driver: WorkerRecord) -> None:
-        self._driver = driver
+        self.driver = driver
         self._known: dict[str | int, WorkerRecord] = {}
         self._keep(driver)
         self._agent: Agent | None = None
@@ -43,7 +47,7 @@ class RemoteDirectory:
         self._known[record.name] = self._known[record.rank] = record
 
     def _ended(self, peer: Peer) -> None:
-        if peer.name != self._driver.name:
+        if peer.name != self.driver.name:
             self._known.pop(peer.name, None)
             self._known.pop(peer.rank, None)
 
@@ -55,7 +59,7 @@ class RemoteDirectory:
         # A question of ours, in whatever the user does here: no wait of the method that leads to it.
         runner, WAITING.runner = WAITING.runner, None
         try:
-            return agent.ask(agent.peer(self._driver.name), function, args, {}, _ASK_S)
+            return agent.ask(agent.peer(self.driver.name), function, args, {}, _ASK_S)
         finally:
             WAITING.runner = runner
             CURRENT.reset(token)

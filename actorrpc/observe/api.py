@@ -1,4 +1,4 @@
-""":func:`state`: how all workers of this process's group are, and what their actors do."""
+""":func:`state`: how all workers of this process's group are, and what their actors do; :func:`printed`: their logs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from actorrpc.transport.failure_detector import process_state
 from actorrpc.validation import wait_limit
 from actorrpc.wire.identity import WorkerRecord
 
-__all__ = ["state"]
+__all__ = ["printed", "state"]
 
 _TIMEOUT_S: Final = 1.0
 _SHARE: Final = 0.6  # of the time, for the first answers: what is left is for their further pages
@@ -38,7 +38,14 @@ _PAGES: Final = 100
 class _Inquiry:
     """The questions to one worker, page after page."""
 
-    def __init__(self, observer: Observer, agent: Agent, record: WorkerRecord, parts: list[str]) -> None:
+    def __init__(
+        self,
+        observer: Observer,
+        agent: Agent,
+        record: WorkerRecord,
+        parts: list[str],
+        first: dict[str, int] | None = None,
+    ) -> None:
         self.record = record
         self.pages: list[dict[str, Any]] = []
         self.ended = ""  # why it is over, where that is not the last page
@@ -47,6 +54,7 @@ class _Inquiry:
         self._observer = observer
         self._agent = agent
         self._parts = parts
+        self._first = first or {}
         self._asked: Future[dict[str, Any]] | None = None
 
     def begin(self, until: float) -> None:
@@ -61,7 +69,7 @@ class _Inquiry:
             return
         conn = peer.conn
         if peer.is_self or (conn is not None and conn.state is not CLOSED):
-            self._ask(peer, self._parts, {})
+            self._ask(peer, self._parts, self._first)
         else:
             self._agent.submit(functools.partial(self._connect, peer, until))
 
@@ -75,7 +83,7 @@ class _Inquiry:
         except (RpcError, OSError) as error:
             self._over(str(error))
             return
-        self._ask(peer, self._parts, {})
+        self._ask(peer, self._parts, self._first)
 
     def _ask(self, peer: Peer, parts: list[str], begin: dict[str, int]) -> None:
         asked = self._asked = self._observer.ask(peer, {"what": parts, "from": begin})
@@ -173,6 +181,41 @@ def state(timeout: float = _TIMEOUT_S, *, stacks: bool = False) -> GroupState:
         dumped = {}
     answers = [(each.record, dumped.get(id(each)) or each.found()) for each in asked.values()]
     return assemble(answers, _time.now() - begun)
+
+
+def printed(since: int, timeout: float) -> tuple[list[list[Any]], int]:
+    """Return what the processes of the cluster have printed, as its driver keeps it.
+
+    Args:
+        since: the number of the first line.
+        timeout: how long the driver may take, in seconds.
+
+    Returns:
+        ``[number, time, pid, label, is_error, text]`` of each line, in order, and the number of the one that follows them.
+
+    Raises:
+        NotInitializedError: this process is in no group.
+        RpcError: the driver cannot be asked, has not answered in time, or keeps no logs.
+    """
+    worker = current_worker()
+    if worker is None or worker.observer is None:
+        raise NotInitializedError(
+            "there are no logs, as this process is in no group: call actorrpc.init() first"
+        )
+    until = _time.now() + wait_limit(timeout)
+    driver = worker.agent.peer(0).record
+    inquiry = _Inquiry(worker.observer, worker.agent, driver, ["logs"], {"logs": since})
+    inquiry.begin(until)
+    worker.agent.flush()
+    try:
+        inquiry.done.wait(max(0.0, until - _time.now()))
+    finally:
+        inquiry.give_up()
+    found = merge(inquiry.pages) if inquiry.pages else {}
+    rows, end = found.get("logs"), inquiry.pages[-1].get("log_end") if inquiry.pages else None
+    if not isinstance(rows, list) or not isinstance(end, int):
+        raise RpcError(f"worker {driver.name!r} keeps no logs: {inquiry.ended or 'it starts no processes'}")
+    return rows, end
 
 
 def _wait(inquiries: Iterable[_Inquiry], until: float) -> None:

@@ -63,13 +63,12 @@ def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
         "pid": agent.pid,
     }
     following: dict[str, int] = {}
-    for part, gather, most in _PAGED:
+    for part, page, most in _PAGED:
         if part in parts:
             at = first.get(part, 0)
             at = at if type(at) is int and at >= 0 else 0
-            rows = gather(worker)
-            found[part] = [make() for make in itertools.islice(rows, at, at + most)]
-            if len(rows) > at + most:
+            found[part], more = page(worker, at, most)
+            if more:
                 following[part] = at + most
     if "process" in parts:
         found["process"] = _process(worker)
@@ -244,16 +243,15 @@ def _is_of_tasks(hosted: HostedActor) -> bool:
     return hosted.spec is not None and hosted.spec.info.name == TASKS
 
 
-def _hosted(worker: Worker) -> list[Callable[[], dict[str, Any]]]:
+def _hosted(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], bool]:
     if worker.actors is None:
-        return []
+        return [], False
     now = _time.now()
-    actors = sorted(worker.actors.registry.all(), key=lambda each: each.id)
-    return [
-        functools.partial(_actor, hosted, now)
-        for hosted in actors
-        if hosted.spec is not None and not _is_of_tasks(hosted)
+    actors = [
+        each for each in worker.actors.registry.all() if each.spec is not None and not _is_of_tasks(each)
     ]
+    actors.sort(key=lambda each: each.id)
+    return [_actor(hosted, now) for hosted in actors[first : first + most]], len(actors) > first + most
 
 
 def _actor(hosted: HostedActor, now: float) -> dict[str, Any]:
@@ -338,43 +336,40 @@ def _say_awaited(what: Call | Stall) -> str:
     return "the next item of a stream"
 
 
-def _supervised(worker: Worker) -> list[Callable[[], dict[str, Any]]]:
+def _supervised(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], bool]:
     if worker.actors is None:
-        return []
-    rows = worker.actors.supervisor.latest(_DEAD)
-    return [
-        functools.partial(
-            dict,
-            actor_id=f"{row.actor_id:016x}",
-            instance=f"{row.instance_id:016x}",
-            class_name=row.class_name,
-            name=row.name,
-            namespace=row.namespace,
-            state=row.state,
-            worker=row.worker,
-            pid=row.pid,
-            restarts=row.restarts,
-            death_cause=row.death_cause[:_TEXT],
-            detached=row.detached,
-            supervisor=row.supervisor,
-        )
+        return [], False
+    rows, more = worker.actors.supervisor.page(first, most, dead=_DEAD)
+    found = [
+        {
+            "actor_id": f"{row.actor_id:016x}",
+            "instance": f"{row.instance_id:016x}",
+            "class_name": row.class_name,
+            "name": row.name,
+            "namespace": row.namespace,
+            "state": row.state,
+            "worker": row.worker,
+            "pid": row.pid,
+            "restarts": row.restarts,
+            "death_cause": row.death_cause[:_TEXT],
+            "detached": row.detached,
+            "supervisor": row.supervisor,
+        }
         for row in rows
         if row.class_name != TASKS
     ]
+    return found, more
 
 
 # -- stacks ------------------------------------------------------------------------------------------------------
 
 
-def _stacks(_worker: Worker) -> list[Callable[[], dict[str, Any]]]:
+def _stacks(_worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], bool]:
     names = {each.ident: each.name for each in threading.enumerate()}
     own = threading.get_ident()
-    frames = sorted(sys._current_frames().items())
-    return [
-        functools.partial(_stack, ident, names.get(ident, ""), frame)
-        for ident, frame in frames
-        if ident != own
-    ]
+    frames = sorted(each for each in sys._current_frames().items() if each[0] != own)
+    stacks = [_stack(ident, names.get(ident, ""), frame) for ident, frame in frames[first : first + most]]
+    return stacks, len(frames) > first + most
 
 
 def _stack(ident: int, name: str, frame: FrameType | None) -> dict[str, Any]:
@@ -387,7 +382,8 @@ def _stack(ident: int, name: str, frame: FrameType | None) -> dict[str, Any]:
     return {"ident": ident, "name": _text(name), "frames": found}
 
 
-_PAGED: Final[tuple[tuple[str, Callable[[Worker], list[Callable[[], dict[str, Any]]]], int], ...]] = (
+_Page = Callable[[Worker, int, int], tuple[list[dict[str, Any]], bool]]
+_PAGED: Final[tuple[tuple[str, _Page, int], ...]] = (
     ("actors", _hosted, _ACTORS),
     ("supervised", _supervised, _SUPERVISED),
     ("threads", _stacks, _THREADS),

@@ -1,7 +1,8 @@
 """Wiring: has a worker answer questions about itself from when it joins its group, and ask them; ends that when it leaves.
 
-A worker that is found from outside also writes a group file into the private directory of its user: the driver of a cluster, and
-each worker of a group without one. With it, this user's tools find the group, and its key where that was made for it.
+A worker that is found from outside also writes a group file into the private directory of its user: the driver of a cluster,
+the workers of it on other hosts, and each worker of a group without one. With it, this user's tools find the group, and its key
+where that was made for it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgpack
 
 from actorrpc.agent.context import Worker, process_worker
 from actorrpc.agent.peers import Peer
+from actorrpc.cluster.driver_client import RemoteDirectory
 from actorrpc.errors import ConfigError
 from actorrpc.futures import Future
 from actorrpc.group.rendezvous import Rendezvous
@@ -119,9 +121,10 @@ def _visitor_left(worker: Worker, peer: Peer) -> None:
 def _write(worker: Worker) -> str:
     """Write the group file, where this worker is to have one; return its path."""
     agent, membership = worker.agent, worker.group.membership
-    in_cluster = not isinstance(membership, Rendezvous)
-    if process_worker() is not worker or (in_cluster and agent.record.rank != 0):
+    if process_worker() is not worker:
         return ""
+    if isinstance(membership, RemoteDirectory) and membership.driver.host == agent.record.host:
+        return ""  # the driver's is enough
     path = keys.group_path(agent.record.unix_path)
     key = agent.connector.key
     revealed = b"" if key is None or _is_given(key, membership) else key.reveal()

@@ -18,6 +18,7 @@ from actorrpc.cli import doctor
 from actorrpc.cli.commands import main
 from actorrpc.cli.text import amount, span, table
 from actorrpc.observe import Finding
+from actorrpc.wire import keys
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 
 pytestmark = [pytest.mark.limit(60)]
@@ -50,7 +51,7 @@ def _rows() -> dict[str, actorrpc.observe.ObservedActor]:
 
 
 @pytest.fixture(scope="module")
-def _job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A cluster in which a reader waits for a store that is busy in C code, and a call waits for the reader."""
     gate = tmp_path_factory.mktemp("gate") / "gate"
     os.mkfifo(gate)
@@ -63,11 +64,6 @@ def _job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
         open_gate(gate)
         actorrpc.get(calls)
-
-
-@pytest.fixture
-def job(_job: None, request: pytest.FixtureRequest) -> None:
-    """That, for a test."""
 
 
 def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -295,6 +291,7 @@ def test_top(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.fixture
 def _nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr(keys, "_default_directory", lambda: str(tmp_path / "default"))
 
 
 @pytest.mark.usefixtures("_nowhere")

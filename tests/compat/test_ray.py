@@ -24,6 +24,7 @@ from actorrpc.compat.ray.util.scheduling_strategies import (
 )
 from actorrpc.testing.pytest_plugin import WATCHDOG
 from tests import processes
+from tests.actors.e2e.kit import until
 
 rex = ray.exceptions
 
@@ -721,3 +722,27 @@ def test_it_runs_once() -> None:
     with pytest.raises(RuntimeError, match="already"):
         ray.init()
     assert ray.init(ignore_reinit_error=True, include_dashboard=False, _temp_dir="/x")["address"] == "local"
+
+
+@ray.remote
+class Talker:
+    def say(self, text: str) -> int:
+        print(text, flush=True)
+        print(f"not {text}", file=sys.stderr, flush=True)
+        return os.getpid()
+
+
+@pytest.mark.prints("not (one|two|three|four)")
+def test_what_a_process_has_printed_can_be_read() -> None:
+    talker = Talker.remote()
+    pid = ray.get([talker.say.remote(text) for text in ("one", "two", "three")])[0]
+    state: Any = ray.util.state
+    until(lambda: len(list(state.get_log(pid=pid))) == len(list(state.get_log(pid=pid, suffix="err"))) == 3)
+    assert list(state.get_log(pid=pid, tail=2)) == ["two\n", "three\n"]
+    actor_id = talker._actor_id.hex()
+    assert next(iter(state.get_log(actor_id=actor_id, suffix="err"))) == "not one\n"
+    lines = state.get_log(pid=pid, follow=True)
+    assert [next(lines) for _ in range(3)] == ["one\n", "two\n", "three\n"]
+    ray.get(talker.say.remote("four"))
+    assert next(lines) == "four\n"
+    lines.close()

@@ -18,7 +18,7 @@ from actorrpc import errors
 from actorrpc.compat import take_over
 from actorrpc.compat.imports import alias_package, forget
 from actorrpc.compat.ray import cluster, exceptions, options, placement, runtime_env
-from actorrpc.compat.ray.util import actor_pool, queue, scheduling_strategies
+from actorrpc.compat.ray.util import actor_pool, queue, scheduling_strategies, state
 from tests.test_public_names import _undocumented
 
 MODULES: list[ModuleType] = [
@@ -28,6 +28,7 @@ MODULES: list[ModuleType] = [
     actor_pool,
     queue,
     scheduling_strategies,
+    state,
     ray.actor,
     placement,
 ]

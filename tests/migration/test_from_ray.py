@@ -453,6 +453,8 @@ def test_what_there_is_and_what_it_does() -> None:
     assert any("Worker.count" in event.name for event in found.events())
     assert [each.name for each in actorrpc.workers()] == ["worker0", "worker1"]
     assert [each.class_name for each in actorrpc.list_actors()] == ["Worker"]
+    assert [each.class_name for each in actorrpc.state(30).actors] == ["Worker"]
+    assert actorrpc.cluster_resources()["CPU"] == sum(each["Resources"]["CPU"] for each in actorrpc.nodes())
 
 
 # -- starting and placing ------------------------------------------------------------------------------------------

@@ -180,6 +180,30 @@ def test_what_handles_and_classes_of_rays_have() -> None:
 
 
 @pytest.mark.usefixtures("near")
+@row("util.state.list_actors")
+def test_what_there_is_to_see() -> None:
+    counter = Counter.options(name="seen").remote()
+    assert ray.get(counter.add.remote(1)) == 1
+    state: Any = ray.util.state
+    (seen,) = state.list_actors(filters=[("class_name", "=", "Counter"), ("state", "!=", "DEAD")])
+    assert (seen.name, seen["state"], seen.get("nothing", 1)) == ("seen", "ALIVE", 1)
+    assert seen.actor_id == counter._actor_id.hex()
+    assert state.get_actor(seen.actor_id) == seen
+    assert state.list_actors(limit=0) == []
+    (node,) = state.list_nodes()
+    assert (node.is_head_node, node.state, state.get_node(node.node_id)) == (True, "ALIVE", node)
+    summary = state.summarize_actors()["cluster"]
+    assert summary["summary"]["Counter"]["state_counts"]["ALIVE"] == 1
+    with pytest.raises(ValueError, match="'=' or '!='"):
+        state.list_actors(filters=[("state", "<", 3)])
+    for given in ({}, {"filename": "x"}, {"actor_id": "nobody"}):
+        with pytest.raises(ValueError, match=r"get_log\(\): "):
+            state.get_log(**given)
+    with pytest.raises(KeyError):
+        seen["nothing"]
+
+
+@pytest.mark.usefixtures("near")
 @row("util.ActorPool")
 def test_what_helps() -> None:
     pool = ray.util.ActorPool([Counter.remote()])

@@ -17,7 +17,7 @@ import pytest
 
 import actorrpc
 from actorrpc.agent.context import current_worker
-from actorrpc.observe import ObservedActor, collect, dumps
+from actorrpc.observe import ObservedActor, collect, dumps, processes
 from actorrpc.observe.protocol import ANSWER, ASK, pack, unpack
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 
@@ -177,6 +177,7 @@ def test_a_stopped_process_is_named_and_the_others_answer() -> None:
     pid = actorrpc.get(actor.pid.remote())
     os.kill(pid, signal.SIGSTOP)
     try:
+        until(lambda: processes.why_silent(pid)[0] == "stopped")
         state = actorrpc.state(10)
         worker = next(each for each in state.workers if each.pid == pid)
         assert (worker.state, "SIGSTOP" in worker.reason) == ("stopped", True)
@@ -241,7 +242,7 @@ def test_deaths_are_remembered() -> None:
 
 @pytest.mark.usefixtures("embedded")
 def test_an_answer_comes_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "_PAGED", tuple((part, gather, 1) for part, gather, _ in collect._PAGED))
+    monkeypatch.setattr(collect, "_PAGED", tuple((part, page, 1) for part, page, _ in collect._PAGED))
     barrier = threading.Event()
     threads = [threading.Thread(target=barrier.wait, name=f"waits {n}") for n in range(3)]
     for each in threads:

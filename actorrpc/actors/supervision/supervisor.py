@@ -600,11 +600,19 @@ class Supervisor:
         with self.lock:
             return [each.row(self._agent.name) for each in (*self._actors.values(), *self._dead.values())]
 
-    def latest(self, dead: int) -> list[ActorState]:
-        """Return what :meth:`states` does, but of those that are dead the last ones only: so many."""
+    def page(self, first: int, most: int, dead: int) -> tuple[list[ActorState], bool]:
+        """Return a part of what :meth:`states` does, those that died last before others, and whether there is more.
+
+        Args:
+            first: so many are left out, and ``most`` returned at most.
+            dead: so many of those that are dead count.
+        """
         with self.lock:
             ended = itertools.islice(reversed(self._dead.values()), dead)
-            return [each.row(self._agent.name) for each in (*self._actors.values(), *ended)]
+            found = list(
+                itertools.islice(itertools.chain(self._actors.values(), ended), first, first + most + 1)
+            )
+            return [each.row(self._agent.name) for each in found[:most]], len(found) > most
 
     def close(self, graceful: bool = True, patience: float = _END_S) -> None:
         """End all actors at once; waits at most 5 s for them, or ``patience``; a quarter of one if not ``graceful``."""

@@ -26,7 +26,6 @@ HINTS: Final = {
     "ray.tune": "Ray's libraries are not part of it; an ActorPool runs trials",
     "ray.util.collective": "actorrpc.collective_group() makes groups of torch.distributed",
     "ray.util.multiprocessing": "an ActorPool, or tasks, do what its Pool does",
-    "ray.util.state": "actorrpc.list_actors() lists actors",
     "ray.workflow": "Ray's libraries are not part of it",
 }
 

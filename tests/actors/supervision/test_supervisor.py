@@ -404,8 +404,10 @@ def test_the_dead_are_remembered_but_not_for_ever(monkeypatch: pytest.MonkeyPatc
         route.kill()
         world.settle()
     assert len(driver.runtime.supervisor.states()) == 2
-    assert len(driver.runtime.supervisor.latest(1)) == 1
-    assert driver.runtime.supervisor.latest(1)[0] == driver.runtime.supervisor.states()[-1]
+    last, before = reversed(driver.runtime.supervisor.states())
+    assert driver.runtime.supervisor.page(0, 5, dead=1) == ([last], False)
+    assert driver.runtime.supervisor.page(0, 1, dead=5) == ([last], True)
+    assert driver.runtime.supervisor.page(1, 1, dead=5) == ([before], False)
     told = [str(route.watch().value()) for route in routes]
     assert "does not know it any more" in told[0]
     assert "it was killed with kill()" in told[2]

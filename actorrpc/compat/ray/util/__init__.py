@@ -14,7 +14,7 @@ from actorrpc.compat.ray.placement import (
     remove_placement_group,
 )
 from actorrpc.compat.ray.runtime_context import get_runtime_context
-from actorrpc.compat.ray.util import actor_pool, queue, scheduling_strategies
+from actorrpc.compat.ray.util import actor_pool, queue, scheduling_strategies, state
 from actorrpc.compat.ray.util.actor_pool import ActorPool
 
 # Behind the import of the module of the same name, whose place it takes as an attribute.
@@ -32,6 +32,7 @@ __all__ = [
     "queue",
     "remove_placement_group",
     "scheduling_strategies",
+    "state",
 ]
 
 
