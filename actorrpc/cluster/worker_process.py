@@ -30,7 +30,7 @@ from actorrpc.cluster import driver_rpc, logs
 from actorrpc.cluster.driver_client import RemoteDirectory, RemoteSpawner
 from actorrpc.cluster.exit import Leaver
 from actorrpc.config import Settings
-from actorrpc.errors import RpcError
+from actorrpc.errors import PeerDiedError, RpcError, ShutdownError
 from actorrpc.group import group
 from actorrpc.group.group import Group
 from actorrpc.rpc import api, rref
@@ -75,15 +75,18 @@ def _work(job: dict[str, Any]) -> None:
         settings=Settings(**job["settings"]),
         key=Key(job["key"]),
     )
-    member = enter(
-        entered,
-        directory,
-        driver,
-        timeout=job["timeout"],
-        what=f"a process of an actor ({job['name']!r}) in the embedded cluster",
-        namespace=job["namespace"],
-        dress=lambda: _dress(job),
-    )
+    try:
+        member = enter(
+            entered,
+            directory,
+            driver,
+            timeout=job["timeout"],
+            what=f"a process of an actor ({job['name']!r}) in the embedded cluster",
+            namespace=job["namespace"],
+            dress=lambda: _dress(job),
+        )
+    except (PeerDiedError, ShutdownError):
+        return  # the last handle of its actor is gone, or the program is over, before this process was there
     try:
         member.wait()
     finally:
