@@ -403,7 +403,10 @@ class Pool:
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self, timeout: float = 2.0) -> list[threading.Thread]:
-        """End the threads; return those that are still in user code after ``timeout`` seconds."""
+        """End the threads; return those that are still in user code after ``timeout`` seconds.
+
+        One that is about to end, and gets no processor, is not in user code.
+        """
         with self._lock:
             self.stopping = True
         until = time.monotonic() + timeout  # threads end in real time, also where a test has another one
@@ -431,7 +434,7 @@ class Pool:
         else:
             self._wake_sleeper()
         self._settle()
-        return left
+        return [each for each in left if each.ident not in self.idle]
 
     def _leave(self, me: int) -> None:
         with self._lock:

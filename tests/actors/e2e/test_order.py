@@ -291,13 +291,31 @@ def test_a_call_that_is_made_again_goes_before_what_waits_for_it(how: dict[str, 
         assert actorrpc.get(uses) == [turn] * 3
 
 
+@actorrpc.remote(concurrency_groups={"io": 1})
+class Held:
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def work(self) -> None:
+        assert self.released.wait(60)
+        raise ValueError("not yet")
+
+    @actorrpc.method(concurrency_group="io")
+    def release(self) -> None:
+        self.released.set()
+
+    def wait_for(self, refs: list[Any]) -> Any:
+        return actorrpc.get(refs[0])
+
+
 @pytest.mark.slow
 def test_a_call_that_is_to_be_made_again_within_one_that_waits_for_it_is_a_deadlock() -> None:
-    moody = Moody.remote()
-    actorrpc.get(actorrpc.ready(moody))
-    work = moody.work.options(retry_exceptions=True, max_task_retries=5).remote()
+    held = Held.remote()
+    work = held.work.options(retry_exceptions=True, max_task_retries=5).remote()
+    waits = held.wait_for.remote([work])
+    actorrpc.get(held.release.remote())  # it comes behind the call that waits
     with pytest.raises(actorrpc.DeadlockError, match="wait_for"):
-        actorrpc.get(moody.wait_for.remote([work]))
+        actorrpc.get(waits)
 
 
 # -- threads and groups --------------------------------------------------------------------------------------------
