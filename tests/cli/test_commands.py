@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -359,8 +360,14 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_command_line_does_not_import_torch() -> None:
-    ran = _python("-X", "importtime", "-m", "actorrpc", "--help")
+@pytest.mark.parametrize("as_script", [False, True])
+def test_the_command_line_does_not_import_torch(as_script: bool, tmp_path: Path) -> None:
+    script = tmp_path / "actorrpc"  # as pip makes it of pyproject.toml
+    module, _, name = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["scripts"][
+        "actorrpc"
+    ].partition(":")
+    script.write_text(f"import sys\nfrom {module} import {name}\nsys.exit({name}())\n")
+    ran = _python("-X", "importtime", *([str(script)] if as_script else ["-m", "actorrpc"]), "--help")
     assert ran.returncode == 0
     modules = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
     assert "actorrpc.observe.visitor" in modules

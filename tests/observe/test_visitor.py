@@ -145,6 +145,25 @@ def test_a_process_that_is_gone_is_named(worker: FoundGroup, tmp_path: Path) -> 
     assert (answer[1].state, "cannot be reached" in answer[1].reason) == ("silent", True)
 
 
+@pytest.mark.parametrize("far", [True, False])
+def test_a_data_only_worker_says_how_it_is_on_its_own_host_only(
+    far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    settings: dict[str, Any] = {"transport": "tcp" if far else "unix", "data_only": True}
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", **settings)
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        (group,) = find_groups(os.getpid())
+        (seen,) = look(group, ["process", "threads"], 30.0).state.workers
+        assert seen.state == "alive"
+        assert ("takes data only" in seen.reason) == far
+        assert bool(seen.threads) == (not far)
+        assert bool(seen.memory) == (not far)
+    finally:
+        rpc.shutdown()
+
+
 @pytest.mark.slow
 def test_workers_of_a_driver_that_does_not_answer_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are its children: their sockets lie beside its own."""
