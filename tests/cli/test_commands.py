@@ -188,7 +188,7 @@ def test_stack(capsys: pytest.CaptureFixture[str]) -> None:
 the driver of an embedded cluster: 1 thread of 1 worker
 
 1 thread (worker Store-1: actorrpc-actor-TITLE)
- runs Store('store').pass_gate() for 'Reader-2', TIME old
+ runs Store('store').pass_gate() for Reader('reader').read() on 'Reader-2', TIME old
  pass_gate tests/actors/e2e/kit.py:LINE
  Store.pass_gate tests/cli/test_commands.py:LINE
 """).replace("TITLE", re.findall(r"actorrpc-actor-(\w+)", text)[0])
