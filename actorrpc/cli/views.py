@@ -239,13 +239,19 @@ class Picture:
     def _who_waits(self, actor: ObservedActor) -> list[str]:
         """Return the calls that wait for one of an actor, in words."""
         wanted = f"the call of {actor.class_name}."
+        # What a call waits for is known by class and worker: where there are several, only what runs for it tells.
+        alike = sum(
+            each.class_name == actor.class_name and each.worker == actor.worker for each in self.state.actors
+        )
+        behind = {call.chain[-1] for call in actor.running if call.chain}
         found = []
         for each in self.state.actors:
             for call in each.running:
-                if any(
+                named = any(
                     text.startswith(wanted) and text.endswith(f" on {actor.worker!r}")
                     for text in call.waits_for
-                ):
+                )
+                if call.execution in behind or (named and alike == 1):
                     found.append(f"{each.title}.{call.method}() on {each.worker!r}")
         return found
 
