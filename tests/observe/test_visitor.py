@@ -103,6 +103,15 @@ def test_a_visit_leaves_nothing_behind(worker: FoundGroup, caplog: pytest.LogCap
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
+def test_where_output_goes_that_nobody_keeps(worker: FoundGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "--pid", str(os.getpid()), "--timeout", "30"]) == 2
+    error = capsys.readouterr().err
+    assert "no logs are kept" in error
+    place = os.readlink("/proc/self/fd/1")
+    said = "a pipe of who has started it" if place.startswith(("pipe:", "socket:")) else place
+    assert f"'alone' (pid {os.getpid()}) writes to {said}" in error
+
+
 @pytest.mark.prints("did not prove to worker 'alone'", "more connections were refused")
 def test_a_wrong_key_is_refused(worker: FoundGroup) -> None:
     (target,) = worker.targets
