@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 import actorrpc
-from actorrpc.cli import doctor
+from actorrpc.agent.context import current_worker
+from actorrpc.cli import commands, doctor
 from actorrpc.cli.commands import main
+from actorrpc.cli.logs import Line
 from actorrpc.cli.text import amount, span, table
 from actorrpc.observe import Finding
 from actorrpc.wire import keys
@@ -253,6 +255,25 @@ def test_logs(capsys: pytest.CaptureFixture[str]) -> None:
     assert _shape(line) == {"time": "float", "pid": "int", "label": "str", "stream": "str", "text": "str"}
     assert (line["text"], line["stream"]) == ("a store is made", "stdout")
     assert _run(capsys, "logs", "Reader-2") == (0, "")
+
+
+@pytest.mark.usefixtures("job")
+def test_logs_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = current_worker()
+    assert worker is not None
+    history = worker.cluster.engine.logs.history
+    shown: list[str] = []
+
+    def show(line: Line) -> None:
+        shown.append(line.text)
+        if line.text == "the last":
+            raise KeyboardInterrupt
+        history.add(4, False, [("Other", f"behind {line.text}"), ("Other", "the last")])
+
+    monkeypatch.setattr(commands, "_print_line", show)
+    history.add(3, False, [("Follow", "the first")])
+    assert main(["logs", "--pid", str(os.getpid()), "-f", "--grep", "first|last"]) == 130
+    assert shown == ["the first", "behind the first", "the last"]
 
 
 @pytest.mark.usefixtures("job")
