@@ -280,11 +280,12 @@ def _logs(found: argparse.Namespace) -> int:
     except ConfigError as error:
         raise _NotThereError(str(error)) from error
     reader = logs.Reader(_groups(found), wanted, found.timeout)
-    reader.begin(_print_json_line if found.json else _print_line)
-    if not found.follow:
+    try:
+        reader.begin(_print_json_line if found.json else _print_line)
+        if found.follow:
+            reader.follow()
+    finally:
         reader.end()
-        return _FOUND
-    reader.follow()
     return _FOUND
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections import deque
@@ -10,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from actorrpc.errors import ConfigError, RpcError
-from actorrpc.observe.outside import FoundGroup
+from actorrpc.observe.outside import FoundGroup, look
 from actorrpc.observe.visitor import Target, Visit
+from actorrpc.wire.identity import host_identity
 
 __all__ = ["Line", "Reader", "Wanted"]
 
@@ -98,6 +100,7 @@ class Reader:
         self._wanted = wanted
         self._timeout = timeout
         self._show: Callable[[Line], None] = lambda line: None
+        self._groups = groups
         self._visits: list[tuple[Visit, int]] = []
         problem: RpcError | OSError | None = None
         for group in groups:
@@ -123,11 +126,22 @@ class Reader:
         if found is None:
             raise RpcError(
                 "no logs are kept: the workers were started by init_rpc(), a launcher or by hand, and what they print goes where "
-                "their launcher has it"
+                f"their launcher has it{self._places()}"
             )
         kept: deque[Line] = deque(found, maxlen=self._wanted.last or None)
         for line in kept:
             show(line)
+
+    def _places(self) -> str:
+        """Say where the output of the workers of this host goes."""
+        found = []
+        for group in self._groups:
+            workers = look(group, [], self._timeout).answers.values()
+            for record, _ in sorted(workers, key=lambda each: each[0].rank):
+                if record.host == host_identity():
+                    places = dict.fromkeys(_place(record.pid, fd) for fd in (1, 2))
+                    found.append(f"{record.name!r} (pid {record.pid}) writes to {' and '.join(places)}")
+        return "".join(f"\n  {each}" for each in found)
 
     def follow(self) -> None:
         """Show what is printed from now on, until the drivers have ended."""
@@ -163,3 +177,14 @@ class Reader:
         """Hang up."""
         while self._visits:
             self._visits.pop()[0].close()
+
+
+def _place(pid: int, fd: int) -> str:
+    """Say what a process's output is."""
+    try:
+        found = os.readlink(f"/proc/{pid}/fd/{fd}")
+    except OSError:
+        return "nothing that can be seen"
+    if found.startswith(("pipe:", "socket:")):
+        return "a pipe of who has started it"
+    return found

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from actorrpc.observe.model import ObservedActor, ObservedCall, ObservedWorker, StackFrame, ThreadStack
 
-__all__ = ["Fold", "amount", "count", "folded", "span", "stack_lines", "table"]
+__all__ = ["Fold", "amount", "count", "folded", "say_call", "span", "stack_lines", "table"]
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -123,8 +123,8 @@ def folded(workers: Sequence[ObservedWorker], actors: Sequence[ObservedActor]) -
     return sorted(found, key=lambda each: (each.is_ours, not each.calls, -len(each.where)))
 
 
-def stack_lines(fold: Fold, workers: int, threads: int) -> list[str]:
-    """Return the lines that say who stands where."""
+def stack_lines(fold: Fold, workers: int, threads: int, callers: Mapping[str, str]) -> list[str]:
+    """Return the lines that say who stands where; ``callers``: what executions are, by what names them."""
     names = list(dict.fromkeys(worker.name for worker, _ in fold.where))
     who = [
         f"{thread.name or 'a thread'} of {worker.name}" if len(names) > 1 else thread.name or "a thread"
@@ -139,7 +139,8 @@ def stack_lines(fold: Fold, workers: int, threads: int) -> list[str]:
     lines = [f"{head} ({shown})"]
     for actor, call, worker in fold.calls[:_SHOWN]:
         lines.append(
-            f"  runs {say_call(actor.title, call)}" + (f", on {worker.name}" if len(names) > 1 else "")
+            f"  runs {say_call(actor.title, call, callers)}"
+            + (f", on {worker.name}" if len(names) > 1 else "")
         )
     if len(fold.calls) > _SHOWN:
         lines.append(f"  runs {len(fold.calls) - _SHOWN} calls more")
@@ -151,9 +152,11 @@ def stack_lines(fold: Fold, workers: int, threads: int) -> list[str]:
     return lines
 
 
-def say_call(title: str, call: ObservedCall) -> str:
+def say_call(title: str, call: ObservedCall, callers: Mapping[str, str]) -> str:
     """Say what runs, for whom, since when, and what it waits for."""
-    text = f"{title}.{call.method}() for {call.caller!r}, {span(call.since)} old"
+    caller = callers.get(call.chain[-1]) if call.chain else None
+    whom = f"{caller} on {call.caller!r}" if caller else repr(call.caller)
+    text = f"{title}.{call.method}() for {whom}, {span(call.since)} old"
     if call.left is not None:
         text += f", {span(call.left)} left" if call.left >= 0 else f", {span(-call.left)} over its time"
     if call.waits_for:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -29,17 +29,28 @@ def separated(parts: Iterable[Sequence[str]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What was seen of a group, and what there is to say of it."""
+    """What was seen of a group, and what there is to say of it.
+
+    Attributes:
+        callers: what executions are, in words, by what names them in the group.
+    """
 
     group: FoundGroup
     state: GroupState
     findings: tuple[Finding, ...]
+    callers: Mapping[str, str]
 
     @classmethod
     def of(cls, look: GroupLook) -> Picture:
         """Return the picture that a look has given."""
         state = look.state
-        return cls(look.group, state, tuple(findings(state)))
+        callers = {
+            call.execution: f"{actor.title}.{call.method}()"
+            for actor in state.actors
+            for call in actor.running
+            if call.execution
+        }
+        return cls(look.group, state, tuple(findings(state)), callers)
 
     @property
     def is_wrong(self) -> bool:
@@ -191,11 +202,11 @@ class Picture:
                 )
         shown = [each for each in folds if with_idle or each.calls or not each.is_ours]
         for fold in shown:
-            lines += ["", *stack_lines(fold, len(workers), threads)]
+            lines += ["", *stack_lines(fold, len(workers), threads, self.callers)]
         awaiting = [(each, call) for each in self.state.actors for call in each.running if not call.thread]
         if awaiting:
             lines += ["", f"{count(len(awaiting), 'coroutine')} on no thread:"]
-            lines += [f"  {say_call(actor.title, call)}" for actor, call in awaiting[:50]]
+            lines += [f"  {say_call(actor.title, call, self.callers)}" for actor, call in awaiting[:50]]
         idle = sum(len(each.where) for each in folds if each not in shown)
         if idle:
             lines += [
@@ -228,13 +239,19 @@ class Picture:
     def _who_waits(self, actor: ObservedActor) -> list[str]:
         """Return the calls that wait for one of an actor, in words."""
         wanted = f"the call of {actor.class_name}."
+        # What a call waits for is known by class and worker: where there are several, only what runs for it tells.
+        alike = sum(
+            each.class_name == actor.class_name and each.worker == actor.worker for each in self.state.actors
+        )
+        behind = {call.chain[-1] for call in actor.running if call.chain}
         found = []
         for each in self.state.actors:
             for call in each.running:
-                if any(
+                named = any(
                     text.startswith(wanted) and text.endswith(f" on {actor.worker!r}")
                     for text in call.waits_for
-                ):
+                )
+                if call.execution in behind or (named and alike == 1):
                     found.append(f"{each.title}.{call.method}() on {each.worker!r}")
         return found
 
@@ -266,13 +283,13 @@ class Picture:
             if box.waiting:
                 text += f"; the first, {box.next}(), for {span(box.oldest)}"
             lines.append(f"  {name}: {text}")
-        lines += [f"  runs {say_call(actor.title, call)}" for call in actor.running]
+        lines += [f"  runs {say_call(actor.title, call, self.callers)}" for call in actor.running]
         lines += [f"  awaited by {each}" for each in self._who_waits(actor)]
         found = self.only(actor.actor_id) if actor.running else None
         if found is not None:
             threads = sum(len(each.threads) for each in found.state.workers)
             for fold in folded(found.state.workers, (actor,)):
-                lines += ["", *stack_lines(fold, len(found.state.workers), threads)]
+                lines += ["", *stack_lines(fold, len(found.state.workers), threads, self.callers)]
         return lines
 
     # -- top -----------------------------------------------------------------------------------------------------

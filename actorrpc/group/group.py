@@ -193,7 +193,8 @@ class Group:
 
     def _ended(self, peer: Peer) -> None:
         self.reach.forget(peer)
-        if self.is_fixed:  # nobody waits for others at the end of a group that workers leave at any time
+        # Nobody waits for others at the end of a group that workers leave at any time, nor for one who only looks in.
+        if self.is_fixed and not peer.record.is_visitor:
             self.barrier.gone(peer.name)
 
     def start(self) -> None:

@@ -74,6 +74,12 @@ class Observer:
     def asked(self, peer: Peer, body: bytes) -> None:
         """Answer a question."""
         question = unpack(body)
+        agent = self._worker.agent
+        if agent.settings.data_only and not (peer.is_self or any(each.local for each in list(peer.conns))):
+            # Those who may call exposed functions there need not know what its files and functions are called.
+            refused = "it takes data only, and says how it is on its own host only"
+            agent.notify(peer, ANSWER, pack({"id": question["id"], "error": refused}))
+            return
         what = question.get("what")
         if isinstance(what, list) and "logs" in what:  # there may be many
             self._worker.agent.submit(partial(self._answer, peer, question))

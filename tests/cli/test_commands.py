@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 
 import actorrpc
-from actorrpc.cli import doctor
+from actorrpc.agent.context import current_worker
+from actorrpc.cli import commands, doctor
 from actorrpc.cli.commands import main
+from actorrpc.cli.logs import Line
 from actorrpc.cli.text import amount, span, table
 from actorrpc.observe import Finding
 from actorrpc.wire import keys
@@ -187,7 +190,7 @@ def test_stack(capsys: pytest.CaptureFixture[str]) -> None:
 the driver of an embedded cluster: 1 thread of 1 worker
 
 1 thread (worker Store-1: actorrpc-actor-TITLE)
- runs Store('store').pass_gate() for 'Reader-2', TIME old
+ runs Store('store').pass_gate() for Reader('reader').read() on 'Reader-2', TIME old
  pass_gate tests/actors/e2e/kit.py:LINE
  Store.pass_gate tests/cli/test_commands.py:LINE
 """).replace("TITLE", re.findall(r"actorrpc-actor-(\w+)", text)[0])
@@ -252,6 +255,25 @@ def test_logs(capsys: pytest.CaptureFixture[str]) -> None:
     assert _shape(line) == {"time": "float", "pid": "int", "label": "str", "stream": "str", "text": "str"}
     assert (line["text"], line["stream"]) == ("a store is made", "stdout")
     assert _run(capsys, "logs", "Reader-2") == (0, "")
+
+
+@pytest.mark.usefixtures("job")
+def test_logs_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = current_worker()
+    assert worker is not None
+    history = worker.cluster.engine.logs.history
+    shown: list[str] = []
+
+    def show(line: Line) -> None:
+        shown.append(line.text)
+        if line.text == "the last":
+            raise KeyboardInterrupt
+        history.add(4, False, [("Other", f"behind {line.text}"), ("Other", "the last")])
+
+    monkeypatch.setattr(commands, "_print_line", show)
+    history.add(3, False, [("Follow", "the first")])
+    assert main(["logs", "--pid", str(os.getpid()), "-f", "--grep", "first|last"]) == 130
+    assert shown == ["the first", "behind the first", "the last"]
 
 
 @pytest.mark.usefixtures("job")
@@ -359,8 +381,14 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_command_line_does_not_import_torch() -> None:
-    ran = _python("-X", "importtime", "-m", "actorrpc", "--help")
+@pytest.mark.parametrize("as_script", [False, True])
+def test_the_command_line_does_not_import_torch(as_script: bool, tmp_path: Path) -> None:
+    script = tmp_path / "actorrpc"  # as pip makes it of pyproject.toml
+    module, _, name = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["scripts"][
+        "actorrpc"
+    ].partition(":")
+    script.write_text(f"import sys\nfrom {module} import {name}\nsys.exit({name}())\n")
+    ran = _python("-X", "importtime", *([str(script)] if as_script else ["-m", "actorrpc"]), "--help")
     assert ran.returncode == 0
     modules = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
     assert "actorrpc.observe.visitor" in modules

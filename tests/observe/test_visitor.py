@@ -96,8 +96,20 @@ def test_a_visit_leaves_nothing_behind(worker: FoundGroup, caplog: pytest.LogCap
     until(lambda: not agent.peers() or all(each.is_self for each in agent.peers()))
     remove()
     assert told == []
+    group, references = current_worker().group, current_worker().references  # type: ignore[union-attr]
+    assert group.barrier._gone == set()
+    assert references.table._deaths._errors._items == {}
     assert [each.name for each in rpc.workers()] == ["alone"]
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+def test_where_output_goes_that_nobody_keeps(worker: FoundGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "--pid", str(os.getpid()), "--timeout", "30"]) == 2
+    error = capsys.readouterr().err
+    assert "no logs are kept" in error
+    place = os.readlink("/proc/self/fd/1")
+    said = "a pipe of who has started it" if place.startswith(("pipe:", "socket:")) else place
+    assert f"'alone' (pid {os.getpid()}) writes to {said}" in error
 
 
 @pytest.mark.prints("did not prove to worker 'alone'", "more connections were refused")
@@ -140,6 +152,25 @@ def test_a_process_that_is_gone_is_named(worker: FoundGroup, tmp_path: Path) -> 
     (answer,) = look(FoundGroup(targets=[nobody], key=target.key), ["process"], 30.0).answers.values()
     assert isinstance(answer[1], Silent)
     assert (answer[1].state, "cannot be reached" in answer[1].reason) == ("silent", True)
+
+
+@pytest.mark.parametrize("far", [True, False])
+def test_a_data_only_worker_says_how_it_is_on_its_own_host_only(
+    far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    settings: dict[str, Any] = {"transport": "tcp" if far else "unix", "data_only": True}
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", **settings)
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        (group,) = find_groups(os.getpid())
+        (seen,) = look(group, ["process", "threads"], 30.0).state.workers
+        assert seen.state == "alive"
+        assert ("takes data only" in seen.reason) == far
+        assert bool(seen.threads) == (not far)
+        assert bool(seen.memory) == (not far)
+    finally:
+        rpc.shutdown()
 
 
 @pytest.mark.slow

@@ -154,6 +154,8 @@ class References:
         self.carry_out(self.table.creation_given_up(rref_id, fork_id, peer.key, error))
 
     def _peer_ended(self, peer: Peer) -> None:
+        if peer.record.is_visitor:
+            return  # it has held nothing, and the deaths that are remembered are of workers
         error = peer.died("an RRef", maybe_executed=True)
         self.carry_out(self.table.worker_died(peer.key, error))
 
