@@ -200,7 +200,8 @@ class HostedActor:
         entry.conn = conn
         if self._intake is not None:
             with self._lock:
-                if self._intake is not None:
+                # The order to make the actor is in the mailbox already, and a runner may have looked at it.
+                if self._intake is not None and entry.queue is None:
                     entry.whole = True
                     entry.ready = "unresolved" not in entry.header
                     return
