@@ -350,15 +350,14 @@ def _values(items: list[Any], futures: list[Future[Any]], until: float, timeout:
         if future._done and future._error is not None:
             future.wait()
     pending = sum([not future._done for future in futures])
-    if pending == 0:
-        return [future.wait() for future in futures]
-    if pending == 1:
+    if pending <= 1:
         # Its own wait reads the reply, without another thread.
         for future in futures:
             if not future._done:
                 _wait_for(future, until, timeout)
         for at, item in enumerate(items):
-            if type(item) is ObjectRef:
+            # Also where it was still on its way when it was looked for, and is here by now.
+            if type(item) is ObjectRef and type(futures[at]._value) is StoredResult:
                 futures[at] = item._final()
                 _wait_for(futures[at], until, timeout)
         return [future.wait() for future in futures]

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 
 from actorrpc import errors, rpc
+from actorrpc.actors.refs import wait as wait_module
 from actorrpc.actors.refs.object_ref import ObjectRef, StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.refs.wait import GetTimeoutError, all_of, as_completed, get, wait
@@ -49,6 +50,23 @@ class _Work:
 
 def _kept(value: Any) -> StoredResult:
     return StoredResult(rpc.RRef(Snapshot.of(value)))
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_large_result_that_comes_as_it_is_looked_for(monkeypatch: pytest.MonkeyPatch, others: int) -> None:
+    late: Future[Any] = Future()
+    here: Future[Any] = Future()
+    here.set_result(1)
+    start = wait_module._start
+
+    def starting(item: Any, what: str, final: bool) -> Future[Any]:
+        found = start(item, what, final)
+        if found is late:
+            late.set_result(_kept([7] * 3))
+        return found
+
+    monkeypatch.setattr(wait_module, "_start", starting)
+    assert get([ObjectRef(here)] * others + [ObjectRef(late)]) == [1] * others + [[7] * 3]
 
 
 class _Fetched:
