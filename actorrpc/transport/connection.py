@@ -27,6 +27,7 @@ uninterruptible: signal handlers wait for their end, and any exception in one of
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import select
@@ -183,11 +184,28 @@ class Connection(StateMachine):
     # -- the pool's side of reading -------------------------------------------------------------
 
     def register(self) -> None:
-        """Put the connection into the epoll, armed: from now on the pool reads it."""
-        try:
-            self._epoll.register(self.fd, ARMED)
-        except FileExistsError:  # it has gone on over another socket meanwhile, which is there already
-            self.arm(ARMED)
+        """Put the connection into the epoll, armed: from now on the pool reads it.
+
+        Raises:
+            OSError: it has been closed, or the kernel has no room for it.
+            ValueError: the epoll is closed.
+        """
+        while True:
+            fd = self.fd
+            try:
+                self._epoll.register(fd, ARMED)
+            except FileExistsError:  # it has gone on over another socket meanwhile, which is there already
+                self.arm(ARMED)
+            except OSError as error:
+                # The other side may come back over another socket before this one is in the epoll: the thread that lets it go
+                # on closes this one, then names the other one, and then registers that.
+                if error.errno == errno.EBADF:
+                    if self.state is SUSPENDED:
+                        return
+                    if self.fd != fd:
+                        continue
+                raise
+            return
 
     def arm(self, mask: int) -> None:
         """Arm (the kernel wakes a pool thread for the next bytes) or disarm. Harmless when closed."""

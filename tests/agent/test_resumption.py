@@ -20,6 +20,7 @@ import torch
 from actorrpc import testing
 from actorrpc.agent import acceptor
 from actorrpc.agent.agent import Agent
+from actorrpc.agent.connector import Connector
 from actorrpc.config import Settings
 from actorrpc.errors import PeerDiedError, ProtocolError, RpcError
 from actorrpc.futures import Future
@@ -134,6 +135,45 @@ def test_calls_survive_whatever_ends_their_connection_at_whatever_byte(kind: str
 def test_a_connection_may_end_while_it_is_made(after: int) -> None:
     with behind(testing.reset(after=after, connections={0})) as ((a0, _), _):
         assert [call(a0, note, 0, each) for each in range(3)] == [0, 1, 2]
+
+
+class _LateEpoll:
+    """An epoll into which a socket is put only when another one has taken its place."""
+
+    def __init__(self, conn: Connection, strike: Callable[[], None]) -> None:
+        self._conn, self._epoll, self._strike = conn, conn._epoll, strike
+
+    def register(self, fd: int, mask: int) -> None:
+        if self._conn._epoll is self:
+            self._conn._epoll = self._epoll
+            self._strike()
+            pause = threading.Event()
+            while self._conn.fd == fd:
+                pause.wait(0.002)
+        self._epoll.register(fd, mask)
+
+
+def test_a_connection_may_come_back_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    struck: list[Connection] = []
+    watch = Connector.watch
+    with behind() as ((a0, a1), proxies):
+
+        def strike() -> None:
+            pause = threading.Event()
+            while a0.peer("a1").conn is None:  # the other side has heard that it may go on
+                pause.wait(0.002)
+            proxies[1].reset()
+
+        def watching(connector: Connector, conn: Connection) -> None:
+            if connector is a1.connector and not struck:
+                struck.append(conn)
+                conn._epoll = _LateEpoll(conn, strike)  # type: ignore[assignment]
+            watch(connector, conn)
+
+        monkeypatch.setattr(Connector, "watch", watching)
+        assert [call(a0, note, 0, each) for each in range(3)] == [0, 1, 2]
+        assert struck
+        assert a0.peer("a1").state == "alive"
 
 
 @pytest.mark.limit(120)
