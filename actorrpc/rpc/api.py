@@ -381,15 +381,16 @@ def _end_together(worker: Worker, until: float, let_go: Callable[[], None]) -> S
 
 
 def _answer_all(worker: Worker, until: float) -> None:
-    """Wait until the functions that are being executed here are answered, but for the one that calls this.
+    """Wait until the functions that are being executed here, and that somebody waits for, are answered.
 
-    The function that has told this worker to leave may just be about to return.
+    But for the one that calls this. The function that has told this worker to leave may just be about to return.
     """
     pause = 0.0005
     mine = CURRENT.get()
     while _time.now() < until and any(
-        isinstance(each, Execution) and each is not mine and not each.deferred
+        isinstance(each, Execution) and each is not mine and not (each.deferred or each.cancelled)
         for peer in worker.agent.peers()
+        if peer.state == "alive"
         for each in list(peer.running.values())
     ):
         _time.sleep(pause)
