@@ -155,6 +155,7 @@ class ReplyWaiter:
         if conn.state is SUSPENDED or not conn.read_lock.acquire(False):
             return None
         frames: list[Frame] = []
+        answered = False
         # Disarmed before the call is sent: otherwise the reply wakes a pool thread that has nothing to do here.
         modify = conn._epoll.modify
         if conn.expecting:
@@ -201,6 +202,12 @@ class ReplyWaiter:
                                 spin.note(spun, _time.now() - begun)
                         elif fd == conn._wake_fd:
                             conn._quieten()
+            if len(frames) == 1 and call.future is None:
+                # The path of most calls, without a detour: one frame, and it is the reply. The call is taken out before others
+                # read: the thread that finds the end of the connection behind the reply would end it as well.
+                frame = frames[0]
+                if frame[2] == call.id and frame[0] != REQUEST and frame[0] <= FAILURE:
+                    answered = conn.peer.pending.pop(call.id, None) is call
         except BaseException as error:
             conn.failed(error)
         finally:
@@ -211,19 +218,15 @@ class ReplyWaiter:
                 modify(conn.fd, ARMED)
             except (OSError, ValueError):
                 pass
-        if len(frames) == 1:
-            # The path of most calls, without a detour: one frame, and it is the reply.
-            frame = frames[0]
-            if frame[2] == call.id and frame[0] != REQUEST and frame[0] <= FAILURE and call.future is None:
-                peer = conn.peer
-                if peer.pending.pop(call.id, None) is call:
-                    if call.charge or peer.waiting:
-                        peer.release(call)
-                    call.reply = frame
-                    call.done = True
-                    if conn.outbox:
-                        conn.flush()
-                    return False
+        if answered:
+            peer = conn.peer
+            if call.charge or peer.waiting:
+                peer.release(call)
+            call.reply = frames[0]
+            call.done = True
+            if conn.outbox:
+                conn.flush()
+            return False
         return conn._events.deliver(conn, frames, True) if frames else False
 
 
