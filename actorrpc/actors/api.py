@@ -32,10 +32,9 @@ from actorrpc.errors import ActorDiedError, ConfigError, RpcError, RpcTimeoutErr
 from actorrpc.futures import Future
 from actorrpc.rpc import api
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
-from actorrpc.rpc.refcount.messages import WorkerKey
 from actorrpc.rpc.rref import RRef
 from actorrpc.validation import wait_limit
-from actorrpc.wire.identity import WorkerInfo
+from actorrpc.wire.identity import WorkerInfo, WorkerKey
 
 __all__ = [
     "ActorInfo",

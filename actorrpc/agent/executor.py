@@ -193,10 +193,7 @@ class Executor:
             _log.warning("request %d of %r came twice; it is executed once", frame.id, peer.name)
             return None
         try:
-            header = execution.header = unpack_header(frame.extra) if frame.extra else {}
-            if "path" in header:
-                execution.path = path_of(header, frame.chain)
-            return self.open(conn, frame, header, outbound.MessageContext(peer), execution)
+            return self._open_request(conn, frame, execution)
         except BaseException as error:
             report(_log, error, "what %r has posted here failed", peer.name)
             return None
@@ -231,11 +228,7 @@ class Executor:
             function, args, kwargs = outbound.open_plain(frame.body, execution.peer)
             execution.what = function
         else:
-            message = outbound.MessageContext(execution.peer)
-            header = execution.header = unpack_header(frame.extra) if frame.extra else {}
-            if "path" in header:
-                execution.path = path_of(header, frame.chain)
-            function, args, kwargs = self.open(conn, frame, header, message, execution)
+            function, args, kwargs = self._open_request(conn, frame, execution)
             execution.what = function
         interceptors: Sequence[Interceptor] = agent.interceptors
         if execution.header and not RIDERS.keys().isdisjoint(execution.header):
@@ -253,6 +246,13 @@ class Executor:
             self._answer_later(conn, frame.id, value, function, execution)
             return None, False
         return value, True
+
+    def _open_request(self, conn: Any, frame: Frame, execution: Execution) -> Any:
+        """Return ``(function, args, kwargs)`` of a request that is more than its body; fills in what its header says."""
+        header = execution.header = unpack_header(frame.extra) if frame.extra else {}
+        if "path" in header:
+            execution.path = path_of(header, frame.chain)
+        return self.open(conn, frame, header, outbound.MessageContext(execution.peer), execution)
 
     def open(
         self, conn: Any, frame: Frame, header: Header, message: outbound.MessageContext, execution: Execution

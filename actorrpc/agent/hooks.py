@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 RECEIPT: Final = "receipt"
-"""The notice that says which references of a message have arrived, where no answer does."""
+"""The notice of the protocol of reference counts: which references have arrived, and which are gone."""
 
 
 class Interceptor(Protocol):

@@ -155,16 +155,8 @@ def send(
 
     settings = agent.settings
     if not spans and len(body) <= settings.chunk:
-        extra = pack_header(header) if header else b""
-        frame = pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=extra)
-        _post(conn, frame, call)
+        _put(conn, call, kind, id, body, flags, remaining, chain, header)
         return True
-
-    def put(body: bytes, flags: int, header: Header) -> None:
-        extra = pack_header(header)
-        frame = pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=extra)
-        _post(conn, frame, call)
-
     sizes = [span.nbytes for span in spans]
     total = len(body) + sum(sizes)
     _check(len(spans), total, settings)
@@ -173,14 +165,15 @@ def send(
         conn.peer.charge(call, total)
     if total < settings.lane_threshold:
         header["sizes"] = sizes
-        put(b"".join([body, *(bytes(span.view()) for span in spans)]), flags | INLINE, header)
+        whole = b"".join([body, *(bytes(span.view()) for span in spans)])
+        _put(conn, call, kind, id, whole, flags | INLINE, remaining, chain, header)
         return True
     if conn.local and spans and len(body) <= settings.chunk:
         lender = agent.lender(conn)
         placement = lender.place(spans) if lender is not None else None
         if placement is not None:
             header["placement"] = placement.pack()
-            put(body, flags | LANE, header)
+            _put(conn, call, kind, id, body, flags | LANE, remaining, chain, header)
             return True
     flags |= STREAM
     buffers = [(index, span.view()) for index, span in enumerate(spans)]
@@ -192,7 +185,7 @@ def send(
     stream = next(conn.peer.streams)
     header["sizes"] = sizes
     header["stream"] = stream
-    put(body, flags, header)
+    _put(conn, call, kind, id, body, flags, remaining, chain, header)
     limit = None if deadline == float("inf") else deadline
     return conn.send_chunks(stream, _pieces(buffers, settings.chunk), limit)
 
@@ -203,7 +196,20 @@ def _pieces(buffers: Sequence[tuple[int, memoryview]], size: int) -> Iterator[tu
             yield index, offset, buffer[offset : offset + size]
 
 
-def _post(conn: Connection, frame: bytes, call: Any) -> None:
+def _put(
+    conn: Connection,
+    call: Any,
+    kind: int,
+    id: int,
+    body: bytes,
+    flags: int,
+    remaining: float,
+    chain: int,
+    header: Header | None,
+) -> None:
+    """Put the frame of a message into the outbox."""
+    extra = pack_header(header) if header else b""
+    frame = pack_frame(kind, id, body, flags=flags, remaining=remaining, chain=chain, extra=extra)
     if call is None:
         conn.outbox.append(frame)
     else:

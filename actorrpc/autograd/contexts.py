@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge
 
 from actorrpc import _time
 from actorrpc.errors import RpcError
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.autograd.graph import ReachableGraph

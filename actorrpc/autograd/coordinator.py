@@ -20,7 +20,7 @@ from actorrpc.autograd.messages import Contribution, Discover, Gradient, Message
 from actorrpc.autograd.planner import ROOTS, Send, make_plan, unknown
 from actorrpc.errors import ProtocolError, RpcTimeoutError
 from actorrpc.futures import Future
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.autograd.participant import Participant

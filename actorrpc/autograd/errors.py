@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from actorrpc.errors import PeerDiedError, RemoteError, RpcError, RpcTimeoutError
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 
 __all__ = ["blame", "died", "late", "released", "timed_out"]
 

@@ -27,7 +27,7 @@ from actorrpc.autograd.messages import Contribution, Gradient, Gradients, Stratu
 from actorrpc.autograd.planner import ROOTS
 from actorrpc.errors import ProtocolError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 
 __all__ = ["FINISH", "LocalPass", "Sum", "Terms", "edges_of", "reach_of", "remember"]
 

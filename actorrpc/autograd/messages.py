@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from actorrpc.futures import Future
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 
 __all__ = [
     "Contribution",

@@ -40,7 +40,7 @@ from actorrpc.autograd.messages import (
 )
 from actorrpc.errors import RpcError, RpcTimeoutError
 from actorrpc.futures import Future
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 
 __all__ = ["Participant", "check_roots"]
 

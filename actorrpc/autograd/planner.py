@@ -14,7 +14,7 @@ from typing import Final
 
 from actorrpc.autograd.messages import Contribution, Sink, Stratum
 from actorrpc.errors import RpcError
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 
 __all__ = ["ROOTS", "Send", "levels", "make_plan", "unknown"]
 

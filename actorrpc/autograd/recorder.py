@@ -36,7 +36,7 @@ from actorrpc.autograd.contexts import Context, Contexts, Receipt
 from actorrpc.autograd.graph import edge_of, receive
 from actorrpc.autograd.messages import Sink
 from actorrpc.errors import ProtocolError
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 
 __all__ = ["GraphRecorder", "current_context", "enter", "hear", "leave", "tell"]
 

@@ -29,8 +29,8 @@ from actorrpc.autograd.messages import (
 )
 from actorrpc.errors import NotInitializedError, ProtocolError, RpcError
 from actorrpc.futures import WAITING, Future
-from actorrpc.rpc.refcount.messages import WorkerKey
 from actorrpc.rpc.refcount.runtime import References
+from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.autograd.local_pass import LocalPass

@@ -47,7 +47,7 @@ from actorrpc.rpc.profiling import (
     profiled,
     unobserve,
 )
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 
 __all__ = ["TorchProfiledFuture", "patches", "profiled_pass"]
 

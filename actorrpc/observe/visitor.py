@@ -20,6 +20,7 @@ from typing import Any, Final
 from actorrpc.config import Settings
 from actorrpc.errors import ProtocolError, RpcError
 from actorrpc.observe.protocol import ANSWER, ASK, merge, pack, unpack
+from actorrpc.transport.failure_detector import process_state
 from actorrpc.transport.tls import Stream, Tls, explain
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, FrameReader, pack_frame
@@ -193,7 +194,7 @@ class Visit:
         poller = select.poll()
         poller.register(sock.fileno(), select.POLLIN)
         while not poller.poll(1000 * min(_SLICE_S, _left(until))):
-            if time.monotonic() >= until or (pid and _cannot_answer(pid)):
+            if time.monotonic() >= until or (pid and process_state(pid) != "running"):
                 raise TimeoutError("it has not answered in time")
 
     def _send(self, frame: bytes) -> None:
@@ -271,11 +272,3 @@ class Visit:
 
 def _left(until: float) -> float:
     return max(0.001, until - time.monotonic())
-
-
-def _cannot_answer(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t", b"Z", b"X", b"x")
-    except (OSError, IndexError):
-        return True

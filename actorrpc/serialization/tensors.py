@@ -599,10 +599,7 @@ def tensor(index: int | str, code: int, offset: int, *geometry: int) -> torch.Te
     t = _build(index, code, offset, *geometry)
     if code & _GRAD:
         t.requires_grad_(True)
-    tensors = message.decoding.tensors
-    if tensors is not None:
-        tensors.append(t)
-    return t
+    return _arrives(t)
 
 
 def embedded(data: bytearray, code: int, *shape: int) -> torch.Tensor:
@@ -616,10 +613,7 @@ def embedded(data: bytearray, code: int, *shape: int) -> torch.Tensor:
         t.resize_(shape)  # in place: the result is no view, as no tensor that arrives should be
     if code & _GRAD:
         t.requires_grad_(True)
-    tensors = message.decoding.tensors
-    if tensors is not None:
-        tensors.append(t)
-    return t
+    return _arrives(t)
 
 
 def parameter(requires_grad: bool, index: int | str, code: int, offset: int, *geometry: int) -> torch.Tensor:

@@ -33,10 +33,9 @@ from actorrpc.agent.executor import Later
 from actorrpc.agent.timers import VirtualClock
 from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, UnknownWorkerError
 from actorrpc.futures import Future
-from actorrpc.rpc.refcount.messages import WorkerKey
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.buffers import BufferPool
-from actorrpc.wire.identity import WorkerInfo, WorkerRecord, new_incarnation
+from actorrpc.wire.identity import WorkerInfo, WorkerKey, WorkerRecord, new_incarnation
 
 __all__ = ["Counter", "FakeRRef", "Resident", "Worker", "World"]
 
@@ -90,6 +89,7 @@ class FakePeer:
         self.target = target
         self.record = target.record
         self.rank = target.record.rank
+        self.key = target.key
         self.name = target.record.name
         self.info = target.record.info
         self.is_self = owner is target

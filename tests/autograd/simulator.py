@@ -30,8 +30,8 @@ from actorrpc.autograd.participant import Participant
 from actorrpc.autograd.recorder import GraphRecorder
 from actorrpc.errors import PeerDiedError, RpcTimeoutError
 from actorrpc.futures import Future
-from actorrpc.rpc.refcount.messages import WorkerKey
 from actorrpc.serialization import exceptions
+from actorrpc.wire.identity import WorkerKey
 from tests.autograd.programs import (
     Compute,
     InPlace,

@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from actorrpc.autograd import contexts as module
 from actorrpc.autograd.contexts import Contexts, Receipt
 from actorrpc.errors import RpcError
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 
 ME = WorkerKey(3, "life")
 

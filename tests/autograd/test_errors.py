@@ -25,7 +25,7 @@ from actorrpc.autograd import graph
 from actorrpc.autograd.messages import Discover
 from actorrpc.autograd.startup import contexts, participant
 from actorrpc.errors import PeerDiedError, RpcError
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 from tests.ranks import Died, rpc_group
 
 PHASES = ("discovery", "first gradient", "later gradient", "finishing")

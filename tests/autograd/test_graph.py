@@ -18,7 +18,7 @@ from actorrpc.autograd import graph as graph_module
 from actorrpc.autograd.contexts import Node, Receipt
 from actorrpc.autograd.graph import receive
 from actorrpc.errors import RpcTimeoutError
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 from tests.autograd.programs import Twice
 
 B = WorkerKey(1, "b")

@@ -29,7 +29,7 @@ from actorrpc.autograd.messages import (
 from actorrpc.autograd.participant import Participant
 from actorrpc.errors import PeerDiedError, RemoteError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 from tests.autograd.programs import compare, copies, expected, generate
 from tests.autograd.simulator import Network, Worker, World
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from actorrpc.autograd.messages import Contribution, Sink
 from actorrpc.autograd.planner import ROOTS, Send, levels, make_plan, unknown
 from actorrpc.errors import RpcError
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 
 WORKERS = [WorkerKey(rank, f"life{rank}") for rank in range(4)]
 A, B, C, D = WORKERS

@@ -26,7 +26,7 @@ from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.autograd import graph
 from actorrpc.autograd.messages import Message
 from actorrpc.autograd.startup import contexts, participant
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 from tests.autograd.programs import (
     Compute,
     InPlace,

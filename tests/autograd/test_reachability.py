@@ -14,7 +14,7 @@ from actorrpc.autograd.graph import edge_of, receive
 from actorrpc.autograd.messages import Sink
 from actorrpc.autograd.recorder import hear, tell
 from actorrpc.errors import ProtocolError
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 
 A, B, C = (WorkerKey(rank, f"life of {rank}") for rank in range(3))
 ID = 7

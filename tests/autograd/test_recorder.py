@@ -21,7 +21,7 @@ from actorrpc.autograd.recorder import GraphRecorder, current_context
 from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future
 from actorrpc.rpc.functions import async_execution
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 from tests.agent.agents import agents
 from tests.announced import OUTSIDE_OF_A_CONTEXT
 

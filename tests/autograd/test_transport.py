@@ -23,7 +23,7 @@ from actorrpc.autograd.messages import (
 from actorrpc.autograd.startup import contexts
 from actorrpc.autograd.transport import fields_of, message_of, pack_notice, unpack_notice
 from actorrpc.errors import ProtocolError
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 from tests.ranks import rpc_group
 
 

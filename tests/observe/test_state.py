@@ -100,7 +100,7 @@ def test_calls_and_mailboxes_are_seen(gate: Path) -> None:
 def test_coroutines_are_seen(gate: Path) -> None:
     inner, outer = Busy.remote(), Async.remote()
     call = outer.wait_for.remote(inner, str(gate))
-    until(lambda: _seen(outer).running and _seen(outer).running[0].waits_for)
+    until(lambda: any(each.waits_for for each in _seen(outer).running))
     (seen,) = _seen(outer).running
     assert (seen.method, seen.thread) == ("wait_for", 0)
     assert seen.waits_for[0].startswith("the call of Busy.pass_gate on ")

@@ -7,6 +7,7 @@ import operator
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from actorrpc import rpc
-from actorrpc.errors import PeerDiedError, RpcTimeoutError
+from actorrpc.errors import NotInitializedError, PeerDiedError, RpcTimeoutError
 from tests.layers import rest_is_slow
 from tests.ranks import Died, rpc_group
 
@@ -192,7 +193,8 @@ def _fork_that_lives_on(directory: str) -> None:
     with open(os.path.join(directory, "end"), "wb"):
         pass
     with open(os.path.join(directory, "said")) as said:
-        assert said.read() == "NotInitializedError False"
+        words = said.read()
+    assert words == "NotInitializedError False"
 
 
 def _fork(directory: str) -> int:
@@ -205,6 +207,8 @@ def _fork(directory: str) -> int:
             rpc.rpc_sync("worker0", operator.add, (1, 1))
         except BaseException as error:
             words = f"{type(error).__name__} {rpc.api.is_initialized()}"
+            if not isinstance(error, NotInitializedError):
+                words += "\n" + "".join(traceback.format_exception(error))
         rpc.shutdown()
         with open(os.path.join(directory, "end"), "rb") as end:
             end.read()

@@ -11,8 +11,8 @@ from actorrpc.agent.executor import Later
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import PeerDiedError, RemoteError, RpcError
 from actorrpc.futures import Future
-from actorrpc.rpc.refcount.messages import WorkerKey
 from actorrpc.serialization import exceptions
+from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime

@@ -30,7 +30,7 @@ from actorrpc.actors.context import current, runtime
 from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import CollectiveError, ConfigError, RpcError
 from actorrpc.futures import Future
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
@@ -202,7 +202,7 @@ class Members:
         self._agent.submit(go)
 
     def _peer_ended(self, peer: Peer) -> None:
-        key = WorkerKey(peer.rank, peer.record.incarnation)
+        key = peer.key
         for member in list(self._table.values()):
             if member.ticket.maker == key:
                 why = f"worker {peer.name!r}, which made it, is gone"

@@ -23,7 +23,7 @@ from actorrpc.actors.context import runtime
 from actorrpc.agent.executor import Later
 from actorrpc.errors import CollectiveError
 from actorrpc.futures import Future
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
@@ -142,7 +142,7 @@ class Generations:
         )
 
     def _peer_ended(self, peer: Peer) -> None:
-        key = WorkerKey(peer.rank, peer.record.incarnation)
+        key = peer.key
         with self._lock:
             lost = [
                 (meeting, rank)

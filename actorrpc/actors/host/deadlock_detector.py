@@ -39,8 +39,9 @@ from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.agent.timers import Tick
 from actorrpc.errors import DeadlockError, RpcError
 from actorrpc.futures import Future
-from actorrpc.rpc.refcount.messages import RRefId, WorkerKey
+from actorrpc.rpc.refcount.messages import RRefId
 from actorrpc.rpc.rref import RRef
+from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime

@@ -25,7 +25,6 @@ from actorrpc.agent.calls import CALLER_BIT, FRAME_BIT
 from actorrpc.agent.executor import Later
 from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future, collect_all
-from actorrpc.rpc.refcount.messages import WorkerKey
 from actorrpc.wire.frames import MAIL, Frame
 from actorrpc.wire.headers import Header, unpack_header
 
@@ -214,7 +213,7 @@ class ActorRegistry:
 
     def _peer_ended(self, peer: Peer) -> None:
         """End the actors whose creator is gone, unless they are detached."""
-        key = WorkerKey(peer.rank, peer.record.incarnation)
+        key = peer.key
         for hosted in self.all():
             spec = hosted.spec
             if spec is not None and spec.card.supervisor == key and spec.options.lifetime != "detached":

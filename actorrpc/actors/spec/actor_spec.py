@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc._exception_text import say
 from actorrpc.errors import RpcError
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.actors.refs.snapshot import Snapshot

@@ -38,8 +38,8 @@ from actorrpc.agent.executor import Later
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import CancelledError, RpcError, SerializationError, ShutdownError
 from actorrpc.futures import Future
-from actorrpc.rpc.refcount.messages import WorkerKey
 from actorrpc.serialization import codec, exceptions
+from actorrpc.wire.identity import WorkerKey
 
 __all__ = [
     "DONE",

@@ -14,7 +14,7 @@ from actorrpc.actors.host.checkpoints import LAST
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.agent.executor import Later
 from actorrpc.futures import Future, collect_all
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.actors.supervision.record import ActorRecord

@@ -26,8 +26,8 @@ from actorrpc.errors import (
     UnknownActorError,
     UnknownWorkerError,
 )
-from actorrpc.rpc.refcount.messages import WorkerKey
 from actorrpc.serialization import exceptions
+from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
@@ -56,7 +56,7 @@ class Names:
             runtime.agent.on_peer_end.append(self._peer_ended)
 
     def _peer_ended(self, peer: Peer) -> None:
-        self.take_out_all(WorkerKey(peer.rank, peer.record.incarnation))
+        self.take_out_all(peer.key)
 
     @property
     def is_registrar(self) -> bool:

@@ -14,8 +14,7 @@ from actorrpc.actors.spec.options import NEW_PROCESS
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import ConfigError, RpcError
 from actorrpc.futures import Future
-from actorrpc.rpc.refcount.messages import WorkerKey
-from actorrpc.wire.identity import WorkerInfo
+from actorrpc.wire.identity import WorkerInfo, WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
@@ -68,7 +67,7 @@ class Placements:
         peer.check_alive("an actor cannot be made there")
         if options.resources and self._runtime.spawner is None:
             raise ConfigError("resources= needs a cluster (actorrpc.init())")
-        place = WorkerKey(peer.rank, peer.record.incarnation)
+        place = peer.key
         self._check(self.wish(label, options, 0, place))
         return place
 

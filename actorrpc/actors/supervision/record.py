@@ -11,7 +11,7 @@ from actorrpc.actors.spec.death_report import ActorState, Restarting
 from actorrpc.actors.supervision.restart_policy import RestartPolicy
 from actorrpc.errors import ActorDiedError
 from actorrpc.futures import Future
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.actors.refs.snapshot import Snapshot

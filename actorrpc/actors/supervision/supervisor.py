@@ -37,10 +37,10 @@ from actorrpc.agent.mail import MailHeader
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import ActorDiedError, PeerDiedError, RpcError, ShutdownError
 from actorrpc.futures import Future, collect_all
-from actorrpc.rpc.refcount.messages import WorkerKey
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import exceptions
 from actorrpc.transport.signals import uninterruptible
+from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
@@ -225,7 +225,7 @@ class Supervisor:
                 return False
             gone = process is None and peer.state != "alive" and actor.put_off(self._agent.clock.now())
             if not gone:
-                actor.worker = WorkerKey(peer.rank, peer.record.incarnation)
+                actor.worker = peer.key
                 actor.worker_name = peer.name
                 actor.process = process
                 spec = actor.spec()
@@ -301,7 +301,7 @@ class Supervisor:
 
     def _peer_ended(self, peer: Peer) -> None:
         """See to the actors of a worker that is gone."""
-        key = WorkerKey(peer.rank, peer.record.incarnation)
+        key = peer.key
         with self.lock:
             lost = [(each, each.instance_id) for each in self._actors.values() if each.worker == key]
         if lost:

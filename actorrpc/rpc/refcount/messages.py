@@ -27,7 +27,6 @@ __all__ = [
     "Message",
     "RRefId",
     "UserDelete",
-    "WorkerKey",
     "pack_forks",
     "pack_message",
     "unpack_forks",

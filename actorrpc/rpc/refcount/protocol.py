@@ -33,7 +33,6 @@ from actorrpc.rpc.refcount.messages import (
     Message,
     RRefId,
     UserDelete,
-    WorkerKey,
 )
 from actorrpc.rpc.refcount.tables import (
     Deaths,
@@ -47,6 +46,7 @@ from actorrpc.rpc.refcount.tables import (
     released,
 )
 from actorrpc.transport.signals import uninterruptible
+from actorrpc.wire.identity import WorkerKey
 
 __all__ = ["Effects", "Handle", "Leak", "Outcome", "Pending", "PendingCounts", "RRefTable", "ReceivedFork"]
 

@@ -28,7 +28,6 @@ from actorrpc.rpc.refcount.messages import (
     Message,
     RRefId,
     UserDelete,
-    WorkerKey,
     pack_forks,
     pack_message,
     unpack_forks,
@@ -37,6 +36,7 @@ from actorrpc.rpc.refcount.messages import (
 from actorrpc.rpc.refcount.protocol import Effects, Handle, Pending, RRefTable
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.signals import uninterruptible
+from actorrpc.wire.identity import WorkerKey
 
 __all__ = ["References"]
 

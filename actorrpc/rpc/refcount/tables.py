@@ -24,8 +24,8 @@ from actorrpc.rpc.refcount.messages import (
     Message,
     RRefId,
     UserDelete,
-    WorkerKey,
 )
+from actorrpc.wire.identity import WorkerKey
 
 __all__ = [
     "Deaths",

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from actorrpc.actors.collectives import process_group as groups
 from actorrpc.actors.collectives.rendezvous import Generations, MemberSlot
 from actorrpc.errors import CollectiveError, ConfigError
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 
 SLOTS = [MemberSlot(WorkerKey(rank, f"life{rank}"), 100 + rank) for rank in range(3)]
 
@@ -68,12 +68,10 @@ class TestMeetings:
         waiting = [meetings.gather(meeting.key, rank, SLOTS[rank], None) for rank in (0, 1)]
         asked = meetings.take(meeting.key, ["never"])
         (tell,) = agent.on_peer_end
-        ended = SimpleNamespace(
-            name="w1", rank=1, record=SimpleNamespace(incarnation="another life"), cause="", state="dead"
-        )
+        ended = SimpleNamespace(name="w1", rank=1, key=WorkerKey(1, "another life"), cause="", state="dead")
         tell(ended)
         assert not meeting.why
-        ended.record.incarnation = "life1"
+        ended.key = WorkerKey(1, "life1")
         tell(ended)
         for each in (*waiting, asked):
             with pytest.raises(CollectiveError, match=r"it is broken: rank 1 is gone: its worker 'w1'"):

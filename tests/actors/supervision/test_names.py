@@ -10,7 +10,7 @@ import pytest
 from actorrpc.actors.spec.actor_spec import Card
 from actorrpc.agent.context import set_worker
 from actorrpc.errors import ActorDiedError, NameTakenError, PeerDiedError, UnknownActorError
-from actorrpc.rpc.refcount.messages import WorkerKey
+from actorrpc.wire.identity import WorkerKey
 from tests.actors.fleet import INFO, World
 
 

@@ -29,13 +29,13 @@ from actorrpc.rpc.refcount.messages import (
     ForkId,
     Message,
     RRefId,
-    WorkerKey,
     pack_forks,
     pack_message,
     unpack_forks,
     unpack_message,
 )
 from actorrpc.rpc.refcount.protocol import Effects, Handle, Outcome, RRefTable
+from actorrpc.wire.identity import WorkerKey
 
 __all__ = ["Script", "Violation", "World", "play"]
 

@@ -20,12 +20,12 @@ from actorrpc.rpc.refcount.messages import (
     Message,
     RRefId,
     UserDelete,
-    WorkerKey,
     pack_forks,
     pack_message,
     unpack_forks,
     unpack_message,
 )
+from actorrpc.wire.identity import WorkerKey
 
 keys = st.builds(WorkerKey, st.integers(0, 1 << 20), st.text(max_size=20))
 numbers = st.integers(0, 1 << 50)

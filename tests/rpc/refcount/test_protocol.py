@@ -24,12 +24,12 @@ from actorrpc.rpc.refcount.messages import (
     Message,
     RRefId,
     UserDelete,
-    WorkerKey,
     pack_message,
     unpack_message,
 )
 from actorrpc.rpc.refcount.protocol import Effects, Handle, Outcome, Pending, RRefTable
 from actorrpc.rpc.refcount.tables import HandleTable, ValueTable
+from actorrpc.wire.identity import WorkerKey
 from tests.rpc.refcount.simulator import Violation, play
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
