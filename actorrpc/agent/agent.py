@@ -64,6 +64,9 @@ __all__ = ["Agent"]
 
 _log = logging.getLogger("actorrpc")
 INFINITE: Final = float("inf")
+_ANSWERS_S: Final = (
+    1.0  # how long the end of a peer waits for the answers that have come from it to be opened
+)
 _GOODBYE_S: Final = 0.5  # how long goodbyes may take to be handed over, unless somebody grants more
 _pack: Final = frames.PREFIX.pack
 _RETRY_S: Final = 1.0  # a notice that must arrive is sent again after this time, then 1.5 times that, ...
@@ -510,6 +513,7 @@ class Agent:
             peer.conn = None
         if self.closed_down:
             return
+        self._take_answers(conn, peer)
         if conn.goodbye is Goodbye.GIVES_UP:
             self.peer_ended(peer, "dead", "it takes this worker for dead, and has ended the connection")
         elif conn.goodbye is Goodbye.LEAVES:
@@ -520,6 +524,21 @@ class Agent:
             if type(error) is ProtocolError:
                 cause = f"what came from it makes no sense ({error}): run the same version of actorrpc on all workers"
             self.peer_ended(peer, "dead", cause)
+
+    def _take_answers(self, conn: Connection, peer: Peer) -> None:
+        """Have calls answered whose answers came before the end of a connection, before those that are left are ended.
+
+        One thread reads an answer and lets the next one read, which finds the end: it must not overtake the answer. A worker
+        that leaves has answered over its other connections as well. Bounded, as an answer that is opened may run anything.
+        """
+        if conn.goodbye is Goodbye.LEAVES:
+            for other in list(peer.conns):
+                last = other.read_rest()
+                if last:
+                    self.deliver(other, last, False)
+        begun = _time.now()
+        while any(each.undelivered for each in (conn, *peer.conns)) and _time.now() - begun < _ANSWERS_S:
+            _time.sleep(0.001)
 
     def _replaced(self, peer: Peer) -> None:
         self.pool.submit(partial(self.peer_ended, peer, "dead", "a new incarnation has taken its place"))

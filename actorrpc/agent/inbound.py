@@ -208,47 +208,50 @@ class Inbox:
 
         ``waiting``: the thread is a caller that waits for a reply of its own; it executes nothing for others.
         """
-        peer = conn.peer
-        if peer is None:  # a message before the introduction
-            conn.close(ProtocolError("the peer did not introduce itself"))
-            return False
-        if waiting and len(batch) == 1:
-            # The path of most calls: one reply, to the thread that reads.
-            frame = batch[0]
-            if frame[0] != frames.REQUEST and frame[0] <= frames.FAILURE:
-                self.reply(peer, frame, True, conn)
-                if conn.outbox:
-                    conn.flush()
+        try:
+            peer = conn.peer
+            if peer is None:  # a message before the introduction
+                conn.close(ProtocolError("the peer did not introduce itself"))
                 return False
-        pool = self._agent.pool
-        if not waiting and not pool.idle:
-            pool.ensure_reader()  # unpickling may run anything
-        arrived = 0.0
-        count = requests = 0
-        for frame in batch:
-            kind = frame.kind
-            if kind in _REPLIES:
-                self.reply(peer, frame, waiting, conn)
-            else:
-                if not arrived:
-                    arrived = _time.now()
-                if kind == frames.REQUEST:
-                    if waiting and frame.flags & frames.POST and WAITING.posts is not None:
-                        WAITING.posts.append((conn, frame, arrived))
-                        continue
-                    count += 1
-                    requests += 1
-                    pool.queue.append((conn, frame, arrived))
-                elif self._notice(peer, frame, conn, waiting):
-                    count += 1
-        if conn.outbox:
-            conn.flush()
-        if waiting:
-            for _ in range(min(count, 4)):
-                pool.kick()
-        elif count > 1:
-            pool.hand_out()
-        return requests > 0 if waiting else count > 0
+            if waiting and len(batch) == 1:
+                # The path of most calls: one reply, to the thread that reads.
+                frame = batch[0]
+                if frame[0] != frames.REQUEST and frame[0] <= frames.FAILURE:
+                    self.reply(peer, frame, True, conn)
+                    if conn.outbox:
+                        conn.flush()
+                    return False
+            pool = self._agent.pool
+            if not waiting and not pool.idle:
+                pool.ensure_reader()  # unpickling may run anything
+            arrived = 0.0
+            count = requests = 0
+            for frame in batch:
+                kind = frame.kind
+                if kind in _REPLIES:
+                    self.reply(peer, frame, waiting, conn)
+                else:
+                    if not arrived:
+                        arrived = _time.now()
+                    if kind == frames.REQUEST:
+                        if waiting and frame.flags & frames.POST and WAITING.posts is not None:
+                            WAITING.posts.append((conn, frame, arrived))
+                            continue
+                        count += 1
+                        requests += 1
+                        pool.queue.append((conn, frame, arrived))
+                    elif self._notice(peer, frame, conn, waiting):
+                        count += 1
+            if conn.outbox:
+                conn.flush()
+            if waiting:
+                for _ in range(min(count, 4)):
+                    pool.kick()
+            elif count > 1:
+                pool.hand_out()
+            return requests > 0 if waiting else count > 0
+        finally:
+            conn.undelivered.pop()
 
     def reply(self, peer: Peer, frame: Frame, waiting: bool, conn: Connection | None = None) -> None:
         call: Call | None = peer.pending.pop(frame.id, None)

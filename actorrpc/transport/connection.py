@@ -128,6 +128,8 @@ class Connection(StateMachine):
         self.lane_failed = False
         self.lane_after = 0.0  # when opening a tensor lane may be tried again
         self.assemblies: dict[int, Any] = {}
+        #: one entry for each batch that was read and is not delivered yet; put in under the read lock
+        self.undelivered: deque[None] = deque()
         self.goodbye: Goodbye | None = None
         # What is between hosts may break and go on over another socket; on one host, the end of a socket is a death.
         self.replay = Replay() if not local and settings.session_grace else None
@@ -228,6 +230,8 @@ class Connection(StateMachine):
             self.failed(error)
         finally:
             self.expecting = False
+            if frames:
+                self.undelivered.append(None)
             self.read_lock.release()
         if self.state is not CLOSED:
             try:
@@ -381,6 +385,8 @@ class Connection(StateMachine):
                 self._sort(self._reader.fed(0), frames)
             except BaseException as error:
                 self.failed(error)
+            if frames:
+                self.undelivered.append(None)
         return frames
 
     def _sink_for(self, stream: int, position: int, length: int) -> memoryview:
@@ -626,6 +632,8 @@ class Connection(StateMachine):
                     target = self._reader.target()
                     self._take(self.sock.recvmsg_into(target, 0, _DONTWAIT)[0], frames)
             except (OSError, EOFError, ProtocolError, MemoryError):
+                if frames:
+                    self.undelivered.append(None)
                 return frames
 
     def reap(self) -> None:

@@ -212,6 +212,8 @@ class ReplyWaiter:
             conn.failed(error)
         finally:
             call.polling = None
+            if frames and not answered:
+                conn.undelivered.append(None)
             conn.read_lock.release()
         if conn.state is not CLOSED:
             try:
@@ -287,6 +289,8 @@ class ServerTurn:
         except BaseException as error:
             conn.failed(error)
         finally:
+            if frames:
+                conn.undelivered.append(None)
             conn.read_lock.release()
         conn.arm(ARMED)
         return frames

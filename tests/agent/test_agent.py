@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from actorrpc.agent.agent import Agent
+from actorrpc.agent.inbound import Inbox
 from actorrpc.errors import (
     CancelledError,
     PeerDiedError,
@@ -22,6 +23,9 @@ from actorrpc.errors import (
     UnknownWorkerError,
 )
 from actorrpc.futures import Future
+from actorrpc.transport.connection import Connection
+from actorrpc.wire import frames
+from actorrpc.wire.frames import Frame
 from tests.agent.agents import agents
 
 _gate = threading.Event()
@@ -186,6 +190,34 @@ def test_the_end_of_an_agent_ends_calls_on_both_sides() -> None:
             _sync(b, "a0", operator.add, 1, 1)
         assert _sync(b, "a2", operator.add, 1, 1) == 2
         assert _sync(c, "a1", operator.add, 1, 1) == 2
+
+
+def test_an_end_does_not_overtake_the_answer_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread has read the answer, and another the end behind it."""
+    read, lost, ended = threading.Event(), threading.Event(), threading.Event()
+    deliver, reap = Inbox.deliver, Connection.reap
+
+    def late(inbox: Inbox, conn: Connection, batch: list[Frame], waiting: bool) -> bool:
+        if any(frame.kind == frames.REPLY for frame in batch):
+            read.set()
+            assert lost.wait(20)
+            ended.wait(0.1)  # it does not come; where it is not held back, it comes at once
+        return deliver(inbox, conn, batch, waiting)
+
+    def gone(conn: Connection) -> None:
+        reap(conn)
+        lost.set()
+
+    monkeypatch.setattr(Inbox, "deliver", late)
+    with agents(2) as (a, b):
+        a.on_peer_end.append(lambda _: ended.set())
+        answer = _later(a, "a1", operator.add, 1, 1)
+        a.flush()
+        assert read.wait(20)
+        monkeypatch.setattr(Connection, "reap", gone)
+        b.close()
+        assert answer.result(20) == 2
+        assert ended.wait(20)
 
 
 def test_closing_while_others_call() -> None:

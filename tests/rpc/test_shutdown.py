@@ -105,9 +105,6 @@ def _is_asked_to_leave(rank: int, _: int, store: str, gate: str) -> None:
     rpc.shutdown()
 
 
-# Slow as long as this is open: where the answer comes along with others, the thread that has read them races the one that reads
-# the goodbye.
-@pytest.mark.slow
 def test_the_function_that_has_a_worker_leave_is_answered(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "gate")
     run_group(_is_asked_to_leave, 2, str(tmp_path / "store"), str(tmp_path / "gate"))

@@ -398,9 +398,7 @@ class HostedActor:
     def interrupt(self, entry: Entry) -> None:
         """Interrupt the runner that runs an entry, if one does."""
         for runner in list(self.threads):
-            runner.interrupt(
-                entry, lambda delay, run: self.agent.clock.after(delay, partial(self.agent.submit, run))
-            )
+            runner.interrupt(entry)
 
     # -- construction --------------------------------------------------------------------------------
 

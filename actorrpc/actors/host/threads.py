@@ -22,6 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context, copy_context
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -119,6 +120,26 @@ def _may_raise(frame: FrameType) -> bool:
 
 def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
+
+
+def _watch_what_is_lost() -> None:
+    """Have interruptions that arrive where the interpreter ignores what is raised tried again, instead of printed.
+
+    Such places are finalisers, and what the collector and weak references call: a thread may get into one between the look at
+    its stack and the arrival. What others have put into ``sys.unraisablehook`` hears of everything else, as before.
+    """
+    previous = sys.unraisablehook
+    if getattr(previous, "func", None) is _note_unraisable:
+        return
+    sys.unraisablehook = partial(_note_unraisable, previous)
+
+
+def _note_unraisable(previous: Callable[[Any], Any], unraisable: Any, /) -> Any:
+    runner = WAITING.runner
+    if unraisable.exc_type is Interrupted and isinstance(runner, ActorThread):
+        runner.interruption_lost()
+        return None
+    return previous(unraisable)
 
 
 class ActorThreads:
@@ -403,12 +424,12 @@ class ActorThread:
 
     # -- interruption ------------------------------------------------------------------------------
 
-    def interrupt(self, entry: Entry, again: Callable[[float, Callable[[], None]], object]) -> None:
+    def interrupt(self, entry: Entry) -> None:
         """Raise :class:`Interrupted` in the method that runs ``entry``, if it (still) does, once.
 
         Not while the thread is in our own code, which must not be cut in two, nor where it would be lost
-        (:func:`_bears_interruption`): then it is tried again a little later (``again(delay, run)``), for as long as the
-        entry runs. A method that is hardly ever in code of its own is interrupted when it next calls us, or in its wait.
+        (:func:`_bears_interruption`): then it is tried again a little later, for as long as the entry runs. A method that is
+        hardly ever in code of its own is interrupted when it next calls us, or in its wait.
         """
         time.sleep(0)  # a fresh turn of the interpreter: the thread cannot move between the look and the blow
         with self._interrupts:
@@ -416,6 +437,7 @@ class ActorThread:
                 return
             if self.running is entry and _bears_interruption(sys._current_frames().get(self.ident)):
                 self._settle(entry, _STRUCK)
+                _watch_what_is_lost()
                 _set_async_exc(ctypes.c_ulong(self.ident), ctypes.py_object(Interrupted))
                 return
             self._entered[entry] = _WANTED
@@ -424,7 +446,8 @@ class ActorThread:
             self._stirs[-1][0]()
         except IndexError:
             pass
-        again(_AGAIN_S, lambda: self.interrupt(entry, again))
+        agent = self._hosted.agent
+        agent.clock.after(_AGAIN_S, partial(agent.submit, partial(self.interrupt, entry)))
 
     def raise_interruption(self) -> None:
         """Raise the interruption of what runs here, if there is one. On this thread: see futures.interruption_point."""
@@ -434,6 +457,16 @@ class ActorThread:
                 return
             self._settle(entry, _RAISED)
         raise Interrupted
+
+    def interruption_lost(self) -> None:
+        """Have the interruption that has just been lost come again. On this thread, at any point of it."""
+        agent = self._hosted.agent
+        with self._interrupts:
+            for entry, state in self._entered.items():
+                if state == _STRUCK:
+                    self._entered[entry] = _RUNS
+                    # The collector may run anywhere: no lock is taken.
+                    agent.clock.nudge(partial(agent.submit, partial(self.interrupt, entry)))
 
     def _settle(self, entry: Entry, state: str) -> None:
         self._entered[entry] = state

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import itertools
 import sys
 import threading
 import time
+import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -51,10 +53,42 @@ class Dropped:
     looked = threading.Semaphore(0)
     told = threading.Event()
 
-    def __del__(self) -> None:
-        self.dropping.set()
+    @classmethod
+    def linger(cls, *_: object) -> None:
+        """Stay where the interpreter prints and forgets what is raised."""
+        cls.dropping.set()
         for _ in range(2):
-            self.looked.acquire(timeout=20)
+            cls.looked.acquire(timeout=20)
+
+
+class Finalised(Dropped):
+    """Has a finaliser."""
+
+    def __del__(self) -> None:
+        self.linger()
+
+
+def _drop_a_finalised_one() -> None:
+    Finalised()
+
+
+def _drop_one_that_is_watched() -> None:
+    dropped = Dropped()
+    watch = weakref.ref(dropped, Dropped.linger)
+    del dropped
+    del watch
+
+
+def _collect() -> None:
+    def linger(phase: str, _: object) -> None:
+        if phase == "start":
+            Dropped.linger()
+
+    gc.callbacks.append(linger)
+    try:
+        gc.collect()
+    finally:
+        gc.callbacks.remove(linger)
 
 
 @actorrpc.remote
@@ -64,8 +98,8 @@ class Drops:
     def ready(self) -> None:
         """Answer."""
 
-    def drops(self) -> None:
-        Dropped()
+    def drops(self, drop: Callable[[], None]) -> None:
+        drop()
         while not Dropped.told.is_set():
             time.sleep(0.001)
 
@@ -128,8 +162,13 @@ def test_a_method_is_not_interrupted_while_it_starts_a_thread(
         del actor, ref
 
 
-def test_an_interruption_is_not_lost_in_a_del(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The interpreter prints and forgets what is raised in a __del__: the method would go on.
+@pytest.mark.parametrize("drop", [_drop_a_finalised_one, _drop_one_that_is_watched, _collect])
+def test_an_interruption_is_not_lost_where_errors_are_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drop: Callable[[], None]
+) -> None:
+    """The interpreter prints and forgets what is raised there: the method would go on."""
+    for event in (Dropped.dropping, Dropped.told):
+        event.clear()
     interrupt = ActorThread.interrupt
 
     def look(runner: ActorThread, *arguments: Any) -> None:
@@ -140,7 +179,7 @@ def test_an_interruption_is_not_lost_in_a_del(tmp_path: Path, monkeypatch: pytes
         actor = Drops.remote()
         get(actor.ready.remote())
         monkeypatch.setattr(ActorThread, "interrupt", look)
-        ref = actor.drops.remote()
+        ref = actor.drops.remote(drop)
         assert Dropped.dropping.wait(20)
         assert cancel(ref)
         with pytest.raises(CancelledError):
