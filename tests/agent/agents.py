@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -92,7 +93,7 @@ class Stranger:
             "name": name,
             "incarnation": self.record.incarnation,
             "purpose": Purpose.MAIN,
-            "attach": bytes(range(16)),
+            "attach": secrets.token_bytes(16),  # by which the agent finds its connection
             "peer_name": to.record.name,
             "peer_incarnation": to.record.incarnation,
             "binding": binding,
